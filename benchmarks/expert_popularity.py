@@ -35,10 +35,9 @@ from antiphon.models.batch import make_attention_batch
 from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
-from antiphon.placement.forecast import most_popular, needs_phase_two
 from antiphon.placement.place import place, recent_loads
 from antiphon.placement.routing_trace import read_routing_trace
-from antiphon.placement.split import balancedness, split_rows
+from antiphon.placement.split import balancedness, most_popular, needs_phase_two, split_rows
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink

@@ -32,7 +32,7 @@ from antiphon.bench.harness.contest import Columns, UpTo, milliseconds, num_byte
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
-from antiphon.cost.training.volumes import expert_parallel_volume
+from antiphon.cost.training.counts import expert_parallel_volume
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2}  # relative to the largest number

@@ -37,7 +37,7 @@ from antiphon.bench.harness.limits import measure_gemm_flops_per_s
 from antiphon.bench.harness.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
 from antiphon.bench.plain_loop import PlainLoop
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
-from antiphon.cost.training.flops import training_flops_per_token
+from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import Dtype, TrainConfig, apply_change, config_of

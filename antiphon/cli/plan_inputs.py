@@ -21,10 +21,10 @@ from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.candidates import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
+from antiphon.specs.checked import canonical, did_you_mean
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
 from antiphon.specs.precision import BYTES_OF, FOUR_BITS, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload

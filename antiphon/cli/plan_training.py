@@ -19,9 +19,9 @@ from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.training import plan_training
 from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.checked import canonical, did_you_mean
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.nearest import canonical, did_you_mean
 from antiphon.specs.training_plan import TrainingPlan
 
 PRECISION_FORMATS: dict[str, tuple[str, ...]] = {

@@ -22,8 +22,7 @@ from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, PROFILE_FILE
 from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import Profile, read_profile
-from antiphon.cost.training.tables import TrainingTables
+from antiphon.cost.profile import Profile, TrainingTables, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 from antiphon.specs.cluster import cluster_to_json

@@ -30,14 +30,12 @@ from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand
 from antiphon.sim.pools import Pool, Prefill, pools_of
-from antiphon.sim.serving_options import ServingOptions
-from antiphon.sim.worker_names import parse_kill
+from antiphon.sim.serving_options import ServingOptions, parse_kill
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec, cluster_from_table, load_cluster
+from antiphon.specs.cluster import ClusterSpec, cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import PhaseName, Plan
-from antiphon.specs.strict_table import Table
-from antiphon.specs.workload import WorkloadSpec, load_workload, workload_from_table
+from antiphon.specs.workload import WorkloadSpec, load_workload, workload_from_json
 
 _OTHERWISE = 0.01  # relative difference from which the plan's times are of something else
 
@@ -213,7 +211,7 @@ def _workload(given: str | None, plan: Plan) -> WorkloadSpec:
     if given is not None:
         return load_workload(given)
     if plan.workload_config:
-        return workload_from_table(Table(plan.workload_config, "plan: workload_config"), Path())
+        return workload_from_json(plan.workload_config, "plan: workload_config")
     try:
         return load_workload(plan.workload)
     except UserError as error:
@@ -227,7 +225,7 @@ def _cluster(given: str | None, plan: Plan) -> ClusterSpec:
     if given is not None:
         return load_cluster(given)
     if plan.cluster_config:
-        return cluster_from_table(Table(plan.cluster_config, "plan: cluster_config"), Path())
+        return cluster_from_json(plan.cluster_config, "plan: cluster_config")
     try:
         return load_cluster(plan.cluster)
     except UserError as error:

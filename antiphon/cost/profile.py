@@ -3,7 +3,7 @@ question.
 
 1. Per layer: attention by (sequences, context) for decode and (tokens, context) for prefill, and experts by (experts
    held, (token, expert) pairs); per iteration: the head by rows, and the engine's own fixed work.
-2. Per message: one-way time by bytes and transport. Of training: what `cost.training.tables` says.
+2. Per message: one-way time by bytes and transport. Of training: `TrainingTables`.
 3. Results are the same `Parts` as the roofline's. A measurement cannot tell arithmetic from memory, so all beyond the
    fixed share k2 is booked under the table's `bound`, which the writer states.
 
@@ -11,6 +11,17 @@ question.
 strictly: a misspelt table would else be taken for one that was never measured, and the roofline would answer for it.
 
 Rejected: correcting the roofline by measured ratios. At sizes that were not measured it inherits the faults of both.
+
+Of training, `antiphon profile --phase train` measures tables of seconds.
+
+1. A layer by how it is shared (attention, experts, dispatch, over how many ranks): forward and backward of one
+   micro-batch of its group, exchanges and waiting included, over (ranks at work on the machine, tokens of that
+   micro-batch). So ranks that share cores, caches and links are in the times; nothing is scaled from one rank to many.
+2. Of a rank: embedding, final norm and loss by its tokens; a parameter's update; what else a step takes.
+3. Collectives over the ranks that hold a parameter, by bytes; one message between two stages.
+
+The trainer's own layers, dispatchers and collectives are timed. Rejected: products, kernels and messages one by one. On
+a CPU most of a small layer is neither, and ranks on few cores slow each other in ways that no model predicts.
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +34,53 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.parts import Number, Parts
-from antiphon.cost.training.tables import TrainingTables
-from antiphon.specs.strict_table import read_json
+from antiphon.specs.checked import Count, NotNegative, Text, check_version, checked, read, read_mapping
+from antiphon.specs.device import ComputeDtype
+
+SumName = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLayer:
+    """One kind of layer under one way to share it. `waiting`: for others in exchanges, both passes, part of them."""
+
+    attention: Literal["sequence", "tensor"]
+    experts: Literal["expert", "tensor"]
+    dispatch: Literal["all_to_all", "all_gather"]
+    layer: Literal["moe", "dense"]
+    model_parallel: int
+    forward: Surface
+    backward: Surface
+    waiting: Surface
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSum:
+    """One collective over `degree` ranks: seconds over (ranks at work, bytes of the whole tensor)."""
+
+    name: SumName
+    degree: int
+    times: Surface
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTables:
+    """All of it, for one length of sequences. `ranks`: how many at work were measured. `head` over (ranks at work,
+    tokens of the rank); `update`: seconds of a parameter by optimizer, and `step`: of what else a step takes, by ranks
+    at work; `message`: one way between two ranks by bytes. `flops_per_s`: of the machine's fastest product in
+    `dtype`."""
+
+    dtype: ComputeDtype
+    flops_per_s: float
+    sequence_length: int
+    ranks: tuple[int, ...]
+    layers: tuple[TrainingLayer, ...]
+    head: Surface
+    update: dict[str, Curve]
+    step: Curve
+    sums: tuple[TrainingSum, ...] = ()
+    message: Curve | None = None
+
 
 PROFILE_VERSION = 1
 Bound = Literal["compute", "memory"]
@@ -32,23 +88,16 @@ AttentionPhase = Literal["decode", "prefill"]
 LayerKind = Literal["moe", "dense"]
 
 
+@checked("profile: machine")
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
     """The machine measured: what it is called and what it reached. 0: not measured."""
 
-    name: str
-    num_cores: int
-    memory_bytes: int
-    memory_bytes_per_s: float = 0.0
-    flops_per_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_cores", "memory_bytes"):
-            if not getattr(self, name) >= 1:
-                raise UserError(f"profile: machine.{name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("memory_bytes_per_s", "flops_per_s"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"profile: machine.{name} is {getattr(self, name)}: it must be at least 0")
+    name: Text
+    num_cores: Count
+    memory_bytes: Count
+    memory_bytes_per_s: NotNegative = 0.0
+    flops_per_s: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +108,8 @@ class AttentionTable:
     phase: AttentionPhase
     layer: LayerKind
     times: Surface
-    tp: int = 1
-    num_threads: int = 1
+    tp: Count = 1
+    num_threads: Count = 1
     bound: Bound = "memory"
 
 
@@ -69,8 +118,8 @@ class ExpertTable:
     """Seconds of one layer's routed experts on one worker: `times` over (experts held, (token, expert) pairs)."""
 
     times: Surface
-    tp: int = 1
-    num_threads: int = 1
+    tp: Count = 1
+    num_threads: Count = 1
     bound: Bound = "memory"
 
 
@@ -82,6 +131,7 @@ class MessageTable:
     times: Curve
 
 
+@checked("profile")
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """All that was measured. `command`: what to run to get it again; `model_config`: the `config.json` keys it is for.
@@ -91,7 +141,7 @@ class Profile:
     pieces of its decode steps, from which `planner.local_prediction` puts steps together; the tables before it are for
     what the engine does not run so. `training` None, or `attention` empty: not measured."""
 
-    version: int = PROFILE_VERSION
+    version: Count = PROFILE_VERSION
     command: str
     created: str
     machine: MachineFacts
@@ -101,8 +151,8 @@ class Profile:
     experts: tuple[ExpertTable, ...]
     head: Curve | None = None
     messages: tuple[MessageTable, ...] = ()
-    step_s: float = 0.0
-    step_per_sequence_s: float = 0.0
+    step_s: NotNegative = 0.0
+    step_per_sequence_s: NotNegative = 0.0
     model_config: dict[str, object] = field(default_factory=dict)
     engine: LocalTimes | None = None
     training: TrainingTables | None = None
@@ -110,9 +160,6 @@ class Profile:
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
             raise UserError(f"profile: version is {self.version}: this program reads version {PROFILE_VERSION}")
-        for name in ("step_s", "step_per_sequence_s"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"profile: {name} is {getattr(self, name)}: it must be at least 0")
 
     def attention_table(
         self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, num_threads: int | None = None
@@ -173,12 +220,9 @@ def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: 
 
 def read_profile(path: Path) -> Profile:
     """Read a file of `antiphon profile`. `UserError` names the file and the entry that is wrong."""
-    table = read_json(path)
-    version = table.whole("version", at_least=0)
-    if version != PROFILE_VERSION:
-        fix = "make the profile again with `antiphon profile`"
-        raise table.error("version", f"this program reads version {PROFILE_VERSION}: {fix}")
-    return table.read(Profile, version=version)
+    mapping = read_mapping(path)
+    check_version(mapping, PROFILE_VERSION, str(path), "make the profile again with `antiphon profile`")
+    return read(Profile, mapping, str(path))
 
 
 def read_serving_profile(path: Path) -> Profile:

@@ -68,7 +68,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Group:
+class CandidateGroup:
     """What candidates that are evaluated together have in common. `near`: an instance fits in one scale-up domain."""
 
     apart: bool
@@ -114,7 +114,7 @@ def _engine_turn_s(setting: Setting, candidates: Candidates) -> Number:
     return setting.profile.turn_s(rows * candidates.micro_batches)
 
 
-def groups_of(setting: Setting, candidates: Candidates) -> Iterator[tuple[Group, BoolArray]]:
+def groups_of(setting: Setting, candidates: Candidates) -> Iterator[tuple[CandidateGroup, BoolArray]]:
     """Each group that occurs, and which candidates it holds."""
     apart = candidates.is_disaggregated
     domains = np.array([widest_domain(group) for group in setting.groups])
@@ -127,21 +127,21 @@ def groups_of(setting: Setting, candidates: Candidates) -> Iterator[tuple[Group,
     codes = np.ravel_multi_index(tuple(keys), sizes)
     for code in np.unique(codes):
         is_apart, is_whole, kind, expert_kind, is_near = (int(value) for value in np.unravel_index(code, sizes))
-        yield Group(bool(is_apart), bool(is_whole), kind, expert_kind, bool(is_near)), codes == code
+        yield CandidateGroup(bool(is_apart), bool(is_whole), kind, expert_kind, bool(is_near)), codes == code
 
 
-def group_of(setting: Setting, candidates: Candidates) -> Group:
+def group_of(setting: Setting, candidates: Candidates) -> CandidateGroup:
     """The group of a single candidate."""
     ((group, _),) = groups_of(setting, candidates)
     return group
 
 
-def step_parts(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
+def step_parts(setting: Setting, candidates: Candidates, group: CandidateGroup) -> StepParts:
     """All candidates are of `group`."""
     return _disaggregated(setting, candidates, group) if group.apart else _colocated(setting, candidates, group)
 
 
-def _disaggregated(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
+def _disaggregated(setting: Setting, candidates: Candidates, group: CandidateGroup) -> StepParts:
     attention = attention_times(setting, candidates, group.attention_kind, gathers=True)
     experts = expert_times(setting, candidates, group.expert_kind, with_sync=True)
     dispatch, combine = _exchanges(setting, candidates, group)
@@ -155,7 +155,7 @@ def _disaggregated(setting: Setting, candidates: Candidates, group: Group) -> St
     )
 
 
-def _exchanges(setting: Setting, candidates: Candidates, group: Group) -> tuple[Parts, Parts]:
+def _exchanges(setting: Setting, candidates: Candidates, group: CandidateGroup) -> tuple[Parts, Parts]:
     """Dispatch and combine, one way each."""
     precision, model = setting.precision, setting.model
     links = [_link(setting, kind, group.near) for kind in (group.attention_kind, group.expert_kind)]
@@ -194,7 +194,7 @@ def _measured_exchange(
     return dispatch, profiled_messages(times, rows / senders * back_bytes, senders)
 
 
-def _colocated(setting: Setting, candidates: Candidates, group: Group) -> StepParts:
+def _colocated(setting: Setting, candidates: Candidates, group: CandidateGroup) -> StepParts:
     kind, model, precision = group.attention_kind, setting.model, setting.precision
     work = _colocated_work(setting, candidates, group)
     attention, experts, exchange = work
@@ -221,7 +221,9 @@ def _colocated(setting: Setting, candidates: Candidates, group: Group) -> StepPa
     )
 
 
-def _colocated_work(setting: Setting, candidates: Candidates, group: Group) -> tuple[AttentionTimes, Parts, Parts]:
+def _colocated_work(
+    setting: Setting, candidates: Candidates, group: CandidateGroup
+) -> tuple[AttentionTimes, Parts, Parts]:
     """Attention, experts and exchange of a micro-batch, each alone."""
     attention = attention_times(setting, candidates, group.attention_kind, gathers=False)
     experts = expert_times(setting, candidates, group.attention_kind, with_sync=False)
@@ -229,7 +231,7 @@ def _colocated_work(setting: Setting, candidates: Candidates, group: Group) -> t
 
 
 def _best_schedule(
-    setting: Setting, candidates: Candidates, group: Group, work: tuple[AttentionTimes, Parts, Parts]
+    setting: Setting, candidates: Candidates, group: CandidateGroup, work: tuple[AttentionTimes, Parts, Parts]
 ) -> tuple[Number, Number]:
     """Time of one layer, and whether its micro-batch is cut in two. Only exchanges of rows are overlapped: layouts
     without expert parallelism have none."""
@@ -250,14 +252,14 @@ def _best_schedule(
     return best, np.where(has_rows & (np.asarray(halves) < beside), 1.0, 0.0)
 
 
-def _slowed_by_exchange(setting: Setting, group: Group) -> float:
+def _slowed_by_exchange(setting: Setting, group: CandidateGroup) -> float:
     """Arithmetic beside an exchange over the same alone: prefill's exchange kernels hold some processors, decode's none
     while they wait."""
     num, held = setting.roofs[group.attention_kind].gemm.num_processors, setting.cluster.efficiency.exchange_processors
     return num / (num - held) if setting.phase == "prefill" and num > held else 1.0
 
 
-def _layer_exchange(setting: Setting, candidates: Candidates, group: Group) -> Parts:
+def _layer_exchange(setting: Setting, candidates: Candidates, group: CandidateGroup) -> Parts:
     """Collectives of one MoE layer, both ways. A domain holds as many ranks of a stage as its pieces have devices."""
     model, precision = setting.model, setting.precision
     pieces: Any = candidates.piece_devices

@@ -25,7 +25,7 @@ from antiphon.cost.training.setup import OverlapLevel, Training, TrainingPrecisi
 from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.planner.training_explain import layout_of, lost, name_of, notes_of, one, one_change, predicted_of
-from antiphon.planner.training_space import Degrees, candidates
+from antiphon.planner.training_space import TrainingDegrees, candidates
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import RejectedTraining, TrainingPlan
@@ -100,11 +100,11 @@ def plan_training(
             profile=profile,
         )
 
-        def told(done: int, total: int, number: int = number) -> None:
+        def report(done: int, total: int, number: int = number) -> None:
             if on_progress is not None:
                 on_progress(number * total + done, len(groups) * total)
 
-        found.append((training, offered, _search(training, wanted, offered, told)))
+        found.append((training, offered, _search(training, wanted, offered, report)))
     training, offered, bests = max(found, key=lambda item: max(_rate(best) for best in item[2]))
     if all(best.estimate is None for best in bests):
         raise _no_plan(training, wanted, offered, bests)
@@ -202,7 +202,7 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int) -> _
     return _Best(setup=setup, estimate=estimate_step(training, setup, "fit"), num_candidates=total, least_bytes=least)
 
 
-def _states(training: Training, strategy: TrainingSetup, degrees: Degrees) -> NDArray[np.float64]:
+def _states(training: Training, strategy: TrainingSetup, degrees: TrainingDegrees) -> NDArray[np.float64]:
     """Bytes of parameters, gradients and optimizer state of each candidate's fullest device."""
     if not len(degrees):
         return np.zeros(0)
@@ -212,7 +212,7 @@ def _states(training: Training, strategy: TrainingSetup, degrees: Degrees) -> ND
     return np.asarray(sum(np.asarray(part) for part in parts), dtype=np.float64)
 
 
-def _with(strategy: TrainingSetup, degrees: Degrees) -> TrainingSetup:
+def _with(strategy: TrainingSetup, degrees: TrainingDegrees) -> TrainingSetup:
     """The strategy with candidates as columns."""
     return replace(
         strategy,
@@ -287,10 +287,10 @@ def _no_plan(training: Training, wanted: TrainingSetup, offered: int, bests: lis
     device = training.group.device.name
     least = min(best.least_bytes for best in bests)
     enough = smallest_training_cluster(training, wanted)
-    mend = f"use at least {enough} {device}" if enough else f"use devices with more memory than {device}"
+    fix = f"use at least {enough} {device}" if enough else f"use devices with more memory than {device}"
     usable, missing = format_bytes(training.usable_bytes), format_bytes(least - training.usable_bytes)
     return NoTrainingPlan(
         f"training does not fit on {offered} {device}: the smallest layout needs {format_bytes(least)} "
-        f"per device, {missing} more than the {usable} it has: {mend}",
+        f"per device, {missing} more than the {usable} it has: {fix}",
         enough,
     )

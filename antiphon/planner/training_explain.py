@@ -17,7 +17,7 @@ from antiphon.cost.network import network
 from antiphon.cost.parts import Number
 from antiphon.cost.training.dispatch import prefers_all_gather
 from antiphon.cost.training.fit_memory import Rematerialize
-from antiphon.cost.training.overlap import computation_to_communication
+from antiphon.cost.training.layer_time import computation_to_communication
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate

@@ -26,7 +26,7 @@ MOST_MODEL_PARALLEL = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
+class TrainingDegrees:
     """Columns of candidates."""
 
     model_parallel: IntArray
@@ -38,9 +38,9 @@ class Degrees:
     def __len__(self) -> int:
         return len(self.model_parallel)
 
-    def where(self, keep: NDArray[np.bool_]) -> "Degrees":
+    def where(self, keep: NDArray[np.bool_]) -> "TrainingDegrees":
         """The candidates that are kept."""
-        return Degrees(
+        return TrainingDegrees(
             model_parallel=self.model_parallel[keep],
             pipeline=self.pipeline[keep],
             virtual_stages=self.virtual_stages[keep],
@@ -101,7 +101,7 @@ def candidates(
     batch: int,
     attention: AttentionParallel,
     experts: ExpertParallel,
-) -> Degrees:
+) -> TrainingDegrees:
     """Everything that can be run, memory aside."""
     axes = (
         model_parallel_degrees(model, domain, attention, experts),
@@ -121,7 +121,7 @@ def candidates(
         & (pipeline * chunks <= model.num_layers)
         & ((chunks == 1) | ((pipeline > 1) & (count % pipeline == 0)))
     )
-    every = Degrees(
+    every = TrainingDegrees(
         model_parallel=degree, pipeline=pipeline, virtual_stages=chunks, data_parallel=data, micro_batch=micro
     )
     return every.where(keep)

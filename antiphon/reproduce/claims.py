@@ -17,7 +17,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.reproduce import lina, mix, msi, msm
 from antiphon.reproduce.claim import PAPERS, Claim, Paper, Row, digit, evaluate
-from antiphon.specs.nearest import nearest_names
+from antiphon.specs.checked import nearest_names
 
 MODULES: tuple[ModuleType, ...] = (msi, mix, msm, lina)
 

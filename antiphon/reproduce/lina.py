@@ -12,12 +12,19 @@ from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES
 from antiphon.cost.network import network
 from antiphon.reproduce.claim import shipped_cluster
-from antiphon.sim.expert_packing import PackingNetwork, choose_packing, packed_layer
 from antiphon.sim.schedules import SCHEDULES, Contention, Schedule
-from antiphon.sim.training_step import BackwardLayer, BackwardOptions, BackwardTimeline, Gradient, simulate_backward
+from antiphon.sim.training_step import (
+    BackwardLayer,
+    BackwardOptions,
+    BackwardTimeline,
+    Gradient,
+    PackingNetwork,
+    choose_packing,
+    packed_layer,
+    simulate_backward,
+)
 from antiphon.specs.catalog import DATA
-from antiphon.specs.nearest import canonical, did_you_mean
-from antiphon.specs.strict_table import read_toml
+from antiphon.specs.checked import canonical, did_you_mean, read, read_mapping
 
 # --- Figure 7 ---
 #
@@ -106,20 +113,9 @@ class TwoMatrixModel:
 
 
 def lina_models() -> dict[str, TwoMatrixModel]:
-    table = read_toml(DATA / "models" / "lina.toml")
-    models = {}
-    for name in table.names():
-        entry = table.table(name)
-        models[name] = TwoMatrixModel(
-            name=name,
-            num_layers=entry.whole("num_layers"),
-            hidden_size=entry.whole("hidden_size"),
-            intermediate_size=entry.whole("intermediate_size"),
-            attention_matrices=entry.whole("attention_matrices"),
-            source=entry.text("source"),
-        )
-        entry.finish()
-    return models
+    file = DATA / "models" / "lina.toml"
+    entries = read_mapping(file).items()
+    return {name: read(TwoMatrixModel, {"name": name, **entry}, f"{file}: {name}") for name, entry in entries}
 
 
 def lina_model(name: str) -> TwoMatrixModel:

@@ -13,11 +13,19 @@ import numpy as np
 from antiphon.cost.network import all_to_all_bytes, network
 from antiphon.cost.roofline import roofs
 from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
+from antiphon.cost.training.counts import (
+    expert_parallel_volume,
+    expert_to_tensor_ratio,
+    layer_ratio,
+    model_flops_utilization,
+    sequence_to_tensor_ratio,
+    tokens_per_s,
+)
 from antiphon.cost.training.dispatch import crossover_top_k
 from antiphon.cost.training.fit_memory import Rematerialize
-from antiphon.cost.training.flops import model_flops_utilization, tokens_per_s
 from antiphon.cost.training.gradient_sync import SyncBytes, across_to_inside, sync_time
 from antiphon.cost.training.layer_case import LayerCase
+from antiphon.cost.training.layer_time import computation_to_communication, fused_speedup
 from antiphon.cost.training.megascale_models import (
     INTERNAL_352B_AS_PRINTED,
     NODE_DEVICES,
@@ -31,16 +39,9 @@ from antiphon.cost.training.megascale_models import (
 )
 from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
 from antiphon.cost.training.operators import layer_operators
-from antiphon.cost.training.overlap import computation_to_communication, fused_speedup
 from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate
-from antiphon.cost.training.volumes import (
-    expert_parallel_volume,
-    expert_to_tensor_ratio,
-    layer_ratio,
-    sequence_to_tensor_ratio,
-)
 from antiphon.reproduce.claim import shipped_cluster, shipped_model
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters

@@ -39,11 +39,11 @@ from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
 from antiphon.reproduce.claim import shipped_device, shipped_model
 from antiphon.specs.catalog import DATA
+from antiphon.specs.checked import CountFromZero, NotNegative, Positive, read, read_mapping
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import PhaseName
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, read_table
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 MeasuredKind = Literal[
@@ -77,7 +77,9 @@ class MeasuredTable:
 @cache
 def measured() -> tuple[MeasuredTable, ...]:
     """All shipped tables, by name."""
-    return tuple(read_table(path).read(MeasuredTable) for path in sorted((DATA / "measured").glob("*.toml")))
+    return tuple(
+        read(MeasuredTable, read_mapping(path), str(path)) for path in sorted((DATA / "measured").glob("*.toml"))
+    )
 
 
 WITHIN = 0.15
@@ -331,8 +333,8 @@ class Deployment:
 @cache
 def deployments() -> tuple[tuple[Deployment, float], ...]:
     """All of the file, each with our value."""
-    tables = read_table(DEPLOYMENTS).tables("deployments")
-    return tuple((deployment, deployment.ours()) for deployment in (table.read(Deployment) for table in tables))
+    found = [read(Deployment, table, str(DEPLOYMENTS)) for table in read_mapping(DEPLOYMENTS)["deployments"]]
+    return tuple((deployment, deployment.ours()) for deployment in found)
 
 
 def deployments_section() -> str:

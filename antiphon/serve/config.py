@@ -9,7 +9,9 @@ waits for.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
@@ -17,18 +19,36 @@ from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.rope_scaling import check_rope_scaling
-from antiphon.serve.balancer import POLICIES, Policy
+from antiphon.serve.balancer import Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.worker.messages import Role
+from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
-from antiphon.specs.plan import COLLECTIVES, MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
+from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # what the native kernels' pool has room for
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
+
+
+_OPTIONS = {
+    "num_attention": "attention",
+    "num_experts": "experts",
+    "num_instances": "instances",
+    "attention_tp": "tp",
+    "num_stages": "pp",
+    "num_micro_batches": "micro-batches",
+    "num_threads": "threads",
+    "timeout_s": "timeout",
+}
+
+
+def _option(field: str) -> str:
+    """``num_stages`` -> ``--pp``: what a user calls a field."""
+    return f"--{_OPTIONS.get(field, field.replace('_', '-'))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +60,7 @@ class OneRole:
     num_threads: int | None = None
 
 
+@checked("", _option)
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """One running server. `num_attention` counts attention workers, or replicas in the colocated layout. Disaggregated
@@ -47,7 +68,7 @@ class ServeConfig:
     `num_attention` replicas of `attention_tp` ranks share one set of experts, each expert on `expert_tp` of all ranks.
 
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`). A
-    replica may have `num_stages` stages of so many, each with some of the layers (`comm/stages`).
+    replica may have `num_stages` stages of that many processes, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
     `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.
@@ -61,25 +82,25 @@ class ServeConfig:
 
     model: Path
     layout: Layout
-    num_attention: int = 1
-    num_experts: int = 1
-    num_instances: int = 1
-    attention_tp: int = 1
-    expert_tp: int = 1
-    num_stages: int = 1
-    num_micro_batches: int = 1
+    num_attention: Annotated[Count, Field(le=MAX_ATTENTION_WORKERS)] = 1
+    num_experts: Count = 1
+    num_instances: Annotated[Count, Field(le=MAX_INSTANCES)] = 1
+    attention_tp: Count = 1
+    expert_tp: Count = 1
+    num_stages: Count = 1
+    num_micro_batches: Annotated[Count, Field(le=MAX_MICRO_BATCHES)] = 1
     device: str = "cpu"
     dtype: str = "auto"
     kernels: str = "auto"
-    max_model_len: int | None = None
+    max_model_len: Annotated[Count, Field(le=MAX_POSITIONS)] | None = None
     rope_scaling: str = ""
-    kv_bytes: int | None = None
-    block_size: int = 16
-    max_batch_tokens: int = 2048
-    max_running: int = 256
-    max_waiting: int = 1024
-    num_threads: int | None = None
-    timeout_s: float = 30.0
+    kv_bytes: Count | None = None
+    block_size: Annotated[Count, Field(multiple_of=16)] = 16
+    max_batch_tokens: Annotated[Count, Field(le=MAX_BATCH_TOKENS)] = 2048
+    max_running: Count = 256
+    max_waiting: Count = 1024
+    num_threads: Annotated[Count, Field(le=MAX_THREADS)] | None = None
+    timeout_s: Annotated[Positive, Field(le=MAX_TIMEOUT_S)] = 30.0
     exchange: str = "auto"
     prefill_collectives: Collectives = "auto"
     decode_collectives: Collectives = "auto"
@@ -98,11 +119,28 @@ class ServeConfig:
     of_experts: OneRole = OneRole()
 
     def __post_init__(self) -> None:
-        for holds, name, value, limit in (*self._checks(), *self._role_checks(), *self._collectives_checks()):
-            if not holds:
-                raise UserError(f"--{name} is {value}: it must be {limit}")
+        if self.max_batch_tokens < self.max_running:
+            raise UserError(
+                f"--max-batch-tokens is {self.max_batch_tokens}: it must be at least --max-running, which is "
+                f"{self.max_running}"
+            )
+        if self.exchange not in TRANSPORTS:
+            raise UserError(f"--transport is {self.exchange}: it must be {', '.join(TRANSPORTS)}")
         check_rope_scaling(self.rope_scaling)
+        self._check_layout()
         self._check_joining()
+
+    def _check_layout(self) -> None:
+        for name, own in (("attention", self.of_attention), ("expert", self.of_experts)):
+            if own != OneRole() and self.layout != "disaggregated":
+                raise UserError(
+                    f"--{name}-device, -dtype and -threads need --layout disaggregated: a replica is one place"
+                )
+            if own.num_threads is not None and not 1 <= own.num_threads <= MAX_THREADS:
+                raise UserError(f"--{name}-threads is {own.num_threads}: it must be 1 to {MAX_THREADS}")
+        for phase, form in (("prefill", self.prefill_collectives), ("decode", self.decode_collectives)):
+            if form != "auto" and self.layout != "hybrid":
+                raise UserError(f"--{phase}-collectives {form} needs --layout hybrid: elsewhere there is one form")
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
@@ -126,85 +164,6 @@ class ServeConfig:
                 f"--record-routing with --pp {self.num_stages}: a pipeline's leader sees the choices of its own layers "
                 "only; use --pp 1"
             )
-
-    def _checks(self) -> tuple[tuple[bool, str, object, str], ...]:
-        return (
-            (self.layout in get_args(Layout), "layout", self.layout, ", ".join(get_args(Layout))),
-            (
-                1 <= self.num_attention <= MAX_ATTENTION_WORKERS,
-                "attention",
-                self.num_attention,
-                f"1 to {MAX_ATTENTION_WORKERS}",
-            ),
-            (self.num_experts >= 1, "experts", self.num_experts, "at least 1"),
-            (1 <= self.num_instances <= MAX_INSTANCES, "instances", self.num_instances, f"1 to {MAX_INSTANCES}"),
-            (self.attention_tp >= 1, "tp", self.attention_tp, "at least 1"),
-            (self.expert_tp >= 1, "expert-tp", self.expert_tp, "at least 1"),
-            (self.num_stages >= 1, "pp", self.num_stages, "at least 1"),
-            (
-                1 <= self.num_micro_batches <= MAX_MICRO_BATCHES,
-                "micro-batches",
-                self.num_micro_batches,
-                f"1 to {MAX_MICRO_BATCHES}",
-            ),
-            (self.max_model_len is None or self.max_model_len >= 1, "max-model-len", self.max_model_len, "at least 1"),
-            (
-                (self.max_model_len or 1) <= MAX_POSITIONS,
-                "max-model-len",
-                self.max_model_len,
-                f"at most {MAX_POSITIONS:,}",
-            ),
-            (self.kv_bytes is None or self.kv_bytes >= 1, "kv-bytes", self.kv_bytes, "at least 1"),
-            (self.block_size % 16 == 0 and self.block_size > 0, "block-size", self.block_size, "a multiple of 16"),
-            (self.max_running >= 1, "max-running", self.max_running, "at least 1"),
-            (
-                self.max_batch_tokens >= self.max_running,
-                "max-batch-tokens",
-                self.max_batch_tokens,
-                f"at least --max-running, which is {self.max_running}",
-            ),
-            (
-                self.max_batch_tokens <= MAX_BATCH_TOKENS,
-                "max-batch-tokens",
-                self.max_batch_tokens,
-                f"at most {MAX_BATCH_TOKENS}",
-            ),
-            (self.max_waiting >= 1, "max-waiting", self.max_waiting, "at least 1"),
-            (
-                self.num_threads is None or 1 <= self.num_threads <= MAX_THREADS,
-                "threads",
-                self.num_threads,
-                f"1 to {MAX_THREADS}",
-            ),
-            (self.balance in POLICIES, "balance", self.balance, ", ".join(POLICIES)),
-            (self.exchange in TRANSPORTS, "transport", self.exchange, ", ".join(TRANSPORTS)),
-            (
-                0 < self.timeout_s <= MAX_TIMEOUT_S,
-                "timeout",
-                self.timeout_s,
-                f"above 0 s and at most {MAX_TIMEOUT_S:.0f}",
-            ),
-        )
-
-    def _role_checks(self) -> list[tuple[bool, str, object, str]]:
-        roles = (("attention", self.of_attention), ("expert", self.of_experts))
-        for name, own in roles:
-            if own != OneRole() and self.layout != "disaggregated":
-                raise UserError(
-                    f"--{name}-device, -dtype and -threads need --layout disaggregated: a replica is one place"
-                )
-        return [
-            (own.num_threads is None or 1 <= own.num_threads <= MAX_THREADS, f"{name}-threads", own.num_threads, limit)
-            for name, own in roles
-            for limit in (f"1 to {MAX_THREADS}",)
-        ]
-
-    def _collectives_checks(self) -> list[tuple[bool, str, object, str]]:
-        forms = ("prefill", self.prefill_collectives), ("decode", self.decode_collectives)
-        for phase, form in forms:
-            if form != "auto" and self.layout != "hybrid":
-                raise UserError(f"--{phase}-collectives {form} needs --layout hybrid: elsewhere there is one form")
-        return [(form in COLLECTIVES, f"{phase}-collectives", form, ", ".join(COLLECTIVES)) for phase, form in forms]
 
     def _check_joining(self) -> None:
         for name, joined, all_workers in (

@@ -22,7 +22,7 @@ from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import Layout, ServeConfig
-from antiphon.specs.cluster import cluster_from_table
+from antiphon.specs.cluster import cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import (
@@ -35,7 +35,6 @@ from antiphon.specs.plan import (
     Plan,
     Predicted,
 )
-from antiphon.specs.strict_table import Table
 
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4
@@ -256,7 +255,7 @@ def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement
 
 def _node_devices(plan: Plan, names: list[str]) -> int:
     """Devices of a node of the kind that attention is on; 0 where the cluster has one node, or the plan has none."""
-    groups = cluster_from_table(Table(plan.cluster_config, plan.cluster), Path()).groups if plan.cluster_config else ()
+    groups = cluster_from_json(plan.cluster_config, plan.cluster).groups if plan.cluster_config else ()
     if sum(group.num_nodes for group in groups) < 2:
         return 0
     return next((group.devices_per_node for group in groups if group.device.name in names[:1]), 0)

@@ -20,7 +20,7 @@ from antiphon.cost.skew import expected_max_rows_of
 from antiphon.placement.balance import balance, busiest_share
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
-from antiphon.sim.interpolate import Line, sizes_up_to
+from antiphon.sim.step_tables import Line, sizes_up_to
 from antiphon.specs.plan import PhasePlan
 
 WORTHWHILE = 0.02

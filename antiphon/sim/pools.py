@@ -23,7 +23,7 @@ from antiphon.planner.room import BLOCK_SIZE, weight_bytes
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.arrivals import Demand
-from antiphon.sim.worker_names import WorkerCounts
+from antiphon.sim.serving_options import WorkerCounts
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.plan import PhaseName, PhasePlan, Plan
 

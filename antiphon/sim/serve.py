@@ -21,13 +21,11 @@ from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.serve.policy.step import RequestOutput
 from antiphon.sim.arrivals import Demand
-from antiphon.sim.instances import Instance
-from antiphon.sim.live_pool import LivePool, start_pool
+from antiphon.sim.instances import Instance, LivePool, start_pool
 from antiphon.sim.pools import Pool
 from antiphon.sim.request_records import Gaps, Record
 from antiphon.sim.serve_log import ServeLog
-from antiphon.sim.serving_options import ServingOptions
-from antiphon.sim.worker_names import Kill
+from antiphon.sim.serving_options import Kill, ServingOptions
 from antiphon.specs.sampling import SamplingParams
 
 _TOKEN = 0
@@ -53,10 +51,10 @@ def simulate_serving(
     on_progress: Callable[[float, float | None], None] | None = None,
 ) -> ServingRun:
     """Serve all of `demand`. `record_steps`: keep what a trace file needs. `on_progress(done, all)` counts requests."""
-    return _Simulation(pools, demand, options, record_steps, on_progress).run()
+    return _ServingSimulation(pools, demand, options, record_steps, on_progress).run()
 
 
-class _Simulation:
+class _ServingSimulation:
     def __init__(
         self,
         pools: list[Pool],

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from antiphon.sim.expert_load import Move
-from antiphon.sim.instances import Instance, Step
-from antiphon.sim.live_pool import LivePool
+from antiphon.sim.instances import Instance, LivePool, Step
 from antiphon.sim.pools import Pool
-from antiphon.sim.worker_names import Kill
+from antiphon.sim.serving_options import Kill
 
 MOST_SAMPLES = 2000
 MOST_STEPS = 200_000

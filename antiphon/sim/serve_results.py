@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from antiphon.planner.predict import predict
-from antiphon.sim.live_pool import LivePool
+from antiphon.sim.instances import LivePool
 from antiphon.sim.request_records import Record, percentile_of, summary
 from antiphon.sim.serve import ServingRun
 from antiphon.specs.plan import PhasePlan, Predicted

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.trace import process_named, thread_named, write_events
-from antiphon.sim.live_pool import LivePool
+from antiphon.sim.instances import LivePool
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve import ServingRun
 from antiphon.sim.serve_log import StepBar

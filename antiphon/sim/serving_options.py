@@ -1,9 +1,74 @@
-"""What a serving simulation is asked beside plan and requests: chance, failures, re-placement. Validated once."""
+"""What a serving simulation is asked beside plan and requests: chance, failures, re-placement. Validated once.
 
+Failures are asked for by a worker's name. A plan of one phase has `attention[0]`, `attention[1]`, ... and `experts[0]`,
+..., numbered through all instances; where prefill and decode have a pool each, names begin with it:
+`decode.attention[0]`. Colocated ranks are `attention[...]`: they hold keys, values and experts, and what happens when
+one dies is what happens when both kinds die.
+"""
+
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from antiphon.base.errors import UserError
-from antiphon.sim.worker_names import Kill
+
+Role = Literal["attention", "experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerCounts:
+    """Workers of one pool, over all its instances; `num_experts` 0: colocated. `prefix`: the pool's name, empty if it
+    is the only one."""
+
+    prefix: str
+    num_attention: int
+    num_experts: int
+
+    def name(self, role: Role, worker: int) -> str:
+        return f"{self.prefix}{'.' if self.prefix else ''}{role}[{worker}]"
+
+    def known(self) -> str:
+        """For errors."""
+        counts: tuple[tuple[Role, int], ...] = (("attention", self.num_attention), ("experts", self.num_experts))
+        return ", ".join(
+            self.name(role, 0) + (f" to {self.name(role, count - 1)}" if count > 1 else "")
+            for role, count in counts
+            if count
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """A worker dies at `time_s`. `pool`: index into the counts it was parsed with."""
+
+    pool: int
+    role: Role
+    worker: int
+    time_s: float
+
+
+def parse_kill(text: str, pools: Sequence[WorkerCounts]) -> Kill:
+    """``"attention[0]@12.5"``; `UserError` names what is wrong and the workers there are."""
+    match = re.fullmatch(r"\s*(?:(\w+)\.)?(attention|experts)\[(\d+)\]\s*@\s*(\S+?)\s*", text)
+    if match is None:
+        raise UserError(f"{text!r} is no failure: write a worker and a time in seconds, for example attention[0]@12.5")
+    prefix, role, number, moment = match.groups()
+    try:
+        time_s = float(moment)
+    except ValueError:
+        time_s = math.nan
+    if not 0 <= time_s < math.inf:
+        raise UserError(f"{text!r}: {moment!r} is no time: give seconds, at least 0")
+    for index, pool in enumerate(pools):
+        if pool.prefix == (prefix or ""):
+            count = pool.num_attention if role == "attention" else pool.num_experts
+            if int(number) < count:
+                found: Role = "attention" if role == "attention" else "experts"
+                return Kill(pool=index, role=found, worker=int(number), time_s=time_s)
+    name = text.rpartition("@")[0].strip()
+    raise UserError(f"there is no worker {name}: the plan has {', '.join(pool.known() for pool in pools)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from antiphon.base.errors import UserError
-from antiphon.specs.nearest import canonical, nearest_names
+from antiphon.specs.checked import canonical, nearest_names
 
 DATA = Path(__file__).parent / "data"
 Kind = Literal["device", "cluster", "workload", "model", "engine"]
@@ -24,6 +24,7 @@ FOLDERS: dict[Kind, str] = {
     "engine": "engines",
 }
 SUFFIXES = (".toml", ".json", ".jsonl", ".csv")
+LISTED = ("aliases", "summary")  # keys of a shipped file that are for lists alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,26 +21,33 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from antiphon.base.errors import UserError
-from antiphon.specs.catalog import shipped_file
-from antiphon.specs.device import DeviceSpec, device_from_table, device_to_json, load_device
-from antiphon.specs.strict_table import Positive, Table, read_table
-
-_NOT_NEGATIVE = (
-    "scale_up_half_bytes",
-    "scale_out_half_bytes",
-    "kernel_s",
-    "tile_s",
-    "collective_s",
-    "exchange_s",
-    "round_s",
-    "exchange_processors",
-    "layer_overhead_s",
+from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.checked import (
+    Count,
+    CountFromZero,
+    Flag,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    Text,
+    checked,
+    is_number,
+    placed,
+    read,
+    read_mapping,
 )
+from antiphon.specs.device import DeviceSpec, device_from_json, device_to_json, load_device
+
+Efficiency = Annotated[Positive, Field(le=1)]
 
 
+@checked("efficiency")
 @dataclass(frozen=True, kw_only=True)
 class EfficiencySpec:
     """How much of the peaks a cluster's software reaches: ONE calibration per cluster, stated, shared by all that is
@@ -59,37 +66,27 @@ class EfficiencySpec:
     nodes run in one ring over all devices, as libraries do that know no levels. `source`: how these were found.
     """
 
-    gemm: float = 0.88
-    attention: float = 0.78
-    memory: float = 0.88
-    scale_up: float = 0.75
-    scale_out: float = 0.92
-    scale_up_half_bytes: float = 256e3
-    scale_out_half_bytes: float = 2e3
-    kernel_s: float = 2e-6
-    tile_s: float = 1.3e-6
-    collective_s: float = 10e-6
-    exchange_s: float = 35e-6
-    round_s: float = 0.0
-    exchange_processors: int = 24
-    layer_overhead_s: float = 10e-6
-    memory_reserve: float = 0.1
-    overlap: float = 0.9
-    flat_rings: bool = False
+    gemm: Efficiency = 0.88
+    attention: Efficiency = 0.78
+    memory: Efficiency = 0.88
+    scale_up: Efficiency = 0.75
+    scale_out: Efficiency = 0.92
+    scale_up_half_bytes: NotNegative = 256e3
+    scale_out_half_bytes: NotNegative = 2e3
+    kernel_s: NotNegative = 2e-6
+    tile_s: NotNegative = 1.3e-6
+    collective_s: NotNegative = 10e-6
+    exchange_s: NotNegative = 35e-6
+    round_s: NotNegative = 0.0
+    exchange_processors: CountFromZero = 24
+    layer_overhead_s: NotNegative = 10e-6
+    memory_reserve: Share = 0.1
+    overlap: Share = 0.9
+    flat_rings: Flag = False
     source: str = "default: set by published tables of kernels and exchanges (docs/calibration.md), fitted to no system"
 
-    def __post_init__(self) -> None:
-        for name in ("gemm", "attention", "memory", "scale_up", "scale_out"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be above 0 and at most 1")
-        for name in _NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:
-                raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be at least 0")
-        for name in ("memory_reserve", "overlap"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"efficiency: {name} is {getattr(self, name)}: it must be from 0 to 1")
 
-
+@checked("nodes")
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
     """`num_nodes` equal nodes of `devices_per_node` equal devices.
@@ -99,19 +96,11 @@ class NodeGroup:
     """
 
     device: DeviceSpec
-    num_nodes: int
-    devices_per_node: int
-    scale_up_domain: int
+    num_nodes: Count
+    devices_per_node: Count
+    scale_up_domain: Count
     scale_up_bytes_per_s: Positive
     node_scale_out_bytes_per_s: Positive
-
-    def __post_init__(self) -> None:
-        for name in ("num_nodes", "devices_per_node", "scale_up_domain"):
-            if getattr(self, name) < 1:
-                raise UserError(f"nodes of {self.device.name}: {name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("scale_up_bytes_per_s", "node_scale_out_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"nodes of {self.device.name}: {name} is {getattr(self, name)}: it must be above 0")
 
     @property
     def num_devices(self) -> int:
@@ -123,16 +112,17 @@ class NodeGroup:
         return self.node_scale_out_bytes_per_s / self.devices_per_node
 
 
+@checked("cluster")
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """Groups of nodes on one fabric. `oversubscription` divides the fabric's bandwidth between nodes (1: none);
     `calibrated`: the day on which its efficiencies were found, YYYY-MM-DD, where they were."""
 
-    name: str
+    name: Text
     groups: tuple[NodeGroup, ...]
-    scale_up_latency_s: float = 2e-6
-    scale_out_latency_s: float = 5e-6
-    oversubscription: float = 1.0
+    scale_up_latency_s: NotNegative = 2e-6
+    scale_out_latency_s: NotNegative = 5e-6
+    oversubscription: Annotated[Number, Field(ge=1)] = 1.0
     efficiency: EfficiencySpec = field(default_factory=EfficiencySpec)
     calibrated: str = ""
     source: str = ""
@@ -145,11 +135,6 @@ class ClusterSpec:
         names = [group.device.name for group in self.groups]
         if len(set(names)) != len(names):
             raise UserError(f"cluster {self.name}: groups {names} repeat a device: join the groups of equal devices")
-        if not self.oversubscription >= 1:
-            raise UserError(f"cluster {self.name}: oversubscription is {self.oversubscription}: it must be at least 1")
-        for name in ("scale_up_latency_s", "scale_out_latency_s"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"cluster {self.name}: {name} is {getattr(self, name)}: it must be at least 0")
 
     @property
     def num_devices(self) -> int:
@@ -162,15 +147,21 @@ DEVICES_PER_NODE = 8
 def load_cluster(name_or_path: str | Path) -> ClusterSpec:
     """A shipped cluster by name, or that of a TOML or JSON file; `UserError` names what is wrong and where."""
     path = shipped_file("cluster", name_or_path)
-    return cluster_from_table(read_table(path), path.parent)
+    return cluster_from_json(read_mapping(path), str(path), path.parent)
 
 
-def cluster_from_table(table: Table, folder: Path) -> ClusterSpec:
-    """`folder` is where a relative path of a device starts."""
-    for key in ("aliases", "summary"):  # of the shipped files, for lists
-        table.has(key)
-    groups = tuple(_group(group, folder) for group in table.tables("groups"))
-    return table.read(ClusterSpec, groups=groups, efficiency=_efficiency(table))
+def cluster_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Path()) -> ClusterSpec:
+    """What `cluster_to_json` or a file says. `folder` is where a relative path of a device starts."""
+    values = {key: value for key, value in mapping.items() if key not in LISTED}
+    groups, efficiency = values.get("groups"), values.get("efficiency")
+    if isinstance(groups, (list, tuple)):
+        values["groups"] = [
+            _group(group, f"{where}: groups[{number}]", folder) if isinstance(group, Mapping) else group
+            for number, group in enumerate(groups)
+        ]
+    if isinstance(efficiency, Mapping) and efficiency:
+        values["efficiency"] = {"source": f"stated in {where}: efficiency", **efficiency}
+    return read(ClusterSpec, values, where)
 
 
 def cluster_to_json(cluster: ClusterSpec) -> dict[str, Any]:
@@ -182,39 +173,33 @@ def cluster_to_json(cluster: ClusterSpec) -> dict[str, Any]:
     return {key: value for key, value in written.items() if value != ""}
 
 
-def _group(table: Table, folder: Path) -> NodeGroup:
-    """A group whose links are its device's own, where the table says nothing else."""
-    device = _with_overrides(table, _device(table, folder))
-    devices_per_node = table.whole("devices_per_node", DEVICES_PER_NODE)
+def _group(mapping: Mapping[str, Any], where: str, folder: Path) -> NodeGroup:
+    """A group whose links are its device's own, where the mapping says nothing else."""
+    values = {"devices_per_node": DEVICES_PER_NODE, **mapping}
+    if "device" in values:
+        given = {name: values.pop(name) for name in ("price", "power_w") if name in values}
+        with placed(where):
+            device = _device(values["device"], f"{where}: device", folder)
+            sources = device.sources | dict.fromkeys(given, f"stated in {where}")
+            device = replace(device, **given, sources=sources) if given else device
+        values = {**_own_links(device, values["devices_per_node"]), **values, "device": device}
+    return read(NodeGroup, values, where)
+
+
+def _own_links(device: DeviceSpec, devices_per_node: Any) -> dict[str, Any]:
+    if not is_number(devices_per_node):
+        return {}
     domain = device.scale_up_domain
-    own: dict[str, Any] = {
-        "devices_per_node": devices_per_node,
+    return {
         "scale_up_domain": domain if device.scale_up_spans_nodes else min(domain, devices_per_node),
         "scale_up_bytes_per_s": device.scale_up_bytes_per_s,
         "node_scale_out_bytes_per_s": devices_per_node * device.scale_out_bytes_per_s,
     }
-    return table.read(NodeGroup, device=device, **{name: value for name, value in own.items() if not table.has(name)})
 
 
-def _device(table: Table, folder: Path) -> DeviceSpec:
-    if isinstance(table.raw("device"), Mapping):
-        return device_from_table(table.table("device"))
-    name = table.text("device")
-    beside = folder / name
-    return table.build(load_device, name_or_path=beside if beside.is_file() else name)
-
-
-def _with_overrides(table: Table, device: DeviceSpec) -> DeviceSpec:
-    given = [name for name in ("price", "power_w") if table.has(name)]
-    return replace(
-        device,
-        price=table.number("price", above=0) if "price" in given else device.price,
-        power_w=table.number("power_w", device.power_w, above=0),
-        sources=device.sources | dict.fromkeys(given, f"stated in {table.where}"),
-    )
-
-
-def _efficiency(cluster: Table) -> EfficiencySpec:
-    table = cluster.optional_table("efficiency")
-    stated = not table.is_empty and not table.has("source")
-    return table.read(EfficiencySpec, **({"source": f"stated in {table.where}"} if stated else {}))
+def _device(value: Any, where: str, folder: Path) -> DeviceSpec:
+    if isinstance(value, Mapping):
+        return device_from_json(value, where)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"device is {value!r}: it must be a name, a path or an object")
+    return load_device(folder / value if (folder / value).is_file() else value)

@@ -6,17 +6,21 @@ without a source is a fault that a test finds; a user's own file need not say. `
 dtype, DENSE rates; links are ONE direction (makers print both together); GB are decimal, as printed.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from antiphon.base.errors import UserError
-from antiphon.specs.catalog import shipped_file
-from antiphon.specs.strict_table import Positive, Table, read_table
+from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.checked import Count, Flag, Positive, Text, checked, did_you_mean, read, read_mapping
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8", "fp4"]
 
 
+@checked("device")
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """One accelerator (or one CPU socket's share). All rates are per device and, for links, one direction.
@@ -32,41 +36,28 @@ class DeviceSpec:
     `sources`: field name -> where its number is from.
     """
 
-    name: str
+    name: Text
     kind: Literal["gpu", "npu", "cpu"] = "gpu"
-    memory_bytes: int
+    memory_bytes: Count
     memory_bytes_per_s: Positive
-    flops_per_s: dict[ComputeDtype, Positive]
+    flops_per_s: Annotated[dict[ComputeDtype, Positive], Field(min_length=1)]
     scale_up_bytes_per_s: Positive
-    scale_up_domain: int
+    scale_up_domain: Count
     scale_out_bytes_per_s: Positive
     power_w: Positive
     price: Positive | None = None
-    scale_up_spans_nodes: bool = False
-    scale_up_mesh: bool = False
-    sustained: float = 1.0
-    num_processors: int | None = None
-    sources: dict[str, str] = field(default_factory=dict)
+    scale_up_spans_nodes: Flag = False
+    scale_up_mesh: Flag = False
+    sustained: Annotated[Positive, Field(le=1)] = 1.0
+    num_processors: Count | None = None
+    sources: dict[str, Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "memory_bytes_per_s", "scale_up_bytes_per_s", "scale_out_bytes_per_s", "power_w"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"device {self.name}: {name} is {getattr(self, name)}: it must be above 0")
-        if self.scale_up_domain < 1:
-            raise UserError(f"device {self.name}: scale_up_domain is {self.scale_up_domain}: it must be at least 1")
-        if not self.flops_per_s or not all(rate > 0 for rate in self.flops_per_s.values()):
-            raise UserError(f"device {self.name}: flops_per_s is {self.flops_per_s}: give at least one rate above 0")
-        if not 0 < self.sustained <= 1:
-            raise UserError(f"device {self.name}: sustained is {self.sustained}: it must be above 0 and at most 1")
         if self.num_processors is None and self.kind == "gpu":
             raise UserError(
                 f"device {self.name}: num_processors is missing: add how many multiprocessors (compute units) the GPU "
                 "has: times of products depend on it"
             )
-        if self.num_processors is not None and self.num_processors < 1:
-            raise UserError(f"device {self.name}: num_processors is {self.num_processors}: it must be at least 1")
-        if self.price is not None and not self.price > 0:
-            raise UserError(f"device {self.name}: price is {self.price}: it must be above 0")
 
     def peak_flops_per_s(self, dtype: ComputeDtype) -> float:
         """Dense peak in `dtype`; `UserError` if the device cannot compute in it."""
@@ -78,20 +69,22 @@ class DeviceSpec:
 
 def load_device(name_or_path: str | Path) -> DeviceSpec:
     """A shipped device (``"H20"``) or that of a TOML or JSON file; `UserError` names what is wrong and where."""
-    table = read_table(shipped_file("device", name_or_path))
-    for key in ("aliases", "summary", "source"):
-        table.has(key)
-    return device_from_table(table)
+    path = shipped_file("device", name_or_path)
+    return device_from_json(read_mapping(path), str(path))
 
 
-def device_from_table(table: Table) -> DeviceSpec:
-    """The device a table describes; unknown keys, wrong types and sizes of zero or less are refused."""
-    sources = table.optional_table("sources")
-    given = {field.name: sources.text(field.name) for field in fields(DeviceSpec) if sources.has(field.name)}
-    sources.finish()
-    return table.read(DeviceSpec, sources=given)
+def device_from_json(mapping: Mapping[str, Any], where: str) -> DeviceSpec:
+    """The device a mapping describes; unknown keys, wrong types and sizes of zero or less are refused."""
+    values = {key: value for key, value in mapping.items() if key not in (*LISTED, "source")}
+    if isinstance(rates := values.get("flops_per_s"), Mapping):  # in one order, whatever the file's
+        values["flops_per_s"] = {name: rates[name] for name in get_args(ComputeDtype) if name in rates} | dict(rates)
+    device = read(DeviceSpec, values, where)
+    known = [field.name for field in fields(DeviceSpec)]
+    if unknown := [name for name in device.sources if name not in known]:
+        raise UserError(f"{where}: unknown key sources.{unknown[0]}: {did_you_mean(unknown[0], known)}")
+    return device
 
 
 def device_to_json(device: DeviceSpec) -> dict[str, Any]:
-    """What `device_from_table` reads back as an equal device."""
+    """What `device_from_json` reads back as an equal device."""
     return {key: value for key, value in asdict(device).items() if value is not None}

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.base.errors import UserError
-from antiphon.specs.catalog import shipped_file
-from antiphon.specs.strict_table import NotNegative, Positive, read_table
+from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.checked import NotNegative, Positive, Text, checked, read, read_mapping
 
 
+@checked("engine")
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """Constants of one engine.
@@ -26,7 +27,7 @@ class EngineSpec:
     of five measured times per token; `first_low`, `first_high`: of times to first token. `source`: how they were found.
     """
 
-    name: str
+    name: Text
     step_s: NotNegative
     sequence_s: NotNegative
     kernel_s: NotNegative
@@ -56,7 +57,6 @@ class EngineSpec:
 
 def load_engine(name_or_path: str | Path) -> EngineSpec:
     """A shipped engine (``"vllm"``) or that of a TOML file; `UserError` names what is wrong and where."""
-    table = read_table(shipped_file("engine", name_or_path))
-    for key in ("aliases", "summary"):
-        table.has(key)
-    return table.read(EngineSpec)
+    path = shipped_file("engine", name_or_path)
+    values = {key: value for key, value in read_mapping(path).items() if key not in LISTED}
+    return read(EngineSpec, values, str(path))

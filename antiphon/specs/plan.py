@@ -19,8 +19,20 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from antiphon.base.errors import UserError
+from antiphon.specs.checked import (
+    Count,
+    CountFromZero,
+    Flag,
+    NotNegative,
+    Number,
+    Text,
+    check_version,
+    is_number,
+    placed,
+    read,
+    read_mapping,
+)
 from antiphon.specs.precision import PrecisionSpec
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Table, read_json
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
@@ -52,12 +64,12 @@ class Parallel:
     over the same devices, and `pp` stages of such groups.
     """
 
-    attention_tp: int = 1
-    attention_dp: int = 1
-    expert_tp: int = 1
-    expert_ep: int = 1
+    attention_tp: Count = 1
+    attention_dp: Count = 1
+    expert_tp: Count = 1
+    expert_ep: Count = 1
     expert_workers: CountFromZero = 0
-    pp: int = 1
+    pp: Count = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +77,8 @@ class DeviceUse:
     """Devices of one kind in one role: `attention`, `experts`, or `both` where they are colocated."""
 
     role: Literal["attention", "experts", "both"]
-    device: str
-    num_devices: int
+    device: Text
+    num_devices: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +92,18 @@ class Predicted:
     times out of five.
     """
 
-    tpot_s: float | None = None
-    ttft_s: float | None = None
-    tokens_per_s: float = 0.0
-    per_gpu: float = 0.0
-    per_cost: float | None = None
-    per_power: float = 0.0
-    band: float | None = None
-    t_a_s: float | None = None
-    t_e_s: float | None = None
-    t_c_s: float | None = None
-    queueing_s: float | None = None
-    memory_bytes: dict[str, float] = field(default_factory=dict)
+    tpot_s: Number | None = None
+    ttft_s: Number | None = None
+    tokens_per_s: Number = 0.0
+    per_gpu: Number = 0.0
+    per_cost: Number | None = None
+    per_power: Number = 0.0
+    band: Number | None = None
+    t_a_s: Number | None = None
+    t_e_s: Number | None = None
+    t_c_s: Number | None = None
+    queueing_s: Number | None = None
+    memory_bytes: dict[str, Number] = field(default_factory=dict)
     bound_by: dict[str, str] = field(default_factory=dict)
 
 
@@ -100,10 +112,10 @@ class Rejected:
     """The best candidate of a layout that lost, and what beat it. `predicted` None: the layout cannot run at all."""
 
     layout: Layout
-    reason: str
+    reason: Text
     parallel: Parallel | None = None
-    micro_batches: int | None = None
-    batch: int | None = None
+    micro_batches: Count | None = None
+    batch: Count | None = None
     devices: tuple[DeviceUse, ...] = ()
     predicted: Predicted | None = None
 
@@ -118,10 +130,10 @@ class PhasePlan:
 
     layout: Layout
     parallel: Parallel
-    num_instances: int = 1
-    micro_batches: int
-    batch: int
-    two_batches: bool = False
+    num_instances: Count = 1
+    micro_batches: Count
+    batch: Count
+    two_batches: Flag = False
     collectives: Collectives = "auto"
     devices: tuple[DeviceUse, ...] = ()
     placement: tuple[tuple[tuple[int, float], ...], ...]
@@ -135,10 +147,10 @@ class Plan:
     """The answer of `antiphon plan`, whole: `model`, `cluster` and `workload` are names; `model_config` (the keys of
     `config.json`), `cluster_config` and `workload_config` are what they stood for when it was made."""
 
-    version: int = 1
-    model: str
-    cluster: str
-    workload: str
+    version: Count = 1
+    model: Text
+    cluster: Text
+    workload: Text
     objective: Objective
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     phases: dict[PhaseName, PhasePlan]
@@ -175,11 +187,26 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
     """The plan a mapping holds; `UserError` names the key, its value and the fix."""
-    return _plan(Table(mapping, where))
+    check_version(mapping, VERSION, where, "make the plan again with `antiphon plan`")
+    if "phase" in mapping:
+        raise UserError(
+            f"{where}: phase is {mapping['phase']!r}: this is a plan to train, not to serve: make one with --phase "
+            "decode, prefill or both"
+        )
+    phases = mapping.get("phases")
+    if phases == {}:
+        raise UserError(f"{where}: phases is {{}}: give at least one of {', '.join(PHASES)}")
+    if not isinstance(phases, Mapping):
+        return read(Plan, mapping, where)
+    by_name = {
+        name: _phase(phase, f"{where}: phases.{name}") if name in PHASES and isinstance(phase, Mapping) else phase
+        for name, phase in phases.items()
+    }
+    return read(Plan, {**mapping, "phases": by_name}, where)
 
 
 def read_plan(path: str | Path) -> Plan:
-    return _plan(read_json(Path(path)))
+    return plan_from_json(read_mapping(Path(path)), str(path))
 
 
 def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:
@@ -219,62 +246,47 @@ def _without_none(mapping: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def _plan(table: Table) -> Plan:
-    version = table.whole("version", at_least=0)
-    if version != VERSION:
-        raise table.error("version", f"this program reads version {VERSION}: make the plan again with `antiphon plan`")
-    if table.has("phase"):
-        raise table.error(
-            "phase", "this is a plan to train, not to serve: make one with --phase decode, prefill or both"
-        )
-    phases = table.table("phases")
-    by_name = {name: _phase(phases.table(name)) for name in PHASES if phases.has(name)}
-    phases.finish()
-    if not by_name:
-        raise table.error("phases", f"give at least one of {', '.join(PHASES)}")
-    return table.read(Plan, version=version, phases=by_name)
+def _phase(mapping: Mapping[str, Any], where: str) -> PhasePlan:
+    values = _with_parallel(mapping, where)
+    if isinstance(rejected := values.get("rejected"), list):
+        values["rejected"] = [
+            _with_parallel(each, f"{where}.rejected[{number}]") if isinstance(each, Mapping) else each
+            for number, each in enumerate(rejected)
+        ]
+    layout, parallel = values.get("layout"), values.setdefault("parallel", Parallel())
+    if layout == "disaggregated" and not parallel.expert_workers:
+        raise UserError(f"{where}: expert_workers is 0: a disaggregated layout needs at least 1")
+    if layout in LAYOUTS and "placement" in values:
+        num_workers = parallel.expert_workers if layout == "disaggregated" else parallel.expert_ep
+        with placed(f"{where}.placement"):
+            values["placement"] = _placement(values["placement"], num_workers)
+    return read(PhasePlan, values, where)
 
 
-def _phase(table: Table) -> PhasePlan:
-    layout = table.choice("layout", LAYOUTS)
-    parallel = _parallel(table, layout)
-    placement = _placement(table.table("placement"), layout, parallel)
-    rejected = tuple(_rejected(entry) for entry in table.tables("rejected")) if table.has("rejected") else ()
-    return table.read(PhasePlan, parallel=parallel, placement=placement, rejected=rejected)
+def _with_parallel(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`mapping` with the sizes that stand beside `layout` in one `parallel`, if there are any."""
+    names = [field.name for field in fields(Parallel)]
+    sizes = {key: value for key, value in mapping.items() if key in names}
+    rest = {key: value for key, value in mapping.items() if key not in names}
+    return rest | {"parallel": read(Parallel, sizes, where)} if sizes else rest
 
 
-def _parallel(table: Table, layout: Layout) -> Parallel:
-    sizes = {
-        field.name: table.whole(field.name, field.default, at_least=0 if field.name == "expert_workers" else 1)
-        for field in fields(Parallel)
-        if isinstance(field.default, int)
-    }
-    if layout == "disaggregated" and not sizes["expert_workers"]:
-        raise table.error("expert_workers", "a disaggregated layout needs at least 1")
-    return Parallel(**sizes)
+def _placement(experts: Any, num_workers: int) -> Placement:
+    if not isinstance(experts, Mapping):
+        raise UserError(f"it is {experts!r}: it must be an object with a key for each expert")
+    if missing := [expert for expert in range(len(experts)) if str(expert) not in experts]:
+        raise UserError(f"expert {missing[0]} is missing: place every expert from 0 to the last")
+    return tuple(_shares(experts[str(expert)], f"expert {expert}", num_workers) for expert in range(len(experts)))
 
 
-def _placement(table: Table, layout: Layout, parallel: Parallel) -> Placement:
-    num_workers = parallel.expert_workers if layout == "disaggregated" else parallel.expert_ep
-    experts = table.names()
-    if expected := [str(expert) for expert in range(len(experts)) if str(expert) not in experts]:
-        raise UserError(f"{table.where}: expert {expected[0]} is missing: place every expert from 0 to the last")
-    return tuple(_shares(table.table(str(expert)), num_workers) for expert in range(len(experts)))
-
-
-def _shares(table: Table, num_workers: int) -> tuple[tuple[int, float], ...]:
-    shares = []
-    for worker in table.names():
+def _shares(workers: Any, expert: str, num_workers: int) -> tuple[tuple[int, float], ...]:
+    if not isinstance(workers, Mapping):
+        raise UserError(f"{expert} is {workers!r}: it must be an object with a key for each of its workers")
+    for worker, share in workers.items():
         if not worker.isdecimal() or str(int(worker)) != worker or int(worker) >= num_workers:
-            raise UserError(f"{table.where}: worker {worker!r} does not exist: use 0 to {num_workers - 1}")
-        shares.append((int(worker), table.number(worker, above=0)))
-    total = sum(fraction for _, fraction in shares)
-    if abs(total - 1) > FRACTION_TOLERANCE:
-        raise UserError(f"{table.where}: the fractions add up to {total:.6g}: make them add up to 1")
-    return tuple(shares)
-
-
-def _rejected(table: Table) -> Rejected:
-    layout = table.choice("layout", LAYOUTS)
-    given = [field.name for field in fields(Parallel) if table.has(field.name)]
-    return table.read(Rejected, parallel=_parallel(table, layout) if given else None)
+            raise UserError(f"{expert}: worker {worker!r} does not exist: use 0 to {num_workers - 1}")
+        if not is_number(share) or share <= 0:
+            raise UserError(f"{expert}: the share of worker {worker} is {share!r}: it must be a number above 0")
+    if abs(sum(workers.values()) - 1) > FRACTION_TOLERANCE:
+        raise UserError(f"{expert}: the fractions add up to {sum(workers.values()):.6g}: make them add up to 1")
+    return tuple((int(worker), float(share)) for worker, share in workers.items())

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from antiphon.base.errors import UserError
+from antiphon.specs.checked import checked
 from antiphon.specs.device import ComputeDtype
 
 StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int4", "mxfp4", "nvfp4"]
@@ -16,6 +16,7 @@ BYTES_OF: dict[StorageDtype, float] = {
 }
 
 
+@checked("precision")
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
     """`dispatch` is the format of rows on their way to the experts, `combine` of what comes back. `experts`: of the
@@ -27,11 +28,6 @@ class PrecisionSpec:
     combine: StorageDtype = "bfloat16"
     compute: ComputeDtype = "bfloat16"
     experts: StorageDtype | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("weights", "kv", "dispatch", "combine", "experts"):
-            if getattr(self, name) not in (*BYTES_OF, *((None,) if name == "experts" else ())):
-                raise UserError(f"precision: {name} is {getattr(self, name)!r}: use one of {', '.join(BYTES_OF)}")
 
     @property
     def weight_bytes(self) -> float:

@@ -12,12 +12,24 @@ Rejected: one file format for serving and training. They share no size but a dev
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from antiphon.base.errors import UserError
+from antiphon.specs.checked import (
+    Count,
+    CountFromZero,
+    Flag,
+    NotNegative,
+    Positive,
+    Text,
+    check_version,
+    read,
+    read_mapping,
+)
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.precision import StorageDtype
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +46,26 @@ class TrainingLayout:
     attention: Literal["sequence", "tensor"]
     experts: Literal["expert", "tensor"]
     dispatch: Literal["all_to_all", "all_gather"]
-    model_parallel: int
-    pipeline: int
-    virtual_stages: int
-    data_parallel: int
-    micro_batch: int
-    num_micro_batches: int
+    model_parallel: Count
+    pipeline: Count
+    virtual_stages: Count
+    data_parallel: Count
+    micro_batch: Count
+    num_micro_batches: Count
     rematerialized: tuple[str, ...] = ()
     gradient_wire: StorageDtype = "float32"
     activation_wire: StorageDtype = "bfloat16"
     overlap: Literal["none", "inter", "intra"] = "intra"
-    deduplicate: bool = False
-    zero: CountFromZero = 1
+    deduplicate: Flag = False
+    zero: Annotated[CountFromZero, Field(le=3)] = 1
+
+    def __post_init__(self) -> None:
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise UserError(
+                f"virtual_stages is {self.virtual_stages}: a pipeline of 1 stage has nothing to interleave: use 1"
+            )
+        if self.deduplicate and self.dispatch != "all_to_all":
+            raise UserError("deduplicate is True: only an all-to-all can send a token once per rank: use false")
 
     @property
     def num_devices(self) -> int:
@@ -74,8 +94,8 @@ class TrainingPredicted:
 class RejectedTraining:
     """An alternative that lost, and to what. `predicted` None: it cannot run at all."""
 
-    name: str
-    reason: str
+    name: Text
+    reason: Text
     layout: TrainingLayout | None = None
     predicted: TrainingPredicted | None = None
 
@@ -86,13 +106,13 @@ class TrainingPlan:
     layout may use fewer. `weights`, `gradients`, `compute`: formats of the copy that is multiplied, of gradients' sums
     over micro-batches, of arithmetic. `model_config`: the `config.json` it was made for, empty if none was given."""
 
-    version: int = 1
-    model: str
-    cluster: str
-    device: str
-    sequence_length: int
-    global_batch: int
-    num_devices: int
+    version: Count = 1
+    model: Text
+    cluster: Text
+    device: Text
+    sequence_length: Count
+    global_batch: Count
+    num_devices: Count
     weights: StorageDtype = "bfloat16"
     gradients: StorageDtype = "float32"
     compute: ComputeDtype = "bfloat16"
@@ -107,7 +127,6 @@ class TrainingPlan:
 
 VERSION = 1
 PHASE: Literal["train"] = "train"
-MOST_SHARDED = 3  # of ZeRO
 
 
 def training_plan_to_json(plan: TrainingPlan) -> dict[str, Any]:
@@ -123,11 +142,21 @@ def training_plan_to_json(plan: TrainingPlan) -> dict[str, Any]:
 
 def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training plan") -> TrainingPlan:
     """The plan a mapping holds; `UserError` names the key, its value and the fix."""
-    return _plan(Table(mapping, where))
+    if "phases" in mapping:
+        raise UserError(f"{where}: this plan is one to serve: make one with `antiphon plan --phase {PHASE}`")
+    check_version(mapping, VERSION, where, f"make the plan again with `antiphon plan --phase {PHASE}`")
+    if mapping.get("phase") != PHASE:
+        raise UserError(f"{where}: phase is {mapping.get('phase')!r}: it must be {PHASE!r}")
+    plan = read(TrainingPlan, {key: value for key, value in mapping.items() if key != "phase"}, where)
+    _check_fits(plan.layout, plan, f"{where}: layout")
+    for number, rejected in enumerate(plan.rejected):
+        if rejected.layout is not None:
+            _check_fits(rejected.layout, plan, f"{where}: rejected[{number}].layout")
+    return plan
 
 
 def read_training_plan(path: str | Path) -> TrainingPlan:
-    return _plan(read_json(Path(path)))
+    return training_plan_from_json(read_mapping(Path(path)), str(path))
 
 
 def _layout_to_json(layout: TrainingLayout) -> dict[str, Any]:
@@ -150,48 +179,14 @@ def _rejected_to_json(rejected: RejectedTraining) -> dict[str, Any]:
     return written
 
 
-def _plan(table: Table) -> TrainingPlan:
-    if table.has("phases"):
-        raise UserError(f"{table.where}: this plan is one to serve: make one with `antiphon plan --phase {PHASE}`")
-    version = table.whole("version", at_least=0)
-    if version != VERSION:
-        fix = f"make the plan again with `antiphon plan --phase {PHASE}`"
-        raise table.error("version", f"this program reads version {VERSION}: {fix}")
-    table.choice("phase", (PHASE,))
-    num_devices, global_batch = table.whole("num_devices"), table.whole("global_batch")
-    rejected = table.tables("rejected") if table.has("rejected") else ()
-    return table.read(
-        TrainingPlan,
-        layout=_layout(table.table("layout"), num_devices, global_batch),
-        rejected=tuple(_rejected(entry, num_devices, global_batch) for entry in rejected),
-    )
-
-
-def _layout(table: Table, num_devices: int, global_batch: int) -> TrainingLayout:
-    layout = table.read(TrainingLayout)
-    _check_layout(table, layout, num_devices, global_batch)
-    return layout
-
-
-def _check_layout(table: Table, layout: TrainingLayout, num_devices: int, global_batch: int) -> None:
-    """What each size alone cannot show."""
-    if layout.zero > MOST_SHARDED:
-        raise table.error("zero", f"it must be at most {MOST_SHARDED}")
-    if layout.virtual_stages > 1 and layout.pipeline == 1:
-        raise table.error("virtual_stages", "a pipeline of 1 stage has nothing to interleave: use 1")
-    if layout.deduplicate and layout.dispatch != "all_to_all":
-        raise table.error("deduplicate", "only an all-to-all can send a token once per rank: use false")
-    if layout.num_devices > num_devices:
+def _check_fits(layout: TrainingLayout, plan: TrainingPlan, where: str) -> None:
+    """`UserError` for a layout that uses more devices than were offered, or makes up another batch."""
+    if layout.num_devices > plan.num_devices:
         used = f"{layout.model_parallel} * {layout.pipeline} * {layout.data_parallel} devices"
-        raise UserError(f"{table.where}: {used} are more than the {num_devices} of num_devices: make them fit")
+        raise UserError(f"{where}: {used} are more than the {plan.num_devices} of num_devices: make them fit")
     batch = layout.data_parallel * layout.micro_batch * layout.num_micro_batches
-    if batch != global_batch:
+    if batch != plan.global_batch:
         raise UserError(
-            f"{table.where}: data_parallel * micro_batch * num_micro_batches is {batch}: "
-            f"it must be global_batch, {global_batch}"
+            f"{where}: data_parallel * micro_batch * num_micro_batches is {batch}: it must be global_batch, "
+            f"{plan.global_batch}"
         )
-
-
-def _rejected(table: Table, num_devices: int, global_batch: int) -> RejectedTraining:
-    layout = _layout(table.table("layout"), num_devices, global_batch) if table.has("layout") else None
-    return table.read(RejectedTraining, layout=layout)

@@ -12,23 +12,137 @@
     percentile = 0.5
 
 `trace = "requests.jsonl"` (relative to the file) replaces the two tables of lengths; a trace file may also be given
-itself.
+itself. JSONL: one object a line with `input_tokens`, `output_tokens` and optionally `arrival_s`. CSV: the same names in
+the first line. Other columns are left alone, because traces carry user and model columns, which is no mistake; a line
+that cannot be read is an error that names file, line and value. A trace has arrivals for all of its lines or for none.
 """
 
+import csv
+import json
 import math
 import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from antiphon.base.errors import UserError
-from antiphon.specs.catalog import shipped_file
-from antiphon.specs.strict_table import CountFromZero, Positive, Table, is_number, read_table
-from antiphon.specs.trace_file import Trace, read_trace
+from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.checked import (
+    Count,
+    CountFromZero,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    Text,
+    checked,
+    is_number,
+    placed,
+    read,
+    read_mapping,
+    read_text,
+)
+
+LENGTHS = ("input_tokens", "output_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Requests in the order they came; `arrivals_s` is empty if the file has none, else it starts at 0."""
+
+    input_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    arrivals_s: tuple[float, ...]
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Mean rate between the first and the last arrival; None without arrivals."""
+        span_s = self.arrivals_s[-1] if self.arrivals_s else 0.0
+        return (len(self.arrivals_s) - 1) / span_s if span_s > 0 else None
+
+
+def read_trace(path: Path) -> Trace:
+    """`UserError` names file, line and value."""
+    rows = list(_csv_rows(path) if path.suffix.lower() == ".csv" else _jsonl_rows(path))
+    if not rows:
+        raise UserError(f"{path}: holds no requests: give at least one line with input_tokens and output_tokens")
+    requests = [
+        (_length(row, "input_tokens", where), _length(row, "output_tokens", where), _arrival(row, where))
+        for where, row in rows
+    ]
+    arrivals = [arrival for _, _, arrival in requests if arrival is not None]
+    if arrivals and len(arrivals) != len(requests):
+        missing = next(where for (where, _), (_, _, arrival) in zip(rows, requests, strict=True) if arrival is None)
+        raise UserError(f"{missing}: arrival_s is missing: give it in every line or in none")
+    if arrivals:
+        requests.sort(key=lambda request: request[2] or 0.0)
+    first_s = min(arrivals, default=0.0)
+    return Trace(
+        input_tokens=tuple(request[0] for request in requests),
+        output_tokens=tuple(request[1] for request in requests),
+        arrivals_s=tuple(arrival - first_s for arrival in sorted(arrivals)),
+    )
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: {line[:60]!r} is not JSON ({error}): write one object a line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: {line[:60]!r} is not an object: write input_tokens and output_tokens by name")
+        yield where, row
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    reader = csv.DictReader(read_text(path).splitlines(), skipinitialspace=True)
+    if missing := [name for name in LENGTHS if name not in (reader.fieldnames or ())]:
+        raise UserError(f"{path}: line 1: no column {', '.join(missing)}: name the columns in the first line")
+    for row in reader:
+        yield f"{path}: line {reader.line_num}", row
+
+
+def _length(row: Mapping[str, Any], name: str, where: str) -> int:
+    value = _number(row, name, where)
+    if value is None or not value.is_integer() or value < 1:
+        raise UserError(f"{where}: {name} is {row.get(name)!r}: a whole number of at least 1 is needed")
+    return int(value)
+
+
+def _arrival(row: Mapping[str, Any], where: str) -> float | None:
+    if row.get("arrival_s") in (None, ""):
+        return None
+    value = _number(row, "arrival_s", where)
+    if value is None:
+        raise UserError(f"{where}: arrival_s is {row['arrival_s']!r}: a number of seconds is needed")
+    return value
+
+
+def _number(row: Mapping[str, Any], name: str, where: str) -> float | None:
+    """The value of a column; None if it is not a finite number."""
+    if name not in row:
+        raise UserError(f"{where}: {name} is missing: give it in every line")
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
 
 MOST_SKEW = 100.0  # beyond it all rows go to one expert, and shares leave the range of numbers
 
 
+@checked("lengths")
 @dataclass(frozen=True, kw_only=True)
 class LengthSpec:
     """Lengths in tokens: log-normal with a median and a shape `sigma` (0: all equal), or the very lengths of a trace.
@@ -36,17 +150,9 @@ class LengthSpec:
     A log-normal's mean is median * exp(sigma^2 / 2).
     """
 
-    median: float
-    sigma: float = 0.0
-    trace: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.median >= 1:
-            raise UserError(f"lengths: the median is {self.median}: it must be at least 1 token")
-        if not self.sigma >= 0:
-            raise UserError(f"lengths: sigma is {self.sigma}: it must be at least 0")
-        if any(length < 1 for length in self.trace):
-            raise UserError(f"lengths: the trace has a length of {min(self.trace)}: each must be at least 1 token")
+    median: Annotated[Number, Field(ge=1)]
+    sigma: NotNegative = 0.0
+    trace: tuple[Count, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -62,23 +168,17 @@ class LengthSpec:
         return self.median**2 * math.exp(2 * self.sigma**2)
 
 
+@checked("slo")
 @dataclass(frozen=True, kw_only=True)
 class SloSpec:
     """Promises. `percentile` says which percentile of requests must keep them (0.5: the median). None: no promise."""
 
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    percentile: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"slo: {name} is {value}: it must be above 0, or be left out")
-        if not 0 < self.percentile < 1:
-            raise UserError(f"slo: percentile is {self.percentile}: it must lie between 0 and 1, for example 0.99")
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
+    percentile: Annotated[Positive, Field(lt=1)] = 0.5
 
 
+@checked("workload")
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSpec:
     """`requests_per_s` None: as many as the plan can take (offline throughput). `expert_skew`: exponent of the Zipf
@@ -90,53 +190,36 @@ class WorkloadSpec:
     prediction), each accepted with probability `accept_rate` if those before it are. `source`: where the numbers are
     from."""
 
-    name: str = "workload"
+    name: Text = "workload"
     input_tokens: LengthSpec
     output_tokens: LengthSpec
     requests_per_s: Positive | None = None
     slo: SloSpec = field(default_factory=SloSpec)
-    expert_skew: float = 0.0
-    expert_loads: tuple[float, ...] = ()
-    arrivals_s: tuple[float, ...] = ()
-    max_batch: int | None = None
-    max_length: int | None = None
-    prefix_hit: float = 0.0
+    expert_skew: Annotated[NotNegative, Field(le=MOST_SKEW)] = 0.0
+    expert_loads: tuple[NotNegative, ...] = ()
+    arrivals_s: tuple[Number, ...] = ()
+    max_batch: Count | None = None
+    max_length: Count | None = None
+    prefix_hit: Annotated[NotNegative, Field(lt=1)] = 0.0
     draft_tokens: CountFromZero = 0
-    accept_rate: float = 0.0
+    accept_rate: Share = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        self._check_limits()
-        if self.requests_per_s is not None and not self.requests_per_s > 0:
-            raise UserError(f"workload: requests_per_s is {self.requests_per_s}: it must be above 0, or be left out")
-        if not 0 <= self.expert_skew <= MOST_SKEW:
-            raise UserError(f"workload: expert_skew is {self.expert_skew}: it must be 0 to {MOST_SKEW:g}")
-        if self.expert_loads and (min(self.expert_loads) < 0 or abs(sum(self.expert_loads) - 1) > 1e-6):
+        if self.expert_loads and abs(sum(self.expert_loads) - 1) > 1e-6:
+            raise UserError(f"expert_loads add up to {sum(self.expert_loads):.6g}: give shares that add up to 1")
+        if (self.accept_rate > 0) != (self.draft_tokens > 0):
             raise UserError(
-                f"workload: expert_loads add up to {sum(self.expert_loads):.6g}: give shares that add up to 1"
+                f"draft_tokens is {self.draft_tokens} and accept_rate {self.accept_rate}: give both above 0, or leave "
+                "both out"
             )
-
-    def _check_limits(self) -> None:
-        if not 0 <= self.prefix_hit < 1:
-            raise UserError(f"workload: prefix_hit is {self.prefix_hit}: it must be at least 0 and below 1")
-        if not 0 <= self.accept_rate <= 1:
-            raise UserError(f"workload: accept_rate is {self.accept_rate}: it must be from 0 to 1")
-        if self.draft_tokens < 0 or (self.accept_rate > 0) != (self.draft_tokens > 0):
-            raise UserError(
-                f"workload: draft_tokens is {self.draft_tokens} and accept_rate {self.accept_rate}: "
-                "give both above 0, or leave both out"
-            )
-        for name in ("max_batch", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"workload: {name} is {value}: it must be at least 1, or be left out")
         if any(later < earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)):
-            raise UserError("workload: arrivals_s goes back in time: give the requests in the order they came")
+            raise UserError("arrivals_s goes back in time: give the requests in the order they came")
         lengths = (self.input_tokens.trace, self.output_tokens.trace)
         if self.arrivals_s and not len(self.arrivals_s) == len(lengths[0]) == len(lengths[1]):
             raise UserError(
-                f"workload: {len(self.arrivals_s)} arrivals for {len(lengths[0])} inputs and {len(lengths[1])} outputs:"
-                f" give as many of each"
+                f"{len(self.arrivals_s)} arrivals for {len(lengths[0])} inputs and {len(lengths[1])} outputs: give as "
+                "many of each"
             )
 
     @property
@@ -157,21 +240,26 @@ def load_workload(name_or_path: str | Path) -> WorkloadSpec:
     """A shipped workload by name, that of a TOML or JSON file, or a trace (JSONL, CSV) without promises."""
     path = shipped_file("workload", name_or_path)
     if path.suffix.lower() in TRACE_SUFFIXES:
-        return workload_from_table(Table({"name": path.stem, "trace": path.name}, str(path)), path.parent)
-    return workload_from_table(read_table(path), path.parent)
+        return workload_from_json({"name": path.stem, "trace": path.name}, str(path), path.parent)
+    return workload_from_json(read_mapping(path), str(path), path.parent)
 
 
-def workload_from_table(table: Table, folder: Path) -> WorkloadSpec:
-    """`folder` is where a relative path of a trace starts."""
-    for key in ("aliases", "summary"):  # of the shipped files, for lists
-        table.has(key)
-    trace = read_trace(folder / table.text("trace")) if table.has("trace") else None
-    ready: dict[str, Any] = {name: _lengths(table, name, trace) for name in ("input_tokens", "output_tokens")}
-    if trace is not None:
-        ready["arrivals_s"] = trace.arrivals_s
-        if not table.has("requests_per_s"):
-            ready["requests_per_s"] = trace.requests_per_s
-    return table.read(WorkloadSpec, name=table.text("name"), **ready)
+def workload_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Path()) -> WorkloadSpec:
+    """What `workload_to_json` or a file says. `folder` is where a relative path of a trace starts."""
+    values = {key: value for key, value in mapping.items() if key not in LISTED}
+    if "trace" in values:
+        trace = _trace(values.pop("trace"), where, folder)
+        for name in ("input_tokens", "output_tokens"):
+            if name in values:
+                raise UserError(f"{where}: {name} and trace are both given: leave one of them out")
+            values[name] = _traced(getattr(trace, name))
+        values["arrivals_s"] = trace.arrivals_s
+        values.setdefault("requests_per_s", trace.requests_per_s)
+    for name in ("input_tokens", "output_tokens"):
+        if isinstance(entry := values.get(name), Mapping):
+            with placed(f"{where}: {name}"):
+                values[name] = _with_median(entry)
+    return read(WorkloadSpec, values, where)
 
 
 def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
@@ -184,18 +272,26 @@ def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
     return {key: value for key, value in written.items() if value not in (None, "", [])}
 
 
-def _lengths(table: Table, key: str, trace: Trace | None) -> LengthSpec:
-    if trace is not None:
-        if table.has(key):
-            raise UserError(f"{table.where}: {key} and trace are both given: leave one of them out")
-        traced: tuple[int, ...] = getattr(trace, key)
-        return LengthSpec(median=statistics.median(traced), trace=traced)
-    entry = table.table(key)
-    if not entry.has("mean"):
-        given = entry.items("trace") if entry.has("trace") and not entry.has("median") else ()
-        lengths = [length for length in given if is_number(length)]
-        return entry.read(LengthSpec, **({"median": statistics.median(lengths)} if lengths else {}))
-    if entry.has("median"):
-        raise UserError(f"{entry.where}: median and mean are both given: leave one of them out")
-    sigma = entry.number("sigma", 0.0)
-    return entry.read(LengthSpec, median=entry.number("mean") * math.exp(-(sigma**2) / 2))
+def _trace(value: object, where: str, folder: Path) -> Trace:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{where}: trace is {value!r}: it must be the path of a file")
+    return read_trace(folder / value)
+
+
+def _traced(lengths: tuple[int, ...]) -> LengthSpec:
+    return LengthSpec(median=statistics.median(lengths), trace=lengths)
+
+
+def _with_median(lengths: Mapping[str, Any]) -> dict[str, Any]:
+    """`lengths` with the median that its mean or its trace has, where it states none itself."""
+    values = dict(lengths)
+    if "mean" in values:
+        if "median" in values:
+            raise UserError("median and mean are both given: leave one of them out")
+        mean, sigma = values.pop("mean"), values.get("sigma", 0.0)
+        if not is_number(mean):
+            raise UserError(f"mean is {mean!r}: it must be a valid number")
+        return values | {"median": mean * math.exp(-(sigma**2) / 2) if is_number(sigma) else mean}
+    trace = values.get("trace")
+    numbers = list(filter(is_number, trace)) if isinstance(trace, (list, tuple)) else []
+    return {"median": statistics.median(numbers), **values} if numbers else values

@@ -3,7 +3,8 @@
     config = read_config(Path("train.toml"), ["optimizer.learning_rate=1e-3"])
 
 Paths in the file are relative to it; `~` and environment variables are expanded, and `${PYTHON_LIBRARY}` is the folder
-of the running interpreter's standard library. Unknown keys are refused with the nearest known one.
+of the running interpreter's standard library. Unknown keys are refused with the nearest known one. Each table of the
+file is a class; what ranks send, keep and reorder is off by default.
 """
 
 import os
@@ -13,14 +14,172 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from antiphon.base.errors import UserError
-from antiphon.specs.strict_table import CountFromZero, NotNegative, Positive, Table, read_text
-from antiphon.train.communication_config import CommunicationConfig
-from antiphon.train.memory_config import MemoryConfig, OverlapConfig
+from antiphon.comm.float8 import Format
+from antiphon.comm.launcher import CollectiveLauncher
+from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
+from antiphon.comm.tiles import check_tile_rows
+from antiphon.specs.checked import (
+    Count,
+    CountFromZero,
+    Flag,
+    NotNegative,
+    Positive,
+    Text,
+    Whole,
+    checked,
+    read,
+    read_mapping,
+)
 
 Dtype = Literal["float32", "bfloat16", "float64"]
+BelowOne = Annotated[NotNegative, Field(lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What a layer keeps between forward and backward (`train.layer_plan`); the rest is made, or received, again.
+
+    `remake`: "none" keeps all that backward reads, "selective" makes norms, activations and exchanges again (MegaScale-
+    MoE, section 4.1), "full" keeps the layer's input and its routing. `keep`: instead, the tensors to keep, by name.
+    `again`: instead, what to make again, in the words of a plan (`cost.training.rematerialize`). `activation_bytes`:
+    instead, a limit to what a rank keeps; what is cheapest for its bytes is made again until the rest fits (0: no
+    limit)."""
+
+    remake: Literal["none", "selective", "full"] = "none"
+    keep: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    activation_bytes: CountFromZero = 0
+
+    def __post_init__(self) -> None:
+        given = [
+            name
+            for name, is_given in (
+                ("remake", self.remake != "none"),
+                ("keep", bool(self.keep)),
+                ("again", bool(self.again)),
+                ("activation_bytes", bool(self.activation_bytes)),
+            )
+            if is_given
+        ]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are given: each decides what is kept, so give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """`schedule`: a file with the order of a layer's operators, as `train.layer_schedule` reads it (empty: its default
+    one). `search`: find an order from times measured before the first step. `beside` False: the default order, but
+    each exchange is waited for where it is started.
+
+    `inside`: experts' products begin with the rows that are there, and rows leave as soon as they are made, in tiles of
+    `tile_rows` (MegaScale-MoE, section 4.2; `train.tiled`). `pairs`: two micro-batches of a step in turns, one computes
+    while the other one waits (`train.layer_run`). `tiles_first`: links that obey marks carry tiles ahead of all other
+    traffic (`comm.m2n.tile_links`)."""
+
+    schedule: str = ""
+    search: Flag = False
+    beside: Flag = True
+    inside: Flag = False
+    pairs: Flag = False
+    tile_rows: Whole = 256
+    tiles_first: Flag = False
+
+    def __post_init__(self) -> None:
+        check_tile_rows(self.tile_rows)
+        if self.inside and (self.search or not self.beside):
+            raise UserError(
+                "inside is true: a search measures exchanges and products apart, and without beside nothing overlaps: "
+                "leave out search and beside, or inside"
+            )
+        if self.tiles_first and not self.inside:
+            raise UserError("tiles_first is true and inside is false, so there are no tiles: set inside to true too")
+        if not self.beside and (self.schedule or self.search):
+            raise UserError(
+                "beside is false, so nothing runs beside an exchange: leave out schedule and search, or beside"
+            )
+        if self.schedule and self.search:
+            raise UserError(f"schedule is {self.schedule} and search is true: give one of them")
+
+
+_WIDEST_BYTES = 8  # of a number: a chunk holds one at least
+
+
+@checked("")
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """`gradients`: their format between ranks that hold the same parameters; they are added in float32 either way.
+    `hierarchical`: these sums go inside each node first, then one copy between nodes. `node_size`: ranks of a node (0:
+    as many as torchrun started on this machine).
+
+    `activations`: rows and their gradients on the way to experts and back: "float8" all of them, "float8_permutation"
+    only those that all-to-alls move, which add nothing. `gate_weights`: where a result is multiplied by its choice's
+    weight: "combine", behind the experts, or "experts", before their second product.
+
+    `sums`: when gradients are summed: "behind" backward; "fixed", as soon as a layer's are known, beside whatever else
+    travels; "priority", the same, but what computation waits for goes first (Lina, section 4). `partition`: these sums
+    go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to experts and back in such chunks too,
+    and experts begin with the first. `packing`: fewer ranks share the experts where these wait for rows (`train.
+    packing`). `timeout_s`: how long a rank waits for others before it names those that hang, and ends."""
+
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    hierarchical: Flag = False
+    node_size: CountFromZero = 0
+    activations: Format = "plain"
+    gate_weights: Literal["combine", "experts"] = "combine"
+    sums: Literal["behind", "fixed", "priority"] = "behind"
+    partition: Flag = False
+    pipeline_experts: Flag = False
+    packing: Flag = False
+    timeout_s: Positive = 600.0
+    chunk_bytes: Annotated[Whole, Field(ge=_WIDEST_BYTES)] = DEFAULT_CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.partition and self.sums == "behind":
+            raise UserError(
+                "partition is true and sums is 'behind', where nothing runs beside a sum: set sums to 'priority' or "
+                "'fixed', or partition to false"
+            )
+        if self.packing and self.sums != "priority":
+            raise UserError(
+                f"packing is true and sums is {self.sums!r}: it needs the times of exchanges, which only sums "
+                "'priority' takes: set it, or packing to false"
+            )
+
+    def launcher(self) -> CollectiveLauncher | None:
+        """What takes sums beside backward; None where they are made behind it."""
+        if self.sums == "behind":
+            return None
+        return CollectiveLauncher(MicroOpScheduler(self.chunk_bytes if self.partition else None))
+
+    def check_dispatch(self, dispatch: str) -> None:
+        """`UserError` where a switch would do nothing with this way of rows."""
+        if dispatch != "all_to_all" and self.activations == "float8_permutation":
+            raise UserError(
+                "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
+                f"is {dispatch}, which has none or may have none: use dispatch all_to_all, or another value"
+            )
+        if dispatch == "auto" and self.packing:
+            raise UserError(
+                "communication.packing is true and parallel.dispatch is auto, which measures anew whenever other ranks "
+                "share the experts: use dispatch all_to_all or gather_scatter"
+            )
+
+    def ranks_per_node(self, world_size: int) -> int:
+        """For hierarchical sums; 0: they are off. `UserError` where there are no two levels."""
+        if not self.hierarchical or world_size == 1:
+            return 0
+        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if world_size % size or size in (1, world_size):
+            raise UserError(
+                f"communication: hierarchical sums with nodes of {size} ranks, of {world_size} in all: set node_size "
+                "to a divisor between these, or hierarchical to false"
+            )
+        return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +187,12 @@ class ModelConfig:
     """`path`: a Hugging Face folder or a `config.json`. `begin`: with random weights or with the folder's.
     `initializer_range`: deviation of random matrices."""
 
-    path: str
+    path: Text
     begin: Literal["random", "checkpoint"] = "random"
     initializer_range: Positive = 0.02
 
 
+@checked("")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """`files`: patterns of text, `.jsonl` or `.parquet` files, less those that `exclude` matches; a text file is one
@@ -42,22 +202,17 @@ class DataConfig:
     documents are encoded in pieces of this many characters on average (0: whole), so that the model has seen what
     follows when a prompt ends inside a token."""
 
-    files: tuple[str, ...]
+    files: Annotated[tuple[Text, ...], Field(min_length=1)]
     exclude: tuple[str, ...] = ()
-    text_key: str = "text"
+    text_key: Text = "text"
     tokenizer: str = ""
-    held_out: NotNegative = 0.01
+    held_out: BelowOne = 0.01
     cache: str = ""
-    document_masks: bool = True
+    document_masks: Flag = True
     pieces: CountFromZero = 0
 
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise UserError("files is empty: name at least one pattern")
-        if self.held_out >= 1:
-            raise UserError(f"held_out is {self.held_out}: it must be below 1")
 
-
+@checked("")
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """`name` "muon": Muon for matrices, at `muon_scale` times the rate, and AdamW for the rest. The rate rises over
@@ -68,7 +223,7 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
     muon_scale: Positive = 1.0
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip: NotNegative = 1.0
@@ -76,10 +231,6 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     final_rate: NotNegative = 0.1
     decay_part: NotNegative = 0.2
-
-    def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"betas is {list(self.betas)}: two numbers from 0 to below 1 are needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +246,7 @@ class LossConfig:
     balance: NotNegative = 0.01
     balance_over: Literal["layer", "model"] = "layer"
     device_balance: NotNegative = 0.0
-    device_groups: int = 1
+    device_groups: Count = 1
     z: NotNegative = 0.0
     bias_rate: NotNegative = 1e-3
     capacity: NotNegative = 0.0
@@ -114,6 +265,7 @@ class LossConfig:
         return self.capacity > 0 or self.device_capacity > 0
 
 
+@checked("")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share what. `pipeline` ranks have different layers, `virtual_stages` runs of them each. Attention:
@@ -126,20 +278,16 @@ class ParallelConfig:
     row once to a rank. `row_budget`: rows that a rank's experts may hold, over their share at even use; what is over it
     is worked on again in backward (0: no limit)."""
 
-    pipeline: int = 1
-    virtual_stages: int = 1
-    sequence: int = 1
-    tensor: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    zero: CountFromZero = 0
+    pipeline: Count = 1
+    virtual_stages: Count = 1
+    sequence: Count = 1
+    tensor: Count = 1
+    expert: Count = 1
+    expert_tensor: Count = 1
+    zero: Annotated[CountFromZero, Field(le=3)] = 0
     dispatch: Literal["all_to_all", "gather_scatter", "auto"] = "all_to_all"
-    deduplicate: bool = True
+    deduplicate: Flag = True
     row_budget: NotNegative = 1.1
-
-    def __post_init__(self) -> None:
-        if self.zero > 3:
-            raise UserError(f"zero is {self.zero}: use 0, 1, 2 or 3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +296,16 @@ class OutputConfig:
     `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is
     written beside the steps that follow it, from a copy."""
 
-    folder: str
-    log_every: int = 10
+    folder: Text
+    log_every: Count = 10
     checkpoint_every: CountFromZero = 100
-    keep: int = 2
-    save_beside: bool = True
+    keep: Count = 2
+    save_beside: Flag = True
     evaluate_every: CountFromZero = 0
-    evaluate_sequences: int = 64
+    evaluate_sequences: Count = 64
 
 
+@checked("")
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run. `batch`: sequences of one optimizer step; `micro_batch`: of one pass (0: all). `dtype`: of the
@@ -165,9 +314,9 @@ class TrainConfig:
     model: ModelConfig
     data: DataConfig
     output: OutputConfig
-    steps: int
-    sequence_length: int
-    batch: int
+    steps: Count
+    sequence_length: Annotated[Whole, Field(ge=2)]
+    batch: Count
     micro_batch: CountFromZero = 0
     seed: CountFromZero = 0
     dtype: Dtype = "float32"
@@ -179,8 +328,6 @@ class TrainConfig:
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 2:
-            raise UserError(f"sequence_length is {self.sequence_length}: it must be at least 2")
         if self.micro_batch and self.batch % self.micro_batch:
             raise UserError(
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
@@ -233,10 +380,7 @@ class TrainConfig:
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:
     """The configuration in `file`, after `changes` such as ``optimizer.learning_rate=1e-3``; `UserError` if wrong."""
-    try:
-        mapping = tomllib.loads(read_text(file))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{file}: not valid TOML: {error}") from error
+    mapping = read_mapping(file)
     for change in changes:
         apply_change(mapping, change)
     return config_of(_absolute(mapping, file.resolve().parent), str(file))
@@ -244,7 +388,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:
 
 def config_of(mapping: Mapping[str, Any], where: str) -> TrainConfig:
     """The configuration that `as_table` gave, or that a file holds."""
-    return Table(mapping, where).read(TrainConfig)
+    return read(TrainConfig, mapping, where)
 
 
 def apply_change(mapping: dict[str, Any], change: str) -> None:
@@ -272,7 +416,7 @@ _PATHS = {
 
 
 def _absolute(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths made absolute, their variables replaced; what is not a path is left for `Table` to judge."""
+    """Paths made absolute, their variables replaced; what is not a path is left for `read` to judge."""
     variables = {**os.environ, "PYTHON_LIBRARY": sysconfig.get_path("stdlib")}
 
     def whole(text: Any) -> Any:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
-from antiphon.specs.nearest import nearest_names
+from antiphon.specs.checked import nearest_names
 from antiphon.train.layer_schedule import (
     AGAIN,
     DEFAULT,

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
-from antiphon.specs.nearest import did_you_mean
+from antiphon.specs.checked import did_you_mean
 from antiphon.train.operators import whole_name
 
 RUN, START, WAIT = "", "start", "wait"

@@ -30,10 +30,10 @@ from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import CHEAP, activations_of, choose, dense_bytes, needed_bytes, options
 from antiphon.cost.training.setup import Training, TrainingSetup, trained_in
+from antiphon.specs.checked import did_you_mean
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.nearest import did_you_mean
 from antiphon.train.attention import reads_qkv
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer_plan import HEADS, LayerPlan

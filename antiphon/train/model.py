@@ -24,8 +24,7 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.communication_config import CommunicationConfig
-from antiphon.train.config import LossConfig, ParallelConfig
+from antiphon.train.config import CommunicationConfig, LossConfig, ParallelConfig
 from antiphon.train.layer import MoeLayer, layer_graph, norm
 from antiphon.train.layer_plan import PlanOptions, check_names
 from antiphon.train.layer_run import Turns

@@ -20,8 +20,7 @@ from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Matrices, Piece
-from antiphon.train.communication_config import CommunicationConfig
-from antiphon.train.config import OptimizerConfig
+from antiphon.train.config import CommunicationConfig, OptimizerConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.shards import Shards
 from antiphon.train.weights import DOWN, GATE_UP

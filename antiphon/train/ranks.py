@@ -16,8 +16,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
-from antiphon.train.communication_config import CommunicationConfig
-from antiphon.train.config import TrainConfig
+from antiphon.train.config import CommunicationConfig, TrainConfig
 from antiphon.train.pipeline import PipelineSchedule
 
 

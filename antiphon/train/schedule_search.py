@@ -27,7 +27,7 @@ from antiphon.base.logging import get_logger
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, AllReduce, run
 from antiphon.comm.mesh import Mesh
-from antiphon.specs.strict_table import read_text
+from antiphon.specs.checked import read_text
 from antiphon.train.layer_plan import needs
 from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one, span_name
 from antiphon.train.model import Batch, MoeModel

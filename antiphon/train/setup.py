@@ -19,8 +19,8 @@ from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.models.config import load_model_spec, read_config
+from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.strict_table import read_text
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.checkpoint import newest_step

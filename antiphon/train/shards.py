@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.replicas import ReplicaGroups, Replicas
 from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
-from antiphon.train.communication_config import CommunicationConfig
+from antiphon.train.config import CommunicationConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import attribute_of, parts_of
 

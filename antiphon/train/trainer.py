@@ -18,7 +18,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import barrier
 from antiphon.comm.mesh import regrouped
-from antiphon.cost.training.flops import training_flops_per_token
+from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move

@@ -23,8 +23,8 @@ from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP, Spans
-from antiphon.specs.cluster import cluster_from_table, cluster_to_json
-from antiphon.specs.strict_table import Table
+from antiphon.specs.checked import read
+from antiphon.specs.cluster import cluster_from_json, cluster_to_json
 from tests.serve.fork_server import PROGRAMS
 
 ROWS, CONTEXT = 3, 20
@@ -122,7 +122,7 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
     profile = cost_profile(measured, spec, "antiphon profile tiny")
     (tmp_path / "profile.json").write_text(json.dumps(asdict(profile)))
     assert read_profile(tmp_path / "profile.json") == profile
-    assert Table(json.loads(json.dumps(asdict(profile))), "profile").read(type(profile)) == profile
+    assert read(type(profile), json.loads(json.dumps(asdict(profile))), "profile") == profile
     fewest = min(measured.threads, key=lambda each: each.num_threads)
     table = profile.attention_table("decode", num_threads=fewest.num_threads)
     assert table is not None
@@ -137,7 +137,7 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
 
 def test_this_machine_is_a_cluster_that_the_planner_reads(measured: LocalTimes, checkpoint: Path) -> None:
     cluster = this_cluster(measured, load_model_spec(checkpoint))
-    assert cluster_from_table(Table(json.loads(json.dumps(cluster_to_json(cluster))), "cluster"), Path()) == cluster
+    assert cluster_from_json(json.loads(json.dumps(cluster_to_json(cluster))), "cluster") == cluster
     (group,) = cluster.groups
     assert group.devices_per_node == measured.num_cores
     assert group.device.kind == "cpu"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.placement.forecast import most_popular, needs_phase_two
+from antiphon.placement.split import most_popular, needs_phase_two
 from benchmarks.popularity import PathProfile, devices_of_experts, pack_first_fit
 
 

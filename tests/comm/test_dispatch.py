@@ -12,7 +12,7 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
-from antiphon.cost.training.volumes import expert_parallel_volume
+from antiphon.cost.training.counts import expert_parallel_volume
 from tests.comm.ranks import on_ranks
 
 RANKS, HIDDEN, NUM_EXPERTS, TOP_K = 4, 6, 5, 3

@@ -1,10 +1,9 @@
-"""The choice of copies ahead of a layer in Python, from the steps that `antiphon.placement.forecast` names: what the
+"""The choice of copies ahead of a layer in Python, from the steps that `antiphon.placement.split` names: what the
 native form is compared with."""
 
 import numpy as np
 
-from antiphon.placement.forecast import Prefetch
-from antiphon.placement.split import BoolArray, FloatArray, IntArray, split_rows
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, Prefetch, split_rows
 
 
 def choose_prefetches(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from antiphon.models.expert_half import FREE
-from antiphon.placement.forecast import Prefetch
 from antiphon.placement.place import matrix_of
-from antiphon.placement.split import BoolArray, IntArray
+from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
 from antiphon.serve.worker.routing import Forecast
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.reproduce.lina import LAYER
-from antiphon.sim.expert_packing import PackingNetwork, choose_packing, packed_layer
-from antiphon.sim.training_step import BackwardLayer, BackwardOptions, simulate_backward
+from antiphon.sim.training_step import (
+    BackwardLayer,
+    BackwardOptions,
+    PackingNetwork,
+    choose_packing,
+    packed_layer,
+    simulate_backward,
+)
 
 # Lina section 7.1: four nodes of four A100, 100 Gb/s InfiniBand per node; PCIe 4.0 x16 inside a node.
 LINA = PackingNetwork(num_devices=16, devices_per_node=4, inter_bytes_per_s=100e9 / 8 / 4, intra_bytes_per_s=25e9)

@@ -15,8 +15,7 @@ from antiphon.sim.arrivals import draw_demand
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import ServingRun, simulate_serving
 from antiphon.sim.serve_results import ServingResult, serving_result
-from antiphon.sim.serving_options import ServingOptions
-from antiphon.sim.worker_names import Kill
+from antiphon.sim.serving_options import Kill, ServingOptions
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, SloSpec

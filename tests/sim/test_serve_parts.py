@@ -20,14 +20,12 @@ from antiphon.sim.arrivals import draw_demand
 from antiphon.sim.disciplines import InOrder
 from antiphon.sim.events import EventGraph
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
-from antiphon.sim.interpolate import Line, line, plane, sizes_up_to
 from antiphon.sim.request_records import Gaps, summary
 from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog
 from antiphon.sim.serve_trace import write_serving_trace
-from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.serving_options import Kill, ServingOptions, WorkerCounts, parse_kill
 from antiphon.sim.step_price import StepPricer, round_robin_s, rows_of
-from antiphon.sim.step_tables import step_tables
-from antiphon.sim.worker_names import Kill, WorkerCounts, parse_kill
+from antiphon.sim.step_tables import Line, line, plane, sizes_up_to, step_tables
 from antiphon.specs.workload import LengthSpec
 from tests.sim.serving_specimens import apart, plan, serve, setting, together, workload
 

@@ -15,17 +15,17 @@ from tests.train.harness import config_of, write_model, write_run
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("optimizer.lerning_rate=1", "optimizer: unknown key lerning_rate: did you mean learning_rate"),
+        ("optimizer.lerning_rate=1", "unknown key optimizer.lerning_rate: did you mean learning_rate"),
         ("stepz=1", "unknown key stepz: did you mean steps"),
         ("steps=0", "steps is 0: it must be at least 1"),
         ("sequence_length=1", "sequence_length is 1: it must be at least 2"),
         ("micro_batch=3", "batch is 4, micro_batch is 3: batch must be a multiple"),
-        ("dtype=float16", "dtype is 'float16': use one of float32, bfloat16, float64"),
-        ("optimizer.betas=[0.9]", "two numbers from 0 to below 1"),
+        ("dtype=float16", "dtype is 'float16': it must be 'float32', 'bfloat16' or 'float64'"),
+        ("optimizer.betas=[0.9]", "optimizer.betas[1] is missing: add it"),
         ("data.held_out=1.5", "held_out is 1.5: it must be below 1"),
-        ("data.files=[]", "files is empty"),
+        ("data.files=[]", "data.files: Tuple should have at least 1 item"),
         ("model.path=${NO_SUCH_VARIABLE}/x", "NO_SUCH_VARIABLE"),
-        ("optimizer=3", "optimizer is 3: a table is needed"),
+        ("optimizer=3", "optimizer is 3: it must be an object"),
     ],
 )
 def test_wrong_keys_and_values(tmp_path: Path, change: str, message: str) -> None:

@@ -22,13 +22,13 @@ from antiphon.comm.dispatch import AllToAllWay, Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
 from antiphon.cost.network import all_to_all_bytes
-from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
-from antiphon.cost.training.volumes import (
+from antiphon.cost.training.counts import (
     expert_parallel_volume,
     expert_to_tensor_ratio,
     layer_ratio,
     sequence_to_tensor_ratio,
 )
+from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec, RouterSpec
 from antiphon.train import feed_forward

@@ -16,8 +16,7 @@ from antiphon.cost.network import CollectiveName, collective_bytes
 from antiphon.models.config import model_spec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
-from antiphon.train.communication_config import CommunicationConfig
-from antiphon.train.config import OptimizerConfig
+from antiphon.train.config import CommunicationConfig, OptimizerConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes

@@ -28,7 +28,7 @@ from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceSc
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.point_to_point import start_receive, start_send
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.training.tables import TrainingLayer, TrainingSum, TrainingTables
+from antiphon.cost.profile import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec

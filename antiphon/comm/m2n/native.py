@@ -22,8 +22,7 @@ from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, Us
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
-from antiphon.placement.forecast import Prefetch
-from antiphon.placement.split import BoolArray, IntArray
+from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.specs.placement import ExpertPlacement
 
 
@@ -208,7 +207,7 @@ class NativeAttentionExchange(_End):
             self._place_layer(layer)
 
     def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
-        """Further copies worth having for these rows (`placement/forecast`), for workers that may take one."""
+        """Further copies worth having for these rows (`placement/split`), for workers that may take one."""
         wanted = self._side.wanted_copies(layer, counts_E.astype(np.uint32), open_W)
         return [Prefetch(*each) for each in wanted]
 

@@ -24,7 +24,7 @@ Dispatch = Literal["all_to_all", "all_gather"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activation:
+class SavedActivation:
     """One tensor. `kept`: by MegaScale-MoE's rematerialization; `needed`: some backward operator reads it."""
 
     name: str
@@ -67,37 +67,37 @@ class LayerShape:
 
 def layer_activations(
     shape: LayerShape, dispatch: Dispatch = "all_gather", *, gate_after_down: bool = False
-) -> tuple[Activation, ...]:
+) -> tuple[SavedActivation, ...]:
     """Figure 9's tensors in order. `gate_after_down`: the router's weight multiplies after the down projection (section
     7, for FP8) and not before it (section 4.1), so that its gradient needs the down projection's output."""
     k, f, m = shape.top_k, shape.width_ratio, np.asarray(shape.heads_per_kv_head, dtype=np.float64)
     query = shape.query
     around = shape.degree if dispatch == "all_gather" else shape.sent
     return (
-        Activation(name="hidden", width=1.0, kept=True, needed=True),
-        Activation(name="ln1_out", width=1.0, needed=True),
-        Activation(name="qkv", width=query * (1 + 2 / m)),
-        Activation(name="q_rope", width=query),
-        Activation(name="k_rope", width=query / m),
-        Activation(name="qkv_a2a", width=query * (1 + 2 / m), kept=True, needed=True),
-        Activation(name="attn", width=shape.value, kept=True, needed=True),
-        Activation(name="attn_a2a", width=shape.value, needed=True),
-        Activation(name="attn_out", width=1.0),
-        Activation(name="ln2_in", width=1.0, kept=True, needed=True),
-        Activation(name="ln2_out", width=1.0, needed=True),
-        Activation(name="ln2_out_ag", width=around),
-        Activation(name="ffn_in", width=k, needed=True),
-        Activation(name="fc1_out", width=k * f, kept=True, needed=True),
-        Activation(name="fc3_out", width=k * f, kept=True, needed=True),
-        Activation(name="fc2_in", width=k * f, needed=True),
-        Activation(name="fc2_out", width=k, kept=gate_after_down, needed=gate_after_down),
-        Activation(name="fc2_out_rs", width=around),
-        Activation(name="ffn_out", width=1.0),
-        Activation(name="hidden_next", width=1.0),
+        SavedActivation(name="hidden", width=1.0, kept=True, needed=True),
+        SavedActivation(name="ln1_out", width=1.0, needed=True),
+        SavedActivation(name="qkv", width=query * (1 + 2 / m)),
+        SavedActivation(name="q_rope", width=query),
+        SavedActivation(name="k_rope", width=query / m),
+        SavedActivation(name="qkv_a2a", width=query * (1 + 2 / m), kept=True, needed=True),
+        SavedActivation(name="attn", width=shape.value, kept=True, needed=True),
+        SavedActivation(name="attn_a2a", width=shape.value, needed=True),
+        SavedActivation(name="attn_out", width=1.0),
+        SavedActivation(name="ln2_in", width=1.0, kept=True, needed=True),
+        SavedActivation(name="ln2_out", width=1.0, needed=True),
+        SavedActivation(name="ln2_out_ag", width=around),
+        SavedActivation(name="ffn_in", width=k, needed=True),
+        SavedActivation(name="fc1_out", width=k * f, kept=True, needed=True),
+        SavedActivation(name="fc3_out", width=k * f, kept=True, needed=True),
+        SavedActivation(name="fc2_in", width=k * f, needed=True),
+        SavedActivation(name="fc2_out", width=k, kept=gate_after_down, needed=gate_after_down),
+        SavedActivation(name="fc2_out_rs", width=around),
+        SavedActivation(name="ffn_out", width=1.0),
+        SavedActivation(name="hidden_next", width=1.0),
     )
 
 
-def total_width(activations: tuple[Activation, ...], which: Literal["all", "needed", "kept"] = "all") -> Number:
+def total_width(activations: tuple[SavedActivation, ...], which: Literal["all", "needed", "kept"] = "all") -> Number:
     """Sum of the widths of all tensors, of those a backward operator reads, or of those that are kept."""
     total: Number = 0.0
     for activation in activations:

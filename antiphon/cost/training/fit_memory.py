@@ -27,7 +27,7 @@ from antiphon.cost.training.memory import (
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import (
     CHEAP,
-    Choice,
+    Rematerialized,
     activations_of,
     choose,
     dense_bytes,
@@ -41,7 +41,7 @@ Rematerialize = Literal["none", "cheap", "fit"]
 
 def fit_memory(
     training: Training, case: LayerCase, layers: StageLayers, num_micro_batches: Number, rematerialize: Rematerialize
-) -> tuple[Choice, TrainingMemory]:
+) -> tuple[Rematerialized, TrainingMemory]:
     setup = case.setup
     weights, gradients, optimizer = state_bytes(rank_parameters(training.model, setup, layers), setup)
     held = layers_in_flight(1.0, setup.pipeline, setup.virtual_stages, num_micro_batches)

@@ -18,7 +18,7 @@ import numpy as np
 from antiphon.cost.network import Network
 from antiphon.cost.parts import Number, Parts, longest, select
 from antiphon.cost.training.dispatch import gather
-from antiphon.cost.training.overlap import hidden_behind
+from antiphon.cost.training.layer_time import hidden_behind
 
 
 @dataclass(frozen=True, kw_only=True)

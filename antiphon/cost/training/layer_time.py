@@ -2,23 +2,71 @@
 
 1. Without overlap every operator waits for the one before it: the sum of all.
 2. Inter-operator: forward, the shared expert runs beside dispatch and combine; backward, gradients of weights and
-   whatever is made again run beside communication.
+   what is made again run beside communication.
 3. Intra-operator: what is left of each communication is fused with the product it feeds or follows.
 4. What rematerialization makes again is added to backward, its communication like any other. Its memory-bound kernels
    depend on no gradient, so with overlap they run beside products, which leave the memory idle (MegaScale-MoE, 4.1).
 
 Rejected: an exact schedule by events. `sim` has that; a search over thousands of layouts needs a closed form, and the
 paper's own statement is about which operators can overlap, not about when they start.
+
+Which communication can hide behind which computation (MegaScale-MoE, section 4 and eq. 5-9).
+
+1. R = time of the experts' products / time of one layer's token exchange. Above 1 the exchange fits behind them.
+2. Inter-operator: a communication runs beside operators that do not depend on it: in backward, gradients of weights and
+   what is made again; in forward, the shared expert beside dispatch and combine. Memory-bound kernels that make
+   activations again run beside products: one waits for memory, the other for arithmetic.
+3. Intra-operator: a communication is cut into tiles and fused with the product next to it; of the two the longer
+   counts.
+4. Of what could be hidden, the fraction `overlap` (the cluster's calibration) really is.
+
+Rejected: a hidden share per strategy. It would be the answer put in by hand.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from antiphon.cost.parts import Number, Parts
+from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.training.operators import Communication, LayerOperators, sum_of
-from antiphon.cost.training.overlap import beside_products, hidden_behind
 from antiphon.cost.training.setup import OverlapLevel
+
+
+def computation_to_communication(
+    expert_width: Number, bytes_per_s: Number, flops_per_s: Number, degree: Number | None = None
+) -> Number:
+    """R of MegaScale-MoE eq. 8, or eq. 9 (large n) where `degree` is None: 3/2 * h_ffn * bandwidth / peak * n / (n -
+    1).
+
+    2 FLOPs per multiply-add and 2 bytes per BF16 element cancel, so bandwidth is in bytes and peak in FLOPs. One way of
+    the link; by all-to-all with k copies. Independent of top-k, hidden size, number of experts and tokens."""
+    ratio = 1.5 * expert_width * bytes_per_s / flops_per_s
+    if degree is None:
+        return ratio
+    exact: Number = ratio * np.asarray(degree, dtype=np.float64) / (np.asarray(degree, dtype=np.float64) - 1)
+    return exact
+
+
+def hidden_behind(communication: Parts, independent_s: Number, overlap: float) -> Parts:
+    """What is left of `communication` when it runs beside `independent_s` seconds of other work."""
+    total = np.asarray(communication.total_s, dtype=np.float64)
+    hidden = overlap * np.minimum(total, independent_s)
+    left: FloatArray = np.where(total > 0, 1 - hidden / np.where(total > 0, total, 1.0), 0.0)
+    return left * communication
+
+
+def beside_products(again: Parts, compute_s: Number, overlap: float) -> Parts:
+    """What is left of kernels that make activations again: of their memory traffic what does not hide behind
+    `compute_s` seconds of arithmetic, and all else that they take."""
+    memory = Parts(memory_s=again.memory_s)
+    return replace(again, memory_s=hidden_behind(memory, compute_s, overlap).memory_s)
+
+
+def fused_speedup(communication_s: Number, product_s: Number, overlap: float) -> Number:
+    """(T_c + T_g) / T of one fused pair: from 1 (one of them is nothing) to 2 (equal, all hidden)."""
+    both = communication_s + product_s
+    speedup: Number = both / (both - overlap * np.minimum(communication_s, product_s))
+    return speedup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.parts import FloatArray, Number, Parts
-from antiphon.cost.profile import Profile
+from antiphon.cost.profile import Profile, SumName, TrainingLayer, TrainingTables
 from antiphon.cost.shapes import share_of
-from antiphon.cost.training.flops import model_flops_utilization, tokens_per_s
+from antiphon.cost.training.counts import model_flops_utilization, tokens_per_s
 from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
-from antiphon.cost.training.rematerialize import Choice
+from antiphon.cost.training.rematerialize import Rematerialized
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step_estimate import StepEstimate
-from antiphon.cost.training.tables import SumName, TrainingLayer, TrainingTables
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import DeviceSpec
@@ -67,7 +66,7 @@ def measured_step(
     layers: StageLayers,
     num_micro_batches: Number,
     memory: TrainingMemory,
-    choice: Choice,
+    choice: Rematerialized,
 ) -> StepEstimate:
     """One iteration; `UNMEASURED_S` or more where a candidate's way to share a layer was not measured, or it has more
     ranks than were."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.parts import FloatArray, Number, Parts
-from antiphon.cost.training.activations import Activation, LayerShape, layer_activations, total_width
+from antiphon.cost.training.activations import LayerShape, SavedActivation, layer_activations, total_width
 from antiphon.cost.training.layer_case import LayerCase, LayerSizes
 from antiphon.cost.training.layer_time import Recomputed
 from antiphon.cost.training.operators import LayerOperators
@@ -97,7 +97,7 @@ def options(case: LayerCase, operators: LayerOperators) -> tuple[Option, ...]:
     return tuple(option for option in found if option.name != "attn_a2a" or case.setup.attention == "sequence")
 
 
-def activations_of(case: LayerSizes) -> tuple[Activation, ...]:
+def activations_of(case: LayerSizes) -> tuple[SavedActivation, ...]:
     """The layer's tensors under this setup, as one rank holds them. Tensor-parallel experts hold n times as many rows,
     of 1/n of the width: so only the rows at full width weigh more. Attention's output has a second copy only where it
     is exchanged."""
@@ -113,7 +113,7 @@ def activations_of(case: LayerSizes) -> tuple[Activation, ...]:
     exchanged = 0.0 if setup.attention == "tensor" else shape.value
     wider["attn_a2a"] = np.where(np.asarray(shape.degree) > 1, exchanged, 0.0)
     return tuple(
-        Activation(name=item.name, width=wider.get(item.name, item.width), kept=item.kept, needed=item.needed)
+        SavedActivation(name=item.name, width=wider.get(item.name, item.width), kept=item.kept, needed=item.needed)
         for item in found
     )
 
@@ -142,7 +142,7 @@ def seconds(option: Option, *, overlaps: bool, overlap: float) -> Number:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Rematerialized:
     """By candidate: options taken (`taken[option, candidate]`), bytes saved and work repeated in one layer."""
 
     names: tuple[str, ...]
@@ -162,7 +162,7 @@ def choose(
     overlaps: bool,
     overlap: float,
     at_least: tuple[str, ...] = (),
-) -> Choice:
+) -> Rematerialized:
     """Options in the order of seconds per byte until `target_bytes` of one layer are saved, or all of them.
 
     `at_least`: options that are taken in any case, such as `CHEAP`."""
@@ -186,7 +186,7 @@ def choose(
         short = (np.sum(saved * taken, axis=0) < target) & np.isfinite(np.min(price, axis=0))
         for index in range(len(available)):
             taken[index] |= short & (best == index)
-    return Choice(
+    return Rematerialized(
         names=tuple(names),
         taken=taken,
         saved_bytes=np.sum(saved * taken, axis=0),

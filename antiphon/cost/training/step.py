@@ -20,12 +20,12 @@ from antiphon.base.errors import UserError
 from antiphon.cost.parts import Number, Parts, select
 from antiphon.cost.roofline import kernel
 from antiphon.cost.shapes import share_of
+from antiphon.cost.training.counts import model_flops_utilization, tokens_per_s
 from antiphon.cost.training.dispatch import gather
 from antiphon.cost.training.fit_memory import Rematerialize, fit_memory
-from antiphon.cost.training.flops import model_flops_utilization, tokens_per_s
 from antiphon.cost.training.gradient_sync import SyncBytes, SyncTime, sync_time
 from antiphon.cost.training.layer_case import LayerCase, layer_case
-from antiphon.cost.training.layer_time import LayerTime, layer_time
+from antiphon.cost.training.layer_time import LayerTime, hidden_behind, layer_time
 from antiphon.cost.training.measured import measured_step
 from antiphon.cost.training.memory import (
     RankParameters,
@@ -35,9 +35,8 @@ from antiphon.cost.training.memory import (
     rank_parameters,
 )
 from antiphon.cost.training.operators import layer_operators
-from antiphon.cost.training.overlap import hidden_behind
 from antiphon.cost.training.rematerialize import (
-    Choice,
+    Rematerialized,
 )
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step_estimate import StepEstimate
@@ -83,7 +82,7 @@ def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Remat
     return _iteration(training, case, stage, choice, memory, num_micro_batches)
 
 
-def _stage(case: LayerCase, layers: StageLayers, choice: Choice) -> _Stage:
+def _stage(case: LayerCase, layers: StageLayers, choice: Rematerialized) -> _Stage:
     level, overlap = case.setup.overlap, case.network.overlap
     moe = layer_time(layer_operators(case), level, overlap, choice.recomputed)
     found: list[tuple[Number, LayerTime]] = [(layers.num_moe, moe)]
@@ -125,7 +124,7 @@ def _iteration(
     training: Training,
     case: LayerCase,
     stage: _Stage,
-    choice: Choice,
+    choice: Rematerialized,
     memory: TrainingMemory,
     num_micro_batches: Number,
 ) -> StepEstimate:

@@ -6,7 +6,7 @@ import numpy as np
 
 from antiphon.cost.parts import Number, Parts
 from antiphon.cost.training.memory import TrainingMemory
-from antiphon.cost.training.rematerialize import Choice
+from antiphon.cost.training.rematerialize import Rematerialized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class StepEstimate:
     optimizer_s: Number
     parts: Parts
     memory: TrainingMemory
-    rematerialized: Choice
+    rematerialized: Rematerialized
 
     def bound_by(self) -> str:
         """What takes most of one candidate's iteration."""

@@ -130,8 +130,8 @@ def rope(
 
 
 def _rope_numbers(config: Config) -> tuple[Scaling, dict[str, Any]]:
-    """Of a file with both spellings, `rope_scaling` was added by hand: it counts, but for the base and the rotated part
-    of a head, if it is silent about them."""
+    """The scaling and its numbers. Where a file has both spellings, `rope_scaling` was added by hand: it counts, but
+    for the base and the rotated part of a head, if it is silent about them."""
     numbers = dict(config.get("rope_parameters") or {})
     if added := config.get("rope_scaling"):
         numbers = {key: numbers[key] for key in ("rope_theta", "partial_rotary_factor") if key in numbers} | added
@@ -204,7 +204,7 @@ def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: 
     )
 
 
-class Sizes(TypedDict):
+class ModelSizes(TypedDict):
     """The sizes of `ModelSpec` that all families but DBRX read from the same keys."""
 
     vocab_size: int
@@ -212,8 +212,8 @@ class Sizes(TypedDict):
     num_layers: int
 
 
-def sizes(config: Config) -> Sizes:
-    return Sizes(
+def sizes(config: Config) -> ModelSizes:
+    return ModelSizes(
         vocab_size=required_int(config, "vocab_size"),
         hidden_size=required_int(config, "hidden_size"),
         num_layers=required_int(config, "num_hidden_layers"),

@@ -33,8 +33,7 @@ from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
-from antiphon.placement.forecast import Prefetch, needs_phase_two
-from antiphon.placement.split import BoolArray, FloatArray, IntArray
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, Prefetch, needs_phase_two
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.messages import RunStep

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.profile import MachineFacts, Profile
+from antiphon.cost.profile import MachineFacts, Profile, SumName, TrainingLayer, TrainingSum, TrainingTables
 from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training
-from antiphon.cost.training.tables import SumName, TrainingLayer, TrainingSum, TrainingTables
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from tests.cost.specimens import ROUND, round_cluster, round_group

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.cost.training.flops import (
+from antiphon.cost.training.counts import (
     forward_flops_per_token,
     model_flops_utilization,
     tokens_per_s,

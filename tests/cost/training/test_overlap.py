@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.parts import Parts
-from antiphon.cost.training.layer_time import Recomputed, layer_time
-from antiphon.cost.training.operators import Communication, Kernel, LayerOperators, Product
-from antiphon.cost.training.overlap import (
+from antiphon.cost.training.layer_time import (
+    Recomputed,
     computation_to_communication,
     fused_speedup,
     hidden_behind,
+    layer_time,
 )
+from antiphon.cost.training.operators import Communication, Kernel, LayerOperators, Product
 
 
 @pytest.mark.parametrize(

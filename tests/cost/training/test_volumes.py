@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.dispatch import expected_distinct
-from antiphon.cost.training.volumes import (
+from antiphon.cost.training.counts import (
     expert_parallel_volume,
     layer_ratio,
     sequence_to_tensor_ratio,

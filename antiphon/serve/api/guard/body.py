@@ -1,7 +1,7 @@
 """Reads a request body: within a size and a time, as strict JSON, into a request model.
 
-The limits are enforced while the bytes arrive, so that no client can make the server hold more than they allow. msgspec
-parses the JSON and takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
+The limits are enforced while the bytes arrive, so that no client makes the server hold more than they allow. The JSON
+is parsed by msgspec, which takes what the standard allows and nothing else: no NaN, no lone surrogates, bounded depth.
 Large bodies are decoded and validated one at a time, with a turn for other requests in between.
 Rejected: FastAPI's own body handling, which reads everything first, accepts NaN and answers 422.
 """
@@ -20,13 +20,12 @@ from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.guard.input_limits import InputLimits, StructureCount, body_too_large
 from antiphon.serve.api.requests import AnyRequest
+from antiphon.specs.checked import TYPE_NAMES, describe, first_mistake
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
 _FORM_TYPE = "application/x-www-form-urlencoded"  # what curl -d says of any body
-_MAX_PATH_CHARACTERS = 200  # of a parameter's name in an error
-
-_TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
+_MAX_PATH_CHARACTERS = 200  # of a client's own names in an answer
 
 
 async def read_request(context: ApiContext, request: Request, model: type[AnyRequest]) -> AnyRequest:
@@ -131,7 +130,7 @@ def parse_json(body: bytes | bytearray) -> dict[str, Any]:
             f" JSON either): {error}"
         ) from error
     if not isinstance(value, dict):
-        kind = _TYPE_NAMES.get(type(value), "a number or null")
+        kind = TYPE_NAMES.get(type(value), "a number or null")
         raise bad_request(f"the request body is {kind}: it must be a JSON object")
     return value
 
@@ -147,7 +146,7 @@ def validate(value: dict[str, Any], model: type[_Model], limits: InputLimits) ->
         entry = HARMLESS[name]
         if not entry.accepts(value[name]):
             raise bad_request(
-                f"{name} is {_describe(value[name])}: {entry.reason}; leave it out or send {entry.accepted}",
+                f"{name} is {describe(value[name])}: {entry.reason}; leave it out or send {entry.accepted}",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -160,40 +159,9 @@ def validate(value: dict[str, Any], model: type[_Model], limits: InputLimits) ->
 
 
 def _from_validation_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    param = _parameter_path(first["loc"], value, is_missing=first["type"] == "missing")
-    if first["type"] == "extra_forbidden":
-        return _unknown(param)
-    if first["type"] == "missing":
-        return bad_request(f"{param} is missing", param=param)
-    detail = first["msg"].removeprefix("Input should be ")
-    got = _describe(first["input"])
-    return bad_request(
-        f"{param} is {got}: it must be {detail}" if detail != first["msg"] else f"{param}: {detail}", param=param
-    )
+    mistake = first_mistake(error, value)
+    return _unknown(mistake.path) if mistake.is_unknown else bad_request(mistake.sentence, param=mistake.path)
 
 
 def _unknown(param: str) -> ApiError:
     return bad_request(f"unknown parameter: {param}; this server does not ignore what it does not know", param=param)
-
-
-def _parameter_path(location: tuple[int | str, ...], value: Any, *, is_missing: bool) -> str:
-    """``("messages", 0, "user", "content")`` -> ``messages[0].content``: steps that are not in `value` are pydantic's
-    names for the members of a union, except for the last step to something missing."""
-    path = ""
-    for number, step in enumerate(location):
-        if isinstance(value, list) and isinstance(step, int):
-            value = value[step]
-            path += f"[{step}]"
-        elif (isinstance(value, dict) and step in value) or (is_missing and number == len(location) - 1):
-            value = value.get(step)
-            path += f".{step}" if path else str(step)
-    return path[:_MAX_PATH_CHARACTERS]
-
-
-def _describe(value: object) -> str:
-    """A value for an error message: short, and with its type when that is not obvious."""
-    if isinstance(value, (dict, list)):
-        return _TYPE_NAMES[type(value)]
-    text = repr(value[:61] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,257 @@
+"""Frozen dataclasses whose fields state their limits, built in code or read from a file; one sentence for a mistake.
+
+    @checked("device")
+    @dataclass(frozen=True, kw_only=True)
+    class DeviceSpec:
+        memory_bytes: Count
+        sustained: Annotated[Positive, Field(le=1)] = 1.0
+
+    device = read(DeviceSpec, read_mapping(path), str(path))
+
+1. pydantic compares every field with its annotation: of a mapping in `read`, of a call's arguments under `checked`.
+   Rules between fields stand in `__post_init__` and raise `UserError`.
+2. Numbers are not guessed: "3" and true are none, 96e9 is a whole one. Unknown keys are refused, and the nearest known
+   one is offered.
+3. `first_mistake` says what pydantic found in one sentence with key, value and limit; request bodies use it too.
+
+Rejected: a table reader of our own, and checks by hand behind it: five places then say what a number may be. pydantic's
+own dataclasses: their errors escape from a constructor as a list of types.
+"""
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import cache, wraps
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
+
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs, SchemaValidator
+
+from antiphon.base.errors import UserError
+
+Item = TypeVar("Item")
+
+
+def _whole(value: object) -> object:
+    """96e9 is a whole number too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Strict()]
+Count = Annotated[Whole, Field(ge=1)]
+CountFromZero = Annotated[Whole, Field(ge=0)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[NotNegative, Field(le=1)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Field(min_length=1)]
+
+_MAX_PATH_CHARACTERS = 200  # of a client's own names in an answer
+_MAX_SUGGESTIONS = 3
+TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
+_DETAILS = {"dataclass_type": "an object", "dict_type": "an object", "tuple_type": "an array"}
+_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
+_SHORTER = {
+    "greater than or equal to": "at least",
+    "greater than": "above",
+    "less than or equal to": "at most",
+    "less than": "below",
+}
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+class Mistake(NamedTuple):
+    """What is wrong with a value: the `path` of the key, such as ``groups[1].num_nodes``, and a `sentence` that names
+    it, the value and the limit. `is_unknown`: there is no such key; `is_missing`: it has to be given."""
+
+    path: str
+    sentence: str
+    is_unknown: bool = False
+    is_missing: bool = False
+
+
+def checked(what: str, name_of: Callable[[str], str] = str) -> Callable[[type[Item]], type[Item]]:
+    """A decorator of a frozen dataclass: its constructor raises `UserError` for an argument that its field does not
+    allow. `what` stands before the message; `name_of` gives what users call a field, where that is not its name."""
+
+    def decorate(kind: type[Item]) -> type[Item]:
+        @wraps(kind.__init__)
+        def construct(self: Item, *arguments: Any, **values: Any) -> None:
+            try:
+                _validator(cast(Any, kind)).validate_python(ArgsKwargs(arguments, values), self_instance=self)
+            except ValidationError as error:
+                if isinstance(broken := error.errors()[0].get("ctx", {}).get("error"), UserError):
+                    raise broken from None
+                path, sentence, *_ = first_mistake(error, values)
+                sentence = name_of(path) + sentence.removeprefix(path)
+                raise UserError(f"{what}: {sentence}" if what else sentence) from None
+
+        kind.__init__ = construct  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
+
+
+def read(kind: type[Item], mapping: Mapping[str, Any], where: str) -> Item:
+    """An instance of the dataclass `kind`, with those inside it; a value may be an instance already. `UserError` names
+    `where`, the key, its value and the fix."""
+    try:
+        item: Item = _validator(cast(Any, kind)).validate_python(dict(mapping))
+    except ValidationError as error:
+        mistake = first_mistake(error, mapping)
+        if mistake.is_missing:
+            raise UserError(f"{where}: {mistake.sentence}: add it") from error
+        if mistake.is_unknown:
+            *location, key = error.errors()[0]["loc"]
+            known = _keys_at(kind, location)
+            near = nearest_names(str(key), known)
+            fix = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
+            raise UserError(f"{where}: {mistake.sentence}: {fix}") from error
+        raise UserError(f"{where}: {mistake.sentence}") from error
+    return item
+
+
+def first_mistake(error: ValidationError, value: object) -> Mistake:
+    """The first of pydantic's errors about `value`."""
+    first = error.errors(include_url=False)[0]
+    is_missing = first["type"] == "missing"
+    path = _path(first["loc"], value, is_missing=is_missing)
+    if first["type"] in _UNKNOWN:
+        return Mistake(path, f"unknown key {path}", is_unknown=True)
+    if is_missing:
+        return Mistake(path, f"{path} is missing", is_missing=True)
+    if isinstance(broken := first.get("ctx", {}).get("error"), UserError):
+        return Mistake(path, f"{path}: {broken}" if path else str(broken))
+    detail = _DETAILS.get(first["type"], first["msg"].removeprefix("Input should be "))
+    for long, short in _SHORTER.items():
+        detail = detail.replace(long, short) if first["type"] in _BOUNDS else detail
+    if first["loc"][-1:] == ("[key]",):
+        return Mistake(path, f"unknown key {path}: it must be {detail}")
+    if detail == first["msg"]:
+        return Mistake(path, f"{path}: {detail}")
+    return Mistake(path, f"{path} is {describe(first['input'])}: it must be {detail}")
+
+
+def _path(location: Sequence[int | str], value: Any, *, is_missing: bool) -> str:
+    """``("messages", 0, "user", "content")`` -> ``messages[0].content``: steps that are not in `value` are pydantic's
+    names for the members of a union, except for the last step to something missing."""
+    path = ""
+    for number, step in enumerate(location):
+        if isinstance(value, (list, tuple)) and isinstance(step, int):
+            value = value[step] if step < len(value) else None
+            path += f"[{step}]"
+        elif (isinstance(value, Mapping) and step in value) or (is_missing and number == len(location) - 1):
+            value = value.get(step)
+            path += f".{step}" if path else str(step)
+    return path[:_MAX_PATH_CHARACTERS]
+
+
+def describe(value: object) -> str:
+    """A value for an error message: short, and with its type when that is not obvious."""
+    if isinstance(value, (dict, list)):
+        return TYPE_NAMES[type(value)]
+    text = repr(value[:61] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@cache
+def _validator(kind: type) -> SchemaValidator:
+    """What pydantic compares with: built at the first use, because a command needs few of all kinds."""
+    if "__pydantic_config__" not in vars(kind):
+        kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return TypeAdapter(kind).validator  # type: ignore[return-value]
+
+
+def _keys_at(kind: Any, location: Iterable[int | str]) -> list[str]:
+    """The fields of the dataclass at a place inside the dataclass `kind`."""
+    for step in location:
+        if step in (hints := get_type_hints(kind)):
+            kind = next(part for part in _parts(hints[str(step)]) if is_dataclass(part))
+    return [field.name for field in fields(kind)]
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type and those it is made of, outside in."""
+    yield hint
+    for inner in get_args(hint):
+        yield from _parts(inner)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The table of a whole TOML file, or the object of a JSON file if it is named like one; `UserError` if it cannot
+    be read."""
+    text, kind = read_text(path), "JSON" if path.suffix.lower() == ".json" else "TOML"
+    try:
+        value = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except ValueError as error:  # of both parsers
+        raise UserError(f"{path}: not valid {kind}: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a {type(value).__name__}: an object is needed")
+    return value
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): give another file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason}): save it as UTF-8") from error
+
+
+def check_version(mapping: Mapping[str, Any], version: int, where: str, again: str) -> None:
+    """`UserError` for a file of another version; `again`: the command that makes a new one."""
+    if "version" not in mapping:
+        raise UserError(f"{where}: version is missing: add it")
+    if mapping["version"] != version:
+        raise UserError(
+            f"{where}: version is {describe(mapping['version'])}: this program reads version {version}: {again}"
+        )
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Puts a `UserError` behind the place it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite number that a float can hold; true and false are not numbers."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def canonical(name: str) -> str:
+    """``"H100-SXM"`` and ``"h100 sxm"`` are the same name: lower case, only letters and digits."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of `known` that a mistyped name may mean, the best match first; none if nothing is similar."""
+    by_canonical = {canonical(candidate): candidate for candidate in known}
+    wanted = canonical(name)
+    contains = [key for key in by_canonical if wanted and (wanted in key or key in wanted)]
+    similar = difflib.get_close_matches(wanted, by_canonical, n=_MAX_SUGGESTIONS, cutoff=0.5)
+    keys = list(dict.fromkeys([*similar, *contains]))[:_MAX_SUGGESTIONS]
+    return [by_canonical[key] for key in keys]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"did you mean H20, H200?"``, or all that is known if nothing is similar."""
+    known = list(known)
+    near = nearest_names(name, known)
+    return f"did you mean {', '.join(near)}?" if near else f"use one of {', '.join(known)}"
