@@ -14,10 +14,10 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
+from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.worker.messages import Configure, FromWorker, ToWorker
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
@@ -25,26 +25,6 @@ _log = get_logger("fleet")
 _SEND_TIMEOUT_S = 30.0
 _LAST_WORD_S = 1.0  # for workers to exit in order; they hold nothing that is not held here
 _LONGEST_TICK_S = 1.0  # what passes between two ticks of the clock counts for at most so long
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A worker that joined for a place in the fleet, and its configuration."""
-
-    worker: WorkerProcess
-    configure: Configure
-
-
-class Outside(Protocol):
-    """Where workers of other machines come from (`serve/door`)."""
-
-    def expects(self, name: WorkerName) -> bool: ...
-
-    def ask(self, name: WorkerName, configure: Configure) -> None: ...
-
-    def arrivals(self) -> list[Arrival]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,9 +89,10 @@ class AwakeClock:
 class Fleet:
     """All workers of a server, and one place to wait for any of them."""
 
-    def __init__(self, outside: Outside | None = None) -> None:
+    def __init__(self, remote: RemoteWorkers | None = None) -> None:
+        """`remote`: where workers of other machines come from."""
         self.send_timeout_s = _SEND_TIMEOUT_S
-        self._outside = outside
+        self._remote = remote
         self.clock = AwakeClock()
         self.workers: dict[WorkerName, WorkerProcess] = {}
         self._selector = selectors.DefaultSelector()
@@ -120,11 +101,16 @@ class Fleet:
         self._wake_up = WakeUp()
         self._selector.register(self._wake_up, selectors.EVENT_READ, None)
 
+    def start(self) -> None:
+        """Let workers of other machines in. `ResourceError` if the address cannot be had."""
+        if self._remote is not None:
+            self._remote.start(self.wake)
+
     def launch(self, name: WorkerName, configure: Configure) -> None:
         """Start (or restart) a worker and send it its configuration; if it comes from outside, ask for one. `OSError`,
         and nothing has started, if the system has no room for it."""
-        if self._outside is not None and self._outside.expects(name):
-            self._outside.ask(name, configure)
+        if self._remote is not None and self._remote.expects(name):
+            self._remote.ask(name, configure)
             return
         worker = WorkerProcess(name)
         worker.start()
@@ -202,14 +188,15 @@ class Fleet:
                 self._events.append(self._bury(worker, "it could not be watched"))
 
     def _take_in_arrivals(self) -> None:
-        for arrival in self._outside.arrivals() if self._outside is not None else []:
+        for worker in self._remote.arrivals() if self._remote is not None else []:
             try:
-                self._add(arrival.worker, arrival.configure)
+                self._add(worker, worker.configure)
             except OSError as error:
-                name = arrival.worker.name
-                _log.error("%s joined and cannot be watched: %s; the next one may", name, error.strerror or error)
-                assert self._outside is not None, "it came from there"
-                self._outside.ask(name, arrival.configure)
+                _log.error(
+                    "%s joined and cannot be watched: %s; the next one may", worker.name, error.strerror or error
+                )
+                assert self._remote is not None, "it came from there"
+                self._remote.ask(worker.name, worker.configure)
 
     def _bury(self, worker: WorkerProcess, reason: str) -> Event:
         assert worker.channel is not None, "only a worker with a channel can be lost"
@@ -255,8 +242,8 @@ class Fleet:
         """Stop all workers, all at once; returns when all processes have ended. Those that have not exited after
         `timeout_s` are killed. Safe to call again."""
         deadline = time.monotonic() + timeout_s
-        if self._outside is not None:
-            self._outside.close()
+        if self._remote is not None:
+            self._remote.close()
         for worker in self.workers.values():
             worker.ask_to_exit()
         for worker in self.workers.values():

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from antiphon.base.errors import StartFailed, UserError
+from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.serve.engine_api import EngineStats
 from antiphon.serve.fleet import Event, Fleet
-from antiphon.serve.group import StepGroup
+from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Failure, FromWorker, LoadProgress, Ready, StepResult
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
@@ -42,8 +41,9 @@ class Workforce:
         fleet: Fleet,
         groups: list[StepGroup],
         statistics: EngineStatistics,
-        relaunch: Callable[[WorkerName], None],
+        launch: Callable[[WorkerName], None],
     ) -> None:
+        """`launch` starts a worker's process, or asks for one from outside."""
         self.groups = groups
         self.schedulers: dict[WorkerName, Scheduler] = {}
         for group in groups:
@@ -51,7 +51,7 @@ class Workforce:
         self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
         self._statistics = statistics
-        self._relaunch = relaunch
+        self._launch = launch
         self._group_of = {name: group for group in groups for name in group.members.processes}
         self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, Ready] = {}
@@ -59,6 +59,14 @@ class Workforce:
         self._saying = {name: Occasional(_SAY_S) for name in self._group_of}  # that it died again
         self._stopped_since_s: dict[WorkerProcess, float] = {}
         self._looked_s = 0.0
+
+    def start(self) -> None:
+        """Start all workers, before the engine's thread. `ResourceError` if the system has no room for one."""
+        for name in self.names:
+            try:
+                self._launch(name)
+            except OSError as error:
+                raise ResourceError(f"the system has no room for {name}: {error.strerror or error}") from error
 
     # --- read by any thread ----------------------------------------------------------------------------------------
 
@@ -119,7 +127,7 @@ class Workforce:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
         statistics, missing = self._statistics, self.missing
         counters = [scheduler.counters for scheduler in self.schedulers.values()]
-        pools = [scheduler.occupancy.pool for scheduler in self.schedulers.values()]
+        pools = [scheduler.book.pool for scheduler in self.schedulers.values()]
         return EngineStats(
             num_running=sum(scheduler.num_running for scheduler in self.schedulers.values()),
             num_waiting=num_waiting,
@@ -238,7 +246,7 @@ class Workforce:
             self._restarts[name].note_start()
         for name in ranks:
             try:
-                self._relaunch(name)
+                self._launch(name)
             except (OSError, MemoryError) as error:
                 # Not the worker's doing: it costs little to try again, and streams wait for it.
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

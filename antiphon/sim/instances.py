@@ -129,13 +129,13 @@ class Instance:
         return progress
 
     def kill_attention(self, worker: int, until_s: float) -> list[Request]:
-        """`worker` is gone until then. Returns its requests, oldest first, for others to adopt."""
+        """`worker` is gone until then. Returns its requests, oldest first, for others to take."""
         self._give_up()
         self._down[worker] = max(until_s, self._down.get(worker, 0.0))
         if not self.pool.is_apart:
             self._experts_down[worker] = self._down[worker]
         self._plans.pop(worker, None)
-        return self.schedulers[worker].evacuate()
+        return self.schedulers[worker].take_back(cache_lost=True)
 
     def kill_experts(self, worker: int, until_s: float) -> None:
         """No worker steps until then."""

@@ -175,7 +175,7 @@ class _Simulation:
             live.waiting.append(request)
             return
         instance = live.instance_of(worker)
-        instance.schedulers[worker].adopt(request)
+        instance.schedulers[worker].add(request)
         self._dirty[pool, instance.index] = instance
 
     def _transferred(self, record: Record) -> None:

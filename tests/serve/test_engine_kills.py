@@ -12,7 +12,8 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.launch import Launcher, start_engine
+from antiphon.serve.launch import build_engine, start_engine
+from antiphon.serve.prepare import prepare
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
@@ -182,12 +183,9 @@ def test_a_worker_that_cannot_start_is_one_line(tiny_model: TinyModel, tmp_path:
 @contextmanager
 def loading(settings: ServeConfig, load_timeout_s: float) -> Iterator[Engine]:
     """An engine whose workers have just been started and have `load_timeout_s` to show that they load."""
-    launcher = Launcher(settings)
-    engine = launcher.engine()
+    engine = build_engine(prepare(settings))
     engine.workforce.load_timeout_s = load_timeout_s
     try:
-        for name in launcher.worker_names():
-            launcher.launch(name)
         engine.start()
         yield engine
     finally:

@@ -56,6 +56,11 @@ class Request:
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for
     num_promised_blocks: int = 0  # if above 0 it is in the express lane
     awaits_mask: bool = False  # which tokens its grammar allows next is still being computed: no step takes it
+    # While steps with it fail, see `suspects`:
+    num_failures: int = 0  # failed steps since it last got past one
+    num_tokens_to_pass: int = 0  # it is past them once it has computed that number of tokens
+    suspect_group: int = 0  # the group that it runs with, without others; 0: not suspected
+    was_on_fresh_worker: bool = False
 
     @property
     def num_output(self) -> int:

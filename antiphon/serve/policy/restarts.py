@@ -2,7 +2,7 @@
 
 1. The first death in a row is answered at once: a single death costs no more than the start-up.
 2. After that the worker waits 1, 2, 4, … up to 30 s, and goes on trying for ever. The count begins anew after a step
-   that was finished, after one that failed (its requests answer for it, see `request_desk`), and after ten seconds of
+   that was finished, after one that failed (its requests answer for it, see `suspects`), and after ten seconds of
    being ready.
 3. A worker that has been ready once and is killed from outside waits at most 1 s. Nothing says that it is broken, and
    streams wait for it. The kernel kills by the same signal when memory is short; then each try costs one loading. The

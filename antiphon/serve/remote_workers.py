@@ -17,7 +17,6 @@ import msgspec
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.serve.fleet import Arrival
 from antiphon.serve.join_listener import JoinedPeer, JoinListener
 from antiphon.serve.worker.messages import Configure, FromWorker
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
@@ -30,8 +29,10 @@ class JoinedWorker(WorkerProcess):
 
     is_remote = True
 
-    def __init__(self, name: WorkerName, peer: JoinedPeer) -> None:
+    def __init__(self, name: WorkerName, peer: JoinedPeer, configure: Configure) -> None:
+        """`configure`: what it is to be sent first."""
         super().__init__(name)
+        self.configure = configure
         self.channel = peer.channel
         self.channel.speak(str(name), FromWorker)
         self._peer = peer
@@ -66,7 +67,7 @@ class JoinedWorker(WorkerProcess):
         return f"{self._peer.name} at {self._peer.host} left"
 
 
-class Door:
+class RemoteWorkers:
     """`start` opens it; `ask` names a place to fill; `on_arrival` is called when `arrivals` may have something."""
 
     def __init__(
@@ -117,7 +118,7 @@ class Door:
             self._peers.append(peer)
         self._on_arrival()
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[JoinedWorker]:
         """Those who can take a place now."""
         with self._lock:
             for peer in [each for each in self._peers if each.channel.has_ended]:
@@ -136,7 +137,7 @@ class Door:
                     self._seats[name] = (peer.host, self._free_index(peer.host))
                     _log.info("%s is %s at %s", name, peer.name, peer.host)
                     configure = _at(self._asked.pop(name), peer, self._seats[name][1])
-                    found.append(Arrival(JoinedWorker(name, peer), configure))
+                    found.append(JoinedWorker(name, peer, configure))
             return found
 
     def _asked_together(self) -> list[list[WorkerName]]:

@@ -3,9 +3,9 @@
 A request is in exactly one of two places. All moves between them are here, so that a caller that moves a request cannot
 forget half of what moving means:
 
-    enqueue -> waiting -> start -> running -> preempt -> waiting
-                  |                   |
-               dequeue             retire
+    add -> waiting -> start -> running -> preempt -> waiting
+              |                   |
+             end                 end
 
 Memory is paged (`BlockPool`):
 
@@ -182,8 +182,8 @@ class SchedulerCounters:
     generation_tokens: int = 0
 
 
-class WorkerOccupancy:
-    """State shared by the scheduler and the filling of a step.
+class BlockBook:
+    """Who waits and who runs, which the scheduler and the filling of a step share.
 
     `released`: requests that gave up their slot since the last plan, to be told to the worker with the next one.
     """
@@ -210,14 +210,11 @@ class WorkerOccupancy:
         """Of the main way."""
         return self.pool.num_free - self.lane.num_kept
 
-    def enqueue(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
+        """Let it wait, in its order of arrival."""
         request.status = RequestStatus.WAITING
         self.num_waiting_tokens += len(request.token_ids)
         self.waiting.add(request)
-
-    def dequeue(self, request: Request) -> None:
-        self.num_waiting_tokens -= len(request.token_ids)
-        self.waiting.remove(request)
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that hold the beginning of `request`, never all of it: at least one token must be computed.
@@ -232,7 +229,7 @@ class WorkerOccupancy:
 
     def start(self, request: Request, found_blocks: list[int]) -> None:
         """From waiting to running, on top of the blocks that `find_prefix` returned."""
-        self.dequeue(request)
+        self._leave_waiting(request)
         self.pool.share(found_blocks)
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
@@ -256,7 +253,7 @@ class WorkerOccupancy:
                 return False
             self.running.remove(latest)
             self._give_back(latest)
-            self.enqueue(latest)
+            self.add(latest)
             self.counters.num_preemptions += 1
         return True
 
@@ -273,22 +270,29 @@ class WorkerOccupancy:
             self.pool.publish(request.block_table[index], request.block_digests[index])
         request.num_blocks_published = num_full
 
-    def retire(self, request: Request) -> None:
-        """A running request has ended."""
-        self.running.remove(request)
-        self._give_back(request)
+    def end(self, request: Request) -> None:
+        """It leaves, from wherever it is. Of a running one no step may be in flight."""
+        if request.slot < 0:
+            self._leave_waiting(request)
+        else:
+            self.running.remove(request)
+            self._give_back(request)
 
-    def requeue_all(self) -> None:
-        """All running requests give back what they hold and wait again."""
+    def take_back(self, *, cache_lost: bool) -> list[Request]:
+        """All requests give back what they hold and leave, oldest first. `cache_lost`: no block can be found any more,
+        and there is no worker to hear who was released."""
         for request in reversed(self.running.take_all()):
             self._give_back(request)
-            self.enqueue(request)
-        self.num_prefill_tokens_left = 0
+            self.add(request)
+        self.num_prefill_tokens_left = self.num_waiting_tokens = 0
+        if cache_lost:
+            self.pool.clear_published()
+            self.released.clear()
+        return self.waiting.take_all()
 
-    def forget_worker(self) -> None:
-        """The worker's memory is gone: no block can be found any more, and there is nobody to tell who was released."""
-        self.pool.clear_published()
-        self.released.clear()
+    def _leave_waiting(self, request: Request) -> None:
+        self.num_waiting_tokens -= len(request.token_ids)
+        self.waiting.remove(request)
 
     def _give_back(self, request: Request) -> None:
         if request.num_promised_blocks:
