@@ -26,7 +26,7 @@ from antiphon.specs.plan import COLLECTIVES, MAX_ATTENTION_WORKERS, MAX_INSTANCE
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
-MAX_THREADS = 256  # what the native kernels' pool has room for
+MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 
@@ -47,7 +47,7 @@ class ServeConfig:
     `num_attention` replicas of `attention_tp` ranks share one set of experts, each expert on `expert_tp` of all ranks.
 
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`). A
-    replica may have `num_stages` stages of so many, each with some of the layers (`comm/stages`).
+    replica may have `num_stages` stages of that many each, with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
     `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.

@@ -226,7 +226,7 @@ class Engine:
         self._fleet.resume()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, for those who measure or stop them."""
+        """Process ids of the workers, to measure or to stop them."""
         return [worker.pid for worker in list(self._fleet.workers.values())]
 
     def worker_pid(self, name: WorkerName) -> int:
@@ -268,7 +268,7 @@ class Engine:
         except UserError as error:
             self._fatal_exit_code = error.exit_code
             self._fatal = str(error)
-        except Exception as error:  # a bug ends the engine; those who wait for answers must hear of it in any case
+        except Exception as error:  # a bug ends the engine; every request that waits must hear of it
             _log.exception("the engine thread failed")
             self._fatal = f"a bug ended the engine ({type(error).__name__}: {error}); the log has its traceback"
         try:
@@ -286,7 +286,7 @@ class Engine:
         self._router.note_first_schedules()
         self._router.count_waiting()
         self._events.extend(self._fleet.poll(0.0 if self._events else self._router.tracked.mask_patience_s or _TICK_S))
-        while self._events:  # those that a round was too short for are the next one's
+        while self._events:  # what an error leaves here is handled in the next round
             self._handle(self._events.popleft())
             self._setbacks.note_progress()
         self.workforce.on_tick()
@@ -334,7 +334,7 @@ class Engine:
             self._router.on_failure(failure)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """The thread is about to end: nobody who waits may wait for ever."""
+        """The thread is about to end: every request gets its last output."""
         self._take_orders()
         for request_id in self._router.tracked.ids():
             self._router.end(request_id, reason, error)

@@ -1,9 +1,9 @@
-"""Worker processes: start, talk, notice death. No policy: what to do about a death is the engine's business.
+"""Worker processes: start, talk, notice death. No policy: the engine decides what to do about a death.
 
 When a worker's process dies the kernel closes its socket, and the next `poll` reports it within milliseconds. A
-stopped process (SIGSTOP) is told from a busy one by its state in the process table. Rejected: heartbeats between
+stopped process (SIGSTOP) differs from a busy one by its state in the process table. Rejected: heartbeats between
 processes of one machine, which notice later and can be wrong. Nothing here waits for one worker: what it does not read
-now is sent later. One that reads nothing for `send_timeout_s` hangs, and is killed.
+now is sent later. A worker that reads nothing for `send_timeout_s` hangs, and is killed.
 
 The system may refuse any call, for want of descriptors, memory or processes. That costs the worker concerned at most.
 """
@@ -46,11 +46,11 @@ class WakeUp:
         self._sender.setblocking(False)
 
     def fileno(self) -> int:
-        """Becomes readable when somebody calls `wake`."""
+        """Becomes readable when `wake` is called."""
         return self._receiver.fileno()
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # many wake-ups are pending, or it is closed and nobody sleeps
+        with contextlib.suppress(OSError):  # many wake-ups are pending, or it is closed and no thread sleeps
             self._sender.send(b"x")
 
     def drain(self) -> None:
@@ -67,7 +67,7 @@ class WakeUp:
 class AwakeClock:
     """A clock that runs while this process does: for how long a worker has been silent, stopped or hanging.
 
-    Somebody may stop the whole server and let it go on later: ^Z, a benchmark that gives the cores to another engine, a
+    The whole server may be stopped and go on later: ^Z, a benchmark that gives the cores to another engine, a
     machine that is suspended. Its workers must not be found hanging then. So what passes between two ticks counts for
     at most a second. Rejected: the system's clock of process time, which stands still while the process only waits.
 
@@ -96,7 +96,7 @@ class Fleet:
         self.clock = AwakeClock()
         self.workers: dict[WorkerName, WorkerProcess] = {}
         self._selector = selectors.DefaultSelector()
-        self._events: list[Event] = []  # of a `poll` that the system cut short
+        self._events: list[Event] = []  # left over from a `poll` that the system cut short
         self._unwatched: list[WorkerProcess] = []  # the selector refused them
         self._wake_up = WakeUp()
         self._selector.register(self._wake_up, selectors.EVENT_READ, None)
@@ -108,7 +108,7 @@ class Fleet:
 
     def launch(self, name: WorkerName, configure: Configure) -> None:
         """Start (or restart) a worker and send it its configuration; if it comes from outside, ask for one. `OSError`,
-        and nothing has started, if the system has no room for it."""
+        and nothing has started, if the system refuses the process."""
         if self._remote is not None and self._remote.expects(name):
             self._remote.ask(name, configure)
             return
@@ -136,7 +136,7 @@ class Fleet:
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for messages or deaths, at most `timeout_s`; send on what workers were too busy to read.
 
-        Who died comes first, last words before the death."""
+        Events of workers that died come first, their last words before the death."""
         selected = self._selector.select(0.0 if self._events or self._unwatched else timeout_s)
         self.clock.tick()
         for key, ready_for in selected:
@@ -153,7 +153,7 @@ class Fleet:
             if worker.channel is not None and worker.channel.stalled_s > self.send_timeout_s and not self.clock.paused:
                 worker.kill(f"it has read nothing for {self.send_timeout_s:.1f} s")
         events, self._events = self._events, []
-        # What others say meanwhile is mostly that they miss who died; the death itself tells more.
+        # What others say meanwhile is mostly that they miss the one that died; the death itself says more.
         dead = {event.worker.name for event in events if event.message is None}
         return sorted(events, key=lambda event: event.worker.name not in dead) if dead else events
 

@@ -5,12 +5,12 @@
                  or the step has failed: its parts stay, to be sent again unchanged (plans may be applied twice)
     on_death     its requests move to other attention workers, or wait for its return, and are computed again
 
-The engine names for each micro-batch who takes part, so experts wait for exactly those and an idle worker delays no
-other. How the workers begin anew after a failure is in `recovery`.
+The engine names for each micro-batch the workers that take part, so experts wait for exactly those and an idle worker
+delays no other. How the workers begin anew after a failure is in `recovery`.
 
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
-What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
-others wait, cannot be told.
+An attention worker fails over one of its own requests. Where an expert worker fails, or a worker makes others wait, it
+may be any request of the step.
 """
 
 import time
@@ -82,7 +82,7 @@ class StepGroup:
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes], None] | None = None,
     ) -> None:
-        """`placing`: where experts are, if attention workers do not have them all; `balancer`: who decides where they
+        """`placing`: where experts are, if attention workers do not have them all; `balancer`: decides where they
         should be. `record` takes step, worker, and the experts that its rows chose and were expected to choose."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))

@@ -25,7 +25,7 @@ _REACH_S = 5.0
 
 
 def _load_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start ourselves reports to nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start ourselves sends no reports
     try:
         import ray
         import ray.exceptions
@@ -116,12 +116,12 @@ class RayCluster:
             return [node for node in self._ray.nodes() if node["Alive"]]
 
     def num_free_cpus(self) -> float:
-        """CPUs that nobody has reserved, over all nodes."""
+        """CPUs that are not reserved, over all nodes."""
         with self._in_words():
             return float(self._ray.available_resources().get("CPU", 0.0))
 
     def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningActor:
-        """A worker in an actor on this node; the actor starts when the node has room for it."""
+        """A worker in an actor on this node; the actor starts when the node has the CPUs for it."""
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         actor = self._actor_class.options(
             num_cpus=needs.num_cpus, num_gpus=needs.num_gpus, scheduling_strategy=strategy, max_restarts=0

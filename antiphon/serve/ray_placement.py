@@ -31,9 +31,9 @@ from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 _log = get_logger("ray")
 _LOOK_S = 0.5
 _MAX_FAILURES = 3  # in a row, of one worker while the server starts
-_STEADY_S = 10.0  # a worker that lived so long has not failed to start
+_STEADY_S = 10.0  # a worker that lived longer has not failed to start
 _MAX_PAUSE_S = 30.0
-_NO_ROOM_S = 5.0  # between two looks for a node with room
+_NO_ROOM_S = 5.0  # between two looks for a node with free CPUs
 _END_S = 5.0  # for workers to end once the engine has
 
 
@@ -122,13 +122,13 @@ class RayPlacement:
         self._close(_END_S if kind is None else 0.0)
 
     def check(self) -> None:
-        """`ResourceError` if a worker cannot be placed or cannot join; for the one that waits until all have joined."""
+        """`ResourceError` if a worker cannot be placed or cannot join; to be called until all have joined."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
 
     def expect_end(self) -> None:
-        """From now on nobody who ends is placed again."""
+        """From now on no worker that ends is placed again."""
         self._ending.set()
         if self._keeper.is_alive():
             self._keeper.join()
@@ -237,7 +237,7 @@ class RayPlacement:
                 self._place_again(place)
 
     def _look_whether_started(self, place: _Place) -> None:
-        """Give up a node that has no room for the actors."""
+        """Give up a node that does not start the actors in time."""
         if all(self._cluster.finished([actor.started], 0.0) for actor in place.actors):
             place.started = True
             place.avoid = frozenset()

@@ -107,7 +107,7 @@ class Members:
 
 
 class Recovery:
-    """The phase of one group, the epoch of its exchange, and who has joined it. Driven by the engine's thread.
+    """The phase of one group, the epoch of its exchange, and which processes have joined it; for the engine's thread.
 
     `quiet` as an argument: no step of the group runs. `placing`: where experts are, if attention workers do not have
     them all. A group of one process has no exchange, so it has no epochs: it steps when it has loaded."""
@@ -203,8 +203,9 @@ class Recovery:
         self.advance(quiet=quiet)
 
     def overdue(self, stepping: Iterable[WorkerName]) -> list[tuple[WorkerName, float]]:
-        """Who owes an answer for twice the workers' own timeout, in which they would have said why, and for how long.
-        The unresponsive have less time, once the step they hold up has been given up. `stepping`: who owes a result."""
+        """The workers that owe an answer for longer than twice their own timeout, in which they would have said why,
+        and for how long. The unresponsive have less time, once the step they hold up has been given up. `stepping`: the
+        workers that owe a result."""
         waited_s = self._fleet.clock.now_s - self._waiting_since_s
         owing = set(stepping)
         if self.phase is RecoveryPhase.JOINING:

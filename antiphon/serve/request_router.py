@@ -75,7 +75,7 @@ class RequestRouter:
                     self._statistics.prompt_tokens += request.num_prompt
                     self._statistics.record_queue_time(time.monotonic() - tracked.submitted)
 
-    # --- who runs where --------------------------------------------------------------------------------------------
+    # --- which worker gets a request -----------------------------------------------------------------------------
 
     def assign(self) -> None:
         """Give requests without a worker to the best live one that they may have; the others wait here."""
@@ -114,7 +114,7 @@ class RequestRouter:
     # --- when steps fail -------------------------------------------------------------------------------------------
 
     def on_progress(self) -> None:
-        """Steps may have ended: clear suspects who got on."""
+        """Steps may have ended: clear suspects that got past the point where they failed."""
         self._suspects.note_progress()
 
     def on_failure(self, failure: StepFailure) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import RequestOutput, SequenceStep, StepPlan
+from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.sim.expert_load import ExpertLoad
 from antiphon.sim.pools import Pool
 from antiphon.sim.step_price import Rows, StepPrice, StepPricer, rows_of
@@ -112,8 +112,8 @@ class Instance:
         self.step = Step(now_s, now_s + price.duration_s, rows, num_decode, price)
         return self.step
 
-    def finish(self) -> list[RequestOutput]:
-        """The running step has ended: what it did for each request."""
+    def finish(self) -> list[Request]:
+        """The running step has ended: the requests that got a token or ended."""
         assert self.step is not None
         step, self.step = self.step, None
         self.version += 1

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from antiphon.serve.policy.block_book import BlockPool
 from antiphon.serve.policy.request import Request, SchedulerConfig, check_request, new_request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import RequestOutput, SequenceStart, StepPlan
+from antiphon.serve.policy.step import SequenceStart, StepPlan
 from antiphon.specs.sampling import SamplingParams
 
 EOS = 2
@@ -174,19 +174,19 @@ class Simulation:
         check_scheduler(self.scheduler)
         return plan
 
-    def compute(self, plan: StepPlan) -> list[RequestOutput]:
+    def compute(self, plan: StepPlan) -> list[Request]:
         sampled, reported = self.worker.run(plan)
         progress = self.scheduler.commit(plan, sampled)
         check_scheduler(self.scheduler)
-        live = {entry.request.request_id for entry in progress} | set(self.scheduler.requests)
+        live = {request.request_id for request in progress} | set(self.scheduler.requests)
         self.reported += [entry for entry in reported if entry[0] in live]
-        for request, token_id, reason in progress:
+        for request in progress:
             assert self.reasons[request.request_id] is None, "progress after the end"
-            assert request.finish_reason == reason, "progress of an aborted request"
-            if token_id is not None:
-                self.outputs[request.request_id].append(token_id)
+            assert request.finish_reason != "abort", "progress of an aborted request"
+            if request.newest_token_id is not None:
+                self.outputs[request.request_id].append(request.newest_token_id)
                 self.ask_mask(request)
-            self.reasons[request.request_id] = reason
+            self.reasons[request.request_id] = request.finish_reason
             assert self.outputs[request.request_id] == request.token_ids[request.num_prompt :]
         return progress
 

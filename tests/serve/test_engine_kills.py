@@ -158,7 +158,7 @@ def test_a_replacement_is_not_blamed_for_the_dead(
     """The expert worker says whom it has lost. The next process of that name may take its time to join."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_JOIN)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr("antiphon.serve.group._UNRESPONSIVE_S", 0.2)
+    monkeypatch.setattr("antiphon.serve.recovery._UNRESPONSIVE_S", 0.2)
     with running(config(tiny_model, "1+1/m2")) as engine:
         run_with_deaths(engine, prompts, reference, {0.2: lambda: kill(engine, "attention", 0)})
         assert engine.stats().num_worker_restarts == 1

@@ -2,7 +2,7 @@
 
 1. Decodes (one token to compute), oldest first. One that needs a block when none is free pushes out the
    latest-arrived running request, which goes back to the front of the waiting line and is recomputed later.
-2. Prefills of the express lane (`ExpressLane`), and those who enter it: small requests that would wait for the main
+2. Prefills of the express lane (`ExpressLane`), and requests that enter it: small ones that would wait for the main
    way. They take at most half of the rows that decodes leave.
 3. Running prefills, oldest first, in chunks.
 4. Waiting requests, strictly in order of arrival, if blocks for *all* their known tokens are free beside those that
@@ -10,12 +10,12 @@
    pushed out again.
 
 Chunks share the rows that decodes leave, so that a short prompt does not wait for the long ones before it: each takes
-at most half of what is left while others want some, and what nobody needs goes to the oldest (`_shares`). Together
+at most half of what is left while others want some, and what no request needs goes to the oldest (`_shares`). Together
 they cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`): rows far into a long prompt take
-longer, as do rows that report log-probabilities, and everybody waits for a step.
+longer, as do rows that report log-probabilities, and all requests wait for a step.
 
-Nobody starves: the oldest running request can push out everybody else but the lane, only requests that fit beside the
-lane are queued, and nobody else overtakes the head of the line. The latest-arrived request, when it finds no block,
+No request starves: the oldest running one can push out all others but the lane, only requests that fit beside the lane
+are queued, and no others overtake the head of the line. The latest-arrived request, when it finds no block,
 waits in place: pushing itself out would cost its cache and win nothing.
 
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
@@ -24,7 +24,7 @@ be overtaken: once the mask is there, its age gives it back its place.
 Rejected: all rows to the oldest prefill (a request of seven tokens waited 0.8 s behind one of 8,000); equal shares (all
 long prompts end late); admitting on the first chunk alone (prompts half computed push each other out); swapping to host
 memory (more state to lose with a worker, and grouped-query or latent caches are quick to recompute); letting small
-requests overtake a large head outside the lane (better use of memory, but the head may then wait for ever).
+requests overtake a large head outside the lane (better use of memory, but the head may then wait without end).
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class _Draft:
 
 
 def fill_step(book: BlockBook, step_id: int) -> StepPlan:
-    """Choose what to compute next; takes blocks and slots for it. Empty if nobody waits or runs."""
+    """Choose what to compute next; takes blocks and slots for it. Empty if no request waits or runs."""
     config = book.config
     draft = _Draft(step_id, config.max_batch_tokens, float(config.max_batch_tokens))
     num_preemptions = book.counters.num_preemptions
@@ -78,7 +78,7 @@ def fill_step(book: BlockBook, step_id: int) -> StepPlan:
 
 
 def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
-    """Step 1. Returns the running requests that take the general way: chunks, and what the worker must be told anew.
+    """Step 1. Returns the running requests that take the general way: chunks, and those that the worker does not know.
 
     This loop runs once per sequence and token; it does by hand what `_add_chunk` does, for one token."""
     others = []
@@ -119,17 +119,17 @@ def _serve_lane(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> 
                 book.lane.enter(request)
                 book.start(request, [])
                 prefills = [*prefills, request]
-    room = -(-draft.budget // 2)
+    budget = -(-draft.budget // 2)
     for request in prefills:
         if request.num_promised_blocks:
-            num_tokens = min(room, _num_left(request), _affordable(request, book, draft.cost / 2))
+            num_tokens = min(budget, _num_left(request), _affordable(request, book, draft.cost / 2))
             _add_chunk(book, draft, request, num_tokens)
-            room -= num_tokens
+            budget -= num_tokens
     return [request for request in prefills if not request.num_promised_blocks]
 
 
 def _is_crowded(book: BlockBook, draft: _Draft, num_prefills: int) -> bool:
-    """Whether somebody who waits might get no slot, no blocks or too few rows in the main way. Asked in each step."""
+    """Whether a waiting request might get no slot, no blocks or too few rows in the main way. Asked in each step."""
     config, num_waiting = book.config, len(book.waiting)
     if num_waiting == 0:
         return False
@@ -164,7 +164,7 @@ def _shares(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> dict
 
 
 def _price(request: Request, book: BlockBook) -> float:
-    """Of its prompt's rows."""
+    """What a row of its prompt costs."""
     return book.config.logprob_row_cost if request.wants_prompt_logprobs else 1.0
 
 
@@ -185,10 +185,10 @@ def _add_prefills(book: BlockBook, draft: _Draft, prefills: Sequence[Request], s
         if request.status is not RequestStatus.RUNNING:
             continue  # pushed out by an older request
         share = shares[request.request_id]
-        room = len(request.block_table) * block_size - request.num_computed
-        if share > 0 and room + book.num_free_blocks == 0:
+        num_fitting = len(request.block_table) * block_size - request.num_computed
+        if share > 0 and num_fitting + book.num_free_blocks == 0:
             book.preempt_later_than(request, draft.step_id)
-        _add_chunk(book, draft, request, min(share, room + book.num_free_blocks * block_size))
+        _add_chunk(book, draft, request, min(share, num_fitting + book.num_free_blocks * block_size))
 
 
 def _admit_waiting(book: BlockBook, draft: _Draft, shares: Mapping[str, int]) -> None:

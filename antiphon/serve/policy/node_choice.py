@@ -1,11 +1,11 @@
-"""Which node of a cluster each worker goes to: attention and experts on different nodes where there is room for it.
+"""Which node of a cluster each worker goes to: attention and experts on different nodes where both sides fit.
 
 A worker's ranks share memory, so they are on one node; all ranks need the same. Replicas have no other side: they
 spread evenly over all nodes. At first the nodes are split in two, for attention and for experts, so that both sides fit
 and the fuller of the two is as empty as can be; within a side workers spread evenly. Where no split fits, they mix.
 Without a number of threads the largest is taken that keeps the sides apart, or else the largest that fits. A worker
-that is lost goes to a node of its own side if one has room, else to any. Rejected: a cluster scheduler's own spreading,
-which knows no roles and so puts attention and experts together when there are more workers than nodes.
+that is lost goes to a node of its own side if it fits on one, else to any. Rejected: a cluster scheduler's own
+spreading, which knows no roles and so puts attention and experts together when there are more workers than nodes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,7 +75,7 @@ def choose_node(
     needs: WorkerNeeds,
     avoid: frozenset[str] = frozenset(),
 ) -> str | None:
-    """The node for one more worker beside those that are `taken`; None if no node has room.
+    """The node for one more worker beside those that are `taken`; None if it fits on none.
 
     First choice are nodes without the other side, then the emptiest; nodes of `avoid` only come last."""
     other = {where for placed, where in taken if placed != side}
@@ -88,7 +88,7 @@ def choose_node(
 def _apart(
     nodes: Sequence[ClusterNode], num_attention: int, num_experts: int, needs: WorkerNeeds
 ) -> list[Placed] | None:
-    """Attention and experts on different nodes; None if no split of the nodes has room for both."""
+    """Attention and experts on different nodes; None if no split of the nodes fits both."""
     best: tuple[float, frozenset[int]] | None = None
     capacity = [(each.num_workers(needs, "attention"), each.num_workers(needs, "experts")) for each in nodes]
     for num_places, (lost, chosen) in _subsets_by_capacity(capacity):
@@ -107,8 +107,8 @@ def _apart(
 
 
 def _subsets_by_capacity(capacity: Sequence[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, frozenset[int]]]]:
-    """For every number of attention workers that some nodes have room for together, how many expert workers have none
-    for that, and those nodes: the choice that costs the fewest. The usual subset-sum table."""
+    """For every number of attention workers that exactly fill some nodes: how many expert workers would fit on those
+    nodes instead, and which nodes they are. The choice that costs the fewest. The usual subset-sum table."""
     known: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset())}
     for index, (places, lost) in enumerate(capacity):
         if not places:
@@ -124,7 +124,7 @@ def _spread(nodes: Sequence[ClusterNode], side: Side, count: int, needs: WorkerN
     placed: list[Placed] = []
     for _ in range(count):
         node = choose_node(nodes, placed, side, needs)
-        assert node is not None, "the side was chosen because it has room"
+        assert node is not None, "the nodes of a side hold all its workers"
         placed.append((side, node))
     return placed
 

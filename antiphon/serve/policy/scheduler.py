@@ -6,10 +6,10 @@
 - an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again;
 - the attention worker and its cache are lost: `take_back(cache_lost=True)`, and other workers take over, or this one
   when it is back;
-- a request of the step is suspected of making it fail: `take_back()`, and the engine decides anew who runs.
+- a request of the step is suspected of making it fail: `take_back()`, and the engine assigns them anew.
 
-Only `commit` moves a request forward. A plan that was never committed has changed who holds which block, nothing else;
-that is why recovery needs no undo log.
+Only `commit` moves a request forward. A plan that was never committed has changed which request holds
+which block, nothing else; that is why recovery needs no undo log.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.batching import fill_step
 from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
-from antiphon.serve.policy.step import RequestOutput, StepPlan
+from antiphon.serve.policy.step import StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step
 
@@ -76,10 +76,10 @@ class Scheduler:
         self._in_flight = plan
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[RequestOutput]:
+    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[Request]:
         """The plan was computed; `sampled` has one token per sequence with `samples`, in the plan's order.
 
-        Returns what happened to each request that got a token or ended; not those aborted meanwhile."""
+        Returns the requests that got a token or ended; not those aborted meanwhile."""
         assert plan is self._in_flight, f"step {plan.step_id} is not the one in flight"
         self._in_flight = None
         progress = []
@@ -105,11 +105,11 @@ class Scheduler:
                 request.finish_reason = reason
                 request.status = RequestStatus.FINISHED
                 self._leave(request)
-            progress.append(RequestOutput(request, token_id, reason))
+            progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
         self._leave_aborted()
         self.counters.num_steps += 1
-        self.counters.generation_tokens += sum(1 for entry in progress if entry.token_id is not None)
+        self.counters.generation_tokens += sum(1 for request in progress if request.num_output)
         return progress
 
     def take_back(self, *, cache_lost: bool = False) -> list[Request]:
@@ -154,7 +154,7 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
 
     Among live workers, in this order:
 
-    1. one with a slot and KV room for the request beside everything it has accepted already, or in its express lane;
+    1. one with a slot and KV blocks for the request beside everything it has accepted already, or in its express lane;
     2. the least work before the first token, in tokens: the request's own tokens that are *not* in that worker's prefix
        cache, the prompt tokens queued there, and `RUNNING_SEQUENCE_TOKENS` for each sequence that slows every step;
     3. the most free blocks; then the lowest index, so that a choice can be repeated.
