@@ -24,7 +24,7 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 _log = get_logger("fleet")
 _SEND_TIMEOUT_S = 30.0
 _LAST_WORD_S = 1.0  # for workers to exit in order; they hold nothing that is not held here
-_LONGEST_TICK_S = 1.0  # what passes between two ticks of the clock counts for at most so long
+_LONGEST_TICK_S = 1.0  # what passes between two ticks of the clock counts for this long at most
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ A worker is also killed, and then started again, if it hangs: in a step (see `St
 because its process was stopped for `_STOPPED_S`. A short stop must do no harm: debuggers and benchmarks do it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -71,7 +71,7 @@ class Workforce:
     # --- read by any thread ----------------------------------------------------------------------------------------
 
     @property
-    def names(self) -> Iterable[WorkerName]:
+    def names(self) -> Collection[WorkerName]:
         return self._group_of.keys()
 
     @property

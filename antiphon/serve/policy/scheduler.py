@@ -137,8 +137,8 @@ class Scheduler:
 def _finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
     """Why the request ends with the token it was just given, or None if it goes on.
 
-    A stop token that is also the last one allowed counts as "stop", as in OpenAI's API. Stop strings are the API's
-    business. `min_tokens` is enforced in one place only, the sampler, which bans `stop_ids` until enough tokens are
+    A stop token that is also the last one allowed counts as "stop", as in OpenAI's API. The API handles stop
+    strings. `min_tokens` is enforced in one place only, the sampler, which bans `stop_ids` until enough tokens are
     out: a stop token that comes nevertheless (a complete grammar allows nothing else) ends the request.
     """
     num_tokens = len(request.token_ids)

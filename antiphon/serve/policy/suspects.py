@@ -82,7 +82,7 @@ class Suspects:
             request.suspect_group = self._num_groups
 
     def note_progress(self) -> None:
-        """A step was committed: clear those who are past the point where they failed, and those who ended."""
+        """A step was committed: clear the requests that are past the point where they failed, and those that ended."""
         for request in list(self._charged):
             if request.status is RequestStatus.FINISHED or request.num_computed >= request.num_tokens_to_pass:
                 self.clear(request)
