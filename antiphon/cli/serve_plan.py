@@ -15,7 +15,7 @@ from antiphon.cli.engine_run import plural
 from antiphon.cli.options import CapacityOptions, WorkerOptions
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.served_plan import ServedPlan, check_workers_fit, obey
+from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.plan import read_plan
 
 _PLANNED = (
@@ -40,7 +40,7 @@ def planned_config(
     plan is a `UserError`; `context` knows which options were written and which are defaults."""
     if workers.plan is None:
         return workers.config(model, capacity, trace=trace), None
-    served = obey(read_plan(workers.plan), load_model_spec(model), workers.plan)
+    served = served_plan_of(read_plan(workers.plan), load_model_spec(model), workers.plan)
     values = {**vars(workers), **vars(capacity)}
     served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
     planned = replace(

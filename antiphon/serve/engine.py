@@ -48,7 +48,7 @@ _SAY_S = 10.0
 
 
 class Engine:
-    """Implements `AsyncEngine`; `submit_to` serves plain threads too. `start` launches the thread, `stop` ends it.
+    """Implements `AsyncEngine`; `submit_to` serves plain threads too. `start` before, `stop` after all else.
 
     The `groups` hand out what their steps make to the `tracked` requests they were built with."""
 

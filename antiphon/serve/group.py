@@ -11,6 +11,8 @@ delays no other. How the workers begin anew after a failure is in `recovery`.
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
 An attention worker fails over one of its own requests. Where an expert worker fails, or a worker makes others wait, it
 may be any request of the step.
+
+Rejected: attention workers that step each for itself. Experts would compute small batches, each reading all weights.
 """
 
 import time

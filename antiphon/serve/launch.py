@@ -1,4 +1,7 @@
-"""From a prepared run to a running engine: build its parts, start its workers, wait until they can step."""
+"""From a prepared run to a running engine: build its parts, start its workers, wait until they can step.
+
+A worker that is started again gets the same configuration as at first, with the placement that holds by then.
+"""
 
 import time
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """What a `ServeConfig` means for this model and this machine, worked out before any process starts.
 
 What the user got wrong (checkpoint, budget, sizes) is a `UserError` here, where it costs nothing. The result names
-every process and holds every size; `launch` only follows it.
+every process and holds every size; `launch` only follows it. Rejected: checks where each value is used. A mistake would
+then come up after minutes of loading, once in every worker.
 """
 
 import secrets

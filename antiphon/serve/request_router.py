@@ -4,9 +4,12 @@
     assign      the best live worker gets it
     end         it leaves, from wherever it is, and its sink hears of it
 
-While steps fail and requests are suspected of it (`policy/suspects`), one group of workers, `_place`, is kept for the
-suspects whose turn it is; all others go elsewhere or wait. To clear a group for others means to take back all it has;
-prefix caches keep most of their work.
+While steps fail and requests are suspected of it (`policy/suspects`), one group of workers, `_trial_group`, is kept for
+the suspects whose turn it is; all others go elsewhere or wait. To clear a group for others means to take back all it
+has; prefix caches keep most of their work.
+
+Rejected: to bind a request to its worker for good. It would be lost with the worker, or wait for its return while
+others are idle.
 """
 
 import time
@@ -36,7 +39,7 @@ class RequestRouter:
         self._unassigned: list[Request] = []
         self._suspects = Suspects()
         self._turn = 0
-        self._place: StepGroup | None = None
+        self._trial_group: StepGroup | None = None
         self._to_clear: set[StepGroup] = set()
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -84,7 +87,7 @@ class RequestRouter:
             return
         live = [(group, name) for group in self._workforce.groups for name in group.live_attention]
         schedulers = {index: self._workforce.schedulers[name] for index, (_, name) in enumerate(live)}
-        reserved = {index for index, (group, _) in enumerate(live) if group is self._place}
+        reserved = {index for index, (group, _) in enumerate(live) if group is self._trial_group}
         unassigned, self._unassigned = self._unassigned, []
         for request in unassigned:
             index = choose_attention_worker(
@@ -104,9 +107,9 @@ class RequestRouter:
         """Take requests back from groups that others are to have, as soon as no step runs there."""
         turn, self._turn = self._turn, self._suspects.turn
         if not self._turn:
-            self._place = None
-        elif self._turn != turn and self._place is not None:
-            self._to_clear.add(self._place)
+            self._trial_group = None
+        elif self._turn != turn and self._trial_group is not None:
+            self._to_clear.add(self._trial_group)
         for group in [group for group in self._to_clear if group.quiet]:
             self._to_clear.remove(group)
             self.add(group.take_back())
@@ -123,7 +126,7 @@ class RequestRouter:
         if verdict is Verdict.REPEAT:
             return
         group = self._workforce.group_of(failure.worker)
-        self._place = self._place or group
+        self._trial_group = self._trial_group or group
         self._to_clear.add(group)
         if verdict is Verdict.RENEW:
             group.renew(failure.worker)

@@ -1,6 +1,6 @@
-"""What this engine must be to obey a decode plan, or the one line that says why it cannot.
+"""What this engine must be to follow a decode plan, or the one line that says why it cannot.
 
-    served = obey(plan, spec, Path("plan.json"))
+    served = served_plan_of(plan, spec, Path("plan.json"))
     config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
 
 1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for)
@@ -109,7 +109,7 @@ class ServedPlan:
                 )
 
 
-def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
+def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     """`plan`, read from `file`, for the model `spec`. `UserError` says what keeps it from being run here."""
     phase = plan.phases.get("decode")
     if phase is None:
