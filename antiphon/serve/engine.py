@@ -1,5 +1,4 @@
-"""The engine: one thread plans steps and talks to the workers; other threads ask it, under one lock; long because both
-sides of that lock belong side by side.
+"""The engine: one thread plans steps and talks to the workers; other threads ask it, under one lock.
 
     loop:  take new requests and aborts
            take the masks of grammars that have come                (computed by other threads: `mask_pool`)

@@ -88,22 +88,22 @@ def test_a_gpu_that_does_not_exist_is_refused(gpus: GpuCount, name: str, message
 
 
 class JoinedMachines:
-    """A door at an address of its own, and workers that come through it."""
+    """Workers that join at an address of their own."""
 
     def __init__(self, places: list[WorkerName], local: list[WorkerName]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
-        self._door = RemoteWorkers(self._address, SECRET, frozenset(places), local=local)
-        self._door.start(lambda: None)
-        self.close = self._door.close
+        self._remote = RemoteWorkers(self._address, SECRET, frozenset(places), local=local)
+        self._remote.start(lambda: None)
+        self.close = self._remote.close
 
     def fill(self, name: WorkerName, host: str, configure: Configure) -> int:
         """A worker of `host` takes this place; returns its device index."""
-        self._door.ask(name, configure)
+        self._remote.ask(name, configure)
         role: JoinRole = "attention" if name.role == "attention" else "experts"
         channel = join_engine(self._address, SECRET, role=role, name=role, host=host, pid=1, patience_s=10.0)
         found: list[JoinedWorker] = []
-        wait_until(lambda: bool(found.extend(self._door.arrivals()) or found), f"{name} has arrived")
+        wait_until(lambda: bool(found.extend(self._remote.arrivals()) or found), f"{name} has arrived")
         channel.close()
         assert [worker.name for worker in found] == [name]
         return found[0].configure.device_index

@@ -20,7 +20,7 @@ ALL = [WorkerName("replica", index, rank) for index in range(2) for rank in rang
 
 
 class Entrance:
-    """A door with all places of two replicas of two ranks free, and workers that come to it."""
+    """All places of two replicas of two ranks are free, and workers come for them."""
 
     def __init__(
         self, run: PreparedEngine, places: Sequence[WorkerName] = ALL, local: Sequence[WorkerName] = ()
@@ -31,10 +31,10 @@ class Entrance:
         self._num_welcome = 0
         self._channels: list[Channel] = []
         self.seats: dict[str, str] = {}
-        self._door = RemoteWorkers(self._address, SECRET, frozenset(places), local=local)
-        self._door.start(self._welcome)
+        self._remote = RemoteWorkers(self._address, SECRET, frozenset(places), local=local)
+        self._remote.start(self._welcome)
         for name in places:
-            self._door.ask(name, configure(run, name, run.placement))
+            self._remote.ask(name, configure(run, name, run.placement))
 
     def _welcome(self) -> None:
         self._num_welcome += 1
@@ -51,14 +51,14 @@ class Entrance:
             self.sit_down()
 
     def sit_down(self) -> None:
-        for worker in self._door.arrivals():
+        for worker in self._remote.arrivals():
             assert worker.configure.exchange is not None
             self.seats[str(worker.name)] = worker.configure.exchange.host
 
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-        self._door.close()
+        self._remote.close()
 
 
 @pytest.fixture
