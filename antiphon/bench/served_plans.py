@@ -26,7 +26,7 @@ from antiphon.bench.box import Box
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
-from antiphon.serve.served_plan import ServedPlan, obey
+from antiphon.serve.served_plan import ServedPlan, served_plan_of
 from antiphon.specs.plan import read_plan
 
 ANTIPHON = python_module("antiphon.cli.main")
@@ -182,7 +182,7 @@ def make_plan(
     pins = f"{layout.pins},batch={size.concurrency // layout.num_instances}"
     options = ["--profile", str(profile), "--workload", str(workload), "--layout", layout.layout, "--pin", pins]
     _run(*ANTIPHON, "plan", str(model), "--runnable-here", *machines.cluster, *options, "--json", str(file))
-    return obey(read_plan(file), load_model_spec(model), file)
+    return served_plan_of(read_plan(file), load_model_spec(model), file)
 
 
 def _run(*command: str) -> None:

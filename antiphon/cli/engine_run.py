@@ -19,7 +19,9 @@ from antiphon.kernels.select import resolve_dtype
 from antiphon.report.words import plural
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.launch import start_engine
+from antiphon.serve.launch import start
+from antiphon.serve.mask_pool import Matcher
+from antiphon.serve.prepare import PreparedEngine
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
 from antiphon.specs.model import ModelSpec
@@ -149,10 +151,14 @@ def plan_lines(served: ServedPlan, machine: str) -> str:
     return "\n".join([f"  plan      {served.file}: {said}", *(f"            {note}" for note in notes)])
 
 
-def start_with_progress(config: ServeConfig, check: Callable[[], None] = lambda: None) -> Engine:
+def start_with_progress(
+    run: PreparedEngine,
+    check: Callable[[], None] = lambda: None,
+    make_matcher: Callable[[str], Matcher] | None = None,
+) -> Engine:
     """A running engine; shows how much is loaded, and of how much as soon as every worker has said its part.
 
-    `check` is called while it loads; what it raises ends the start."""
+    `check` is called while it loads; what it raises ends the start. `make_matcher` as in `launch.start`."""
     with progress("loading weights", format_amount=format_bytes) as report:
 
         def loading(done: int, total: int) -> None:
@@ -160,7 +166,7 @@ def start_with_progress(config: ServeConfig, check: Callable[[], None] = lambda:
             if done:
                 report(done, total or None)
 
-        return start_engine(config, loading)
+        return start(run, loading, make_matcher)
 
 
 def report_timeline(engine: Engine, path: Path, json: str | None = None) -> None:

@@ -16,6 +16,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.prepare import prepare
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_reading import TokenizerReader
 from antiphon.specs.sampling import SamplingParams, TokenLogprob
@@ -84,7 +85,7 @@ def generate(
     if served is not None:
         options.check_plan_fits(config, served)
     ids, tokenizer = prompt.read(model)
-    engine = start_with_progress(config)
+    engine = start_with_progress(prepare(config))
     try:
         result = complete(engine, ids, params, tokenizer, stream=json != "-")
         if params.logprobs is not None:

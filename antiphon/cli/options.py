@@ -20,7 +20,7 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
-from antiphon.serve.served_plan import ServedPlan, check_workers_fit, obey
+from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
 
@@ -215,7 +215,7 @@ def planned_config(
     plan is a `UserError`; `context` knows which options were written and which are defaults."""
     if workers.plan is None:
         return workers.config(model, capacity, trace=trace), None
-    served = obey(read_plan(workers.plan), load_model_spec(model), workers.plan)
+    served = served_plan_of(read_plan(workers.plan), load_model_spec(model), workers.plan)
     values = {**vars(workers), **vars(capacity)}
     served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
     planned = replace(

@@ -23,16 +23,17 @@ from antiphon.cli.engine_run import (
 from antiphon.cli.options import check_not_empty, check_plan_fits, planned_config
 from antiphon.cli.output import check_json, check_output_file, emit_json, tell
 from antiphon.models.config import load_model_spec
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.app import build_grammars, create_app
 from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.config import ServeConfig
+from antiphon.serve.engine import Engine
 from antiphon.serve.joining import read_join_secret
+from antiphon.serve.prepare import prepare
 from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.served_plan import ServedPlan
-from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer_reading import read_tokenizer
 
 
@@ -207,13 +208,13 @@ def run(
     address = reserve(settings.host, settings.port)
     with closing(address), ray.placement(asked) as placement:
         config = asked if placement is None else placement.config
-        engine = start_with_progress(config) if placement is None else start_with_progress(config, placement.check)
-        grammars: GrammarCompiler | None = None
+        prepared = prepare(config)
+        grammars = build_grammars(prepared.info, tokenizer)
+        engine: Engine | None = None
+        check = (lambda: None) if placement is None else placement.check
         try:
-            app = create_app(engine, tokenizer, settings)
-            grammars = app.state.context.grammars
-            if grammars is not None:
-                engine.make_matcher = grammars.matcher
+            engine = start_with_progress(prepared, check, None if grammars is None else grammars.matcher)
+            app = create_app(engine, tokenizer, settings, grammars)
 
             def on_listening(url: str) -> None:
                 facts = server_facts(engine, config, spec, app.state.context.model_name, url)
@@ -233,4 +234,5 @@ def run(
                 grammars.close()
             if placement is not None:
                 placement.expect_end()
-            engine.stop()
+            if engine is not None:
+                engine.stop()

@@ -12,6 +12,7 @@ Rejected: an archive of NumPy arrays. It is written at its end or not at all, an
 Letters: T rows, L MoE layers, K experts chosen by a row, E experts.
 """
 
+import contextlib
 import errno
 import struct
 from collections.abc import Callable, Iterator
@@ -24,8 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+from antiphon.specs.model import ModelSpec
 from antiphon.specs.workload import WorkloadSpec
 
+_log = get_logger("engine")
 _LENGTH = struct.Struct("<I")
 _FORMAT = "antiphon routing trace 1"
 _MAX_FRAME_BYTES = 1 << 30
@@ -155,6 +159,32 @@ class RoutingTraceWriter:
         if self._file.write(data) != len(data):  # nothing may follow a torn frame
             raise OSError(errno.ENOSPC, "no room for a whole frame")
         self._file.flush()  # a server may be killed
+
+
+class RoutingRecord:
+    """What `serve --record-routing` writes: one file for all groups of an engine, from the engine's thread. `UserError`
+    if the file cannot be made.
+
+    A disk that is full ends the record, not the serving."""
+
+    def __init__(self, path: Path, model: str, spec: ModelSpec, num_groups: int) -> None:
+        router = spec.router
+        header = TraceHeader(model=model, layers=spec.expert_layers, num_experts=router.num_experts, top_k=router.top_k)
+        self._path = path
+        self._num_groups = num_groups
+        self._writer: RoutingTraceWriter | None = RoutingTraceWriter(path, header)
+
+    def add(self, group: int, step: int, worker: int, ids: bytes, forecasts: bytes) -> None:
+        """The rows of one worker in one step of its group. Groups step by themselves, so each has its own numbers."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.append_step(step * self._num_groups + group, worker, ids, forecasts)
+        except OSError as error:
+            _log.error("%s: nothing more is recorded: %s", self._path, error.strerror or error)
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
 
 
 def read_routing_trace(path: Path) -> RoutingTrace:

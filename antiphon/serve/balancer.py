@@ -1,4 +1,4 @@
-"""Who decides where experts should be: nobody, once, or again and again, from the rows that the gates counted lately.
+"""Decides where experts should be (never, once, or again and again) from the rows that the gates counted lately.
 
     off       placement stays as it is (a client may still change it, `POST /placement`)
     static    once, from the first `WINDOW_STEPS` steps
@@ -9,7 +9,7 @@ A plan is made on a thread of its own: steps go on meanwhile. It is taken only i
 
 1. Its moves must pay. An expert worker loads in the time of `load_rows` rows, and a placement is expected to stay for
    as long as the present one has stayed. Where load drifts, moves are not worth their loads; where one expert has been
-   hot for long, even the last bit of it is. Of the first plan's placement nothing is known: it is expected to stay.
+   hot for long, even the last bit of it is. Nothing is known of the first plan's placement: it is expected to stay.
 2. It must gain more than chance makes of even counts, and than further copies cost: each reads its weights, too.
 
 While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
@@ -42,7 +42,7 @@ PERIOD_S = 5.0
 PLANNING_SHARE = 0.05  # of the time, at most
 _TURN_S, _SHORT_TURN_S = sys.getswitchinterval(), 5e-4
 NEW_SPEED = 0.1  # of the fastest worker's speed; less is no news
-HALF_LIFE_STEPS = 20.0  # a step counts half of one so many later: a plan is for many steps, and each step is noisy
+HALF_LIFE_STEPS = 20.0  # a step counts half of one that is this much newer: single steps are noisy
 FIRST_LIFE_STEPS = 1000  # of the first plan's placement
 LEAST_LIFE_STEPS = 2 * WINDOW_STEPS  # of a later one's
 WORTH = 0.05  # of an even load, which the busiest worker must gain at least
@@ -112,7 +112,7 @@ class Balancer:
                     self._plan_beside, list(self._window), placing.current, placing.slots, speeds, life_steps
                 )
             except RuntimeError as error:
-                _log.warning("no plan for the experts, the present one stays: %s", error)  # no room for a thread
+                _log.warning("no plan for the experts, the present one stays: %s", error)  # no memory for a thread
 
     def _take_plan(self, plan: Future[ExpertPlacement | None]) -> ExpertPlacement | None:
         try:
@@ -168,7 +168,7 @@ class Balancer:
         return np.array(counts, dtype=np.float64).reshape(-1, *self._shape)
 
 
-def _differ(speeds: tuple[float, ...], told: tuple[float, ...]) -> bool:
-    """By more than is worth telling the senders; none were told: all are equal."""
-    pairs = zip(speeds, told or (1.0,) * len(speeds), strict=True)
+def _differ(speeds: tuple[float, ...], known: tuple[float, ...]) -> bool:
+    """Whether the change is worth a message to the senders. `known` to them now; empty: all are equal."""
+    pairs = zip(speeds, known or (1.0,) * len(speeds), strict=True)
     return any(abs(new - old) > NEW_SPEED for new, old in pairs)

@@ -29,7 +29,7 @@ from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
-MAX_THREADS = 256  # what the native kernels' pool has room for
+MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 

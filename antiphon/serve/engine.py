@@ -1,5 +1,4 @@
-"""The engine: one thread plans steps and talks to the workers; other threads ask it, under one lock; long because both
-sides of that lock belong side by side.
+"""The engine: one thread plans steps and talks to the workers; other threads ask it, under one lock.
 
     loop:  take new requests and aborts
            take the masks of grammars that have come                (computed by other threads: `mask_pool`)
@@ -7,7 +6,7 @@ sides of that lock belong side by side.
            wait for messages and deaths                             (workers compute)
            commit results, hand outputs to their sinks
 
-Requests live here (`request_desk`): prompt, sampled tokens, grammar state. Workers (`workforce`) hold what can be
+Requests live here (`request_router`): prompt, sampled tokens, grammar state. Workers (`workforce`) hold what can be
 computed again from them, so the loss of any worker loses no request and repeats no token. Rejected: asyncio for this
 loop; a step's planning would delay every HTTP connection, and every connection would delay the next step.
 """
@@ -21,8 +20,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from antiphon.base.errors import StartFailed, UserError
-from antiphon.base.logging import get_logger
+from antiphon.base.errors import ResourceError, StartFailed, UserError
+from antiphon.base.logging import Occasional, get_logger
 from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
@@ -30,8 +29,7 @@ from antiphon.serve.group import StepGroup
 from antiphon.serve.mask_pool import MaskJob, Matcher
 from antiphon.serve.outputs import AsyncSink, Sink, TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
-from antiphon.serve.request_desk import RequestDesk
-from antiphon.serve.setbacks import Setbacks
+from antiphon.serve.request_router import RequestRouter
 from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.spans import Spans
@@ -43,10 +41,13 @@ from antiphon.specs.sampling import SamplingParams
 _log = get_logger("engine")
 _TICK_S = 0.2
 _MAX_SHOWN = 8  # workers of a role, in `last_steps`
+_GIVE_UP_S = 30.0  # of rounds that the system refuses
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+_SAY_S = 10.0
 
 
 class Engine:
-    """Implements `AsyncEngine`; `submit_to` serves plain threads too. `start` launches the thread, `stop` ends it.
+    """Implements `AsyncEngine`; `submit_to` serves plain threads too. `start` before, `stop` after all else.
 
     The `groups` hand out what their steps make to the `tracked` requests they were built with."""
 
@@ -59,14 +60,17 @@ class Engine:
         tracked: TrackedRequests,
         scheduler_config: SchedulerConfig,
         statistics: EngineStatistics,
-        relaunch: Callable[[WorkerName], None],
+        launch: Callable[[WorkerName], None],
+        make_matcher: Callable[[str], Matcher] | None = None,
     ) -> None:
+        """`launch` starts a worker, at first and again after a death. `make_matcher`: the place of a new sequence in
+        the grammar of that text; None: requests with a grammar are refused."""
         self.info = info
-        self.make_matcher: Callable[[str], Matcher] | None = None  # set by who has a tokenizer
-        self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, relaunch=relaunch)
+        self._make_matcher = make_matcher
+        self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, launch=launch)
         self._fleet = fleet
         self._scheduler_config = scheduler_config
-        self._desk = RequestDesk(self.workforce, statistics, tracked)
+        self._router = RequestRouter(self.workforce, statistics, tracked)
         self._spans = SpanCollections(fleet)
         self._lock = threading.Lock()
         self._new: dict[str, TrackedRequest] = {}
@@ -74,7 +78,7 @@ class Engine:
         self._placements: list[ExpertPlacement] = []  # asked for, newest last
         self._arrivals = 0
         self._events: deque[Event] = deque()
-        self._setbacks = Setbacks()
+        self._setbacks = _Setbacks()
         self._sinks: dict[asyncio.AbstractEventLoop, AsyncSink] = {}
         self._draining = False
         self._stopping = False
@@ -87,6 +91,10 @@ class Engine:
     # --- called from other threads -----------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Start the workers and the thread. `ResourceError` if the system has no room for a worker, or if the address
+        where others join cannot be had."""
+        self._fleet.start()
+        self.workforce.start()
         self._thread.start()
 
     @property
@@ -126,11 +134,11 @@ class Engine:
         owner: str | None = None,
     ) -> None:
         """Queue a request whose outputs go to `sink`. Raises as `AsyncEngine.submit` does, with nothing queued."""
-        if params.grammar is not None and self.make_matcher is None:
-            raise UserError("structured output needs a tokenizer: this engine was started without one")
         mask = None
-        if params.grammar is not None and self.make_matcher is not None:
-            mask = MaskJob(self.make_matcher(params.grammar)) if params.max_tokens else None
+        if params.grammar is not None:
+            if self._make_matcher is None:
+                raise UserError("structured output needs a tokenizer: this engine was started without one")
+            mask = MaskJob(self._make_matcher(params.grammar)) if params.max_tokens else None
             params = replace(params, grammar=None)  # workers get masks; the text may be large
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         with self._lock:
@@ -145,7 +153,7 @@ class Engine:
                 owner=owner,
             )
             check_request(request, self._scheduler_config)
-            num_waiting = self._desk.num_waiting + len(self._new)
+            num_waiting = self._router.num_waiting + len(self._new)
             if num_waiting >= self.info.max_waiting:
                 raise QueueFull(
                     f"{num_waiting} requests are waiting, the limit is {self.info.max_waiting}: try again later", 1.0
@@ -167,7 +175,7 @@ class Engine:
     def _knows(self, request_id: str) -> bool:
         """The id is in use, if only by a request that was aborted and holds its blocks until the step has ended."""
         held = any(request_id in scheduler.requests for scheduler in self.workforce.schedulers.values())
-        return held or request_id in self._new or request_id in self._desk.tracked
+        return held or request_id in self._new or request_id in self._router.tracked
 
     def abort(self, request_id: str) -> None:
         with self._lock:
@@ -185,12 +193,12 @@ class Engine:
 
     def _unfinished(self) -> list[str]:
         with self._lock:
-            return [*self._new, *self._desk.tracked.ids()]
+            return [*self._new, *self._router.tracked.ids()]
 
     def stats(self) -> EngineStats:
         """See `AsyncEngine.stats`."""
         return self.workforce.stats(
-            num_waiting=self._desk.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
+            num_waiting=self._router.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
         )
 
     def place(self, placement: ExpertPlacement) -> int:
@@ -217,7 +225,7 @@ class Engine:
         self._fleet.resume()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, for those who measure or stop them."""
+        """Process ids of the workers, to measure or to stop them."""
         return [worker.pid for worker in list(self._fleet.workers.values())]
 
     def worker_pid(self, name: WorkerName) -> int:
@@ -242,7 +250,7 @@ class Engine:
         self._fleet.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=60.0)
-        self._desk.tracked.close()
+        self._router.tracked.close()
         self._fleet.stop()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
@@ -259,7 +267,7 @@ class Engine:
         except UserError as error:
             self._fatal_exit_code = error.exit_code
             self._fatal = str(error)
-        except Exception as error:  # a bug ends the engine; those who wait for answers must hear of it in any case
+        except Exception as error:  # a bug ends the engine; every request that waits must hear of it
             _log.exception("the engine thread failed")
             self._fatal = f"a bug ended the engine ({type(error).__name__}: {error}); the log has its traceback"
         try:
@@ -270,14 +278,14 @@ class Engine:
 
     def _go_round(self) -> None:
         self._take_orders()
-        self._desk.take_masks()
-        self._desk.assign()
+        self._router.take_masks()
+        self._router.assign()
         for group in self.workforce.groups:
             group.start_step()
-        self._desk.note_first_schedules()
-        self._desk.count_waiting()
-        self._events.extend(self._fleet.poll(0.0 if self._events else self._desk.tracked.mask_patience_s or _TICK_S))
-        while self._events:  # those that a round was too short for are the next one's
+        self._router.note_first_schedules()
+        self._router.count_waiting()
+        self._events.extend(self._fleet.poll(0.0 if self._events else self._router.tracked.mask_patience_s or _TICK_S))
+        while self._events:  # what an error leaves here is handled in the next round
             self._handle(self._events.popleft())
             self._setbacks.note_progress()
         self.workforce.on_tick()
@@ -286,15 +294,14 @@ class Engine:
         """New requests and aborts, and requests for spans."""
         with self._lock:
             arrived, self._new = list(self._new.values()), {}
-            self._desk.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
+            self._router.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
             placements, self._placements = self._placements, []
             for tracked in arrived:
-                self._desk.tracked.add(tracked)
-        for tracked in arrived:
-            self._desk.accept(tracked.request)
+                self._router.tracked.add(tracked)
+        self._router.add([tracked.request for tracked in arrived])
         for request_id in aborts:
-            self._desk.end(request_id, "abort", None)
+            self._router.end(request_id, "abort", None)
         for placing in self.workforce.placing if placements else ():
             placing.aim_at_owners(placements[-1])
         self._spans.begin()
@@ -307,9 +314,9 @@ class Engine:
                 self._spans.add(event.worker.name, event.message)
             else:
                 failure = self.workforce.on_message(event.worker, event.message)
-                self._desk.on_progress()
+                self._router.on_progress()
                 if failure is not None:
-                    self._desk.on_failure(failure)
+                    self._router.on_failure(failure)
         except (OSError, MemoryError):  # half of it may be done: what the worker computes is computed again
             event.worker.kill("what it said could not be dealt with")
             raise
@@ -318,17 +325,51 @@ class Engine:
         try:
             failure, homeless = self.workforce.on_death(event)
             self._spans.forget([event.worker.name])
-            self._desk.take_back(homeless)
+            self._router.add(homeless)
         finally:
             if not self._stopping:
                 self.workforce.replace(event)
         if failure is not None:
-            self._desk.on_failure(failure)
+            self._router.on_failure(failure)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """The thread is about to end: nobody who waits may wait for ever."""
+        """The thread is about to end: every request gets its last output."""
         self._take_orders()
-        for request_id in self._desk.tracked.ids():
-            self._desk.end(request_id, reason, error)
-        self._desk.count_waiting()
+        for request_id in self._router.tracked.ids():
+            self._router.end(request_id, reason, error)
+        self._router.count_waiting()
         self._spans.forget(self.workforce.names)
+
+
+class _Setbacks:
+    """What the system refused the engine's thread where no code expects it: one round is lost, and the next begins.
+
+    The calls that are known to fail have their own answers, near them (`fleet`, `workforce`). This is for the others:
+    an error with no answer costs the round in which it came. If no worker can be heard any more, because every round
+    ends that way, the engine gives up after `_GIVE_UP_S`. Rejected: to end with the first such error, as with a bug. A
+    system that has no descriptor or no memory for a moment would then take all streams with it."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # the first one after the last progress
+        self._pause_s = 0.0
+        self._saying = Occasional(_SAY_S)
+
+    def note(self, error: OSError | MemoryError) -> None:
+        """Call while it is handled. Pauses when there were others before, at most half a second. `ResourceError` when
+        it has gone on for too long."""
+        now_s = time.monotonic()
+        if (num_unsaid := self._saying.count()) is not None:
+            others = f", and {num_unsaid} others since the last that was said" if num_unsaid else ""
+            _log.exception("the system refused the engine something: the round is lost, the next begins%s", others)
+        if self._since_s is None:
+            self._since_s = now_s
+        elif now_s - self._since_s > _GIVE_UP_S:
+            raise ResourceError(
+                f"for {_GIVE_UP_S:.0f} s the system has refused what the engine needs ({error or type(error).__name__})"
+            ) from error
+        time.sleep(self._pause_s)
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+
+    def note_progress(self) -> None:
+        """A round ended well, or a worker was heard in it."""
+        self._since_s, self._pause_s = None, 0.0

@@ -15,7 +15,7 @@ from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs, SamplingParams
 
-# "grammar": the request's grammar could not be followed to its end, which is the client's affair; "error" is ours.
+# "grammar": the request's grammar could not be followed to its end (the client's mistake); "error": ours.
 FinishReason = Literal["stop", "length", "abort", "error", "grammar"]
 # "standstill": the step was given up and the group's workers begin anew; "going on": they step again.
 EventKind = Literal["ready", "lost", "failed", "standstill", "going on", "placement"]
@@ -127,7 +127,7 @@ class EngineStats:
     expert_rows_per_s: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
     prefetch: PrefetchCounts = field(default_factory=PrefetchCounts)
-    queue_times_s: list[float] = field(default_factory=list)  # of requests first scheduled since the last reading
+    queue_times_s: list[float] = field(default_factory=list)  # requests first scheduled since the last reading
     exchange: dict[str, Traffic] = field(default_factory=dict)  # by worker
     healthy: bool = True
     status: str = "ok"
@@ -146,7 +146,7 @@ class AsyncEngine(Protocol):
     ) -> AsyncIterator[EngineOutput]:
         """Queue a request and return its outputs. Raises `QueueFull`, `ShuttingDown`, `RequestTooLong` or `UserError`
         at once, before anything is queued. Closing the iterator early (client gone) aborts the request.
-        Of one `owner` (the HTTP request; None: each its own) one small request at a time may overtake the line."""
+        One small request at a time of an `owner` (the HTTP request; None: each its own) may overtake the line."""
 
     def abort(self, request_id: str) -> None:
         """Forget the request and free its KV blocks at the end of the running step. Unknown ids are ignored."""
@@ -159,13 +159,13 @@ class AsyncEngine(Protocol):
         it is not of this model, these workers and their slots."""
 
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
-        """What the workers of this machine did in their last steps, by name. Of at most 8 attention and 8 expert
+        """What the workers of this machine did in their last steps, by name; at most 8 attention and 8 expert
         workers. Waits until they answer, so not on the event loop: as long as a step, at most `timeout_s`."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests (`ShuttingDown`), let the running ones finish, abort what is left at the timeout, or as
-        soon as nobody is there to compute it."""
+        soon as no worker is left to compute it."""
 
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, on any thread, once the engine has ended by itself and will serve nobody any more; all
-        requests have been told by then. At once if that has happened."""
+        """Call `callback`, on any thread, once the engine has ended by itself and will serve no more requests; all of
+        them have had their last output by then. Called at once if that has happened already."""

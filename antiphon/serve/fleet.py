@@ -1,9 +1,9 @@
-"""Worker processes: start, talk, notice death. No policy: what to do about a death is the engine's business.
+"""Worker processes: start, talk, notice death. No policy: the engine decides what to do about a death.
 
 When a worker's process dies the kernel closes its socket, and the next `poll` reports it within milliseconds. A
-stopped process (SIGSTOP) is told from a busy one by its state in the process table. Rejected: heartbeats between
+stopped process (SIGSTOP) differs from a busy one by its state in the process table. Rejected: heartbeats between
 processes of one machine, which notice later and can be wrong. Nothing here waits for one worker: what it does not read
-now is sent later. One that reads nothing for `send_timeout_s` hangs, and is killed.
+now is sent later. A worker that reads nothing for `send_timeout_s` hangs, and is killed.
 
 The system may refuse any call, for want of descriptors, memory or processes. That costs the worker concerned at most.
 """
@@ -14,37 +14,17 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
+from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.worker.messages import Configure, FromWorker, ToWorker
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("fleet")
 _SEND_TIMEOUT_S = 30.0
 _LAST_WORD_S = 1.0  # for workers to exit in order; they hold nothing that is not held here
-_LONGEST_TICK_S = 1.0  # what passes between two ticks of the clock counts for at most so long
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A worker that joined for a place in the fleet, and its configuration."""
-
-    worker: WorkerProcess
-    configure: Configure
-
-
-class Outside(Protocol):
-    """Where workers of other machines come from (`serve/door`)."""
-
-    def expects(self, name: WorkerName) -> bool: ...
-
-    def ask(self, name: WorkerName, configure: Configure) -> None: ...
-
-    def arrivals(self) -> list[Arrival]: ...
-
-    def close(self) -> None: ...
+_LONGEST_TICK_S = 1.0  # what passes between two ticks of the clock counts for this long at most
 
 
 @dataclass(frozen=True)
@@ -66,11 +46,11 @@ class WakeUp:
         self._sender.setblocking(False)
 
     def fileno(self) -> int:
-        """Becomes readable when somebody calls `wake`."""
+        """Becomes readable when `wake` is called."""
         return self._receiver.fileno()
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # many wake-ups are pending, or it is closed and nobody sleeps
+        with contextlib.suppress(OSError):  # many wake-ups are pending, or it is closed and no thread sleeps
             self._sender.send(b"x")
 
     def drain(self) -> None:
@@ -87,7 +67,7 @@ class WakeUp:
 class AwakeClock:
     """A clock that runs while this process does: for how long a worker has been silent, stopped or hanging.
 
-    Somebody may stop the whole server and let it go on later: ^Z, a benchmark that gives the cores to another engine, a
+    The whole server may be stopped and go on later: ^Z, a benchmark that gives the cores to another engine, a
     machine that is suspended. Its workers must not be found hanging then. So what passes between two ticks counts for
     at most a second. Rejected: the system's clock of process time, which stands still while the process only waits.
 
@@ -109,22 +89,28 @@ class AwakeClock:
 class Fleet:
     """All workers of a server, and one place to wait for any of them."""
 
-    def __init__(self, outside: Outside | None = None) -> None:
+    def __init__(self, remote: RemoteWorkers | None = None) -> None:
+        """`remote`: where workers of other machines come from."""
         self.send_timeout_s = _SEND_TIMEOUT_S
-        self._outside = outside
+        self._remote = remote
         self.clock = AwakeClock()
         self.workers: dict[WorkerName, WorkerProcess] = {}
         self._selector = selectors.DefaultSelector()
-        self._events: list[Event] = []  # of a `poll` that the system cut short
+        self._events: list[Event] = []  # left over from a `poll` that the system cut short
         self._unwatched: list[WorkerProcess] = []  # the selector refused them
         self._wake_up = WakeUp()
         self._selector.register(self._wake_up, selectors.EVENT_READ, None)
 
+    def start(self) -> None:
+        """Let workers of other machines in. `ResourceError` if the address cannot be had."""
+        if self._remote is not None:
+            self._remote.start(self.wake)
+
     def launch(self, name: WorkerName, configure: Configure) -> None:
         """Start (or restart) a worker and send it its configuration; if it comes from outside, ask for one. `OSError`,
-        and nothing has started, if the system has no room for it."""
-        if self._outside is not None and self._outside.expects(name):
-            self._outside.ask(name, configure)
+        and nothing has started, if the system refuses the process."""
+        if self._remote is not None and self._remote.expects(name):
+            self._remote.ask(name, configure)
             return
         worker = WorkerProcess(name)
         worker.start()
@@ -150,7 +136,7 @@ class Fleet:
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for messages or deaths, at most `timeout_s`; send on what workers were too busy to read.
 
-        Who died comes first, last words before the death."""
+        Events of workers that died come first, their last words before the death."""
         selected = self._selector.select(0.0 if self._events or self._unwatched else timeout_s)
         self.clock.tick()
         for key, ready_for in selected:
@@ -167,7 +153,7 @@ class Fleet:
             if worker.channel is not None and worker.channel.stalled_s > self.send_timeout_s and not self.clock.paused:
                 worker.kill(f"it has read nothing for {self.send_timeout_s:.1f} s")
         events, self._events = self._events, []
-        # What others say meanwhile is mostly that they miss who died; the death itself tells more.
+        # What others say meanwhile is mostly that they miss the one that died; the death itself says more.
         dead = {event.worker.name for event in events if event.message is None}
         return sorted(events, key=lambda event: event.worker.name not in dead) if dead else events
 
@@ -202,14 +188,15 @@ class Fleet:
                 self._events.append(self._bury(worker, "it could not be watched"))
 
     def _take_in_arrivals(self) -> None:
-        for arrival in self._outside.arrivals() if self._outside is not None else []:
+        for worker in self._remote.arrivals() if self._remote is not None else []:
             try:
-                self._add(arrival.worker, arrival.configure)
+                self._add(worker, worker.configure)
             except OSError as error:
-                name = arrival.worker.name
-                _log.error("%s joined and cannot be watched: %s; the next one may", name, error.strerror or error)
-                assert self._outside is not None, "it came from there"
-                self._outside.ask(name, arrival.configure)
+                _log.error(
+                    "%s joined and cannot be watched: %s; the next one may", worker.name, error.strerror or error
+                )
+                assert self._remote is not None, "it came from there"
+                self._remote.ask(worker.name, worker.configure)
 
     def _bury(self, worker: WorkerProcess, reason: str) -> Event:
         assert worker.channel is not None, "only a worker with a channel can be lost"
@@ -255,8 +242,8 @@ class Fleet:
         """Stop all workers, all at once; returns when all processes have ended. Those that have not exited after
         `timeout_s` are killed. Safe to call again."""
         deadline = time.monotonic() + timeout_s
-        if self._outside is not None:
-            self._outside.close()
+        if self._remote is not None:
+            self._remote.close()
         for worker in self.workers.values():
             worker.ask_to_exit()
         for worker in self.workers.values():

@@ -1,47 +1,41 @@
-"""Workers that step together: attention and expert workers, or a replica; long because its phases are one machine.
+"""Workers that step together: attention and expert workers, or a replica. One step runs at a time.
 
-A step: every attention worker with work gets its plan, cut into micro-batches; the engine names for each micro-batch
-who takes part, so experts wait for exactly those and an idle worker delays nobody.
+    start_step   every attention worker with work gets its plan, cut into micro-batches
+    on_message   a worker has computed its part: its requests move forward, and what they got goes to their sinks;
+                 or the step has failed: its parts stay, to be sent again unchanged (plans may be applied twice)
+    on_death     its requests move to other attention workers, or wait for its return, and are computed again
 
-Recovery, when a worker of a disaggregated group dies or stops answering:
-  1. a new exchange epoch begins; everyone leaves the running step (phase LEAVING)
-  2. expert workers that died are started again and load (phase LOADING); they held no state of any request
-  3. all workers agree on the epoch (phase JOINING)
-  4. plans that were not answered are sent again, unchanged: the cache is written at the same places with the same bits
-An attention worker's requests move to the other attention workers, or wait for its return, and are computed again.
+The engine names for each micro-batch the workers that take part, so experts wait for exactly those and an idle worker
+delays no other. How the workers begin anew after a failure is in `recovery`.
 
-Who hangs? A worker that waits in vain names its peers, and one of them may wait for a third. So nobody is killed on
-a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have less time
-for it.
+A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
+An attention worker fails over one of its own requests. Where an expert worker fails, or a worker makes others wait, it
+may be any request of the step.
 
-A worker may be a group of ranks (`worker/build`). Its leader has the worker's name and its steps; all ranks belong to
-the epoch, and the worker takes part once all of them have joined it. The loss of one is the loss of the worker.
-
-A failed step may be a request's doing: the group names whose it can be, and the engine judges (`request_desk`).
-What an attention worker trips over is among its own requests; over whose rows an expert worker trips, or who makes
-others wait, cannot be told.
+Rejected: attention workers that step each for itself. Experts would compute small batches, each reading all weights.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
-from enum import Enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.balancer import Balancer
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.members import ExchangeControl, Members
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
-from antiphon.serve.policy.request import Request
+from antiphon.serve.policy.micro_batches import split_into_micro_batches
+from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import RunningStep, StepFailure
+from antiphon.serve.policy.step import SequenceStep, StepPlan
+from antiphon.serve.recovery import Members, Recovery, RecoveryPhase
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import (
     ExchangeReport,
     ExpertReport,
     Prepared,
     ResetDone,
+    RunStep,
     StepFailed,
     StepResult,
     WorkerReady,
@@ -49,19 +43,32 @@ from antiphon.serve.worker.messages import (
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
-_MAX_ASKS = 3  # a worker that cannot join an epoch is asked again so often
-_UNRESPONSIVE_S = 2.0  # what a worker has to answer in, once others waited for it in vain
 
 
-class Phase(Enum):
-    STEPPING = "stepping"
-    LEAVING = "leaving"
-    LOADING = "loading"
-    JOINING = "joining"
+@dataclass(frozen=True, kw_only=True)
+class StepFailure:
+    """A step came to nothing, as `worker` said or showed by dying.
+
+    `blamed`: the requests that may be why, and how many tokens of each would have been computed after the step.
+    `reported`: the worker lives on and says that computing failed."""
+
+    worker: WorkerName
+    what: str
+    reported: bool
+    blamed: dict[Request, int]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One attention worker's part of a step. `plan` None: it has no rows, and takes part because others need its
+    experts."""
+
+    plan: StepPlan | None
+    micro_batches: list[list[SequenceStep]]
 
 
 class StepGroup:
-    """See the module's docstring. Driven by the engine's thread: `start_step`, `on_message`, `on_death`, `on_tick`."""
+    """Driven by the engine's thread: `start_step`, `on_message`, `on_death`, `on_tick`."""
 
     def __init__(
         self,
@@ -77,33 +84,27 @@ class StepGroup:
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes], None] | None = None,
     ) -> None:
-        """`placing`: where experts are, if attention workers do not have them all; `balancer`: who decides where they
-        should be. `record` takes step, worker and the experts that its rows chose."""
+        """`placing`: where experts are, if attention workers do not have them all; `balancer`: decides where they
+        should be. `record` takes step, worker, and the experts that its rows chose and were expected to choose."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))
-        self._control = None if len(members.processes) == 1 else ExchangeControl(fleet, members)
         self.placing = placing
         self._balancer = balancer
         self._record = record
-        self._was_complete = False
         self._fleet = fleet
         self._statistics = statistics
-        self._step = RunningStep(self.schedulers, num_micro_batches, tracked, all_take_part=members.share_experts)
-        self._timeout_s = timeout_s
-        self._phase = Phase.LOADING
-        self._epoch = 0
-        self._num_asked: Counter[WorkerName] = Counter()
-        self._joined: set[WorkerName] = set()
-        self._unresponsive: set[str] = set()
-        self._step_started = 0.0
-        self._waiting_since_s = fleet.clock.now_s  # for answers to a step, or for a phase to end
+        self._tracked = tracked
+        self._num_micro_batches = num_micro_batches
+        self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
+        self._parts: dict[WorkerName, _Part] = {}  # planned and not computed
+        self._running: list[WorkerName] = []  # whose parts were sent, and not answered yet
+        self._num_steps = 0
+        self._step_started_s = 0.0
 
     @property
     def live_attention(self) -> list[WorkerName]:
-        """The attention workers that can step now: none while an expert worker is missing or a recovery goes on."""
-        if self._phase is not Phase.STEPPING:
-            return []
-        return [name for name in self.members.attention if self._joined.issuperset(self.members.ranks_of[name])]
+        """The attention workers that can step now."""
+        return self._recovery.live_attention
 
     @property
     def ready(self) -> bool:
@@ -113,44 +114,119 @@ class StepGroup:
     @property
     def complete(self) -> bool:
         """All workers can step."""
-        return len(self.live_attention) == len(self.members.attention) and not self._absent
-
-    # --- steps -----------------------------------------------------------------------------------------------------
+        return self._recovery.complete
 
     @property
     def quiet(self) -> bool:
         """No step runs."""
-        return not self._step.workers
+        return not self._running
+
+    # --- a step ----------------------------------------------------------------------------------------------------
 
     def start_step(self) -> None:
         """Plan and send the next step, or one that failed again, if none is running and there is work."""
         if not self.quiet:
             return
         self._between_steps()
-        messages = self._step.begin(self.live_attention, 0 if self.placing is None else self.placing.current.version)
-        if messages:
-            self._step_started = time.monotonic()
-            self._waiting_since_s = self._fleet.clock.now_s
-        for name, message in messages.items():
+        workers = self.live_attention
+        if not self._parts and any(self._tracked.is_mask_near(self.schedulers[name].requests) for name in workers):
+            return
+        for name in workers:
+            if name not in self._parts:
+                self._plan(name)
+        running = [name for name in workers if name in self._parts]
+        if not running:
+            return
+        if self.members.share_experts:
+            self._parts |= {name: _Part(None, []) for name in workers if name not in running}
+            running = workers
+        self._running = running
+        self._num_steps += 1
+        self._step_started_s = time.monotonic()
+        self._recovery.note_step()
+        for name, message in self._messages().items():
             self._fleet.send(self._fleet.workers[name], message)
 
     def _between_steps(self) -> None:
         """Take back expert workers that were missing; let experts move on."""
-        if self.placing is None or self._phase is not Phase.STEPPING:
+        if self.placing is None or self._recovery.phase is not RecoveryPhase.STEPPING:
             return
         members, missing = self.members, self.members.missing_experts()
         if self.placing.absent - missing:
-            self._begin_recovery()
-            self._advance()
+            self._recovery.begin(quiet=True)
         elif not missing:
             if self._balancer is not None:
                 self._balancer.advance(self.placing)
-            told_apart = [] if members.share_experts else members.loaded_attention()
-            self.placing.advance(told_apart, members.expert_holders)
+            informed = [] if members.share_experts else members.loaded_attention()
+            self.placing.advance(informed, members.expert_holders)
 
-    def withdraw(self) -> list[Request]:
-        """Take all requests back, and the plans that failed with them. Only while no step runs."""
-        return self._step.withdraw()
+    def _plan(self, name: WorkerName) -> None:
+        scheduler = self.schedulers[name]
+        if (plan := scheduler.schedule()) is not None:
+            ratio = scheduler.config.context_tokens_per_row
+            self._parts[name] = _Part(plan, split_into_micro_batches(plan.sequences, self._num_micro_batches, ratio))
+
+    def _messages(self) -> dict[WorkerName, RunStep]:
+        """The running step, as each of its workers gets it."""
+        parts = {name: self._parts[name] for name in self._running}
+        num_micro_batches = max(len(part.micro_batches) for part in parts.values())
+        participants = [
+            [name.index for name, part in parts.items() if len(part.micro_batches) > index]
+            for index in range(num_micro_batches)
+        ]
+        every = [sequences for part in parts.values() for sequences in part.micro_batches]
+        sizes = [[len(sequence.token_ids) for sequence in sequences] for sequences in every]
+        prefill, most_rows = any(count > 1 for rows in sizes for count in rows), max(map(sum, sizes))
+        messages = {}
+        for name, part in parts.items():
+            plan = part.plan
+            missing = num_micro_batches - len(part.micro_batches) if self.members.share_experts else 0
+            messages[name] = RunStep(
+                step=self._num_steps,
+                released=list(plan.released) if plan is not None else [],
+                starts=list(plan.starts) if plan is not None else [],
+                micro_batches=part.micro_batches + [[]] * missing,
+                participants=participants,
+                prefill=prefill,
+                most_rows=most_rows,
+                placement=0 if self.placing is None else self.placing.current.version,
+                bitmasks=self._bitmasks(plan),
+            )
+        return messages
+
+    def _bitmasks(self, plan: StepPlan | None) -> dict[str, bytes]:
+        """What grammars allow next, of the sequences that get a token."""
+        sampling = [sequence.request_id for sequence in plan.sequences if sequence.samples] if plan is not None else []
+        masks = {request_id: self._tracked.mask_of(request_id) for request_id in sampling}
+        return {request_id: mask for request_id, mask in masks.items() if mask is not None}
+
+    def _commit(self, name: WorkerName, result: StepResult) -> None:
+        """A worker has computed its part: move its requests forward and hand out what they got."""
+        self._running.remove(name)
+        plan = self._parts.pop(name).plan
+        if plan is None:
+            return
+        sampled = {entry.request_id: entry for entry in result.requests}
+        tokens = []
+        for sequence in plan.sequences:
+            if sequence.samples:
+                token_id = sampled[sequence.request_id].token_id
+                assert token_id is not None, "a sampling sequence yields a token"
+                tokens.append(token_id)
+        self._tracked.publish(self.schedulers[name].commit(plan, tokens), sampled)
+
+    def _give_up(self, name: WorkerName) -> None:
+        """A worker has not computed its part, if it had one: the same again, next time."""
+        if name in self._running:
+            self._running.remove(name)
+            if self._parts[name].plan is None:
+                del self._parts[name]
+
+    def take_back(self) -> list[Request]:
+        """Hand over all requests, oldest first; the plans that failed are void. Only while no step runs."""
+        assert self.quiet, "a step is running"
+        self._parts.clear()
+        return [request for scheduler in self.schedulers.values() for request in scheduler.take_back()]
 
     # --- what workers say ------------------------------------------------------------------------------------------
 
@@ -170,96 +246,71 @@ class StepGroup:
             self._statistics.record_exchange(str(worker.name), message.traffic)
         elif isinstance(message, WorkerReady):
             worker.ready = True
-            if self._control is not None:
-                self._control.learn(worker.name, message)
-            self._on_ready(worker)
+            if self.placing is not None:
+                self.placing.on_ready(worker, is_loaded=self.members.is_loaded(worker.name.leader))
+            self._recovery.on_ready(worker, message, quiet=self.quiet)
         elif isinstance(message, ResetDone):
-            self._on_reset_done(worker, message.epoch)
+            self._recovery.on_joined(worker, message.epoch, quiet=self.quiet)
         elif isinstance(message, Prepared) and self.placing is not None:
             self.placing.on_prepared(worker, message)
         return None
 
     def _on_result(self, name: WorkerName, result: StepResult) -> None:
-        if name not in self._step.workers:
+        if name not in self._running:
             return  # one of its ranks died behind the step: the worker is lost, and its requests have moved
-        self._step.commit(name, result)
+        self._commit(name, result)
         self._statistics.record_step(result)
         if self._balancer is not None:
-            self._balancer.count(self._step.number, result.expert_rows)
+            self._balancer.count(self._num_steps, result.expert_rows)
         if self._record is not None and result.routed:
-            self._record(self._step.number, name.index, result.routed, result.forecasts)
+            self._record(self._num_steps, name.index, result.routed, result.forecasts)
         if self.quiet:
-            took_s = time.monotonic() - self._step_started
+            took_s = time.monotonic() - self._step_started_s
             self._statistics.record_group_step(took_s, len(self.members.experts))
-        self._advance()
+        self._recovery.advance(quiet=self.quiet)
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
         failure: StepFailure | None = None
-        is_news = failed.reason != "aborted" and self._phase is Phase.STEPPING  # others may report the same failure
-        if is_news:
+        if failed.reason != "aborted" and self._recovery.phase is RecoveryPhase.STEPPING:  # later ones report the same
             reported = failed.reason == "error"
-            owners = [worker.name.leader] if reported else self._step.workers
-            failure = self._step.failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
-        self._step.fail(worker.name)
+            owners = [worker.name.leader] if reported else self._running
+            failure = self._failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
             self._statistics.events.note("failed", failed.message, str(worker.name))
-            self._unresponsive.update(peer.partition(" ")[0] for peer in failed.peers)  # "replica[0][1] nodes"
-        if is_news and self._control is not None:
-            self._begin_recovery()
-        elif failed.reason == "timeout" and self._phase is Phase.JOINING:
-            self._ask_again(worker)
-        self._advance()
+        self._give_up(worker.name)
+        self._recovery.on_step_failed(worker, failed, quiet=self.quiet)
         return failure
 
-    def _ask_again(self, worker: WorkerProcess) -> None:
-        """A worker could not reach a peer when it joined the epoch. That may pass; `on_tick` ends it if it does not."""
-        assert self._control is not None, "only workers of an exchange join an epoch"
-        self._num_asked[worker.name] += 1
-        if self._num_asked[worker.name] <= _MAX_ASKS:
-            self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
+    def _failure(
+        self, worker: WorkerName, what: str, owners: Iterable[WorkerName], *, reported: bool = False
+    ) -> StepFailure | None:
+        """The running step fails, maybe over a request that one of `owners` computes. None: they compute nothing."""
+        blamed = {}
+        for owner in owners:
+            plan = self._parts[owner].plan if owner in self._running else None
+            for sequence in plan.sequences if plan is not None else ():
+                request = self.schedulers[owner].requests[sequence.request_id]
+                if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
+                    blamed[request] = sequence.start + len(sequence.token_ids)
+        return StepFailure(worker=worker, what=what, reported=reported, blamed=blamed) if blamed else None
 
-    def _on_ready(self, worker: WorkerProcess) -> None:
-        leader = worker.name.leader
-        # What peers said before was about the process that had this place before.
-        self._unresponsive.difference_update(worker.name.among_peers[worker.name.rank > 0 :])
-        if self.placing is not None:
-            self.placing.on_ready(worker, is_loaded=self.members.is_loaded(leader))
-        if self._control is None:
-            self._joined.add(worker.name)
-            self._phase = Phase.STEPPING
-        elif leader in self.members.attention and self._phase in (Phase.STEPPING, Phase.JOINING):
-            self._call_into_epoch(leader)
-        self._advance()
-
-    def _call_into_epoch(self, leader: WorkerName) -> None:
-        """If all its ranks are up."""
-        assert self._control is not None, "only workers of an exchange join an epoch"
-        for name in self.members.ranks_of[leader] if self.members.is_loaded(leader) else ():
-            self._fleet.send(self._fleet.workers[name], self._control.reset(self._epoch, name, self._absent))
-
-    def _on_reset_done(self, worker: WorkerProcess, epoch: int) -> None:
-        if epoch == self._epoch and worker.ready:
-            self._joined.add(worker.name)
-        self._advance()
-
-    # --- failures --------------------------------------------------------------------------------------------------
+    # --- workers that are gone, or hang ------------------------------------------------------------------------------
 
     def on_death(self, worker: WorkerProcess, reason: str) -> tuple[StepFailure | None, list[Request]]:
         """A worker is gone. Returns the failure of the step it was in, and its requests, which need another worker."""
         name = worker.name.leader
         computes = name in self.schedulers
         failure: StepFailure | None = None
-        if self._phase is Phase.STEPPING:
-            owners = [name] if computes else self._step.workers
-            failure = self._step.failure(name, f"{worker.name} died: {reason}", owners)
-        self._joined.difference_update(self.members.ranks_of[name])
-        homeless = self._step.lose(name) if computes else []
-        if self._control is None:
-            self._phase = Phase.LOADING
-        else:
-            self._begin_recovery()
-        self._advance()
+        homeless: list[Request] = []
+        if self._recovery.phase is RecoveryPhase.STEPPING:
+            owners = [name] if computes else self._running
+            failure = self._failure(name, f"{worker.name} died: {reason}", owners)
+        if computes:
+            self._give_up(name)
+            self._parts.pop(name, None)
+            homeless = self.schedulers[name].take_back(cache_lost=True)
+        self._recovery.on_death(name, quiet=self.quiet)
         return failure, homeless
 
     def renew(self, name: WorkerName) -> None:
@@ -267,70 +318,10 @@ class StepGroup:
         worker = self._fleet.workers[name]
         worker.ready = False
         worker.kill("its errors may be its own")
-        self._joined.discard(name)
-        self._advance()
+        self._recovery.expel(name, quiet=self.quiet)
 
     def on_tick(self) -> None:
-        """Kill workers that owe an answer for twice the workers' own timeout: they would have said why. The
-        unresponsive have less time, once the step they hold up has been given up."""
-        waited_s = self._fleet.clock.now_s - self._waiting_since_s
-        owing = set(self._step.workers)
-        if self._phase is Phase.JOINING:
-            owing |= {worker.name for worker in self._called()} - self._joined
-        for name in owing:
-            blamed = not self._unresponsive.isdisjoint(name.among_peers[name.rank > 0 :])
-            unresponsive = blamed and self._phase is not Phase.STEPPING
-            if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):
-                _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
-                self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")
-
-    def _begin_recovery(self) -> None:
-        assert self._control is not None, "only workers of an exchange recover together"
-        if self._phase is Phase.STEPPING:
-            self._statistics.events.note("standstill", "the step is given up, the workers begin anew")
-        self._epoch = self._control.abort_step()
-        self._joined.clear()
-        self._enter(Phase.LEAVING)
-
-    def _enter(self, phase: Phase) -> None:
-        self._phase = phase
-        self._num_asked.clear()
-        self._waiting_since_s = self._fleet.clock.now_s
-
-    def _called(self) -> list[WorkerProcess]:
-        """The processes that belong to this epoch, as far as they are up."""
-        return self.members.loaded(self._absent)
-
-    def _advance(self) -> None:
-        """Go as far through recovery as answers allow."""
-        if self._control is None:
-            return
-        if self._phase is Phase.LEAVING and self.quiet:
-            self._enter(Phase.LOADING)
-        if self._phase is Phase.LOADING and self._experts_loaded():
-            self._enter(Phase.JOINING)
-            if self.placing is not None:
-                self.placing.leave_out(self.members.missing_experts(), self.members.loaded_attention())
-            for worker in self._called():
-                self._fleet.send(worker, self._control.reset(self._epoch, worker.name, self._absent))
-        if self._phase is Phase.JOINING and self._everyone_joined() and self._experts_loaded():
-            self._unresponsive.clear()
-            self._was_complete = True
-            self._enter(Phase.STEPPING)
-            self._statistics.events.note("going on", "the workers that are there step together")
-
-    def _everyone_joined(self) -> bool:
-        return all(worker.name in self._joined for worker in self._called())
-
-    def _experts_loaded(self) -> bool:
-        """All expert workers are up; or those that once were and are missing have only experts of which others have
-        copies."""
-        if self.members.others_missing():
-            return False
-        missing = self.members.missing_experts()
-        return not missing or (self._was_complete and self.placing is not None and self.placing.spares(missing))
-
-    @property
-    def _absent(self) -> Collection[int]:
-        """Expert workers without which this epoch began."""
-        return frozenset() if self.placing is None else self.placing.absent
+        """Kill workers that have owed an answer for too long."""
+        for name, waited_s in self._recovery.overdue(self._running):
+            _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
+            self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")

@@ -1,16 +1,17 @@
-"""The engine's door for workers of other machines: one thread hears all who come, and lets in who has the key.
+"""Listens for workers of other machines: one thread hears every connection, and lets in those that know the secret.
 
-Most who come to an open port are strangers: scanners, health checks, floods. A worker with the key must get in beside
-hundreds of them a second, so:
+Most connections to an open port are strangers: scanners, health checks, floods. A worker with the secret must get in
+beside hundreds of them a second, so:
 
-1. Nobody is waited for. One selector watches all openings (`joining`), each for `_OPENING_S` at most.
-2. There is always room for the next. When all places for openings are taken, the oldest one of the address that has
-   most of them makes room. So a flood turns itself out, and who comes from elsewhere is not touched. What it has said
-   is heard before: a worker that answers its challenge at once is never turned out.
+1. No connection is waited for. One selector watches all openings (`joining`), each for `OPENING_S` at most.
+2. The next one always gets a place. When all places for openings are taken, the oldest one of the address that has most
+   of them is turned away. So a flood turns itself out, and connections from elsewhere are not touched. What the oldest
+   has said is heard before: a worker that answers its challenge at once is never turned out.
 3. Strangers cost one log line a second, with their number.
 
-Rejected: a thread for each opening (sixty-four silent strangers then close the door for five seconds, and a machine
-without room for a thread for good); a limit for each address, which locks out workers that share one with a stranger.
+Rejected: a thread for each opening (sixty-four silent strangers then keep workers out for five seconds, and a machine
+that refuses a thread keeps them out for good); a limit for each address, which locks out workers that share one with a
+stranger.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("join")
 _MAX_OPENINGS = 256
-_SHARE_OF_DESCRIPTORS = 8  # openings may take one in so many of this process's descriptors
+_SHARE_OF_DESCRIPTORS = 8  # openings may take one in eight of this process's descriptors
 _BACKLOG = 4096
 _ACCEPTS_IN_A_ROW = 64  # then the openings are heard again
 _PAUSE_S = 0.1  # when the system cannot give what an opening needs
@@ -67,7 +68,7 @@ class JoinedPeer:
 
 @dataclass(frozen=True, eq=False)
 class _Opening:
-    """Somebody who has been challenged and has not answered yet."""
+    """A connection that has been challenged and has not answered yet."""
 
     channel: Channel
     host: str
@@ -97,7 +98,7 @@ class JoinListener:
         self._resume_s: float | None = None  # when to accept again
         self._closing = False
         self._openings: dict[_Opening, None] = {}  # oldest first
-        self._hosts: Counter[str] = Counter()  # of the openings
+        self._hosts: Counter[str] = Counter()  # addresses of the openings
         self._max_openings = _MAX_OPENINGS
         self._turned_away: Counter[str] = Counter()  # by reason, since it was said last
         self._last_host = ""
@@ -138,7 +139,7 @@ class JoinListener:
         while not self._closing:
             try:
                 self._go_round(self._server, self._selector)
-            except Exception:  # no stranger and no system in need may close the door for good
+            except Exception:  # no stranger and no system in need may end the listener
                 if self._failing.count() is not None:
                     _log.exception("the listener for workers goes on after an error")
                 time.sleep(_PAUSE_S)
@@ -192,7 +193,7 @@ class JoinListener:
                 self._challenge(stream, str(peer[0]), now_s)
 
     def _pause(self, server: socket.socket, error: OSError) -> None:
-        """The system has nothing left for another connection, and who comes waits outside."""
+        """The system has nothing left for another connection: new ones wait in the backlog."""
         if self._closing:
             return
         if self._failing.count() is not None:

@@ -1,5 +1,5 @@
-"""Workers of other machines come to the engine: they connect to its address, prove that they know the secret, and say
-what they want to be. The engine proves the same to them, because they will obey it.
+"""How a worker of another machine joins the engine: it connects to its address, proves that it knows the secret, and
+says which role it has. The engine proves the same to it, because the worker will obey it.
 
 Opening: engine -> `Challenge` (nonce); worker -> `Join` (role, where others reach it, its own nonce, proof); engine ->
 `Accepted` (proof) or `TurnedAway` (words). A proof is an HMAC-SHA256 of both nonces and all fields under the secret.
@@ -29,7 +29,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 0.5
 MAX_OPENING_BYTES = 4096
 _SECRET_VARIABLE = "ANTIPHON_JOIN_SECRET"
 _MIN_SECRET_BYTES = 16
-_DEAD_AFTER_S = 3  # a machine or network that says nothing for so long is gone
+_DEAD_AFTER_S = 3  # a machine or network that is silent for this long is gone
 
 JoinRole = Literal["attention", "experts", "replica"]
 
@@ -38,7 +38,7 @@ def is_wildcard(host: str) -> bool:
     """Whether `host` is written as an address that means "all of this machine's": a place to listen.
 
     Every spelling counts (`0.0.0.0`, `::`, `0`, `::ffff:0.0.0.0`), so the address is parsed, not compared. Names are
-    not looked up: what a name means is the other machine's affair."""
+    not looked up: the other machine resolves them."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (OSError, UnicodeError):
@@ -49,7 +49,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def refuse_wildcard(option: str, value: str, host: str) -> None:
-    """`UserError` that names the option if nobody can dial the host it gives."""
+    """`UserError` that names the option if its host cannot be dialled."""
     if is_wildcard(host):
         raise UserError(
             f"{option} is {value}: nobody can dial that; name the address by which the other machines reach this one"
@@ -104,7 +104,7 @@ def join_engine(
 ) -> Channel:
     """Connect to an engine, trying for `patience_s` until it is there and has heard us; returns the channel to it.
 
-    `PeerTimeout` if nobody answers, `Refused` if either side does not know the secret."""
+    `PeerTimeout` if no engine answers, `Refused` if either side does not know the secret."""
     split_address(address)  # a mistake in it is not worth waiting for
     deadline = time.monotonic() + patience_s
     pause_s = _FIRST_RETRY_S

@@ -21,7 +21,6 @@ from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineOutput, FinishReason
 from antiphon.serve.mask_pool import MaskJob, MaskPool
 from antiphon.serve.policy.request import Request
-from antiphon.serve.policy.step import RequestOutput
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs
 
@@ -210,7 +209,7 @@ class TrackedRequests:
 
     # --- outputs ---------------------------------------------------------------------------------------------------
 
-    def publish(self, progress: list[RequestOutput], sampled: dict[str, Sampled]) -> None:
+    def publish(self, progress: list[Request], sampled: dict[str, Sampled]) -> None:
         """Turn what a step did, and what the worker said of each request, into outputs: one delivery per sink. Asks for
         the masks of the next tokens."""
         outputs: dict[int, tuple[Sink, list[EngineOutput]]] = {}
@@ -218,16 +217,16 @@ class TrackedRequests:
         for request_id, entry in sampled.items():
             if entry.prompt_logprobs and (tracked := self._by_id.get(request_id)) is not None:
                 tracked.prompt_logprobs.extend(entry.prompt_logprobs)
-        for request, token_id, finish_reason in progress:
-            request_id = request.request_id
+        for request in progress:
+            request_id, token_id = request.request_id, request.newest_token_id
             tracked = self._by_id.get(request_id)
             if tracked is None:
                 continue
-            if finish_reason is not None:
+            if request.finish_reason is not None:
                 self._forget(request_id)
             elif tracked.mask is not None and token_id is not None:
                 jobs[tracked] = MaskJob(tracked.mask.matcher, token_id)
-            output = _output(tracked, token_id, finish_reason, sampled.get(request_id))
+            output = _output(tracked, sampled.get(request_id))
             outputs.setdefault(id(tracked.sink), (tracked.sink, []))[1].append(output)
         if jobs:
             self._ask(jobs)
@@ -248,10 +247,9 @@ class TrackedRequests:
         return True
 
 
-def _output(
-    tracked: TrackedRequest, token_id: int | None, reason: FinishReason | None, entry: Sampled | None
-) -> EngineOutput:
+def _output(tracked: TrackedRequest, entry: Sampled | None) -> EngineOutput:
     request = tracked.request
+    token_id = request.newest_token_id
     prompt_logprobs: PromptLogprobs | None = None
     if request.num_output <= 1 and request.params.prompt_logprobs is not None:
         prompt_logprobs = PromptLogprobs(tracked.prompt_logprobs)
@@ -260,7 +258,7 @@ def _output(
         token_ids=[] if token_id is None else [token_id],
         logprobs=entry.logprob if entry is not None else None,
         prompt_logprobs=prompt_logprobs,
-        finish_reason=reason,
-        stop_token_id=token_id if reason == "stop" else None,
+        finish_reason=request.finish_reason,
+        stop_token_id=token_id if request.finish_reason == "stop" else None,
         num_cached_tokens=request.num_cached_tokens,
     )

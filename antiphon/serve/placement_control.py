@@ -1,12 +1,12 @@
 """Experts of a group on the move: from the placement that rows are sent by to the one that is wanted, while it serves.
 
     aim       a target is set: by a client (`POST /placement`) or by the balancer
-    prepare   who holds experts loads what the next map on the way wants there, beside serving (`placement/moves`)
+    prepare   the holders of experts load what the next map on the way wants there, beside serving (`placement/moves`)
     switch    all have it: between two steps attention workers begin to send rows by the new map
-    retire    who holds experts lets go what only older maps named
+    retire    the holders of experts free what only older maps named
 
 Where replicas share experts (layout hybrid), every rank prepares, and each step says by which map its rows go, because
-all ranks have to change in the same one. Elsewhere attention workers are told the map, and their rows say which it was.
+all ranks have to change in the same one. Elsewhere attention workers are sent the map, and their rows name it.
 
 Each map on the way gives a worker at most one new expert a layer, so a worker needs one spare slot. A worker that dies
 changes nothing: it starts again with the present map, then prepares what it missed.
@@ -108,7 +108,7 @@ class PlacementControl:
         self._send_place(attention)
         for name in experts:
             self._fleet.send(self._fleet.workers[name], Retire(self.current.version))
-        if before.owners != self.current.owners:  # else workers' speeds are told anew
+        if before.owners != self.current.owners:  # else only the workers' speeds are new
             self._statistics.record_placement(self.current.version, num_moves(before, self.current))
 
     def on_prepared(self, worker: WorkerProcess, message: Prepared) -> None:

@@ -17,15 +17,15 @@ from typing import Any
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.serve.policy.node_choice import NodeRoom, WorkerNeeds
-from antiphon.serve.ray_seat import RaySeat
+from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
+from antiphon.serve.ray_actor import WorkerActor
 
 _log = get_logger("ray")
 _REACH_S = 5.0
 
 
 def _load_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start ourselves reports to nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start ourselves sends no reports
     try:
         import ray
         import ray.exceptions
@@ -37,7 +37,7 @@ def _load_ray() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningSeat:
+class RunningActor:
     """An actor; a reference that is answered when Ray has started it, and one when its worker has ended."""
 
     actor: Any
@@ -57,7 +57,7 @@ class RayCluster:
             )
         self.address = address
         self._ray: Any = None
-        self._seat_class: Any = None
+        self._actor_class: Any = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def connect(self) -> str:
@@ -72,7 +72,7 @@ class RayCluster:
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise self._unreachable(_first_line(error)) from error
         self._ray = ray
-        self._seat_class = ray.remote(RaySeat)
+        self._actor_class = ray.remote(WorkerActor)
         _set_sigterm(_exit_in_order)
         return str(ray.util.get_node_ip_address())
 
@@ -96,10 +96,10 @@ class RayCluster:
             self._ray = None
             _set_sigterm(self._on_sigterm)
 
-    def rooms(self) -> list[NodeRoom]:
+    def nodes(self) -> list[ClusterNode]:
         """The live nodes and what each has in all, used or not."""
         return [
-            NodeRoom(
+            ClusterNode(
                 node=str(node["NodeID"]),
                 num_cpus=float(node["Resources"].get("CPU", 0.0)),
                 num_gpus=float(node["Resources"].get("GPU", 0.0)),
@@ -116,22 +116,22 @@ class RayCluster:
             return [node for node in self._ray.nodes() if node["Alive"]]
 
     def num_free_cpus(self) -> float:
-        """CPUs that nobody has reserved, over all nodes."""
+        """CPUs that are not reserved, over all nodes."""
         with self._in_words():
             return float(self._ray.available_resources().get("CPU", 0.0))
 
-    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningSeat:
-        """A worker in an actor on this node; the actor starts when the node has room for it."""
+    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningActor:
+        """A worker in an actor on this node; the actor starts when the node has the CPUs for it."""
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = self._seat_class.options(
+        actor = self._actor_class.options(
             num_cpus=needs.num_cpus, num_gpus=needs.num_gpus, scheduling_strategy=strategy, max_restarts=0
         ).remote()
-        return RunningSeat(actor=actor, started=actor.hello.remote(), ended=actor.run.remote(job))
+        return RunningActor(actor=actor, started=actor.hello.remote(), ended=actor.run.remote(job))
 
-    def kill(self, seat: RunningSeat) -> None:
+    def kill(self, actor: RunningActor) -> None:
         """End an actor and, with it, its worker."""
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):  # gone already
-            self._ray.kill(seat.actor)
+            self._ray.kill(actor.actor)
 
     def finished(self, references: list[Any], timeout_s: float) -> list[Any]:
         """Those of `references` that have an answer, or an error, within `timeout_s`; returns at the first."""

@@ -1,8 +1,8 @@
 """All workers of a server on the nodes of a Ray cluster: placed at the start, placed again when one is lost.
 
-The engine opens its door (`serve/door`) at this machine's address in the cluster, under a secret of this run; Ray
-starts an actor for each rank of a worker on the node that `policy/node_choice` names; the actor starts the rank, which
-joins. A thread waits for ranks that end. The worker of one is placed again, all its ranks on one node, which is
+The engine listens for workers (`remote_workers`) at this machine's address in the cluster, under a secret of this run.
+Ray starts an actor for each rank of a worker on the node that `policy/node_choice` names; the actor starts the rank,
+which joins. A thread waits for ranks that end. The worker of one is placed again, all its ranks on one node, which is
 another one if its node is gone, until `expect_end`. The secret travels as an argument between Ray's processes.
 Rejected: Ray's own actor restarts and placement groups, which know no roles; and tensors through Ray, whose object
 store copies what the M2N library writes in place.
@@ -23,30 +23,30 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinRole
-from antiphon.serve.policy.node_choice import Seat, WorkerNeeds, choose_node, choose_nodes, most_cpus
-from antiphon.serve.ray_cluster import RayCluster, RunningSeat
-from antiphon.serve.ray_seat import WorkerEnd
+from antiphon.serve.policy.node_choice import WorkerNeeds, choose_node, choose_nodes, most_cpus
+from antiphon.serve.ray_actor import WorkerEnd
+from antiphon.serve.ray_cluster import RayCluster, RunningActor
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 
 _log = get_logger("ray")
 _LOOK_S = 0.5
 _MAX_FAILURES = 3  # in a row, of one worker while the server starts
-_STEADY_S = 10.0  # a worker that lived so long has not failed to start
+_STEADY_S = 10.0  # a worker that lived longer has not failed to start
 _MAX_PAUSE_S = 30.0
-_NO_ROOM_S = 5.0  # between two looks for a node with room
+_NO_ROOM_S = 5.0  # between two looks for a node with free CPUs
 _END_S = 5.0  # for workers to end once the engine has
 
 
 @dataclass(kw_only=True)
 class _Place:
-    """One worker's place: where its ranks sit, and how that goes. `index`: counted over all instances; `seats`: none
+    """One worker's place: where its ranks run, and how that goes. `index`: counted over all instances; `actors`: none
     while it is not placed."""
 
     side: JoinRole
     index: int
     num_ranks: int = 1
     node: str = ""
-    seats: list[RunningSeat] = field(default_factory=list)
+    actors: list[RunningActor] = field(default_factory=list)
     started: bool = False
     placed_s: float = 0.0
     next_try_s: float = 0.0
@@ -122,32 +122,32 @@ class RayPlacement:
         self._close(_END_S if kind is None else 0.0)
 
     def check(self) -> None:
-        """`ResourceError` if a worker cannot be placed or cannot join; for the one that waits until all have joined."""
+        """`ResourceError` if a worker cannot be placed or cannot join; to be called until all have joined."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
 
     def expect_end(self) -> None:
-        """From now on nobody who ends is placed again."""
+        """From now on no worker that ends is placed again."""
         self._ending.set()
         if self._keeper.is_alive():
             self._keeper.join()
 
     def nodes(self) -> dict[str, str]:
         """The Ray node of each worker that has one now, by the worker's side and index, as in ``experts[1]``."""
-        return {f"{place.side}[{place.index}]": place.node for place in self._places if place.seats}
+        return {f"{place.side}[{place.index}]": place.node for place in self._places if place.actors}
 
     # --- start and end -----------------------------------------------------------------------------------------------
 
     def _choose(self) -> None:
         """What each rank reserves (the threads that were asked for, or as many as fit), and its first node."""
         config = self._asked
-        rooms, free = self._cluster.rooms(), self._cluster.num_free_cpus()
-        num_cpus = config.num_threads or most_cpus(rooms, self._num_attention, self._num_experts, self._needs)
+        nodes, free = self._cluster.nodes(), self._cluster.num_free_cpus()
+        num_cpus = config.num_threads or most_cpus(nodes, self._num_attention, self._num_experts, self._needs)
         self._needs = replace(self._needs, num_cpus=max(1, num_cpus))
         num_ranks = sum(place.num_ranks for place in self._places)
-        seats = choose_nodes(rooms, self._num_attention, self._num_experts, self._needs)
-        if seats is None or free < num_ranks * self._needs.num_cpus:
+        chosen = choose_nodes(nodes, self._num_attention, self._num_experts, self._needs)
+        if chosen is None or free < num_ranks * self._needs.num_cpus:
             each = f"{self._needs.num_cpus} CPUs" + (" and 1 GPU" if self._needs.num_gpus else "")
             whom = f"{len(self._places)} workers need {each} each"
             if num_ranks > len(self._places):
@@ -158,16 +158,16 @@ class RayPlacement:
                 whom += f" need {each} for each rank, a worker's on one node"
             others = " or --experts" if self._experts_of_each else ""
             others = f", --instances{others}" if config.num_instances > 1 else others
-            have = ", ".join(f"{room.num_cpus:g} CPUs and {room.num_gpus:g} GPUs" for room in rooms) or "nothing"
+            have = ", ".join(f"{node.num_cpus:g} CPUs and {node.num_gpus:g} GPUs" for node in nodes) or "nothing"
             raise ResourceError(
                 f"{whom}; the Ray cluster's nodes have {have}, and {free:g} CPUs "
                 f"are free in all: add nodes, end other jobs, or lower --threads, --attention{others}"
             )
-        for place, seat in zip(self._places, seats, strict=True):
-            place.node = seat.node
+        for place, (_, node) in zip(self._places, chosen, strict=True):
+            place.node = node
 
     def _reserve(self, host: str) -> str:
-        """An address for the engine's door that nobody else gets until the engine listens there."""
+        """An address for workers to join at, taken until the engine listens there."""
         self._reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind((host, 0))
@@ -185,7 +185,7 @@ class RayPlacement:
             patience_s=self._start_timeout_s / _MAX_FAILURES,
         )
         job = msgspec.json.encode(TetheredJob(order=order, secret=self._secret))
-        place.seats = [self._cluster.start_worker(place.node, self._needs, job) for _ in range(place.num_ranks)]
+        place.actors = [self._cluster.start_worker(place.node, self._needs, job) for _ in range(place.num_ranks)]
         place.started = False
         place.placed_s = time.monotonic()
         _log.info("%s: on Ray node %s at %s, %d threads", place, place.node[:8], host, self._needs.num_cpus)
@@ -193,7 +193,7 @@ class RayPlacement:
     def _close(self, patience_s: float) -> None:
         """End what still runs after `patience_s`; if all went well the workers end because the engine has."""
         deadline = time.monotonic() + patience_s
-        waiting = [seat.ended for place in self._places for seat in place.seats]
+        waiting = [actor.ended for place in self._places for actor in place.actors]
         while waiting and (left := deadline - time.monotonic()) > 0:
             ended = self._cluster.finished(waiting, left)
             waiting = [reference for reference in waiting if reference not in ended]
@@ -204,9 +204,9 @@ class RayPlacement:
             self._reserved.close()
 
     def _leave(self, place: _Place) -> None:
-        for seat in place.seats:
-            self._cluster.kill(seat)
-        place.seats = []
+        for actor in place.actors:
+            self._cluster.kill(actor)
+        place.actors = []
 
     # --- the keeper's thread -----------------------------------------------------------------------------------------
 
@@ -220,25 +220,25 @@ class RayPlacement:
 
     def _look_after_places(self) -> None:
         """Wait until a worker ends, at most `_LOOK_S`, and do what there is to do."""
-        watched = [seat.ended for place in self._places for seat in place.seats]
+        watched = [actor.ended for place in self._places for actor in place.actors]
         if not watched:
             self._ending.wait(_LOOK_S)
         ended = self._cluster.finished(watched, _LOOK_S)
         if self._ending.is_set():
             return
         for place in self._places:
-            lost = next((seat for seat in place.seats if seat.ended in ended), None)
+            lost = next((actor for actor in place.actors if actor.ended in ended), None)
             if lost is not None:
                 self._on_end(place, lost)
-            elif place.seats and not place.started:
+            elif place.actors and not place.started:
                 self._look_whether_started(place)
         for place in self._places:
-            if not place.seats and time.monotonic() >= place.next_try_s:
+            if not place.actors and time.monotonic() >= place.next_try_s:
                 self._place_again(place)
 
     def _look_whether_started(self, place: _Place) -> None:
-        """Give up a node that has no room for the actors."""
-        if all(self._cluster.finished([seat.started], 0.0) for seat in place.seats):
+        """Give up a node that does not start the actors in time."""
+        if all(self._cluster.finished([actor.started], 0.0) for actor in place.actors):
             place.started = True
             place.avoid = frozenset()
         elif time.monotonic() - place.placed_s > self._start_timeout_s:
@@ -251,9 +251,9 @@ class RayPlacement:
                 fatal=True,
             )
 
-    def _on_end(self, place: _Place, seat: RunningSeat) -> None:
+    def _on_end(self, place: _Place, actor: RunningActor) -> None:
         try:
-            end = msgspec.json.decode(self._cluster.answer(seat.ended), type=WorkerEnd)
+            end = msgspec.json.decode(self._cluster.answer(actor.ended), type=WorkerEnd)
         except ResourceError as error:
             self._give_up(place, str(error))
             return
@@ -263,8 +263,8 @@ class RayPlacement:
             self._give_up(place, ": ".join([f"exit code {end.code}", *(end.last_lines[-1:] if end.code else [])]))
 
     def _give_up(self, place: _Place, reason: str, *, fatal: bool = False) -> None:
-        """Leave the seats; sit down again at once, or after a pause if it has failed before."""
-        assert place.seats, "only who sits can get up"
+        """End the actors; place the worker again at once, or after a pause if it has failed before."""
+        assert place.actors, "only a placed worker can be given up"
         self._leave(place)
         steady = time.monotonic() - place.placed_s > _STEADY_S
         place.num_failures = 1 if steady and not fatal else place.num_failures + 1
@@ -276,8 +276,8 @@ class RayPlacement:
                 self._failure = ResourceError(f"{place} on Ray does not start: {reason}")
 
     def _place_again(self, place: _Place) -> None:
-        taken = [Seat(side=other.side, node=other.node) for other in self._places if other.seats]
-        node = choose_node(self._cluster.rooms(), taken, place.side, self._needs, place.avoid)
+        taken = [(other.side, other.node) for other in self._places if other.actors]
+        node = choose_node(self._cluster.nodes(), taken, place.side, self._needs, place.avoid)
         if node is None:
             num_cpus = place.num_ranks * self._needs.num_cpus
             _log.warning("%s: no node has %d CPUs to spare; waiting for one", place, num_cpus)

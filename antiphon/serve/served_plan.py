@@ -1,6 +1,6 @@
-"""What this engine must be to obey a decode plan, or the one line that says why it cannot.
+"""What this engine must be to follow a decode plan, or the one line that says why it cannot.
 
-    served = obey(plan, spec, Path("plan.json"))
+    served = served_plan_of(plan, spec, Path("plan.json"))
     config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
 
 1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for)
@@ -72,18 +72,18 @@ class ServedPlan:
 
     @property
     def join_workers(self) -> tuple[int, int, int]:
-        """Of several nodes, what is not on the first one, where the server is: attention workers (or replicas), expert
-        workers, and how many ranks of the first of them are on it all the same, because it is wider than a node.
+        """What is not on the first node, where the server is: attention workers (or replicas), expert workers, and how
+        many ranks of the first of them are on it all the same, because it is wider than a node.
 
-        Workers are placed in their order, each whole while the node has room for it."""
-        ranks, room = self.attention_tp * self.num_stages, self.node_devices
-        attention = min(self.num_attention, room // ranks)
-        room -= attention * ranks
+        Workers are placed in their order, each whole while the node has devices for it."""
+        ranks, free = self.attention_tp * self.num_stages, self.node_devices
+        attention = min(self.num_attention, free // ranks)
+        free -= attention * ranks
         if attention == 0:
-            return self.num_attention, self.num_experts if self.layout == "disaggregated" else 0, room
+            return self.num_attention, self.num_experts if self.layout == "disaggregated" else 0, free
         if self.layout != "disaggregated":
             return self.num_attention - attention, 0, 0
-        experts = min(self.num_experts, room // self.expert_tp) if self.experts_beside else 0
+        experts = min(self.num_experts, free // self.expert_tp) if self.experts_beside else 0
         return self.num_attention - attention, self.num_experts - experts, 0
 
     def refuse_other(self, given: Mapping[str, int | str]) -> None:
@@ -108,7 +108,7 @@ class ServedPlan:
                 )
 
 
-def obey(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
+def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     """`plan`, read from `file`, for the model `spec`. `UserError` says what keeps it from being run here."""
     phase = plan.phases.get("decode")
     if phase is None:

@@ -43,7 +43,7 @@ def interruptible() -> Iterator[None]:
     with nothing to close. Python would run its own handler only after the call."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield  # handlers belong to the main thread, and somebody else's stay
+        yield  # handlers belong to the main thread, and one that was set by others stays
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

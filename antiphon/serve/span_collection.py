@@ -3,10 +3,10 @@
 A worker answers between two steps, so an answer may take as long as a step.
 """
 
-import contextlib
-import queue
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.worker.messages import TakeSpans
@@ -14,51 +14,20 @@ from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 
 
-class SpanCollection:
-    """`wait` in the thread that asks; `begin`, `add` and `forget` in the engine's thread.
+@dataclass(eq=False)
+class _Collection:
+    """One request. `missing`: workers that were asked and have not answered; `done`: none is left."""
 
-    Of `names`, None: of all workers. `last_steps` as in `TakeSpans`."""
+    last_steps: int
+    names: Collection[WorkerName] | None
+    missing: set[WorkerName] = field(default_factory=set)
+    spans: dict[WorkerName, Spans] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
 
-    def __init__(self, last_steps: int, names: Collection[WorkerName] | None) -> None:
-        self._last_steps = last_steps
-        self._names = names
-        self._wanted: set[WorkerName] = set()
-        self._spans: dict[WorkerName, Spans] = {}
-        self._done = threading.Event()
-
-    def begin(self, fleet: Fleet) -> None:
-        """Ask the workers that are up."""
-        ready = {name for name, worker in fleet.workers.items() if worker.ready}
-        self._wanted = ready if self._names is None else ready.intersection(self._names)
-        for name in list(self._wanted):
-            fleet.send(fleet.workers[name], TakeSpans(self._last_steps))
-        self._finish_if_complete()
-
-    def add(self, name: WorkerName, spans: Spans) -> bool:
-        """Take a worker's answer; False: it was not asked for here, or has come before."""
-        if name not in self._wanted or name in self._spans:
-            return False
-        self._spans[name] = spans
-        self._finish_if_complete()
-        return True
-
-    def forget(self, names: Iterable[WorkerName]) -> None:
-        """These workers are gone, and with them what they recorded."""
-        self._wanted.difference_update(names)
-        self._finish_if_complete()
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float) -> dict[WorkerName, Spans]:
-        """What has arrived; after `timeout_s` possibly not from all."""
-        self._done.wait(timeout_s)
-        return dict(self._spans)
-
-    def _finish_if_complete(self) -> None:
-        if self._wanted <= set(self._spans):
-            self._done.set()
+    def cross_off(self, names: Iterable[WorkerName]) -> None:
+        self.missing.difference_update(names)
+        if not self.missing:
+            self.done.set()
 
 
 class SpanCollections:
@@ -66,32 +35,40 @@ class SpanCollections:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._asked: queue.SimpleQueue[SpanCollection] = queue.SimpleQueue()
-        self._begun: list[SpanCollection] = []
+        self._asked: deque[_Collection] = deque()
+        self._begun: list[_Collection] = []
 
     def collect(
         self, last_steps: int, names: Collection[WorkerName] | None, timeout_s: float
     ) -> dict[WorkerName, Spans]:
-        """Ask, wake the engine's thread, and wait for the answers; see `SpanCollection`."""
-        collection = SpanCollection(last_steps, names)
-        self._asked.put(collection)
+        """Ask workers `names` (None: all) for spans, `last_steps` as in `TakeSpans`, and wait for their answers.
+        Returns what has arrived; after `timeout_s` possibly not from all."""
+        collection = _Collection(last_steps, names)
+        self._asked.append(collection)
         self._fleet.wake()
-        return collection.wait(timeout_s)
+        collection.done.wait(timeout_s)
+        return dict(collection.spans)
 
     def begin(self) -> None:
-        """Carry out what was asked since the last call."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                collection = self._asked.get_nowait()
-                collection.begin(self._fleet)
-                self._begun.append(collection)
-        self._begun = [collection for collection in self._begun if not collection.done]
+        """Ask the workers that are up for what was requested since the last call."""
+        while self._asked:
+            collection = self._asked.popleft()
+            ready = {name for name, worker in self._fleet.workers.items() if worker.ready}
+            collection.missing = ready if collection.names is None else ready.intersection(collection.names)
+            for name in list(collection.missing):
+                self._fleet.send(self._fleet.workers[name], TakeSpans(collection.last_steps))
+            collection.cross_off(())
+            self._begun.append(collection)
+        self._begun = [collection for collection in self._begun if not collection.done.is_set()]
 
     def add(self, name: WorkerName, spans: Spans) -> None:
         """A worker's answer belongs to the oldest request that waits for it."""
-        any(collection.add(name, spans) for collection in self._begun)
+        collection = next((each for each in self._begun if name in each.missing), None)
+        if collection is not None:
+            collection.spans[name] = spans
+            collection.cross_off([name])
 
-    def forget(self, names: Iterable[WorkerName]) -> None:
-        """See `SpanCollection.forget`."""
+    def forget(self, names: Collection[WorkerName]) -> None:
+        """These workers are gone, and with them what they recorded."""
         for collection in self._begun:
-            collection.forget(names)
+            collection.cross_off(names)

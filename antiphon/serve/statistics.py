@@ -25,7 +25,7 @@ _MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 
 
 class EventLog:
-    """What happened to the workers, the newest `_MAX_EVENTS`, for people who watch them. The log says more."""
+    """What happened to the workers, the newest `_MAX_EVENTS`, for the dashboard. The log says more."""
 
     def __init__(self) -> None:
         self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
@@ -79,7 +79,7 @@ class EngineStatistics:
             self.prefetch.add(result.prefetch)
 
     def record_group_step(self, step_s: float, num_experts: int) -> None:
-        """A step of all workers that step together, so many expert workers among them, took this long."""
+        """A step of all workers that step together, `num_experts` expert workers among them, took this long."""
         self.num_steps += 1
         self._group_step_s += step_s
         self._expert_step_s += step_s * num_experts
@@ -99,7 +99,7 @@ class EngineStatistics:
                 }
 
     def record_placement(self, version: int, num_moved: int) -> None:
-        """Rows go by another placement now; so many experts have moved or been copied for it."""
+        """Rows go by another placement now, for which `num_moved` experts have moved or been copied."""
         self.placement_changes += 1
         text = f"placement {version}: {num_moved} experts have moved"
         _log.info("%s", text)

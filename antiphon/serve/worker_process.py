@@ -61,14 +61,14 @@ class WorkerProcess:
     def __init__(self, name: WorkerName) -> None:
         self.name = name
         self.ready = False
-        self.explanation = ""  # of its end: why `kill` was called, or what the worker said itself
+        self.explanation = ""  # why it ended: the reason of `kill`, or what the worker said itself
         self.fell_blameless = False  # killed because another rank of its worker was, from outside
         self.heard_s = 0.0  # when it was started or last said something, by the fleet's clock
         self.channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Launch the process; it waits for `Configure`. `OSError` if the system has no room for another process."""
+        """Launch the process; it waits for `Configure`. `OSError` if the system refuses another process."""
         ours, theirs = socket.socketpair()
         command = python_module("antiphon.serve.worker.process", "--fd", str(theirs.fileno()))
         try:
@@ -88,7 +88,7 @@ class WorkerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Somebody stopped the process (SIGSTOP, SIGTSTP); it does nothing until it is told to go on. False where the
+        """The process was stopped (SIGSTOP, SIGTSTP) and does nothing until it is continued. False where the
         process table cannot be read: no descriptor is free, or there is no such table."""
         with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
             return self.channel is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
@@ -150,7 +150,7 @@ class WorkerProcess:
         assert self._process is not None, "start() comes first"
         try:
             code = self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver: nobody can end it
+        except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver: nothing can end it
             _log.error("%s, process %d, was killed and does not end", self.name, self.pid)
             return "does not end, although killed"
         return f"killed by {signals.name_of(-code)}" if code < 0 else f"exited with {code}"

@@ -1,34 +1,33 @@
-"""The workers of an engine, in their groups: whose message is whose, who loads, who died, who is started again.
+"""The workers of an engine, in their groups: hands on their messages, and starts again those that died.
 
-A worker that died is started again, for ever, at the pace of `policy/restarts`; requests that need it wait, the others
-are served. A worker that says itself why it cannot start, and that this will not pass (the checkpoint is gone, memory
-is too small), ends the engine. One from another machine does not: the next to join may do better.
+A worker that died is started again without end, at the pace of `policy/restarts`; requests that need it wait, the
+others are served. A worker that says itself why it cannot start, and that this will not pass (the checkpoint is gone,
+memory is too small), ends the engine. One from another machine does not: the next to join may do better.
 
 A worker is also killed, and then started again, if it hangs: in a step (see `StepGroup.on_tick`), while it loads, or
-because somebody stopped its process for `_STOPPED_S`. A short stop must harm nobody: debuggers and benchmarks do it.
+because its process was stopped for `_STOPPED_S`. A short stop must do no harm: debuggers and benchmarks do it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from antiphon.base.errors import StartFailed, UserError
+from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.serve.engine_api import EngineStats
 from antiphon.serve.fleet import Event, Fleet
-from antiphon.serve.group import StepGroup
+from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.restarts import Restarts
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.running_step import StepFailure
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import FromWorker, LoadProgress, StepResult, WorkerFailure, WorkerReady
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
 _LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
-_STOPPED_S = 2.0  # a process that is stopped for so long is not about to go on
+_STOPPED_S = 2.0  # a process that is stopped for longer is not about to go on
 _SAY_S = 5.0  # between two lines on one worker that dies again and again, or cannot be started
 _LOOK_S = 0.2  # between two looks for stopped processes
 
@@ -42,8 +41,9 @@ class Workforce:
         fleet: Fleet,
         groups: list[StepGroup],
         statistics: EngineStatistics,
-        relaunch: Callable[[WorkerName], None],
+        launch: Callable[[WorkerName], None],
     ) -> None:
+        """`launch` starts a worker's process, or asks for one from outside."""
         self.groups = groups
         self.schedulers: dict[WorkerName, Scheduler] = {}
         for group in groups:
@@ -51,7 +51,7 @@ class Workforce:
         self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
         self._statistics = statistics
-        self._relaunch = relaunch
+        self._launch = launch
         self._group_of = {name: group for group in groups for name in group.members.processes}
         self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, WorkerReady] = {}
@@ -60,10 +60,18 @@ class Workforce:
         self._stopped_since_s: dict[WorkerProcess, float] = {}
         self._looked_s = 0.0
 
+    def start(self) -> None:
+        """Start all workers, before the engine's thread. `ResourceError` if the system refuses one."""
+        for name in self.names:
+            try:
+                self._launch(name)
+            except OSError as error:
+                raise ResourceError(f"the system has no room for {name}: {error.strerror or error}") from error
+
     # --- read by any thread ----------------------------------------------------------------------------------------
 
     @property
-    def names(self) -> Iterable[WorkerName]:
+    def names(self) -> Collection[WorkerName]:
         return self._group_of.keys()
 
     @property
@@ -78,7 +86,7 @@ class Workforce:
 
     @property
     def missing(self) -> dict[WorkerName, str]:
-        """The workers that cannot step now and why: they load, wait for their restart, or for somebody to join."""
+        """The workers that cannot step now and why: they load, wait for their restart, or for a worker to join."""
         now_s = self._fleet.clock.now_s
         found = {}
         for name, restarts in self._restarts.items():
@@ -89,7 +97,7 @@ class Workforce:
         return found
 
     def _awaits_joiner(self, name: WorkerName) -> bool:
-        """Its place was offered, and nobody has come."""
+        """Its place was offered, and no worker has joined."""
         worker = self._fleet.workers.get(name)
         is_gone = worker is None or (worker.is_remote and worker.channel is None)
         return is_gone and self._restarts[name].due_s is None
@@ -119,7 +127,7 @@ class Workforce:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
         statistics, missing = self._statistics, self.missing
         counters = [scheduler.counters for scheduler in self.schedulers.values()]
-        pools = [scheduler.occupancy.pool for scheduler in self.schedulers.values()]
+        pools = [scheduler.book.pool for scheduler in self.schedulers.values()]
         return EngineStats(
             num_running=sum(scheduler.num_running for scheduler in self.schedulers.values()),
             num_waiting=num_waiting,
@@ -151,7 +159,7 @@ class Workforce:
         )
 
     def _status(self) -> str:
-        """Who is missing and why, in words."""
+        """Which workers are missing and why, in words."""
         missing = ", ".join(f"{name} ({why})" for name, why in self.missing.items())
         if self.ready:
             return f"degraded: waiting for {missing}" if missing else "ok"
@@ -238,7 +246,7 @@ class Workforce:
             self._restarts[name].note_start()
         for name in ranks:
             try:
-                self._relaunch(name)
+                self._launch(name)
             except (OSError, MemoryError) as error:
                 # Not the worker's doing: it costs little to try again, and streams wait for it.
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -248,7 +256,7 @@ class Workforce:
                 self._statistics.num_worker_restarts += 1
 
     def on_tick(self) -> None:
-        """Start those who are due; kill who hangs, see the module's docstring."""
+        """Start the workers that are due; kill those that hang, see the module's docstring."""
         if self._fleet.clock.paused:
             return
         self._start_due()

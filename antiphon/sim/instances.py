@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import RequestOutput, SequenceStep, StepPlan
+from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.pools import Pool
@@ -114,8 +114,8 @@ class Instance:
         self.step = Step(now_s, now_s + price.duration_s, rows, num_decode, price)
         return self.step
 
-    def finish(self) -> list[RequestOutput]:
-        """The running step has ended: what it did for each request."""
+    def finish(self) -> list[Request]:
+        """The running step has ended: the requests that got a token or ended."""
         assert self.step is not None
         step, self.step = self.step, None
         self.version += 1
@@ -131,13 +131,13 @@ class Instance:
         return progress
 
     def kill_attention(self, worker: int, until_s: float) -> list[Request]:
-        """`worker` is gone until then. Returns its requests, oldest first, for others to adopt."""
+        """`worker` is gone until then. Returns its requests, oldest first, for others to take."""
         self._give_up()
         self._down[worker] = max(until_s, self._down.get(worker, 0.0))
         if not self.pool.is_apart:
             self._experts_down[worker] = self._down[worker]
         self._plans.pop(worker, None)
-        return self.schedulers[worker].evacuate()
+        return self.schedulers[worker].take_back(cache_lost=True)
 
     def kill_experts(self, worker: int, until_s: float) -> None:
         """No worker steps until then."""

@@ -19,7 +19,6 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
-from antiphon.serve.policy.step import RequestOutput
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.instances import Instance, LivePool, start_pool
 from antiphon.sim.pools import Pool
@@ -173,7 +172,7 @@ class _ServingSimulation:
             live.waiting.append(request)
             return
         instance = live.instance_of(worker)
-        instance.schedulers[worker].adopt(request)
+        instance.schedulers[worker].add(request)
         self._dirty[pool, instance.index] = instance
 
     def _transferred(self, record: Record) -> None:
@@ -205,7 +204,7 @@ class _ServingSimulation:
         progress = instance.finish()
         self._dirty[pool, instance.index] = instance
         if live.pool.first_token_only and len(self._pools) > 1:
-            progress = [entry for entry in progress if not self._hands_over(live.pool, entry.request)]
+            progress = [request for request in progress if not self._hands_over(live.pool, request)]
         self._deliver(progress)
 
     def _hands_over(self, pool: Pool, request: Request) -> bool:
@@ -216,14 +215,14 @@ class _ServingSimulation:
         self._at(self._now_s + pool.transfer_s(request.num_prompt), self._transferred, record)
         return True
 
-    def _deliver(self, progress: list[RequestOutput]) -> None:
+    def _deliver(self, progress: list[Request]) -> None:
         """Tokens of a step to their requests."""
         records = self._record_of
         gaps: dict[float, int] = {}
-        for request, _, finish_reason in progress:
+        for request in progress:
             record = records[request.request_id]
             self._count_token(record, gaps)
-            if finish_reason is not None:
+            if request.finish_reason is not None:
                 record.finished_s = self._now_s
                 del records[request.request_id]
                 self._num_in_flight -= 1

@@ -94,7 +94,7 @@ class ServeLog:
         seen = []
         for live in pools:
             schedulers = [scheduler for instance in live.instances for scheduler in instance.schedulers.values()]
-            used = sum(scheduler.occupancy.pool.num_used for scheduler in schedulers)
+            used = sum(scheduler.book.pool.num_used for scheduler in schedulers)
             seen.append(
                 PoolSample(
                     running=sum(scheduler.num_running for scheduler in schedulers),

@@ -71,12 +71,10 @@ def rows_of(
             sampled = sum([step.samples for step in sequences])
             return _even(num_rows, visible, sampled, num_micro_batches)
     cut = []
-    for ranges in split_into_micro_batches(sequences, num_micro_batches, context_tokens_per_row):
+    for steps in split_into_micro_batches(sequences, num_micro_batches, context_tokens_per_row):
         batch = Rows()
-        for index, first_row, rows in ranges:
-            step = sequences[index]
-            is_last = step.samples and first_row + rows == len(step.token_ids)
-            _add(batch, step.start + first_row, rows, is_last)
+        for step in steps:
+            _add(batch, step.start, len(step.token_ids), step.samples)
         cut.append(batch)
     return cut
 

@@ -9,7 +9,7 @@ import pytest
 
 from antiphon.cli import main as cli
 from antiphon.models.config import model_spec
-from antiphon.serve.served_plan import obey
+from antiphon.serve.served_plan import served_plan_of
 from antiphon.specs.plan import read_plan
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
@@ -203,7 +203,7 @@ def test_each_phase_of_a_hybrid_plan_has_the_form_that_is_faster_for_its_rows(
     plan = read_plan(file)
     assert plan.phases["decode"].collectives == forms[1]
     both = replace(plan, phases={"prefill": prefill, **plan.phases})
-    served = obey(both, model_spec(FIVE_EXPERTS), file)
+    served = served_plan_of(both, model_spec(FIVE_EXPERTS), file)
     assert (served.prefill_collectives, served.decode_collectives) == forms
 
 

@@ -128,7 +128,7 @@ def test_as_many_are_admitted_as_the_engine_admits(
         prompt = [number * 1000 + position for position in range(tokens)]
         params = SamplingParams(max_tokens=1)
         request = new_request(str(number), prompt, params, arrival=number, seed=0, eos_token_ids=())
-        scheduler.adopt(request)
+        scheduler.add(request)
     plan = scheduler.schedule()
     assert plan is not None
     assert scheduler.num_running == expected

@@ -19,8 +19,10 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.launch import start_engine
+from antiphon.serve.launch import start
+from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.prepare import prepare
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until
@@ -117,9 +119,9 @@ def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **change
 
 
 @contextmanager
-def running(settings: ServeConfig) -> Iterator[Engine]:
+def running(settings: ServeConfig, make_matcher: Callable[[str], Matcher] | None = None) -> Iterator[Engine]:
     """A started engine; afterwards no process of it is left."""
-    engine = start_engine(settings)
+    engine = start(prepare(settings), make_matcher=make_matcher)
     try:
         yield engine
     finally:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from antiphon.serve.policy.occupancy import BlockPool
+from antiphon.serve.policy.block_book import BlockPool
 from antiphon.serve.policy.request import Request, SchedulerConfig, check_request, new_request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import RequestOutput, SequenceStart, StepPlan
+from antiphon.serve.policy.step import SequenceStart, StepPlan
 from antiphon.specs.sampling import SamplingParams
 
 EOS = 2
@@ -38,20 +38,20 @@ def expected_output(prompt: list[int], params: SamplingParams) -> list[int]:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert that blocks, slots and queues agree."""
-    occupancy = scheduler.occupancy
-    running, waiting = list(occupancy.running), list(occupancy.waiting)
-    check_blocks(occupancy.pool, [request.block_table for request in running])
+    book = scheduler.book
+    running, waiting = list(book.running), list(book.waiting)
+    check_blocks(book.pool, [request.block_table for request in running])
     assert {request.request_id for request in running + waiting} == set(scheduler.requests)
-    slots = [request.slot for request in running] + occupancy.free_slots
+    slots = [request.slot for request in running] + book.free_slots
     assert sorted(slots) == list(range(scheduler.config.num_slots))
-    lane, members = occupancy.lane, [request for request in running if request.num_promised_blocks]
+    lane, members = book.lane, [request for request in running if request.num_promised_blocks]
     assert len(lane) == len({request.owner for request in members}) == len(members) <= scheduler.config.express_slots
-    assert occupancy.num_free_slots >= 0
+    assert book.num_free_slots >= 0
     assert lane.num_kept == scheduler.config.express_blocks - sum(len(request.block_table) for request in members)
-    assert occupancy.pool.num_free >= lane.num_kept >= 0, "blocks of the express lane are taken"
+    assert book.pool.num_free >= lane.num_kept >= 0, "blocks of the express lane are taken"
     assert all(len(request.block_table) <= request.num_promised_blocks for request in members)
     assert not any(request.num_promised_blocks for request in waiting)
-    assert occupancy.num_waiting_tokens == sum(len(request.token_ids) for request in waiting)
+    assert book.num_waiting_tokens == sum(len(request.token_ids) for request in waiting)
     assert all(not request.block_table for request in waiting)
 
 
@@ -150,7 +150,7 @@ class Simulation:
         arrival = self.num_submitted if arrival is None else arrival
         request = new_request(request_id, prompt, params, arrival=arrival, seed=0, eos_token_ids=(EOS,), owner=owner)
         check_request(request, self.config)
-        self.scheduler.adopt(request)
+        self.scheduler.add(request)
         self.num_submitted += 1
         self.outputs[request_id] = []
         self.reasons[request_id] = None
@@ -174,33 +174,33 @@ class Simulation:
         check_scheduler(self.scheduler)
         return plan
 
-    def compute(self, plan: StepPlan) -> list[RequestOutput]:
+    def compute(self, plan: StepPlan) -> list[Request]:
         sampled, reported = self.worker.run(plan)
         progress = self.scheduler.commit(plan, sampled)
         check_scheduler(self.scheduler)
-        live = {entry.request.request_id for entry in progress} | set(self.scheduler.requests)
+        live = {request.request_id for request in progress} | set(self.scheduler.requests)
         self.reported += [entry for entry in reported if entry[0] in live]
-        for request, token_id, reason in progress:
+        for request in progress:
             assert self.reasons[request.request_id] is None, "progress after the end"
-            assert request.finish_reason == reason, "progress of an aborted request"
-            if token_id is not None:
-                self.outputs[request.request_id].append(token_id)
+            assert request.finish_reason != "abort", "progress of an aborted request"
+            if request.newest_token_id is not None:
+                self.outputs[request.request_id].append(request.newest_token_id)
                 self.ask_mask(request)
-            self.reasons[request.request_id] = reason
+            self.reasons[request.request_id] = request.finish_reason
             assert self.outputs[request.request_id] == request.token_ids[request.num_prompt :]
         return progress
 
     def lose_worker(self) -> None:
         """The worker is lost, and comes back with an empty cache."""
-        for request in self.scheduler.evacuate():
-            self.scheduler.adopt(request)
+        for request in self.scheduler.take_back(cache_lost=True):
+            self.scheduler.add(request)
         self.worker = FakeWorker(self.config.block_size)
         check_scheduler(self.scheduler)
 
     def withdraw(self) -> None:
         """All requests are taken back and given to the same worker again."""
-        for request in self.scheduler.withdraw():
-            self.scheduler.adopt(request)
+        for request in self.scheduler.take_back():
+            self.scheduler.add(request)
         check_scheduler(self.scheduler)
 
     def step(self) -> bool:

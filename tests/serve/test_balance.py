@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.serve import balancer, launch
+from antiphon.serve import balancer, prepare
 from antiphon.serve.engine import Engine
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement, Owners
@@ -86,8 +86,8 @@ def test_the_same_text_whoever_decides(
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy ahead of a layer pays at once: rows are divided however few they are, and a load costs as much as one."""
-    monkeypatch.setattr(launch, "_KNEE_ROWS", {"cpu": 1})
-    monkeypatch.setattr(launch, "_LOAD_ROWS", {"cpu": 1})
+    monkeypatch.setattr(prepare, "_KNEE_ROWS", {"cpu": 1})
+    monkeypatch.setattr(prepare, "_LOAD_ROWS", {"cpu": 1})
 
 
 @pytest.mark.parametrize("layout", ["2+2/m2", "1t2+2t2/m2", pytest.param("3+2/m3", marks=pytest.mark.slow)])

@@ -8,10 +8,11 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.kernels.select import resolve_device
-from antiphon.serve.door import Door
-from antiphon.serve.fleet import Arrival
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinRole, join_engine
-from antiphon.serve.launch import Launcher
+from antiphon.serve.launch import configure
+from antiphon.serve.prepare import prepare
+from antiphon.serve.remote_workers import JoinedWorker, RemoteWorkers
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import TinyModel, config
@@ -33,13 +34,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> GpuCount:
     return pretend
 
 
-def configured(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> dict[str, Configure]:
-    """What each worker would be told, by its name."""
-    sent: dict[str, Configure] = {}
-    monkeypatch.setattr(launcher.fleet, "launch", lambda name, configure: sent.update({str(name): configure}))
-    for name in launcher.worker_names():
-        launcher.launch(name)
-    return sent
+def configured(settings: ServeConfig) -> dict[str, Configure]:
+    """What each worker would be sent, by its name."""
+    run = prepare(settings)
+    return {str(name): configure(run, name, run.placement) for name in run.worker_names()}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_workers_take_the_gpus_in_turn_over_all_roles(
 ) -> None:
     gpus(num_gpus)
     with caplog.at_level("INFO"):
-        sent = configured(Launcher(config(tiny_model, layout, device="cuda")), monkeypatch)
+        sent = configured(config(tiny_model, layout, device="cuda"))
     assert [str(resolve_device(each.device, each.device_index)) for each in sent.values()] == devices
     shared = f"{len(devices)} workers take turns over {num_gpus} GPUs"
     assert (shared in caplog.text) == (len(devices) > num_gpus)
@@ -71,7 +69,7 @@ def test_workers_take_the_gpus_in_turn_over_all_roles(
 
 def test_a_named_gpu_is_for_all_workers(tiny_model: TinyModel, gpus: GpuCount, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(2)
-    sent = configured(Launcher(config(tiny_model, "1+1", device="cuda:1")), monkeypatch)
+    sent = configured(config(tiny_model, "1+1", device="cuda:1"))
     assert [str(resolve_device(each.device, each.device_index)) for each in sent.values()] == ["cuda:1", "cuda:1"]
 
 
@@ -90,24 +88,24 @@ def test_a_gpu_that_does_not_exist_is_refused(gpus: GpuCount, name: str, message
 
 
 class JoinedMachines:
-    """A door at an address of its own, and workers that come through it."""
+    """Workers that join at an address of their own."""
 
     def __init__(self, places: list[WorkerName], local: list[WorkerName]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
-        self._door = Door(self._address, SECRET, frozenset(places), local=local)
-        self._door.start(lambda: None)
-        self.close = self._door.close
+        self._remote = RemoteWorkers(self._address, SECRET, frozenset(places), local=local)
+        self._remote.start(lambda: None)
+        self.close = self._remote.close
 
     def fill(self, name: WorkerName, host: str, configure: Configure) -> int:
         """A worker of `host` takes this place; returns its device index."""
-        self._door.ask(name, configure)
+        self._remote.ask(name, configure)
         role: JoinRole = "attention" if name.role == "attention" else "experts"
         channel = join_engine(self._address, SECRET, role=role, name=role, host=host, pid=1, patience_s=10.0)
-        found: list[Arrival] = []
-        wait_until(lambda: bool(found.extend(self._door.arrivals()) or found), f"{name} has arrived")
+        found: list[JoinedWorker] = []
+        wait_until(lambda: bool(found.extend(self._remote.arrivals()) or found), f"{name} has arrived")
         channel.close()
-        assert [arrival.worker.name for arrival in found] == [name]
+        assert [worker.name for worker in found] == [name]
         return found[0].configure.device_index
 
 
@@ -127,7 +125,7 @@ def joined() -> Iterator[JoinedMachines]:
 def test_workers_that_join_are_counted_by_their_machine(
     tiny_model: TinyModel, joined: JoinedMachines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = configured(Launcher(config(tiny_model, "2+2")), monkeypatch)
+    sent = configured(config(tiny_model, "2+2"))
     places = zip(names(2, 2), ["10.0.0.1", "10.0.0.2", "10.0.0.1", "127.0.0.1"], strict=True)
     assert [joined.fill(name, host, sent[str(name)]) for name, host in places] == [0, 0, 1, 1]
     # One that is lost leaves its GPU to the next of its machine; one from elsewhere begins there.

@@ -187,8 +187,8 @@ def test_a_system_that_starts_no_process_is_asked_again(
         launch(name)
 
     with running(config(tiny_model, "1+1/m2")) as engine:
-        launch = engine.workforce._relaunch
-        monkeypatch.setattr(engine.workforce, "_relaunch", refuse)
+        launch = engine.workforce._launch
+        monkeypatch.setattr(engine.workforce, "_launch", refuse)
         run = Run(engine, prompts[:4], GREEDY)
         kill(engine, "experts", 0)
         assert [request.token_ids for request in run.finish()] == reference[:4]
@@ -232,7 +232,7 @@ def test_what_the_system_refuses_where_nothing_expects_it_costs_a_round(
 
     with running(config(tiny_model, "1+1/m2")) as engine:
         monkeypatch.setattr(engine.workforce, "on_tick", refuse_some(engine.workforce.on_tick))
-        monkeypatch.setattr(engine._desk, "assign", refuse_some(engine._desk.assign))
+        monkeypatch.setattr(engine._router, "assign", refuse_some(engine._router.assign))
         assert complete(engine, prompts[:8]) == reference[:8]
         kill(engine, "experts", 0)
         assert complete(engine, prompts[:8]) == reference[:8]
@@ -247,7 +247,7 @@ def test_an_engine_that_the_system_refuses_everything_gives_up(
 
     given_up = threading.Event()
     with running(config(tiny_model, "1")) as engine:
-        monkeypatch.setattr("antiphon.serve.setbacks._GIVE_UP_S", 1.0)
+        monkeypatch.setattr("antiphon.serve.engine._GIVE_UP_S", 1.0)
         engine.call_when_given_up(given_up.set)
         monkeypatch.setattr(engine._fleet, "poll", refuse)
         assert given_up.wait(PATIENCE_S)

@@ -12,7 +12,8 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.launch import Launcher, start_engine
+from antiphon.serve.launch import build_engine, start_engine
+from antiphon.serve.prepare import prepare
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
@@ -157,7 +158,7 @@ def test_a_replacement_is_not_blamed_for_the_dead(
     """The expert worker says whom it has lost. The next process of that name may take its time to join."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_JOIN)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr("antiphon.serve.group._UNRESPONSIVE_S", 0.2)
+    monkeypatch.setattr("antiphon.serve.recovery._UNRESPONSIVE_S", 0.2)
     with running(config(tiny_model, "1+1/m2")) as engine:
         run_with_deaths(engine, prompts, reference, {0.2: lambda: kill(engine, "attention", 0)})
         assert engine.stats().num_worker_restarts == 1
@@ -182,12 +183,9 @@ def test_a_worker_that_cannot_start_is_one_line(tiny_model: TinyModel, tmp_path:
 @contextmanager
 def loading(settings: ServeConfig, load_timeout_s: float) -> Iterator[Engine]:
     """An engine whose workers have just been started and have `load_timeout_s` to show that they load."""
-    launcher = Launcher(settings)
-    engine = launcher.engine()
+    engine = build_engine(prepare(settings))
     engine.workforce.load_timeout_s = load_timeout_s
     try:
-        for name in launcher.worker_names():
-            launcher.launch(name)
         engine.start()
         yield engine
     finally:

@@ -14,8 +14,8 @@ import pytest
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
-from antiphon.serve.launch import Launcher
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.prepare import prepare
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (
@@ -64,7 +64,7 @@ def test_prompt_logprobs_of_a_prompt_in_many_pieces(tight: Engine) -> None:
 def test_more_than_the_memory_holds_is_refused(tiny_model: TinyModel) -> None:
     settings = config(tiny_model, "1", num_blocks=5, max_model_len=80)
     with pytest.raises(ResourceError, match="is too small: one sequence of 80 tokens"):
-        Launcher(config(tiny_model, "1", num_blocks=4, max_model_len=80))
+        prepare(config(tiny_model, "1", num_blocks=4, max_model_len=80))
     with running(settings) as engine:
         with pytest.raises(RequestTooLong, match="above the context length of 80"):
             Run(engine, [[5] * 17], GREEDY)
@@ -128,9 +128,9 @@ def test_replicas_and_uneven_shares_of_experts(tiny_model: TinyModel, prompts: P
     with running(config(tiny_model, "2+3/m2", placement=placement)) as engine:
         assert complete(engine, prompts) == reference
     with pytest.raises(UserError, match="the placement is for 3 expert workers, 2 run: make one for them"):
-        Launcher(config(tiny_model, "1+2", placement=placement))
+        prepare(config(tiny_model, "1+2", placement=placement))
     with pytest.raises(UserError, match="6 expert workers for 5 experts: use 1 to 5"):
-        Launcher(config(tiny_model, "1+6"))
+        prepare(config(tiny_model, "1+6"))
 
 
 @pytest.mark.parametrize("layout", ["1", "2", "1+2/m2"])
@@ -166,17 +166,15 @@ LAUNCHING = """
 import sys, threading
 from pathlib import Path
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.launch import Launcher
+from antiphon.serve.launch import build_engine
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.prepare import prepare
 from antiphon.specs.sampling import SamplingParams
 
-launcher = Launcher(ServeConfig(model=Path(sys.argv[1]), layout="disaggregated", num_threads=1))
-engine = launcher.engine()
-for name in launcher.worker_names():
-    launcher.launch(name)
+engine = build_engine(prepare(ServeConfig(model=Path(sys.argv[1]), layout="disaggregated", num_threads=1)))
+engine.start()
 if sys.argv[2] == "loading":
     print(*engine.worker_pids(), flush=True)
-engine.start()
 sink = ThreadSink()
 for index in range(8):
     engine.submit_to(sink, str(index), [5, 6, 7], SamplingParams(max_tokens=240, temperature=0.0, ignore_eos=True))

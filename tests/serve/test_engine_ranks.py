@@ -10,7 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.serve.config import OneRole
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.launch import Launcher
+from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.messages import Role, RunStep
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.specs.plan import Collectives
@@ -201,16 +201,16 @@ def test_cores_are_shared_out_by_threads(tiny_model: TinyModel, monkeypatch: pyt
 
 def test_more_ranks_than_heads_are_refused_before_anything_starts(tiny_model: TinyModel) -> None:
     with pytest.raises(UserError) as caught:
-        Launcher(config(tiny_model, "1t7"))
+        prepare(config(tiny_model, "1t7"))
     assert str(caught.value) == "--tp is 7: the model has 6 attention heads, so it must be at most 6"
     with pytest.raises(UserError) as caught:
-        Launcher(config(tiny_model, "1+1t25"))
+        prepare(config(tiny_model, "1+1t25"))
     assert str(caught.value) == "--expert-tp is 25: the model has 24 columns in an expert, so it must be at most 24"
 
 
 def test_stages_have_layers_and_hold_experts_too(tiny_model: TinyModel) -> None:
     with pytest.raises(UserError) as caught:
-        Launcher(config(tiny_model, "1p3"))
+        prepare(config(tiny_model, "1p3"))
     assert str(caught.value) == "--pp is 3: the model has 2 layers, so it must be at most that"
     with pytest.raises(UserError, match="--pp needs --layout colocated or hybrid"):
         config(tiny_model, "1p2+1/m2")
@@ -234,6 +234,6 @@ def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:
 
 def test_the_budget_counts_every_ranks_part(tiny_model: TinyModel) -> None:
     """Six heads share two KV heads: two ranks have one each, three ranks hold four between them."""
-    blocks = [Launcher(config(tiny_model, layout, kv_bytes=1 << 20)).num_blocks for layout in ("1", "1t2", "1t3")]
+    blocks = [prepare(config(tiny_model, layout, kv_bytes=1 << 20)).num_blocks for layout in ("1", "1t2", "1t3")]
     assert blocks[0] == blocks[1]
     assert blocks[2] == blocks[0] // 2

@@ -171,7 +171,9 @@ def make_even(grammar: str) -> EvenTokens:
     return EvenTokens(int(grammar))
 
 
-def test_grammars_are_followed_and_break_alone(both: list[Engine], prompts: Prompts, reference: Tokens) -> None:
+def test_grammars_are_followed_and_break_alone(
+    both: list[Engine], prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def params(grammar: str | None) -> SamplingParams:
         return SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, grammar=grammar)
 
@@ -180,11 +182,10 @@ def test_grammars_are_followed_and_break_alone(both: list[Engine], prompts: Prom
     for engine in both:
         with pytest.raises(UserError, match="needs a tokenizer"):
             Run(engine, prompts[:1], params("99"))
-        engine.make_matcher = make_even
+        monkeypatch.setattr(engine, "_make_matcher", make_even)
         with pytest.raises(UserError, match="'bad' is no number"):
             Run(engine, prompts[:1], params("bad"))
         results.append(Run(engine, prompts[:15], asked).finish())
-        engine.make_matcher = None
     for index, (first, second) in enumerate(zip(*results, strict=True)):
         assert first.token_ids == second.token_ids
         if index % 3 == 2:
@@ -198,11 +199,14 @@ def test_grammars_are_followed_and_break_alone(both: list[Engine], prompts: Prom
                 assert [token >= 40 for token in request.token_ids[:4]] == [False, True, False, True]
 
 
-def test_a_slow_grammar_delays_nobody_else(both: list[Engine], prompts: Prompts, reference: Tokens) -> None:
+def test_a_slow_grammar_delays_nobody_else(
+    both: list[Engine], prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     for engine in both:
         may_go = threading.Event()
-        engine.make_matcher = lambda grammar, may_go=may_go: EvenTokens(99, may_go if grammar == "slow" else None)
+        waits = {"slow": may_go}
+        monkeypatch.setattr(engine, "_make_matcher", lambda grammar, waits=waits: EvenTokens(99, waits.get(grammar)))
         slow = Run(engine, prompts[:3], replace(params, grammar="slow"))
         quick = Run(engine, prompts[:3], replace(params, grammar="quick"))
         free = Run(engine, prompts[:8], params).finish()
@@ -213,15 +217,13 @@ def test_a_slow_grammar_delays_nobody_else(both: list[Engine], prompts: Prompts,
         assert not any(request.params.grammar for request in held), "a grammar's text travels to no worker"
         may_go.set()
         assert [request.token_ids for request in slow.finish()] == expected
-        engine.make_matcher = None
 
 
 def test_masks_outlive_the_workers_and_crowding(tiny_model: TinyModel, prompts: Prompts) -> None:
     """A worker is killed while some masks are there and others are still to come; blocks are too few for all."""
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, grammar="any")
     settings = config(tiny_model, "2+1/m2", num_blocks=16)
-    with running(settings) as engine:
-        engine.make_matcher = lambda _: EvenTokens(99)
+    with running(settings, make_matcher=lambda _: EvenTokens(99)) as engine:
         expected = [Run(engine, [prompt], params).finish()[0].token_ids for prompt in prompts[:6]]
 
         def stumble(num_tokens: int) -> None:
@@ -236,17 +238,18 @@ def test_masks_outlive_the_workers_and_crowding(tiny_model: TinyModel, prompts: 
         assert engine.stats().num_preemptions > 0
 
 
-def test_a_request_that_waits_for_its_mask_can_be_ended(both: list[Engine], prompts: Prompts) -> None:
+def test_a_request_that_waits_for_its_mask_can_be_ended(
+    both: list[Engine], prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for engine in both:
         may_go = threading.Event()
-        engine.make_matcher = lambda _, may_go=may_go: EvenTokens(99, may_go)
+        monkeypatch.setattr(engine, "_make_matcher", lambda _, may_go=may_go: EvenTokens(99, may_go))
         run = Run(engine, prompts[:3], SamplingParams(max_tokens=20, grammar="slow"))
         for request_id in run.ids:
             engine.abort(request_id)
         assert [request.last.finish_reason for request in run.finish()] == ["abort"] * 3
         wait_until_idle(engine)
         may_go.set()
-        engine.make_matcher = None
 
 
 def test_aborted_requests_give_back_their_memory(both: list[Engine], prompts: Prompts, reference: Tokens) -> None:

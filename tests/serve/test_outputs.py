@@ -9,7 +9,6 @@ from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.mask_pool import MaskJob
 from antiphon.serve.outputs import TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import new_request
-from antiphon.serve.policy.step import RequestOutput
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until
 
@@ -56,7 +55,8 @@ def test_a_request_awaits_its_masks_and_ends_with_a_broken_one() -> None:
     assert not request.awaits_mask
     assert tracked.mask_of("a") == bytes([1 << END, 0, 0, 0])
     woken.clear()
-    tracked.publish([RequestOutput(request, 3, None)], {})
+    request.token_ids.append(3)
+    tracked.publish([request], {})
     assert request.awaits_mask
     assert [output.token_ids for output in sink.outputs] == [[3]], "the token was drawn under a good mask"
     assert woken.wait(60)

@@ -10,7 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.models.config import model_spec
 from antiphon.models.families.readers import FAMILIES
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.served_plan import check_workers_fit, obey
+from antiphon.serve.served_plan import check_workers_fit, served_plan_of
 from antiphon.specs.cluster import cluster_to_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -66,7 +66,7 @@ def plan(phase: PhasePlan, **changes: Any) -> Plan:
 
 
 def test_a_disaggregated_plan_says_everything_the_engine_asks() -> None:
-    served = obey(plan(APART), SPEC, FILE)
+    served = served_plan_of(plan(APART), SPEC, FILE)
     assert (served.layout, served.num_attention, served.num_experts) == ("disaggregated", 3, 2)
     assert served.num_micro_batches == 2
     assert served.max_running == 22  # 64 over 3 workers: 22, 21, 21
@@ -78,24 +78,24 @@ def test_a_disaggregated_plan_says_everything_the_engine_asks() -> None:
 
 @pytest.mark.parametrize("layout", ["hybrid", "tp_pp", "dp_ep"])
 def test_colocated_plans_without_parallel_sizes_are_replicas(layout: Any) -> None:
-    served = obey(plan(replace(TOGETHER, layout=layout)), SPEC, FILE)
+    served = served_plan_of(plan(replace(TOGETHER, layout=layout)), SPEC, FILE)
     assert (served.layout, served.num_attention, served.max_running) == ("colocated", 2, 64)
     assert served.placement is None
 
 
 def test_ranks_and_instances_of_a_plan() -> None:
     apart = replace(APART, num_instances=3, parallel=replace(APART.parallel, attention_tp=2, expert_tp=3))
-    served = obey(plan(apart), SPEC, FILE)
+    served = served_plan_of(plan(apart), SPEC, FILE)
     assert (served.num_instances, served.attention_tp, served.expert_tp) == (3, 2, 3)
     assert served.max_running == 22  # the batch is one instance's
     together = replace(TOGETHER, layout="tp_pp", parallel=Parallel(attention_tp=2, expert_tp=2))
-    served = obey(plan(together), SPEC, FILE)
+    served = served_plan_of(plan(together), SPEC, FILE)
     assert (served.num_attention, served.attention_tp, served.expert_tp, served.num_stages) == (2, 2, 1, 1)
     staged = replace(TOGETHER, layout="tp_pp", parallel=Parallel(pp=2), micro_batches=2)
-    served = obey(plan(staged), SPEC, FILE)
+    served = served_plan_of(plan(staged), SPEC, FILE)
     assert (served.layout, served.num_stages, served.num_micro_batches) == ("colocated", 2, 2)
     sizes = Parallel(attention_dp=4, attention_tp=2, expert_ep=2, expert_tp=4)
-    served = obey(plan(replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT)), SPEC, FILE)
+    served = served_plan_of(plan(replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT)), SPEC, FILE)
     assert (served.layout, served.num_instances, served.num_attention) == ("hybrid", 2, 4)
     assert (served.attention_tp, served.expert_tp, served.max_running) == (2, 4, 16)
     assert served.placement == ExpertPlacement(2, dict.fromkeys(SPEC.expert_layers, ((0,), (0, 1), (1,), (1,), (0,))))
@@ -104,16 +104,18 @@ def test_ranks_and_instances_of_a_plan() -> None:
 def test_the_form_of_a_plans_exchange_is_its_phases() -> None:
     sizes = Parallel(attention_dp=2, attention_tp=2, expert_ep=2, expert_tp=2)
     shared = replace(TOGETHER, layout="hybrid", parallel=sizes, placement=PLACEMENT, collectives="synchronous")
-    served = obey(plan(shared), SPEC, FILE)
+    served = served_plan_of(plan(shared), SPEC, FILE)
     assert (served.prefill_collectives, served.decode_collectives) == ("auto", "synchronous")
-    served = obey(plan(shared, phases={"decode": shared, "prefill": replace(shared, collectives="fused")}), SPEC, FILE)
+    served = served_plan_of(
+        plan(shared, phases={"decode": shared, "prefill": replace(shared, collectives="fused")}), SPEC, FILE
+    )
     assert (served.prefill_collectives, served.decode_collectives) == ("fused", "synchronous")
     served.refuse_other({"prefill-collectives": "fused", "decode-collectives": "auto"})
     with pytest.raises(UserError, match=r"--prefill-collectives synchronous contradicts plan\.json, which says fused"):
         served.refuse_other({"prefill-collectives": "synchronous"})
-    obey(plan(shared), SPEC, FILE).refuse_other({"prefill-collectives": "fused"})
+    served_plan_of(plan(shared), SPEC, FILE).refuse_other({"prefill-collectives": "fused"})
     replicas = replace(TOGETHER, collectives="fused")
-    assert obey(plan(replicas), SPEC, FILE).decode_collectives == "auto"
+    assert served_plan_of(plan(replicas), SPEC, FILE).decode_collectives == "auto"
 
 
 def over(num_nodes: int, devices_per_node: int, phase: PhasePlan) -> tuple[int, int, int]:
@@ -121,7 +123,7 @@ def over(num_nodes: int, devices_per_node: int, phase: PhasePlan) -> tuple[int, 
     core = device("this-core", kind="cpu", scale_up_domain=devices_per_node)
     nodes = cluster(group(core, num_nodes, devices_per_node))
     named = replace(phase, devices=(DeviceUse(role="both", device="this-core", num_devices=1),))
-    return obey(plan(named, cluster_config=cluster_to_json(nodes)), SPEC, FILE).join_workers
+    return served_plan_of(plan(named, cluster_config=cluster_to_json(nodes)), SPEC, FILE).join_workers
 
 
 def test_a_plan_for_several_nodes_says_who_joins() -> None:
@@ -133,13 +135,13 @@ def test_a_plan_for_several_nodes_says_who_joins() -> None:
     assert over(3, 2, replace(TOGETHER, num_instances=1, parallel=Parallel(pp=3), micro_batches=3)) == (1, 0, 2)
     shared = replace(TOGETHER, layout="hybrid", num_instances=1, placement=PLACEMENT)
     assert over(2, 2, replace(shared, parallel=Parallel(attention_dp=4, expert_ep=2, expert_tp=2))) == (2, 0, 0)
-    served = obey(plan(APART), SPEC, FILE)
+    served = served_plan_of(plan(APART), SPEC, FILE)
     assert served.node_devices == 0
 
 
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
     uneven = (((0, 0.8), (1, 0.2)), *PLACEMENT[1:])
-    served = obey(plan(replace(APART, placement=uneven)), SPEC, FILE)
+    served = served_plan_of(plan(replace(APART, placement=uneven)), SPEC, FILE)
     assert served.placement is not None
     assert served.placement.owners[SPEC.expert_layers[0]][0] == (0, 1)
     assert served.notes == (
@@ -220,7 +222,7 @@ REFUSED: list[tuple[Plan, str]] = [
 @pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
 def test_what_cannot_be_obeyed_is_refused_in_one_line(refused: Plan, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        obey(refused, SPEC, FILE)
+        served_plan_of(refused, SPEC, FILE)
     assert str(caught.value) == message
 
 
@@ -239,11 +241,11 @@ def test_what_cannot_be_obeyed_is_refused_in_one_line(refused: Plan, message: st
 )
 def test_options_that_contradict_the_plan_are_refused(given: dict[str, int | str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        obey(plan(APART), SPEC, FILE).refuse_other(given)
+        served_plan_of(plan(APART), SPEC, FILE).refuse_other(given)
 
 
 def test_options_that_agree_with_the_plan_are_fine() -> None:
-    served = obey(plan(APART), SPEC, FILE)
+    served = served_plan_of(plan(APART), SPEC, FILE)
     served.refuse_other({"experts": 2, "attention": 3, "micro-batches": 2, "layout": "disaggregated"})
     served.refuse_other({"layout": "auto"})
 

@@ -13,7 +13,7 @@ from antiphon.cli.engine_run import plan_lines
 from antiphon.cli.generate import generate
 from antiphon.cli.serve import serve as serve_command
 from antiphon.models.config import load_model_spec, read_config
-from antiphon.serve.served_plan import obey
+from antiphon.serve.served_plan import served_plan_of
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, plan_to_json
 from tests.serve.server_harness import ServerProcess, serve
 
@@ -99,7 +99,7 @@ def test_what_contradicts_the_plan_is_refused(checkpoint: Path, plan_file: Path,
 
 def test_a_plan_for_other_devices_says_so(checkpoint: Path, plan_file: Path) -> None:
     planned = make_plan(checkpoint)
-    served = obey(planned, load_model_spec(checkpoint), plan_file)
+    served = served_plan_of(planned, load_model_spec(checkpoint), plan_file)
     assert plan_lines(served, "this-core") == f"  plan      {plan_file}: predicts 500.00 ms a token and 24 tokens/s"
     note = "planned for this-core: what it predicts is not of this machine"
     assert plan_lines(served, "NVIDIA H20").splitlines()[1].strip() == note

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.serve.policy.occupancy import BlockPool, extend_block_digests
+from antiphon.serve.policy.block_book import BlockPool, extend_block_digests
 from tests.serve.policy_harness import check_blocks
 
 

@@ -9,9 +9,9 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.kv_budget import share_room
 from antiphon.serve.policy.request import RequestStatus, SchedulerConfig, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
+from antiphon.serve.prepare import split_for_lane
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import Simulation, expected_output
 
@@ -166,11 +166,11 @@ def test_places_in_the_lane_are_given_back(how: str) -> None:
     sim.step()
     assert small.num_promised_blocks == 6
     if how == "abort":
-        sim.scheduler.abort("small")
+        sim.scheduler.end("small")
     elif how == "abort in flight":
         plan = sim.plan()
         assert plan is not None
-        sim.scheduler.abort("small")
+        sim.scheduler.end("small")
         assert small.num_promised_blocks, "the step in flight still writes there"
         sim.compute(plan)
     else:
@@ -179,7 +179,7 @@ def test_places_in_the_lane_are_given_back(how: str) -> None:
         sim.step()
         assert small.num_promised_blocks == 6, "it enters anew"
         return
-    assert small.num_promised_blocks == len(sim.scheduler.occupancy.lane) == 0
+    assert small.num_promised_blocks == len(sim.scheduler.book.lane) == 0
 
 
 def test_what_a_member_computed_can_be_found_afterwards() -> None:
@@ -190,7 +190,7 @@ def test_what_a_member_computed_can_be_found_afterwards() -> None:
     sim.step()
     sim.step()
     again = new_request("again", prompt, TWO, arrival=10**6, seed=0, eos_token_ids=())
-    assert len(sim.scheduler.occupancy.find_prefix(again)) == 1
+    assert len(sim.scheduler.book.find_prefix(again)) == 1
 
 
 def test_a_worker_with_room_in_its_lane_has_room() -> None:
@@ -229,4 +229,4 @@ def test_what_the_lane_has_of_a_worker(
     config = ServeConfig(
         model=Path("model"), layout="colocated", max_running=max_running, max_batch_tokens=max_batch_tokens
     )
-    assert share_room(config, num_blocks, 1024) == expected
+    assert split_for_lane(config, num_blocks, 1024) == expected

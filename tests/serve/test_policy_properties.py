@@ -82,7 +82,7 @@ def test_every_request_ends_with_exactly_its_tokens(
         def abort(in_flight: bool, now: int = now) -> None:
             for index, item in enumerate(load):
                 if item.abort_step == now and item.abort_in_flight == in_flight:
-                    request = simulation.scheduler.abort(str(index))
+                    request = simulation.scheduler.end(str(index))
                     if request is not None:
                         assert request.finish_reason == "abort"
                         aborted.add(str(index))
@@ -110,7 +110,7 @@ def test_every_request_ends_with_exactly_its_tokens(
             continue
         simulation.compute(plan)
     assert not simulation.scheduler.has_work
-    assert simulation.scheduler.occupancy.pool.num_used == 0
+    assert simulation.scheduler.book.pool.num_used == 0
     for index, item in enumerate(load):
         request_id = str(index)
         expected = expected_output(item.prompt, item.params)
@@ -137,8 +137,8 @@ def test_first_admission_is_in_order_of_arrival_and_everything_ends_in_bounded_t
     while simulation.step():
         num_steps += 1
         seen += [int(start.request_id) for start in simulation.plans[-1].starts if int(start.request_id) not in seen]
-        running = [request.arrival for request in simulation.scheduler.occupancy.running]
-        waiting = [request.arrival for request in simulation.scheduler.occupancy.waiting]
+        running = [request.arrival for request in simulation.scheduler.book.running]
+        waiting = [request.arrival for request in simulation.scheduler.book.waiting]
         assert running == sorted(running)
         assert not running or not waiting or max(running) < min(waiting), "somebody was overtaken"
     assert seen == list(range(len(load)))

@@ -121,7 +121,7 @@ def test_the_latest_arrival_gives_way_and_comes_back_first() -> None:
     assert (a.status, b.status, c.status) == (RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.WAITING)
     while sim.scheduler.counters.num_preemptions < 2:
         assert sim.step()
-    assert [request.request_id for request in sim.scheduler.occupancy.waiting] == ["b", "c"]
+    assert [request.request_id for request in sim.scheduler.book.waiting] == ["b", "c"]
     sim.run()
     assert sim.outputs["b"] == expected_output([7, 8, 9, 10], FREE)
 
@@ -215,15 +215,15 @@ def test_abort_in_flight_frees_with_the_commit_and_drops_the_token() -> None:
     sim.submit("a", [3] * 8, FREE)
     plan = sim.plan()
     assert plan is not None
-    request = sim.scheduler.abort("a")
+    request = sim.scheduler.end("a")
     assert request is not None
     assert request.finish_reason == "abort"
-    assert sim.scheduler.abort("a") is None
-    assert sim.scheduler.occupancy.pool.num_used == 2, "the step in flight still writes there"
+    assert sim.scheduler.end("a") is None
+    assert sim.scheduler.book.pool.num_used == 2, "the step in flight still writes there"
     assert sim.compute(plan) == []
-    assert sim.scheduler.occupancy.pool.num_used == 0
+    assert sim.scheduler.book.pool.num_used == 0
     assert not sim.scheduler.has_work
-    assert sim.scheduler.abort("unknown") is None
+    assert sim.scheduler.end("unknown") is None
 
 
 def test_the_worker_is_told_what_it_may_forget() -> None:
@@ -245,8 +245,8 @@ def test_evacuated_requests_finish_elsewhere_with_the_same_text() -> None:
     for _ in range(3):
         old.step()
     new.outputs, new.reasons = old.outputs, old.reasons
-    for request in old.scheduler.evacuate():
-        new.scheduler.adopt(request)
+    for request in old.scheduler.take_back(cache_lost=True):
+        new.scheduler.add(request)
     assert not old.scheduler.has_work
     check_scheduler(old.scheduler)
     new.run()
@@ -265,15 +265,15 @@ def test_withdrawn_requests_come_back_to_a_worker_that_kept_its_cache(seen: bool
     assert plan is not None
     if seen:
         sim.worker.run(plan)
-    sim.scheduler.abort("c")
-    num_published = len(sim.scheduler.occupancy.pool._block_of)
-    requests = sim.scheduler.withdraw()
+    sim.scheduler.end("c")
+    num_published = len(sim.scheduler.book.pool._block_of)
+    requests = sim.scheduler.take_back()
     assert [request.request_id for request in requests] == ["a", "b"]
     assert not sim.scheduler.has_work
     check_scheduler(sim.scheduler)
-    assert len(sim.scheduler.occupancy.pool._block_of) == num_published > 0
+    assert len(sim.scheduler.book.pool._block_of) == num_published > 0
     for request in reversed(requests):
-        sim.scheduler.adopt(request)
+        sim.scheduler.add(request)
     sim.run()
     assert [sim.outputs[name] for name in ("a", "b")] == [expected_output(prompts[name], FREE) for name in ("a", "b")]
 

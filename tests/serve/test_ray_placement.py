@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.serve import ray_placement, ray_seat
+from antiphon.serve import ray_actor, ray_placement
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.join_listener import JoinedPeer, JoinListener
 from antiphon.serve.launch import start_engine
-from antiphon.serve.policy.node_choice import NodeRoom, WorkerNeeds
-from antiphon.serve.ray_cluster import RayCluster, RunningSeat
+from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
+from antiphon.serve.ray_actor import WorkerActor, WorkerEnd
+from antiphon.serve.ray_cluster import RayCluster, RunningActor
 from antiphon.serve.ray_placement import RayPlacement
-from antiphon.serve.ray_seat import RaySeat, WorkerEnd
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 from tests.serve.engine_harness import Prompts, TinyModel, Tokens, complete, config, is_alive
 from tests.serve.fork_server import PROGRAMS
@@ -34,7 +34,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def forked_workers_of_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_seat, "subprocess", PROGRAMS)
+    monkeypatch.setattr(ray_actor, "subprocess", PROGRAMS)
 
 
 SECRET = b"correct horse battery staple"
@@ -48,7 +48,7 @@ class Placed:
     node: str
     needs: WorkerNeeds
     job: TetheredJob
-    seat: RunningSeat
+    seat: RunningActor
 
     def end(self, code: int, *last_lines: str) -> None:
         self.seat.ended.set_result(msgspec.json.encode(WorkerEnd(code, list(last_lines))))
@@ -62,7 +62,7 @@ class PretendedCluster(RayCluster):
     free: float | None = None
     starts: bool = True
     placed: list[Placed] = field(default_factory=list)
-    killed: list[RunningSeat] = field(default_factory=list)
+    killed: list[RunningActor] = field(default_factory=list)
     connected: bool = False
 
     def connect(self) -> str:
@@ -72,8 +72,8 @@ class PretendedCluster(RayCluster):
     def disconnect(self) -> None:
         self.connected = False
 
-    def rooms(self) -> list[NodeRoom]:
-        return [NodeRoom(node=node, num_cpus=cpus) for node, cpus in self.cpus.items()]
+    def nodes(self) -> list[ClusterNode]:
+        return [ClusterNode(node=node, num_cpus=cpus) for node, cpus in self.cpus.items()]
 
     def addresses(self) -> dict[str, str]:
         return {node: f"10.0.0.{index}" for index, node in enumerate(self.cpus)}
@@ -81,14 +81,14 @@ class PretendedCluster(RayCluster):
     def num_free_cpus(self) -> float:
         return sum(self.cpus.values()) if self.free is None else self.free
 
-    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningSeat:
-        seat = RunningSeat(actor=None, started=Future(), ended=Future())
+    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningActor:
+        seat = RunningActor(actor=None, started=Future(), ended=Future())
         if self.starts:
             seat.started.set_result(("host", 1))
         self.placed.append(Placed(node, needs, msgspec.json.decode(job, type=TetheredJob), seat))
         return seat
 
-    def kill(self, seat: RunningSeat) -> None:
+    def kill(self, seat: RunningActor) -> None:
         self.killed.append(seat)
         seat.ended.cancel()
 
@@ -349,7 +349,7 @@ def door() -> Iterator[Door]:
 
 def run_seat(job: bytes) -> tuple[threading.Thread, list[WorkerEnd]]:
     ends: list[WorkerEnd] = []
-    thread = threading.Thread(target=lambda: ends.append(msgspec.json.decode(RaySeat().run(job), type=WorkerEnd)))
+    thread = threading.Thread(target=lambda: ends.append(msgspec.json.decode(WorkerActor().run(job), type=WorkerEnd)))
     thread.start()
     return thread, ends
 
@@ -389,7 +389,10 @@ def test_why_a_worker_cannot_join_is_its_last_word(door: Door, changes: dict[str
     assert message in ends[0].last_lines[-1]
 
 
-ACTOR = "import sys; from antiphon.serve.ray_seat import RaySeat; RaySeat().run(sys.stdin.buffer.readline().strip())"
+ACTOR = (
+    "import sys; from antiphon.serve.ray_actor import WorkerActor; "
+    "WorkerActor().run(sys.stdin.buffer.readline().strip())"
+)
 
 
 def test_a_worker_does_not_outlive_its_actor(door: Door) -> None:
@@ -427,11 +430,11 @@ class SeatsHere(PretendedCluster):
     def addresses(self) -> dict[str, str]:
         return dict.fromkeys(self.cpus, "127.0.0.1")
 
-    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningSeat:
+    def start_worker(self, node: str, needs: WorkerNeeds, job: bytes) -> RunningActor:
         seat = super().start_worker(node, needs, job)
 
         def run() -> None:
-            seat.ended.set_result(RaySeat().run(job))
+            seat.ended.set_result(WorkerActor().run(job))
 
         threading.Thread(target=run, daemon=True).start()
         return seat

@@ -8,8 +8,9 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
-from antiphon.serve.launch import Launcher
+from antiphon.serve.launch import build_engine
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.routing import RoutingReplay
 from tests.serve.engine_harness import (
     GREEDY,
@@ -97,4 +98,4 @@ def test_a_recorded_layer_brings_the_forecast_of_the_next(tmp_path: Path) -> Non
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
-        Launcher(config(tiny_model, "1", record_routing=tmp_path / "none" / "routing.trace")).engine()
+        build_engine(prepare(config(tiny_model, "1", record_routing=tmp_path / "none" / "routing.trace")))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.request import Request, RequestStatus, new_request
-from antiphon.serve.request_desk import MAX_FAILURES, Suspects, Verdict
-from antiphon.serve.running_step import Blamed
+from antiphon.serve.policy.suspects import MAX_FAILURES, Suspects, Verdict
 from antiphon.specs.sampling import SamplingParams
 
 PROMPT = 8
@@ -23,8 +22,12 @@ def make_requests(count: int) -> list[Request]:
     ]
 
 
-def blame(requests: Sequence[Request], num_tokens: int = PROMPT) -> list[Blamed]:
-    return [Blamed(request, num_tokens) for request in requests]
+def blame(requests: Sequence[Request]) -> dict[Request, int]:
+    return dict.fromkeys(requests, PROMPT)
+
+
+def is_on_trial(request: Request, suspects: Suspects) -> bool:
+    return 0 < request.suspect_group == suspects.turn
 
 
 class Trials:
@@ -42,9 +45,9 @@ class Trials:
         self.guilty: list[Request] = []
 
     def runnable(self) -> list[Request]:
-        if not self.suspects.searching:
+        if not self.suspects.turn:
             return self.requests
-        return [request for request in self.requests if self.suspects.is_on_trial(request.request_id)]
+        return [request for request in self.requests if is_on_trial(request, self.suspects)]
 
     def step(self) -> None:
         running = self.runnable()
@@ -60,15 +63,15 @@ class Trials:
             self.num_renewals += 1
         if verdict is Verdict.GUILTY:
             (request,) = running
-            assert self.suspects.num_failures(request.request_id) >= MAX_FAILURES
+            assert request.num_failures >= MAX_FAILURES
             self.guilty.append(request)
             self.requests.remove(request)
-            self.suspects.forget(request.request_id)
+            self.suspects.clear(request)
 
     def finish(self) -> None:
         for _ in range(10_000):
             if not self.requests or all(request.num_computed >= PROMPT for request in self.requests):
-                assert not self.suspects.searching
+                assert not self.suspects.turn
                 return
             self.step()
         raise AssertionError("the search does not end")
@@ -81,7 +84,7 @@ def test_one_failure_is_nobodys_fault() -> None:
     trials.finish()
     assert trials.guilty == []
     assert trials.num_failures == 1
-    assert trials.suspects.num_failures("r0") == 0
+    assert requests[0].num_failures == 0
 
 
 def test_a_request_that_always_fails_alone_is_guilty_at_the_third_failure() -> None:
@@ -136,22 +139,22 @@ def test_whoever_gets_past_the_point_is_free_and_no_one_else() -> None:
     suspects = Suspects()
     first, second = make_requests(2)
     for _ in range(2):
-        suspects.charge([Blamed(first, 100), Blamed(second, 20)], reported=False)
-    assert suspects.is_on_trial("r0")
-    assert suspects.is_suspect("r1")
-    assert not suspects.is_on_trial("r1")
+        suspects.charge({first: 100, second: 20}, reported=False)
+    assert is_on_trial(first, suspects)
+    assert second.suspect_group
+    assert not is_on_trial(second, suspects)
     first.num_computed = 99
     suspects.note_progress()
-    assert suspects.is_on_trial("r0")
+    assert is_on_trial(first, suspects)
     turn = suspects.turn
     first.num_computed = 100
     suspects.note_progress()
-    assert not suspects.is_suspect("r0")
-    assert suspects.is_on_trial("r1")
-    assert suspects.turn == turn + 1
+    assert not first.suspect_group
+    assert is_on_trial(second, suspects)
+    assert suspects.turn != turn
     second.status = RequestStatus.FINISHED
     suspects.note_progress()
-    assert not suspects.searching
+    assert not suspects.turn
 
 
 def test_company_in_one_failure_is_not_suspected() -> None:
@@ -160,7 +163,7 @@ def test_company_in_one_failure_is_not_suspected() -> None:
     early, both, late = make_requests(3)
     assert suspects.charge(blame([early, both]), reported=False) is Verdict.REPEAT
     assert suspects.charge(blame([both, late]), reported=False) is Verdict.SEARCH
-    assert [suspects.is_suspect(f"r{index}") for index in range(3)] == [False, True, False]
+    assert [bool(request.suspect_group) for request in (early, both, late)] == [False, True, False]
 
 
 def test_a_request_that_ends_is_forgotten() -> None:
@@ -169,10 +172,10 @@ def test_a_request_that_ends_is_forgotten() -> None:
     for _ in range(2):
         suspects.charge(blame(requests), reported=False)
     for request in requests:
-        assert suspects.searching
-        suspects.forget(request.request_id)
-        suspects.forget(request.request_id)
-    assert not suspects.searching
+        assert suspects.turn
+        suspects.clear(request)
+        suspects.clear(request)
+    assert not suspects.turn
 
 
 def test_part_of_a_group_may_fail_alone() -> None:
@@ -181,8 +184,8 @@ def test_part_of_a_group_may_fail_alone() -> None:
     requests = make_requests(8)
     for _ in range(2):
         suspects.charge(blame(requests), reported=False)
-    assert [suspects.is_on_trial(request.request_id) for request in requests] == [True] * 4 + [False] * 4
+    assert [is_on_trial(request, suspects) for request in requests] == [True] * 4 + [False] * 4
     suspects.charge(blame(requests[:2]), reported=False)
-    assert [suspects.is_on_trial(request.request_id) for request in requests] == [True] + [False] * 7
-    assert all(suspects.is_suspect(request.request_id) for request in requests)
-    assert suspects.num_failures("r2") == 2
+    assert [is_on_trial(request, suspects) for request in requests] == [True] + [False] * 7
+    assert all(request.suspect_group for request in requests)
+    assert requests[2].num_failures == 2

@@ -26,12 +26,13 @@ import httpx
 import psutil
 import pytest
 
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.app import build_grammars, create_app
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.server import bind, make_server, url_of
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
+from antiphon.serve.prepare import prepare
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import _LOOK_S
@@ -158,11 +159,12 @@ class Served:
 def served(checkpoint: Path) -> Iterator[Served]:
     settings = ServeConfig(model=checkpoint, layout="disaggregated", num_attention=1, num_experts=1, num_threads=1)
     http = ServerSettings(port=0)
-    with running(settings) as engine:
-        app = create_app(engine, load_tokenizer(checkpoint), http)
+    tokenizer = load_tokenizer(checkpoint)
+    grammars = build_grammars(prepare(settings).info, tokenizer)
+    assert grammars is not None
+    with running(settings, grammars.matcher) as engine:
+        app = create_app(engine, tokenizer, http, grammars)
         context: ApiContext = app.state.context
-        assert context.grammars is not None
-        engine.make_matcher = context.grammars.matcher
         server, listener = make_server(app, http), bind("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=SERVER, daemon=True)
         thread.start()

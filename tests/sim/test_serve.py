@@ -39,7 +39,7 @@ def assert_conserved(run: ServingRun) -> None:
             for scheduler in instance.schedulers.values():
                 check_scheduler(scheduler)
                 assert not scheduler.requests
-                assert scheduler.occupancy.pool.num_used == 0
+                assert scheduler.book.pool.num_used == 0
 
 
 def result_of(run: ServingRun, slo: SloSpec | None = None) -> ServingResult:

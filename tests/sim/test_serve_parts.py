@@ -180,7 +180,7 @@ def test_an_even_cut_is_what_the_engine_would_cut(starts: list[int], m: int) -> 
     assert sum(batch.num_decode for batch in taken) == len(starts)
     assert sum(batch.visible for batch in taken) == pytest.approx(sum(starts) + len(starts), abs=m)
     cut = split_into_micro_batches(sequences, m, 1024.0)
-    cost = [sum(1 + (starts[rows.sequence] + 1) / 1024 for rows in batch) for batch in cut]
+    cost = [sum(1 + (one.start + 1) / 1024 for one in batch) for batch in cut]
     even = sum(cost) / m
     assert max(cost) <= even * 1.15
     assert len(taken) == len(cut) == m

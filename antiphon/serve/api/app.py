@@ -24,7 +24,7 @@ from antiphon.serve.api.requests import (
     TokenizeRequest,
 )
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.engine_api import AsyncEngine
+from antiphon.serve.engine_api import AsyncEngine, EngineInfo
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
@@ -75,8 +75,8 @@ def create_app(
     """The ASGI application. Engine and tokenizer live and end with the caller. What works on texts in other processes
     starts with the first request that needs it, unless the server started it before, and ends with the server.
 
-    `grammars`: the compiler the engine takes its matchers from; None builds one (about a second for a large
-    vocabulary).
+    `grammars`: the compiler the engine takes its matchers from, see `build_grammars`; None: this model cannot follow
+    grammars, and requests for structured output are refused.
     """
     app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = ApiContext(
@@ -85,7 +85,7 @@ def create_app(
         texts=TextService(tokenizer, TextLimits.for_context(engine.info.max_model_len)),
         settings=settings,
         metrics=ServerMetrics(engine, settings.predicted),
-        grammars=grammars or _build_grammars(engine, tokenizer),
+        grammars=grammars,
     )
     install_error_handlers(app)
     for routes in (chat.router, completions.router, tokens.router, placement.router, status.router):
@@ -98,9 +98,8 @@ def create_app(
     return app
 
 
-def _build_grammars(engine: AsyncEngine, tokenizer: TextTokenizer) -> GrammarCompiler | None:
-    """None when this model cannot follow grammars; requests for structured output are then refused."""
-    info = engine.info
+def build_grammars(info: EngineInfo, tokenizer: TextTokenizer) -> GrammarCompiler | None:
+    """The compiler for a model, in about a second for a large vocabulary; None if the model cannot follow grammars."""
     if tokenizer.grammar_problem is not None:
         _log.warning("no structured output: %s", tokenizer.grammar_problem)
         return None

@@ -2,7 +2,7 @@
 
 1. Decodes (one token to compute), oldest first. One that needs a block when none is free pushes out the
    latest-arrived running request, which goes back to the front of the waiting line and is recomputed later.
-2. Prefills of the express lane (`ExpressLane`), and those who enter it: small requests that would wait for the main
+2. Prefills of the express lane (`ExpressLane`), and requests that enter it: small ones that would wait for the main
    way. They take at most half of the rows that decodes leave.
 3. Running prefills, oldest first, in chunks.
 4. Waiting requests, strictly in order of arrival, if blocks for *all* their known tokens are free beside those that
@@ -10,12 +10,12 @@
    pushed out again.
 
 Chunks share the rows that decodes leave, so that a short prompt does not wait for the long ones before it: each takes
-at most half of what is left while others want some, and what nobody needs goes to the oldest (`_shares`). Together
+at most half of what is left while others want some, and what no request needs goes to the oldest (`_shares`). Together
 they cost at most as much as `max_batch_tokens` rows without a context (`chunk_cost`): rows far into a long prompt take
-longer, as do rows that report log-probabilities, and everybody waits for a step.
+longer, as do rows that report log-probabilities, and all requests wait for a step.
 
-Nobody starves: the oldest running request can push out everybody else but the lane, only requests that fit beside the
-lane are queued, and nobody else overtakes the head of the line. The latest-arrived request, when it finds no block,
+No request starves: the oldest running one can push out all others but the lane, only requests that fit beside the lane
+are queued, and no others overtake the head of the line. The latest-arrived request, when it finds no block,
 waits in place: pushing itself out would cost its cache and win nothing.
 
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
@@ -24,7 +24,7 @@ be overtaken: once the mask is there, its age gives it back its place.
 Rejected: all rows to the oldest prefill (a request of seven tokens waited 0.8 s behind one of 8,000); equal shares (all
 long prompts end late); admitting on the first chunk alone (prompts half computed push each other out); swapping to host
 memory (more state to lose with a worker, and grouped-query or latent caches are quick to recompute); letting small
-requests overtake a large head outside the lane (better use of memory, but the head may then wait for ever).
+requests overtake a large head outside the lane (better use of memory, but the head may then wait without end).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from antiphon.cost.kv_blocks import blocks_of
+from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.micro_batches import chunk_cost, rows_for_cost
-from antiphon.serve.policy.occupancy import WorkerOccupancy
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.step import SequenceStart, SequenceStep, StepPlan
 
@@ -54,36 +54,36 @@ class _Draft:
     starts: list[SequenceStart] = field(default_factory=list)
 
 
-def fill_step(occupancy: WorkerOccupancy, step_id: int) -> StepPlan:
-    """Choose what to compute next; takes blocks and slots for it. Empty if nobody waits or runs."""
-    config = occupancy.config
+def fill_step(book: BlockBook, step_id: int) -> StepPlan:
+    """Choose what to compute next; takes blocks and slots for it. Empty if no request waits or runs."""
+    config = book.config
     draft = _Draft(step_id, config.max_batch_tokens, float(config.max_batch_tokens))
-    num_preemptions = occupancy.counters.num_preemptions
-    prefills = _add_decodes(occupancy, draft)
+    num_preemptions = book.counters.num_preemptions
+    prefills = _add_decodes(book, draft)
     if config.express_slots:
-        prefills = _serve_lane(occupancy, draft, prefills)
-    if prefills or occupancy.waiting:
-        shares = _shares(occupancy, draft, prefills)
-        _add_prefills(occupancy, draft, prefills, shares)
-        if occupancy.counters.num_preemptions == num_preemptions:
-            _admit_waiting(occupancy, draft, shares)
-    occupancy.num_prefill_tokens_left = draft.num_left
+        prefills = _serve_lane(book, draft, prefills)
+    if prefills or book.waiting:
+        shares = _shares(book, draft, prefills)
+        _add_prefills(book, draft, prefills, shares)
+        if book.counters.num_preemptions == num_preemptions:
+            _admit_waiting(book, draft, shares)
+    book.num_prefill_tokens_left = draft.num_left
     return StepPlan(
         step_id=step_id,
-        released=tuple(occupancy.released),
+        released=tuple(book.released),
         starts=tuple(draft.starts),
         sequences=tuple(draft.sequences),
         num_tokens=config.max_batch_tokens - draft.budget,
     )
 
 
-def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
-    """Step 1. Returns the running requests that take the general way: chunks, and what the worker must be told anew.
+def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
+    """Step 1. Returns the running requests that take the general way: chunks, and those that the worker does not know.
 
     This loop runs once per sequence and token; it does by hand what `_add_chunk` does, for one token."""
     others = []
-    pool, lane, block_size, step_id = occupancy.pool, occupancy.lane, occupancy.config.block_size, draft.step_id
-    for request in occupancy.running:  # loses elements behind the current one while we preempt
+    pool, lane, block_size, step_id = book.pool, book.lane, book.config.block_size, draft.step_id
+    for request in book.running:  # loses elements behind the current one while we preempt
         if request.awaits_mask:
             continue
         start = request.num_computed
@@ -95,7 +95,7 @@ def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
         if start == len(table) * block_size:
             if request.num_promised_blocks:
                 lane.num_kept -= 1
-            elif pool.num_free == lane.num_kept and not occupancy.preempt_later_than(request, step_id):
+            elif pool.num_free == lane.num_kept and not book.preempt_later_than(request, step_id):
                 continue
             table.append(pool.allocate_one())
         new_blocks: tuple[int, ...] = ()
@@ -111,41 +111,41 @@ def _add_decodes(occupancy: WorkerOccupancy, draft: _Draft) -> list[Request]:
     return others
 
 
-def _serve_lane(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Request]) -> list[Request]:
+def _serve_lane(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> list[Request]:
     """Step 2. Returns the prefills of the main way."""
-    if _is_crowded(occupancy, draft, len(prefills)):
-        for request in list(occupancy.waiting) if occupancy.lane.num_free_slots else ():
-            if not request.awaits_mask and occupancy.lane.takes(request):
-                occupancy.lane.enter(request)
-                occupancy.start(request, [])
+    if _is_crowded(book, draft, len(prefills)):
+        for request in list(book.waiting) if book.lane.num_free_slots else ():
+            if not request.awaits_mask and book.lane.takes(request):
+                book.lane.enter(request)
+                book.start(request, [])
                 prefills = [*prefills, request]
-    room = -(-draft.budget // 2)
+    budget = -(-draft.budget // 2)
     for request in prefills:
         if request.num_promised_blocks:
-            num_tokens = min(room, _num_left(request), _affordable(request, occupancy, draft.cost / 2))
-            _add_chunk(occupancy, draft, request, num_tokens)
-            room -= num_tokens
+            num_tokens = min(budget, _num_left(request), _affordable(request, book, draft.cost / 2))
+            _add_chunk(book, draft, request, num_tokens)
+            budget -= num_tokens
     return [request for request in prefills if not request.num_promised_blocks]
 
 
-def _is_crowded(occupancy: WorkerOccupancy, draft: _Draft, num_prefills: int) -> bool:
-    """Whether somebody who waits might get no slot, no blocks or too few rows in the main way. Asked in each step."""
-    config, num_waiting = occupancy.config, len(occupancy.waiting)
+def _is_crowded(book: BlockBook, draft: _Draft, num_prefills: int) -> bool:
+    """Whether a waiting request might get no slot, no blocks or too few rows in the main way. Asked in each step."""
+    config, num_waiting = book.config, len(book.waiting)
     if num_waiting == 0:
         return False
-    if num_waiting > occupancy.num_free_slots or draft.budget >> (num_prefills + num_waiting) < config.num_express_rows:
+    if num_waiting > book.num_free_slots or draft.budget >> (num_prefills + num_waiting) < config.num_express_rows:
         return True
-    num_tokens = occupancy.num_waiting_tokens + occupancy.num_prefill_tokens_left
+    num_tokens = book.num_waiting_tokens + book.num_prefill_tokens_left
     num_most = num_tokens // config.block_size + num_waiting + num_prefills + config.num_reserved_blocks
-    return occupancy.num_free_blocks < num_most
+    return book.num_free_blocks < num_most
 
 
-def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Request]) -> dict[str, int]:
+def _shares(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> dict[str, int]:
     """Rows for each prefill and for the first that wait, if blocks allow: half of what is left, the last one all of it,
     and what they did not need to the oldest."""
-    ratio = occupancy.config.context_tokens_per_row
-    may_start = (request for request in occupancy.waiting if not request.awaits_mask)
-    some_waiting = islice(may_start, min(_NUM_SHARING, occupancy.num_free_slots))
+    ratio = book.config.context_tokens_per_row
+    may_start = (request for request in book.waiting if not request.awaits_mask)
+    some_waiting = islice(may_start, min(_NUM_SHARING, book.num_free_slots))
     wanted = [(request, _num_left(request)) for request in (*prefills, *some_waiting)]
     shares: dict[str, int] = {}
     budget, cost = draft.budget, draft.cost
@@ -154,7 +154,7 @@ def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Reques
             given = shares.get(request.request_id, 0)
             divisor = 1 if request is wanted[-1][0] else part
             start = request.num_computed + given
-            price = _price(request, occupancy)
+            price = _price(request, book)
             affordable = int(rows_for_cost(start, cost / divisor / price, ratio)) or not shares  # the oldest goes on
             rows = min(num_left - given, -(-budget // divisor), affordable)
             shares[request.request_id] = given + rows
@@ -163,74 +163,72 @@ def _shares(occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Reques
     return shares
 
 
-def _price(request: Request, occupancy: WorkerOccupancy) -> float:
-    """Of its prompt's rows."""
-    return occupancy.config.logprob_row_cost if request.wants_prompt_logprobs else 1.0
+def _price(request: Request, book: BlockBook) -> float:
+    """What a row of its prompt costs."""
+    return book.config.logprob_row_cost if request.wants_prompt_logprobs else 1.0
 
 
-def _affordable(request: Request, occupancy: WorkerOccupancy, cost: float) -> int:
+def _affordable(request: Request, book: BlockBook, cost: float) -> int:
     """Rows that it may have for `cost`, at least one."""
-    ratio = occupancy.config.context_tokens_per_row
-    return max(1, int(rows_for_cost(request.num_computed, cost / _price(request, occupancy), ratio)))
+    ratio = book.config.context_tokens_per_row
+    return max(1, int(rows_for_cost(request.num_computed, cost / _price(request, book), ratio)))
 
 
 def _num_left(request: Request) -> int:
     return len(request.token_ids) - request.num_computed
 
 
-def _add_prefills(
-    occupancy: WorkerOccupancy, draft: _Draft, prefills: Sequence[Request], shares: Mapping[str, int]
-) -> None:
+def _add_prefills(book: BlockBook, draft: _Draft, prefills: Sequence[Request], shares: Mapping[str, int]) -> None:
     """Step 3."""
-    block_size = occupancy.config.block_size
+    block_size = book.config.block_size
     for request in prefills:
         if request.status is not RequestStatus.RUNNING:
             continue  # pushed out by an older request
         share = shares[request.request_id]
-        room = len(request.block_table) * block_size - request.num_computed
-        if share > 0 and room + occupancy.num_free_blocks == 0:
-            occupancy.preempt_later_than(request, draft.step_id)
-        _add_chunk(occupancy, draft, request, min(share, room + occupancy.num_free_blocks * block_size))
+        num_fitting = len(request.block_table) * block_size - request.num_computed
+        if share > 0 and num_fitting + book.num_free_blocks == 0:
+            book.preempt_later_than(request, draft.step_id)
+        _add_chunk(book, draft, request, min(share, num_fitting + book.num_free_blocks * block_size))
 
 
-def _admit_waiting(occupancy: WorkerOccupancy, draft: _Draft, shares: Mapping[str, int]) -> None:
+def _admit_waiting(book: BlockBook, draft: _Draft, shares: Mapping[str, int]) -> None:
     """Step 4."""
-    pool, config = occupancy.pool, occupancy.config
-    while draft.budget > 0 and occupancy.num_free_slots > 0:
-        request = next((each for each in occupancy.waiting if not each.awaits_mask), None)
+    pool, config = book.pool, book.config
+    while draft.budget > 0 and book.num_free_slots > 0:
+        request = next((each for each in book.waiting if not each.awaits_mask), None)
         if request is None:
             return
-        found = occupancy.find_prefix(request)
+        found = book.find_prefix(request)
         num_new = blocks_of(len(request.token_ids), config.block_size) - len(found)
-        has_company = len(occupancy.running) > len(occupancy.lane)
+        has_company = len(book.running) > len(book.lane)
         num_spare = draft.num_claimed + (config.num_reserved_blocks if has_company else 0)
-        if occupancy.num_free_blocks < num_new + pool.num_idle(found) + num_spare:
+        if book.num_free_blocks < num_new + pool.num_idle(found) + num_spare:
             return
         share = shares.get(request.request_id, draft.budget)
         if share == 0:
             return
-        occupancy.start(request, found)
-        affordable = _affordable(request, occupancy, draft.cost)
-        _add_chunk(occupancy, draft, request, min(share, _num_left(request), affordable))
+        book.start(request, found)
+        affordable = _affordable(request, book, draft.cost)
+        _add_chunk(book, draft, request, min(share, _num_left(request), affordable))
 
 
-def _add_chunk(occupancy: WorkerOccupancy, draft: _Draft, request: Request, num_tokens: int) -> None:
+def _add_chunk(book: BlockBook, draft: _Draft, request: Request, num_tokens: int) -> None:
     """Plan the next `num_tokens` of a request, maybe none. The blocks they need must be free."""
-    config = occupancy.config
+    config = book.config
     start = request.num_computed
     end = start + num_tokens
     num_missing = blocks_of(end, config.block_size) - len(request.block_table)
     if num_missing > 0:
-        request.block_table += occupancy.pool.allocate(num_missing)
+        request.block_table += book.pool.allocate(num_missing)
     if not request.num_promised_blocks:
         draft.num_left += len(request.token_ids) - end
         draft.num_claimed += blocks_of(len(request.token_ids), config.block_size) - len(request.block_table)
     elif num_missing > 0:
-        occupancy.lane.num_kept -= num_missing
+        book.lane.num_kept -= num_missing
     if num_tokens <= 0:
         return
     draft.budget -= num_tokens
-    cost = _price(request, occupancy) * chunk_cost(start, num_tokens, config.context_tokens_per_row)
+    cost = _price(request, book) * chunk_cost(start, num_tokens, config.context_tokens_per_row)
     draft.cost = max(0.0, draft.cost - cost)
     first = request.num_blocks_sent
     if first == 0:

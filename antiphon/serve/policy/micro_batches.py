@@ -20,8 +20,8 @@ first micro-batches would be all attention and the last all expert work.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import sqrt
-from typing import NamedTuple
 
 from antiphon.serve.policy.step import SequenceStep
 
@@ -29,20 +29,9 @@ TOLERANCE = 1.1
 MIN_ROWS_OF_A_PART = 16  # below this a part costs more in launches and weight reads than it evens out
 
 
-class RowRange(NamedTuple):
-    """Rows `first_row` to `first_row + num_rows - 1` of `plan.sequences[sequence]`."""
-
-    sequence: int
-    first_row: int
-    num_rows: int
-
-
-MicroBatch = tuple[RowRange, ...]
-
-
 def split_into_micro_batches(
     sequences: Sequence[SequenceStep], num_micro_batches: int, context_tokens_per_row: float
-) -> list[MicroBatch]:
+) -> list[list[SequenceStep]]:
     """At most `num_micro_batches` micro-batches, none empty, in the order in which a layer must run them.
 
     Every row is in exactly one; rows keep the plan's order within each. `context_tokens_per_row`: see `chunk_cost`.
@@ -51,20 +40,21 @@ def split_into_micro_batches(
     if not sequences:
         return []
     if num_micro_batches == 1:
-        return [tuple(RowRange(index, 0, len(step.token_ids)) for index, step in enumerate(sequences))]
+        return [list(sequences)]
     costs = [chunk_cost(step.start, len(step.token_ids), context_tokens_per_row) for step in sequences]
     rows = [len(step.token_ids) for step in sequences]
     whole = _Deal(rows, costs, num_micro_batches, {})
-    best = whole
+    batches = whole.micro_batches(sequences)
     if whole.largest_share * num_micro_batches > TOLERANCE:
         parts = _cut_large_chunks(sequences, costs, num_micro_batches, context_tokens_per_row)
         cut = _Deal(rows, costs, num_micro_batches, parts) if parts else whole
-        if cut.largest_share < whole.largest_share and not _wastes_one(cut.micro_batches(), num_micro_batches):
-            best = cut
-    return best.micro_batches()
+        if cut.largest_share < whole.largest_share:
+            cut_batches = cut.micro_batches(sequences)
+            batches = batches if _wastes_one(cut_batches, num_micro_batches) else cut_batches
+    return batches
 
 
-def _wastes_one(batches: Sequence[MicroBatch], num_micro_batches: int) -> bool:
+def _wastes_one(batches: Sequence[Sequence[SequenceStep]], num_micro_batches: int) -> bool:
     """Whether a micro-batch is empty while another holds two pieces."""
     return len(batches) < num_micro_batches and any(len(batch) > 1 for batch in batches)
 
@@ -151,43 +141,28 @@ class _Deal:
             shares[owner] = row_share if row_share > cost_share else cost_share
         return max(shares)
 
-    def micro_batches(self) -> list[MicroBatch]:
-        batches: list[list[RowRange]] = [[] for _ in self._rows_shares]
+    def micro_batches(self, sequences: Sequence[SequenceStep]) -> list[list[SequenceStep]]:
+        batches: list[list[SequenceStep]] = [[] for _ in self._rows_shares]
         for index, owner in enumerate(self._owners):
             if owner >= 0:
-                batches[owner].append(RowRange(index, 0, self._rows[index]))
+                batches[owner].append(sequences[index])
                 continue
-            boundaries = self._parts[index]
-            for part in range(len(boundaries) - 1):
-                begin, end = boundaries[part], boundaries[part + 1]
-                batches[self._first_owner[index] + part].append(RowRange(index, begin, end - begin))
-        return [tuple(batch) for batch in batches if batch]
+            for part, (begin, end) in enumerate(pairwise(self._parts[index])):
+                batches[self._first_owner[index] + part].append(_piece(sequences[index], begin, end))
+        return [batch for batch in batches if batch]
 
 
-def micro_batch_steps(
-    sequences: Sequence[SequenceStep], num_micro_batches: int, context_tokens_per_row: float
-) -> list[list[SequenceStep]]:
-    """The steps of each micro-batch, at most `num_micro_batches`, none empty."""
-    return [
-        [_piece(sequences[rows.sequence], rows) for rows in micro_batch]
-        for micro_batch in split_into_micro_batches(sequences, num_micro_batches, context_tokens_per_row)
-    ]
-
-
-def _piece(step: SequenceStep, rows: RowRange) -> SequenceStep:
-    """The part of a step that computes `rows`. The last part samples; the first brings the new blocks, the others
+def _piece(step: SequenceStep, first_row: int, end_row: int) -> SequenceStep:
+    """The part of a step that computes these rows. The last part samples; the first brings the new blocks, the others
     begin where those end (an entry of 0 would say that the table begins anew)."""
-    if rows.num_rows == len(step.token_ids):
-        return step
-    is_first = rows.first_row == 0
-    end_row = rows.first_row + rows.num_rows
-    begin = min(max(step.logprob_begin - rows.first_row, 0), rows.num_rows)
-    end = min(max(step.logprob_end - rows.first_row, 0), rows.num_rows)
+    num_rows = end_row - first_row
+    begin = min(max(step.logprob_begin - first_row, 0), num_rows)
+    end = min(max(step.logprob_end - first_row, 0), num_rows)
     return step._replace(
-        token_ids=step.token_ids[rows.first_row : end_row],
-        start=step.start + rows.first_row,
-        first_new_block=step.first_new_block if is_first else step.first_new_block + len(step.new_blocks),
-        new_blocks=step.new_blocks if is_first else (),
+        token_ids=step.token_ids[first_row:end_row],
+        start=step.start + first_row,
+        first_new_block=step.first_new_block if first_row == 0 else step.first_new_block + len(step.new_blocks),
+        new_blocks=step.new_blocks if first_row == 0 else (),
         samples=step.samples and end_row == len(step.token_ids),
         logprob_begin=begin,
         logprob_end=max(begin, end),

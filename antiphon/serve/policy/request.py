@@ -4,7 +4,7 @@ Prompt and output live in one list, because that is what has to be computed: aft
 that held the keys and values is lost, `num_computed` goes back to 0 and the very same list is computed again. No token
 is repeated or lost, since a token enters the list once, when it is sampled.
 
-A request that could never run is refused before it is queued. In the queue it would block those behind it for ever.
+A request that could never run is refused before it is queued. In the queue it would block those behind it without end.
 
 Rejected: separate prompt and output lists with a "recompute" mode. Every consumer would have to join them again.
 """
@@ -29,8 +29,8 @@ class Request:
     """`arrival` orders requests over all attention workers (smaller is older) and must be unique.
 
     `seed` is `params.seed` or one the engine drew; it stays with the request wherever it is computed.
-    `token_ids` is owned by the request: prompt first, then output. `stop_ids`: tokens that end it, see `stop.py`.
-    `owner`: what it belongs to; of one owner's requests one at a time may use the express lane.
+    `token_ids` is owned by the request: prompt first, then output. `stop_ids`: tokens that end it.
+    `owner`: what it belongs to; one request of an owner at a time may use the express lane.
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class Request:
     finish_reason: FinishReason | None = None
     num_computed: int = 0  # leading tokens whose keys and values are in the cache
     block_table: list[int] = field(default_factory=list)
-    block_digests: list[bytes] = field(default_factory=list)  # of full blocks, see `blocks.py`; outlives preemption
+    block_digests: list[bytes] = field(default_factory=list)  # of full blocks, see `block_book`; outlives preemption
     num_blocks_sent: int = 0  # leading entries of `block_table` that the worker knows
     num_blocks_published: int = 0  # leading blocks that are offered to other requests
     slot: int = -1  # the worker's row for this request, -1 unless running
@@ -56,10 +56,20 @@ class Request:
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for
     num_promised_blocks: int = 0  # if above 0 it is in the express lane
     awaits_mask: bool = False  # which tokens its grammar allows next is still being computed: no step takes it
+    # While steps with it fail, see `suspects`:
+    num_failures: int = 0  # failed steps since it last got past one
+    num_tokens_to_pass: int = 0  # it is past them once it has computed that number of tokens
+    suspect_group: int = 0  # the group that it runs with, without others; 0: not suspected
+    was_on_fresh_worker: bool = False
 
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def newest_token_id(self) -> int | None:
+        """The last token of the output; None before the first."""
+        return self.token_ids[-1] if self.num_output else None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

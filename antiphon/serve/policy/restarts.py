@@ -1,23 +1,23 @@
 """When a worker that died is started again. One rule, for a worker that serves and for one that never came up:
 
 1. The first death in a row is answered at once: a single death costs no more than the start-up.
-2. After that the worker waits 1, 2, 4, … up to 30 s, and goes on trying for ever. The count begins anew after a step
-   that was finished, after one that failed (its requests answer for it, see `request_desk`), and after ten seconds of
+2. After that the worker waits 1, 2, 4, … up to 30 s, and goes on trying without end. The count begins anew after a step
+   that was finished, after one that failed (its requests answer for it, see `suspects`), and after ten seconds of
    being ready.
 3. A worker that has been ready once and is killed from outside waits at most 1 s. Nothing says that it is broken, and
    streams wait for it. The kernel kills by the same signal when memory is short; then each try costs one loading. The
-   same holds if the system has no room for another process: a try costs next to nothing then.
-4. A worker that has never been ready is given up after six deaths in a row: nobody is served yet, and the person who
+   same holds if the system refuses another process: a try costs next to nothing then.
+4. A worker that has never been ready is given up after six deaths in a row: no client is served yet, and the person who
    started the server should hear of it.
 
-Rejected: giving up after a number of deaths once the server serves (somebody who kills a worker six times ends serving
-for good), and one back-off for all deaths (half a minute of waiting after the last of many kills).
+Rejected: giving up after a number of deaths once the server serves (six kills of a worker would end serving for
+good), and one back-off for all deaths (half a minute of waiting after the last of many kills).
 """
 
 _SECOND_DELAY_S = 1.0  # before the second restart in a row; twice that before the next
 _LONGEST_DELAY_S = 30.0
 _LONGEST_DELAY_AFTER_KILL_S = 1.0
-_SOUND_S = 10.0  # ready for so long: the next death is the first again
+_SOUND_S = 10.0  # ready for this long: the next death is the first again
 _MAX_FIRST_DEATHS = 5  # in a row, of a worker that has never been ready
 
 
@@ -46,8 +46,8 @@ class Restarts:
         self.num_deaths = 0
 
     def note_death(self, now_s: float, reason: str, *, from_outside: bool) -> None:
-        """It died, or could not be started; `due_s` then says when to start it. `from_outside`: somebody
-        killed it, or the system did not let it start."""
+        """It died, or could not be started; `due_s` then says when to start it. `from_outside`: it
+        was killed, or the system did not let it start."""
         if self._ready_s is not None and now_s - self._ready_s >= _SOUND_S:
             self.begin_count()
         self._ready_s = None

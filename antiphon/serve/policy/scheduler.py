@@ -4,20 +4,21 @@
 
 - a request is aborted during the step: it keeps its blocks until `commit`, which drops its token;
 - an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again;
-- the attention worker and its cache are lost: `evacuate()`, and other workers take over, or this one when it is back;
-- somebody in the step is suspected of making it fail: `withdraw()`, and the engine decides anew who runs.
+- the attention worker and its cache are lost: `take_back(cache_lost=True)`, and other workers take over, or this one
+  when it is back;
+- a request of the step is suspected of making it fail: `take_back()`, and the engine assigns them anew.
 
-Only `commit` moves a request forward. A plan that was never committed has changed who holds which block, nothing else;
-that is why recovery needs no undo log.
+Only `commit` moves a request forward. A plan that was never committed has changed which request holds
+which block, nothing else; that is why recovery needs no undo log.
 """
 
 from collections.abc import Mapping, Sequence
 
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.batching import fill_step
-from antiphon.serve.policy.occupancy import WorkerOccupancy
+from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
-from antiphon.serve.policy.step import RequestOutput, StepPlan
+from antiphon.serve.policy.step import StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step
 
@@ -27,9 +28,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.occupancy = WorkerOccupancy(config)
+        self.book = BlockBook(config)
         self.requests: dict[str, Request] = {}
-        self.counters = self.occupancy.counters
+        self.counters = self.book.counters
         self._in_flight: StepPlan | None = None
         self._next_step_id = 0
 
@@ -39,27 +40,25 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.occupancy.running)
+        return len(self.book.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.occupancy.waiting)
+        return len(self.book.waiting)
 
-    def adopt(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request that `check_request` found no fault with; it waits in its order of arrival."""
         self.requests[request.request_id] = request
-        self.occupancy.enqueue(request)
+        self.book.add(request)
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request. Its blocks are free at once, or with the commit of the step in flight. Unknown id: None."""
+    def end(self, request_id: str) -> Request | None:
+        """End a request early. Its blocks are free at once, or with the commit of the step in flight. Unknown id:
+        None."""
         request = self.requests.get(request_id)
         if request is None or request.status is RequestStatus.FINISHED:
             return None
-        if request.status is RequestStatus.WAITING:
-            self.occupancy.dequeue(request)
-            del self.requests[request_id]
-        elif self._in_flight is None:
-            self._retire(request)
+        if request.status is RequestStatus.WAITING or self._in_flight is None:
+            self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = "abort"
         return request
@@ -67,20 +66,20 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute, or all that is left waits for masks."""
         assert self._in_flight is None, "the last plan was not committed"
-        plan = fill_step(self.occupancy, self._next_step_id)
+        plan = fill_step(self.book, self._next_step_id)
         if not plan.sequences:
             waits = any(request.awaits_mask for request in self.requests.values())
             assert waits or not self.requests, "requests are left, but none can run"
             return None
-        self.occupancy.released.clear()
+        self.book.released.clear()
         self._next_step_id += 1
         self._in_flight = plan
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[RequestOutput]:
+    def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[Request]:
         """The plan was computed; `sampled` has one token per sequence with `samples`, in the plan's order.
 
-        Returns what happened to each request that got a token or ended; not those aborted meanwhile."""
+        Returns the requests that got a token or ended; not those aborted meanwhile."""
         assert plan is self._in_flight, f"step {plan.step_id} is not the one in flight"
         self._in_flight = None
         progress = []
@@ -94,7 +93,7 @@ class Scheduler:
             if step.logprob_end > step.logprob_begin:
                 request.num_prompt_logprobs = step.start + step.logprob_end
             if request.num_computed % self.config.block_size == 0 or len(step.token_ids) > 1:
-                self.occupancy.publish_computed(request)
+                self.book.publish_computed(request)
             if token_id is not None:
                 request.token_ids.append(token_id)
                 reason = _finish_reason(request, self.config.max_model_len)
@@ -105,50 +104,41 @@ class Scheduler:
             if reason is not None:
                 request.finish_reason = reason
                 request.status = RequestStatus.FINISHED
-                self._retire(request)
-            progress.append(RequestOutput(request, token_id, reason))
+                self._leave(request)
+            progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
-        self._retire_aborted()
+        self._leave_aborted()
         self.counters.num_steps += 1
-        self.counters.generation_tokens += sum(1 for entry in progress if entry.token_id is not None)
+        self.counters.generation_tokens += sum(1 for request in progress if request.num_output)
         return progress
 
-    def evacuate(self) -> list[Request]:
-        """The worker and its cache are lost: hand over all requests, oldest first, to be computed again from their
-        tokens. A plan in flight is void."""
-        requests = self.withdraw()
-        self.occupancy.forget_worker()
-        return requests
+    def take_back(self, *, cache_lost: bool = False) -> list[Request]:
+        """Hand over all requests, oldest first, for schedulers to `add`. A plan in flight is void: the worker must have
+        ended it, or never have seen it.
 
-    def withdraw(self) -> list[Request]:
-        """Hand over all requests, oldest first, for schedulers to `adopt`; the worker lives and keeps what can be found
-        in its cache.
-
-        A plan in flight is void: the worker must have ended it, or never have seen it."""
+        `cache_lost`: the worker is gone. Otherwise it keeps what can be found in its cache."""
         if self._in_flight is not None:
-            self.occupancy.released.extend(self._in_flight.released)
+            self.book.released.extend(self._in_flight.released)
             self._in_flight = None
-        self._retire_aborted()
-        self.occupancy.requeue_all()
+        self._leave_aborted()
         self.requests.clear()
-        self.occupancy.num_waiting_tokens = 0
-        return self.occupancy.waiting.take_all()
+        return self.book.take_back(cache_lost=cache_lost)
 
-    def _retire(self, request: Request) -> None:
-        self.occupancy.retire(request)
+    def _leave(self, request: Request) -> None:
+        self.book.end(request)
         del self.requests[request.request_id]
 
-    def _retire_aborted(self) -> None:
+    def _leave_aborted(self) -> None:
         """Free what was aborted while a step was in flight."""
-        for request in [request for request in self.occupancy.running if request.status is RequestStatus.FINISHED]:
-            self._retire(request)
+        for request in [request for request in self.book.running if request.status is RequestStatus.FINISHED]:
+            self._leave(request)
 
 
 def _finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
     """Why the request ends with the token it was just given, or None if it goes on.
 
-    A stop token that is also the last one allowed counts as "stop", as in OpenAI's API. Stop strings are the API's
-    business. `min_tokens` is enforced in one place only, the sampler, which bans `stop_ids` until enough tokens are
+    A stop token that is also the last one allowed counts as "stop", as in OpenAI's API. The API handles stop
+    strings. `min_tokens` is enforced in one place only, the sampler, which bans `stop_ids` until enough tokens are
     out: a stop token that comes nevertheless (a complete grammar allows nothing else) ends the request.
     """
     num_tokens = len(request.token_ids)
@@ -164,7 +154,7 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
 
     Among live workers, in this order:
 
-    1. one with a slot and KV room for the request beside everything it has accepted already, or in its express lane;
+    1. one with a slot and KV blocks for the request beside everything it has accepted already, or in its express lane;
     2. the least work before the first token, in tokens: the request's own tokens that are *not* in that worker's prefix
        cache, the prompt tokens queued there, and `RUNNING_SEQUENCE_TOKENS` for each sequence that slows every step;
     3. the most free blocks; then the lowest index, so that a choice can be repeated.
@@ -178,14 +168,13 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
 
 
 def _burden(request: Request, scheduler: Scheduler) -> tuple[bool, int, int]:
-    occupancy = scheduler.occupancy
+    book = scheduler.book
     block_size = scheduler.config.block_size
-    num_hit = len(occupancy.find_prefix(request)) * block_size
+    num_hit = len(book.find_prefix(request)) * block_size
     num_new = len(request.token_ids) - num_hit
-    num_queued = occupancy.num_waiting_tokens + occupancy.num_prefill_tokens_left
+    num_queued = book.num_waiting_tokens + book.num_prefill_tokens_left
     has_room = (
-        occupancy.num_free_slots > scheduler.num_waiting
-        and occupancy.num_free_blocks * block_size >= num_queued + num_new
-    ) or occupancy.lane.takes(request)
+        book.num_free_slots > scheduler.num_waiting and book.num_free_blocks * block_size >= num_queued + num_new
+    ) or book.lane.takes(request)
     work = num_new + num_queued + RUNNING_SEQUENCE_TOKENS * scheduler.num_running
-    return not has_room, work, -occupancy.num_free_blocks
+    return not has_room, work, -book.num_free_blocks

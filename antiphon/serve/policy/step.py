@@ -12,8 +12,6 @@ token, and frozen dataclasses take about five times as long to construct.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from antiphon.serve.engine_api import FinishReason
-from antiphon.serve.policy.request import Request
 from antiphon.specs.sampling import SamplingParams
 
 
@@ -64,11 +62,3 @@ class StepPlan:
     starts: tuple[SequenceStart, ...]
     sequences: tuple[SequenceStep, ...]
     num_tokens: int
-
-
-class RequestOutput(NamedTuple):
-    """What a committed step did for one request. `token_id` None: it ended without a token (`max_tokens` 0)."""
-
-    request: Request
-    token_id: int | None
-    finish_reason: FinishReason | None

@@ -36,7 +36,7 @@ _PATIENCE_S = 20.0
 
 
 class WorkerSpeeds:
-    """Of `num_workers`; `knee`: rows up to which an expert takes no longer than for one."""
+    """The speeds of `num_workers`; `knee`: rows up to which an expert takes no longer than for one."""
 
     def __init__(self, num_workers: int, knee: int) -> None:
         self._knee = knee
@@ -44,7 +44,7 @@ class WorkerSpeeds:
         self._batches = [0.0] * num_workers
         self._busy_s = [0.0] * num_workers
         self._shares = [1.0] * num_workers
-        self._fast_s = [0.0] * num_workers  # busy for so long since it began to look faster than its share
+        self._fast_s = [0.0] * num_workers  # busy time since it began to look faster than its share
         self._patience_s = [_PATIENCE_S] * num_workers
 
     def add(self, worker: int, num_batches: int, rows: Collection[Collection[int]], busy_s: float) -> None:
@@ -67,7 +67,7 @@ class WorkerSpeeds:
             numbers[:] = [0.0] * len(numbers)
 
     def shares(self) -> tuple[float, ...]:
-        """Of each worker, its speed over that of the fastest of its peers; 1 where nothing is known."""
+        """Each worker's speed over that of the fastest of its peers; 1 where nothing is known."""
         known = [
             worker for worker, busy_s in enumerate(self._busy_s) if busy_s >= _LEAST_OF_PEER_S and self._work[worker]
         ]

@@ -26,8 +26,8 @@ class WorkerEnd(msgspec.Struct, frozen=True):
     last_lines: list[str]
 
 
-class RaySeat:
-    """One worker's seat on a Ray node; an instance runs one worker."""
+class WorkerActor:
+    """The actor of one worker; it runs on a Ray node."""
 
     def hello(self) -> tuple[str, int]:
         """(host name, process id), once Ray has started the actor."""

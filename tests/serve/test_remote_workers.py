@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from antiphon.serve.door import Door
-from antiphon.serve.fleet import Arrival
 from antiphon.serve.joining import join_engine
-from antiphon.serve.launch import Launcher
+from antiphon.serve.launch import configure
+from antiphon.serve.prepare import PreparedEngine, prepare
+from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import TinyModel, config
@@ -20,10 +20,10 @@ ALL = [WorkerName("replica", index, rank) for index in range(2) for rank in rang
 
 
 class Entrance:
-    """A door with all places of two replicas of two ranks free, and workers that come to it."""
+    """All places of two replicas of two ranks are free, and workers come for them."""
 
     def __init__(
-        self, launcher: Launcher, places: Sequence[WorkerName] = ALL, local: Sequence[WorkerName] = ()
+        self, run: PreparedEngine, places: Sequence[WorkerName] = ALL, local: Sequence[WorkerName] = ()
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -31,10 +31,10 @@ class Entrance:
         self._num_welcome = 0
         self._channels: list[Channel] = []
         self.seats: dict[str, str] = {}
-        self._door = Door(self._address, SECRET, frozenset(places), local=local)
-        self._door.start(self._welcome)
+        self._remote = RemoteWorkers(self._address, SECRET, frozenset(places), local=local)
+        self._remote.start(self._welcome)
         for name in places:
-            self._door.ask(name, launcher._configure(name))
+            self._remote.ask(name, configure(run, name, run.placement))
 
     def _welcome(self) -> None:
         self._num_welcome += 1
@@ -51,21 +51,20 @@ class Entrance:
             self.sit_down()
 
     def sit_down(self) -> None:
-        arrivals: list[Arrival] = self._door.arrivals()
-        for arrival in arrivals:
-            assert arrival.configure.exchange is not None
-            self.seats[str(arrival.worker.name)] = arrival.configure.exchange.host
+        for worker in self._remote.arrivals():
+            assert worker.configure.exchange is not None
+            self.seats[str(worker.name)] = worker.configure.exchange.host
 
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
-        self._door.close()
+        self._remote.close()
 
 
 @pytest.fixture
 def entrance(tiny_model: TinyModel, transport: str) -> Iterator[Entrance]:
     joining = {"join_address": "127.0.0.1:1", "join_secret": SECRET, "joined_attention": 2}
-    made = Entrance(Launcher(config(tiny_model, "2t2*2", exchange=transport, **joining)))
+    made = Entrance(prepare(config(tiny_model, "2t2*2", exchange=transport, **joining)))
     yield made
     made.close()
 
@@ -104,13 +103,13 @@ def test_a_rank_apart_from_those_of_the_engines_machine_is_a_warning(
 ) -> None:
     """Of one replica rank 0 is here. Ranks of it that are not reach it over TCP."""
     joining = {"join_address": "127.0.0.1:1", "join_secret": SECRET, "joined_attention": 1, "ranks_here": 1}
-    launcher = Launcher(config(tiny_model, "1t2", **joining))
-    assert launcher._local_names() == ALL[:1]
-    assert launcher.config.num_workers == 1
-    configure = launcher._configure(ALL[1])
-    assert configure.exchange is not None
-    assert configure.exchange.rank_transport == "tcp"
-    entrance = Entrance(launcher, places=ALL[1:2], local=ALL[:1])
+    run = prepare(config(tiny_model, "1t2", **joining))
+    assert run.local_names() == ALL[:1]
+    assert run.config.num_workers == 1
+    configured = configure(run, ALL[1], run.placement)
+    assert configured.exchange is not None
+    assert configured.exchange.rank_transport == "tcp"
+    entrance = Entrance(run, places=ALL[1:2], local=ALL[:1])
     entrance.come("10.0.0.2")
     entrance.close()
     assert entrance.seats == {"replica[0][1]": "10.0.0.2"}

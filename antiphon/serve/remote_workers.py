@@ -1,4 +1,4 @@
-"""Places in the fleet that workers of other machines fill, and those who came before they were needed.
+"""Places in the fleet that workers of other machines fill, and the spares that joined before they were needed.
 
 A worker that joins takes the first free place of its role; one too many waits as a spare and takes the place of the
 next that is lost. Ranks that reach each other over shared memory take their places together, when one machine has
@@ -17,7 +17,6 @@ import msgspec
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.serve.fleet import Arrival
 from antiphon.serve.join_listener import JoinedPeer, JoinListener
 from antiphon.serve.worker.messages import Configure, FromWorker
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
@@ -30,8 +29,10 @@ class JoinedWorker(WorkerProcess):
 
     is_remote = True
 
-    def __init__(self, name: WorkerName, peer: JoinedPeer) -> None:
+    def __init__(self, name: WorkerName, peer: JoinedPeer, configure: Configure) -> None:
+        """`configure`: what it is to be sent first."""
         super().__init__(name)
+        self.configure = configure
         self.channel = peer.channel
         self.channel.speak(str(name), FromWorker)
         self._peer = peer
@@ -42,16 +43,16 @@ class JoinedWorker(WorkerProcess):
 
     @property
     def is_stopped(self) -> bool:
-        """Cannot be seen from here: only the timeouts of those who wait for it tell."""
+        """Cannot be seen from here: only timeouts show it."""
         return False
 
     @property
     def was_killed_from_outside(self) -> bool:
-        """How often it returns is the business of those who start it."""
+        """Always: how often it returns is decided on its own machine."""
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Its machine is not ours: nothing happens."""
+        """Nothing happens: it runs on another machine."""
 
     def kill(self, reason: str = "") -> None:
         """Hang up: the worker ends when it notices, and this end hears of it as of any other death."""
@@ -66,8 +67,8 @@ class JoinedWorker(WorkerProcess):
         return f"{self._peer.name} at {self._peer.host} left"
 
 
-class Door:
-    """`start` opens it; `ask` names a place to fill; `on_arrival` is called when `arrivals` may have something."""
+class RemoteWorkers:
+    """`start` listens; `ask` names a place to fill; `on_arrival` is called when `arrivals` may return something."""
 
     def __init__(
         self, address: str, secret: bytes, places: Set[WorkerName], *, local: Sequence[WorkerName] = ()
@@ -75,13 +76,14 @@ class Door:
         """`local`: workers that the engine starts itself, which come first where its address is."""
         self._places = places
         here = split_address(address)[0]
-        # host, and which worker of it
-        self._seats: dict[WorkerName, tuple[str, int]] = {name: (here, index) for index, name in enumerate(local)}
+        # The host of each worker, and which worker of that host it is.
+        self._hosts: dict[WorkerName, tuple[str, int]] = {name: (here, index) for index, name in enumerate(local)}
         self._listener = JoinListener(address, secret, self._welcome, roles={name.role for name in places})
         self._lock = threading.Lock()
         self._asked: dict[WorkerName, Configure] = {}
         self._peers: list[JoinedPeer] = []
-        self._told: dict[WorkerName, Counter[str]] = {}  # leaders whose ranks no machine can seat, and who waits then
+        # Leaders whose ranks no one machine has come for, and the addresses of the spares at the last warning.
+        self._warned: dict[WorkerName, Counter[str]] = {}
         self._on_arrival: Callable[[], None] = lambda: None
 
     def start(self, on_arrival: Callable[[], None]) -> None:
@@ -98,14 +100,14 @@ class Door:
             self._peers.clear()
 
     def expects(self, name: WorkerName) -> bool:
-        """Whether this place is filled from outside."""
+        """Whether this place is filled from another machine."""
         return name in self._places
 
     def ask(self, name: WorkerName, configure: Configure) -> None:
         """The place is free: the next to come takes it, or a spare at once."""
         with self._lock:
             self._asked[name] = configure
-            self._seats.pop(name, None)
+            self._hosts.pop(name, None)
             spare = any(peer.role == name.role for peer in self._peers)
         if spare:
             self._on_arrival()
@@ -117,8 +119,8 @@ class Door:
             self._peers.append(peer)
         self._on_arrival()
 
-    def arrivals(self) -> list[Arrival]:
-        """Those who can take a place now."""
+    def arrivals(self) -> list[JoinedWorker]:
+        """The workers that take a place now."""
         with self._lock:
             for peer in [each for each in self._peers if each.channel.has_ended]:
                 self._peers.remove(peer)
@@ -132,11 +134,11 @@ class Door:
                 for name, peer in zip(names, peers, strict=False):
                     self._peers.remove(peer)
                     self._say_if_apart(name, peer.host)
-                    self._told.pop(name.leader, None)
-                    self._seats[name] = (peer.host, self._free_index(peer.host))
+                    self._warned.pop(name.leader, None)
+                    self._hosts[name] = (peer.host, self._free_index(peer.host))
                     _log.info("%s is %s at %s", name, peer.name, peer.host)
-                    configure = _at(self._asked.pop(name), peer, self._seats[name][1])
-                    found.append(Arrival(JoinedWorker(name, peer), configure))
+                    configure = _at(self._asked.pop(name), peer, self._hosts[name][1])
+                    found.append(JoinedWorker(name, peer, configure))
             return found
 
     def _asked_together(self) -> list[list[WorkerName]]:
@@ -150,7 +152,7 @@ class Door:
         """One machine's spares for all of these places; none while there are too few."""
         role, configure, machines = names[0].role, self._asked[names[0]], set[str]()
         if _shares_memory(configure):
-            hosts = [host for name, (host, _) in self._seats.items() if name.leader == names[0].leader]
+            hosts = [host for name, (host, _) in self._hosts.items() if name.leader == names[0].leader]
             if len(hosts) + len(names) < configure.num_ranks:
                 return []  # the engine is about to ask for the others
             machines = set(hosts)
@@ -168,10 +170,10 @@ class Door:
         if (
             waiting.total() < num_asked
             or not _shares_memory(self._asked[names[0]])
-            or self._told.get(leader) == waiting
+            or self._warned.get(leader) == waiting
         ):
             return
-        self._told[leader] = waiting
+        self._warned[leader] = waiting
         _log.warning(
             "%s: its %d ranks share memory, so they join from one address; those who wait are at %s: start them on one "
             "machine, give one address with --host, or let them reach each other over --transport tcp",
@@ -182,7 +184,7 @@ class Door:
 
     def _say_if_apart(self, name: WorkerName, host: str) -> None:
         """A warning if the other ranks of this worker are somewhere else."""
-        others = {other for each, (other, _) in self._seats.items() if each.leader == name.leader}
+        others = {other for each, (other, _) in self._hosts.items() if each.leader == name.leader}
         if others and host not in others:
             _log.warning(
                 "%s is at %s, other ranks of it at %s: every layer's sums go between them; a worker is faster on one "
@@ -194,7 +196,7 @@ class Door:
 
     def _free_index(self, host: str) -> int:
         """The lowest number that no worker of `host` has."""
-        taken = {index for other, index in self._seats.values() if other == host}
+        taken = {index for other, index in self._hosts.values() if other == host}
         return next(index for index in count() if index not in taken)
 
 

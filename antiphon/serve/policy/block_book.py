@@ -1,19 +1,19 @@
-"""Who waits and who runs on one attention worker, and what the running ones hold there: blocks and a slot.
+"""Which requests wait and run on one attention worker, and what the running ones hold there: blocks and a slot.
 
 A request is in exactly one of two places. All moves between them are here, so that a caller that moves a request cannot
 forget half of what moving means:
 
-    enqueue -> waiting -> start -> running -> preempt -> waiting
-                  |                   |
-               dequeue             retire
+    add -> waiting -> start -> running -> preempt -> waiting
+              |                   |
+             end                 end
 
 Memory is paged (`BlockPool`):
 
-1. A block is free (nobody refers to it) or held by one or more requests (reference count).
+1. A block is free (no request refers to it) or held by one or more requests (reference count).
 2. A *full* block whose keys and values are computed may be published under the digest of everything up to its end:
    digest = blake2b(parent digest, tokens). Equal digest, equal history, so its keys and values can be shared.
 3. Released blocks stay published until their memory is needed: the free list is also the least-recently-used list.
-   Blocks that nobody can find go to its front, published ones to its back, a sequence's tail before its head.
+   Blocks that cannot be found go to its front, published ones to its back, a sequence's tail before its head.
 4. A block being written is never published, hence never shared: writing needs no copy.
 
 Digests are 256 bits of a cryptographic hash, so a collision need not be handled (Python's 64-bit `hash` would have to
@@ -182,10 +182,10 @@ class SchedulerCounters:
     generation_tokens: int = 0
 
 
-class WorkerOccupancy:
-    """State shared by the scheduler and the filling of a step.
+class BlockBook:
+    """What the scheduler and the filling of a step share.
 
-    `released`: requests that gave up their slot since the last plan, to be told to the worker with the next one.
+    `released`: requests that gave up their slot since the last plan, which the worker hears with the next one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -195,29 +195,26 @@ class WorkerOccupancy:
         self.waiting = ArrivalQueue()
         self.running = ArrivalQueue()
         self.num_waiting_tokens = 0
-        self.num_prefill_tokens_left = 0  # of running requests, not reached by the last planned step
+        self.num_prefill_tokens_left = 0  # tokens of running requests that the last planned step does not reach
         self.counters = SchedulerCounters()
         self.released: list[str] = []
         self.free_slots = list(range(config.num_slots - 1, -1, -1))
 
     @property
     def num_free_slots(self) -> int:
-        """Of the main way."""
+        """Slots that requests outside the express lane may take."""
         return len(self.free_slots) - self.lane.num_free_slots
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the main way."""
+        """Blocks that requests outside the express lane may take."""
         return self.pool.num_free - self.lane.num_kept
 
-    def enqueue(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
+        """Let it wait, in its order of arrival."""
         request.status = RequestStatus.WAITING
         self.num_waiting_tokens += len(request.token_ids)
         self.waiting.add(request)
-
-    def dequeue(self, request: Request) -> None:
-        self.num_waiting_tokens -= len(request.token_ids)
-        self.waiting.remove(request)
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that hold the beginning of `request`, never all of it: at least one token must be computed.
@@ -232,7 +229,7 @@ class WorkerOccupancy:
 
     def start(self, request: Request, found_blocks: list[int]) -> None:
         """From waiting to running, on top of the blocks that `find_prefix` returned."""
-        self.dequeue(request)
+        self._leave_waiting(request)
         self.pool.share(found_blocks)
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
@@ -249,14 +246,14 @@ class WorkerOccupancy:
     def preempt_later_than(self, request: Request, step_id: int) -> bool:
         """Until a block is free, push out the latest arrival of the main way that step `step_id` does not compute yet.
 
-        False if there is nobody left to push out. A request whose blocks are all shared frees none: go on."""
+        False if no request is left to push out. A request whose blocks are all shared frees none: go on."""
         while self.num_free_blocks == 0:
             latest = next(each for each in reversed(self.running) if not each.num_promised_blocks)
             if latest is request or latest.planned_step == step_id:
                 return False
             self.running.remove(latest)
             self._give_back(latest)
-            self.enqueue(latest)
+            self.add(latest)
             self.counters.num_preemptions += 1
         return True
 
@@ -273,22 +270,29 @@ class WorkerOccupancy:
             self.pool.publish(request.block_table[index], request.block_digests[index])
         request.num_blocks_published = num_full
 
-    def retire(self, request: Request) -> None:
-        """A running request has ended."""
-        self.running.remove(request)
-        self._give_back(request)
+    def end(self, request: Request) -> None:
+        """It leaves, from wherever it is. Of a running one no step may be in flight."""
+        if request.slot < 0:
+            self._leave_waiting(request)
+        else:
+            self.running.remove(request)
+            self._give_back(request)
 
-    def requeue_all(self) -> None:
-        """All running requests give back what they hold and wait again."""
+    def take_back(self, *, cache_lost: bool) -> list[Request]:
+        """All requests give back what they hold and leave, oldest first. `cache_lost`: no block can be found any more,
+        and no worker is left to hear what was released."""
         for request in reversed(self.running.take_all()):
             self._give_back(request)
-            self.enqueue(request)
-        self.num_prefill_tokens_left = 0
+            self.add(request)
+        self.num_prefill_tokens_left = self.num_waiting_tokens = 0
+        if cache_lost:
+            self.pool.clear_published()
+            self.released.clear()
+        return self.waiting.take_all()
 
-    def forget_worker(self) -> None:
-        """The worker's memory is gone: no block can be found any more, and there is nobody to tell who was released."""
-        self.pool.clear_published()
-        self.released.clear()
+    def _leave_waiting(self, request: Request) -> None:
+        self.num_waiting_tokens -= len(request.token_ids)
+        self.waiting.remove(request)
 
     def _give_back(self, request: Request) -> None:
         if request.num_promised_blocks:
