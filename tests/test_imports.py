@@ -41,58 +41,6 @@ PICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "mar
 # Files that may import our own packages inside functions, and why.
 MAY_IMPORT_LATE = {"antiphon.cli.main": "a command's module is loaded when the command runs, so that --help is quick"}
 
-# Class names that stand for two things today. A name that is renamed leaves the list; none joins it.
-KNOWN_DOUBLES = {
-    "Activation",
-    "Block",
-    "CalledFunction",
-    "Choice",
-    "Comparison",
-    "Configure",
-    "Contestant",
-    "Degrees",
-    "Done",
-    "Exchange",
-    "Failure",
-    "Finding",
-    "Found",
-    "Group",
-    "Interrupted",
-    "Line",
-    "Links",
-    "Measured",
-    "Open",
-    "Opened",
-    "Outcome",
-    "Phase",
-    "Prepare",
-    "Product",
-    "Ready",
-    "Record",
-    "Refused",
-    "Routing",
-    "Run",
-    "Seat",
-    "Share",
-    "Sizes",
-    "Spans",
-    "StepResult",
-    "Stream",
-    "Text",
-    "Times",
-    "Traffic",
-    "Work",
-    "_Exchange",
-    "_Hop",
-    "_Lane",
-    "_Lines",
-    "_Member",
-    "_Pass",
-    "_Simulation",
-    "_State",
-    "_Wait",
-}
-
 
 @dataclass(frozen=True)
 class Import:
@@ -235,7 +183,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name, []).append(name)
-    doubles = {name: where for name, where in owners.items() if len(where) > 1 and name not in KNOWN_DOUBLES}
+    doubles = {name: where for name, where in owners.items() if len(where) > 1}
     assert doubles == {}, "rename the newer one: a reader looks classes up by name"
 
 

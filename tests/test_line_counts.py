@@ -22,9 +22,9 @@ def line_counts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_long_files_need_a_reason_and_tests_do_not(line_counts: ModuleType, tmp_path: Path) -> None:
     for name, num_lines, first in [
-        ("antiphon/serve/short.py", 300, "x"),
-        ("antiphon/serve/long.py", 301, "x"),
-        ("antiphon/serve/reasoned.py", 301, '"""A table. Long because the standard is."""'),
+        ("antiphon/serve/short.py", 450, "x"),
+        ("antiphon/serve/long.py", 451, "x"),
+        ("antiphon/serve/reasoned.py", 451, '"""A table. Long because the standard is."""'),
         ("csrc/kernels/native.cpp", 500, "// x"),
         ("tests/serve/test_long.py", 900, "x"),
     ]:
@@ -34,5 +34,5 @@ def test_long_files_need_a_reason_and_tests_do_not(line_counts: ModuleType, tmp_
     files = line_counts.measure(tmp_path)
     assert [str(file.path) for file in files if file.offends] == ["antiphon/serve/long.py"]
     printed = line_counts.report(files)
-    assert "too long: antiphon/serve/long.py has 301 lines, the limit is 300" in printed
-    assert "antiphon/serve           902     3" in printed
+    assert "too long: antiphon/serve/long.py has 451 lines, the limit is 450" in printed
+    assert "antiphon/serve          1352     3" in printed

@@ -40,7 +40,7 @@ from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.bench.harness.contest import Columns, Row, UpTo, milliseconds
+from antiphon.bench.harness.contest import ContestColumns, Row, UpTo, milliseconds
 from antiphon.bench.harness.cores import limited
 from antiphon.bench.serve import timed_answers
 from antiphon.models.checkpoint import Checkpoint
@@ -150,10 +150,10 @@ class _ServedPass:
     copies: int
 
 
-def columns(rows: Sequence[Row]) -> Columns:
+def columns(rows: Sequence[Row]) -> ContestColumns:
     """They compare with the policy off of each case."""
     off = {row["case"]: row["step_s_p95"] for row in rows if row["policy"] == "off"}
-    return Columns(
+    return ContestColumns(
         (
             ("case", "case"),
             ("policy", "policy"),

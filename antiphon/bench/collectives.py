@@ -23,7 +23,16 @@ from antiphon import _m2n
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Children, forked, join_gloo, seconds_of_calls
-from antiphon.bench.harness.contest import Columns, ContestTurns, OneOf, Patience, UpTo, num_bytes, seconds, times
+from antiphon.bench.harness.contest import (
+    ContestColumns,
+    ContestTurns,
+    OneOf,
+    Patience,
+    UpTo,
+    num_bytes,
+    seconds,
+    times,
+)
 from antiphon.bench.harness.quiet import Repetitions, foreign_words
 from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
 from antiphon.comm.collectives import reduce_scatter_single
@@ -134,7 +143,7 @@ class CollectiveSettings:
             raise UserError(f"--quiet-timeout is {self.quiet_timeout:g}: use 0 to {_MOST_QUIET_S:g} seconds")
 
 
-COLUMNS = Columns(
+COLUMNS = ContestColumns(
     (
         ("collective", "collective"),
         ("ranks", "ranks"),

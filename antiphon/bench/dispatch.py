@@ -28,7 +28,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.ranges import split_evenly
 from antiphon.bench.harness.children import Children, forked, join_gloo
-from antiphon.bench.harness.contest import Columns, UpTo, milliseconds, num_bytes, ratio
+from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, num_bytes, ratio
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.dispatch import expected_distinct
@@ -89,7 +89,7 @@ class DispatchCase:
             raise UserError(f"--ranks is {self.ranks}, --experts is {self.num_experts}: give each rank an expert")
 
 
-COLUMNS = Columns(
+COLUMNS = ContestColumns(
     (
         ("ranks", "ranks"),
         ("top-k", "top_k"),

@@ -31,7 +31,17 @@ from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box, box_unavailable
 from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
 from antiphon.bench.harness.children import Children, forked, seconds_of_calls
-from antiphon.bench.harness.contest import Columns, ContestTurns, OneOf, Patience, Row, UpTo, num_bytes, seconds, times
+from antiphon.bench.harness.contest import (
+    ContestColumns,
+    ContestTurns,
+    OneOf,
+    Patience,
+    Row,
+    UpTo,
+    num_bytes,
+    seconds,
+    times,
+)
 from antiphon.bench.harness.quiet import foreign_words
 from antiphon.bench.m2n.cases import TRANSPORTS
 from antiphon.comm.m2n.native import SPIN_S
@@ -136,7 +146,7 @@ def _link(row: Row) -> str:
     return "" if row["mbit"] is None else f"{format_bytes(row['link_bytes'])}, {format_seconds(row['link_s'])}"
 
 
-COLUMNS = Columns(
+COLUMNS = ContestColumns(
     (
         ("contestant", "contestant"),
         ("median", seconds("median_s")),

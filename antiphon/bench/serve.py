@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.bench.harness.contest import Columns, share
+from antiphon.bench.harness.contest import ContestColumns, share
 from antiphon.bench.harness.limits import (
     DecoderSizes,
     MachineLimits,
@@ -122,7 +122,7 @@ def median_limits(repetitions: Repetitions[Turn]) -> MachineLimits:
     return sorted(measured, key=lambda limits: limits.read_bytes_per_s)[len(measured) // 2]
 
 
-COLUMNS = Columns(
+COLUMNS = ContestColumns(
     (
         ("engine", "engine"),
         ("conc.", "concurrency"),

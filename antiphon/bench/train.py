@@ -32,7 +32,7 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
 from antiphon.bench.harness.children import Children, forked
-from antiphon.bench.harness.contest import Columns, num_bytes, ratio, share
+from antiphon.bench.harness.contest import ContestColumns, num_bytes, ratio, share
 from antiphon.bench.harness.limits import measure_gemm_flops_per_s
 from antiphon.bench.harness.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
 from antiphon.bench.plain_loop import PlainLoop
@@ -305,7 +305,7 @@ def parse_dtypes(text: str) -> list[Dtype]:
 # --- the benchmark
 
 
-COLUMNS = Columns(
+COLUMNS = ContestColumns(
     (
         ("variant", "variant"),
         ("ranks", "world_size"),

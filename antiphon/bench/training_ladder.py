@@ -26,7 +26,7 @@ from antiphon.bench.box import Box, NodeProcess
 from antiphon.bench.box.run import plan_ranks
 from antiphon.bench.harness import child
 from antiphon.bench.harness.children import Children
-from antiphon.bench.harness.contest import Columns, Row, num_bytes
+from antiphon.bench.harness.contest import ContestColumns, Row, num_bytes
 from antiphon.bench.harness.quiet import CpuWatch
 from antiphon.bench.ladder_prediction import BoxLinks, predicted_step_s
 from antiphon.bench.ladder_variants import LadderCase, Variant, variants_of
@@ -324,10 +324,10 @@ def _error(row: Row) -> str:
     return "" if predicted_s is None else f"{predicted_s / row['step_s_median'] - 1:+.0%}"
 
 
-def columns(rows: Sequence[Row]) -> Columns:
+def columns(rows: Sequence[Row]) -> ContestColumns:
     """They compare with the first row."""
     first_s = rows[0]["step_s_median"]
-    return Columns(
+    return ContestColumns(
         (
             ("variant", "variant"),
             ("tok/s", "tokens_per_s"),

@@ -26,7 +26,7 @@ from antiphon.bench import hybrid as two_levels
 from antiphon.bench import serve as serving
 from antiphon.bench import train as training
 from antiphon.bench import training_ladder
-from antiphon.bench.harness.contest import Columns, OneOf, Patience, UpTo
+from antiphon.bench.harness.contest import ContestColumns, OneOf, Patience, UpTo
 from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladder
 from antiphon.bench.m2n import cases
@@ -72,7 +72,7 @@ def check_limits(chosen: Any) -> None:
                 check_timeout(option, value)
 
 
-def show_rows(bench: str, columns: Columns, rows: list[dict[str, Any]], json: str | None, **about: Any) -> None:
+def show_rows(bench: str, columns: ContestColumns, rows: list[dict[str, Any]], json: str | None, **about: Any) -> None:
     """How a benchmark ends."""
     show_bench(bench, table(columns.headings, columns.cells(rows), title=columns.title), rows, json=json, **about)
 

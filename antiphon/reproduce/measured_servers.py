@@ -264,7 +264,7 @@ BAND = (0.1, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
+class PointSlice:
     """One line of the table: how many points, and of times per token and to the first token the median ratio of
     predicted to measured, the shares within 25% and within the engine's band, and the median error."""
 
@@ -293,17 +293,17 @@ class Slice:
 COLUMNS = ("slice", "points", "ratio", "within 25%", "in band", "error", "first token", "within 25%")
 
 
-def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[Slice]:
+def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[PointSlice]:
     """All points, then by layout, model, device, engine, formats, prompt length and requests at once."""
     points, by_name = judged.points, {one.name: one for one in engines}
     low = np.array([by_name[one.engine].low for one in points])
     high = np.array([by_name[one.engine].high for one in points])
 
-    def of(name: str, chosen: BoolArray) -> Slice:
+    def of(name: str, chosen: BoolArray) -> PointSlice:
         known = chosen & np.isfinite(judged.tpot_s)
         ratios, first = judged.ratios(chosen), judged.ratios(chosen, first=True)
         true = 1 / ratios
-        return Slice(
+        return PointSlice(
             name=name,
             num_points=len(ratios),
             ratio=float(np.median(ratios)),

@@ -18,8 +18,7 @@ from antiphon.base.units import format_bytes
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of, kv_cache_block_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint_folder import model_folder, model_name
-from antiphon.models.config import load_model_spec, read_config
-from antiphon.models.config import with_tokenizer_ending
+from antiphon.models.config import load_model_spec, read_config, with_tokenizer_ending
 from antiphon.models.families.defaults import assumed
 from antiphon.models.load import open_checkpoint
 from antiphon.models.shares import check_ranks, share_of

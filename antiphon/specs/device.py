@@ -30,8 +30,8 @@ class DeviceSpec:
     `scale_up_spans_nodes`: whether that link leaves the server (NVL72), so that a domain may be larger than a node.
     `scale_up_mesh`: whether it is a wire of its own to each other device of a full domain, and no switch.
     `sustained`: fraction of the peak rates that is left at the clock a loaded device settles at. `num_processors`: how
-    many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: tiles are free; a GPU must
-    say it.
+    many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: tiles are free, which no
+    file of a GPU may say.
     `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where none is stated.
     `sources`: field name -> where its number is from.
     """
@@ -51,13 +51,6 @@ class DeviceSpec:
     sustained: Annotated[Positive, Field(le=1)] = 1.0
     num_processors: Count | None = None
     sources: dict[str, Text] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.num_processors is None and self.kind == "gpu":
-            raise UserError(
-                f"device {self.name}: num_processors is missing: add how many multiprocessors (compute units) the GPU "
-                "has: times of products depend on it"
-            )
 
     def peak_flops_per_s(self, dtype: ComputeDtype) -> float:
         """Dense peak in `dtype`; `UserError` if the device cannot compute in it."""
@@ -79,6 +72,11 @@ def device_from_json(mapping: Mapping[str, Any], where: str) -> DeviceSpec:
     if isinstance(rates := values.get("flops_per_s"), Mapping):  # in one order, whatever the file's
         values["flops_per_s"] = {name: rates[name] for name in get_args(ComputeDtype) if name in rates} | dict(rates)
     device = read(DeviceSpec, values, where)
+    if device.num_processors is None and device.kind == "gpu":
+        raise UserError(
+            f"{where}: num_processors is missing: add how many multiprocessors (compute units) the GPU has, on which the "
+            "times of products depend"
+        )
     known = [field.name for field in fields(DeviceSpec)]
     if unknown := [name for name in device.sources if name not in known]:
         raise UserError(f"{where}: unknown key sources.{unknown[0]}: {did_you_mean(unknown[0], known)}")

@@ -1,6 +1,6 @@
 """What all benchmarks of several contestants share: how long they take turns, and what a table shows of their rows.
 
-A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are. `Columns` says
+A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are. `ContestColumns` says
 once which parts people see, under which heading and in which form.
 """
 
@@ -40,7 +40,7 @@ class ContestTurns:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ContestColumns:
     """Headings with what stands under each: a key of the row, or what a function makes of the row."""
 
     shown: tuple[tuple[str, str | Cell], ...]

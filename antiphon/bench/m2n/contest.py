@@ -32,7 +32,7 @@ from antiphon.base.progress import progress
 from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Children, programs
-from antiphon.bench.harness.contest import Columns, ContestTurns, Row, seconds, times
+from antiphon.bench.harness.contest import ContestColumns, ContestTurns, Row, seconds, times
 from antiphon.bench.harness.mpiexec import under_mpiexec
 from antiphon.bench.harness.quiet import Repetitions, foreign_words
 from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest
@@ -312,7 +312,7 @@ def _message(row: Row) -> str:
     return text + (" <->" if row["direction"] == "both ways" else "") + (" touched" if row["touched"] else "")
 
 
-COLUMNS = Columns(
+COLUMNS = ContestColumns(
     (
         ("transport", lambda row: row["transport"] + (" in place" if row["in_place"] else "")),
         ("M x N", lambda row: f"{row['senders']} x {row['receivers']}"),
