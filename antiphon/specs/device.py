@@ -74,8 +74,8 @@ def device_from_json(mapping: Mapping[str, Any], where: str) -> DeviceSpec:
     device = read(DeviceSpec, values, where)
     if device.num_processors is None and device.kind == "gpu":
         raise UserError(
-            f"{where}: num_processors is missing: add how many multiprocessors (compute units) the GPU has, on which the "
-            "times of products depend"
+            f"{where}: num_processors is missing: add how many multiprocessors (compute units) the GPU has, on which "
+            "the times of products depend"
         )
     known = [field.name for field in fields(DeviceSpec)]
     if unknown := [name for name in device.sources if name not in known]:

@@ -83,7 +83,7 @@ def test_what_may_be_left_out_has_its_default() -> None:
         ("", "model", None, "model is missing: add it"),
         ("", "cluster", "", "cluster: String should have at least 1 character"),
         ("", "device", 7, "device is 7: it must be a valid string"),
-        ("", "compute", "int4", "compute is 'int4': it must be 'float32', 'bfloat16' or 'fp8'"),
+        ("", "compute", "int4", "compute is 'int4': it must be 'float32', 'bfloat16', 'fp8' or 'fp4'"),
         ("", "sequence_length", 0, "sequence_length is 0: it must be at least 1"),
         ("", "global_batch", 2.5, "global_batch is 2.5: it must be a valid integer"),
         ("", "num_devices", 23, r"layout: 4 \* 3 \* 2 devices are more than the 23 of num_devices"),

@@ -1,7 +1,7 @@
 """What all benchmarks of several contestants share: how long they take turns, and what a table shows of their rows.
 
-A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are. `ContestColumns` says
-once which parts people see, under which heading and in which form.
+A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are.
+`ContestColumns` says once which parts people see, under which heading and in which form.
 """
 
 from collections.abc import Callable, Mapping, Sequence
