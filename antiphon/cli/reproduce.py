@@ -17,6 +17,7 @@ from antiphon.reproduce.claims import select
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.measured_servers import COLUMNS as COLUMNS_OF_SLICES
 from antiphon.reproduce.measured_servers import (
+    beside_peer,
     cross_validated,
     engine_file,
     fitted_engines,
@@ -50,6 +51,10 @@ def reproduce(
         Path | None,
         typer.Option("--fit", metavar="FOLDER", help="With --deployments: write the engines' constants, fitted anew."),
     ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option("--peer", metavar="PYTHON", help="With --deployments: beside aiconfigurator, which that one has."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """The papers' figures and tables, theirs beside ours. All rows without ID; rows that do not hold say why."""
@@ -58,10 +63,11 @@ def reproduce(
     if deployments:
         if ids or paper or list_only or markdown is not None or calibration is not None:
             raise UserError("--deployments prints tables of its own: leave out the other options and the ids")
-        show_deployments(fit, json)
+        show_deployments(fit, peer, json)
         return
-    if fit is not None:
-        raise UserError("--fit writes what --deployments fits: add --deployments")
+    for name, value in (("--fit", fit), ("--peer", peer)):
+        if value is not None:
+            raise UserError(f"{name} belongs to --deployments: add it")
     if calibration is not None:
         if ids or paper or list_only or markdown is not None or json is not None:
             raise UserError("--calibration writes a page of its own: leave out the other options and the ids")
@@ -86,12 +92,15 @@ def reproduce(
         write_whole("--markdown", markdown, page(rows))
 
 
-def show_deployments(fit: Path | None, json: str | None) -> None:
-    """The table by slice; with `fit` a file for each engine in that folder."""
+def show_deployments(fit: Path | None, peer: str | None, json: str | None) -> None:
+    """The table by slice; with `fit` a file for each engine in that folder, with `peer` two lines beside that tool."""
     with progress("pricing measured servers") as report:
         judged = cross_validated(measured_points(), report)
     engines = fitted_engines(judged) if fit is not None else [load_engine(name) for name in catalog.names("engine")]
     lines = slices(judged, engines)
+    if peer is not None:
+        with progress("pricing with aiconfigurator") as report:
+            lines += beside_peer(judged, peer, report)
     cells = [one.cells() for one in lines]
     show(table(COLUMNS_OF_SLICES, cells, title="time per token and to the first one"), json=json)
     emit_json(json, {"bench": "deployments", **provenance(), "rows": [vars(one) for one in lines]})

@@ -12,6 +12,8 @@ Rejected: cross-validation by single points. Neighbouring concurrencies of one s
 """
 
 import csv
+import json
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -22,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerDegrees, ServerLoad, server_load
 from antiphon.cost.parts import FloatArray
@@ -37,6 +40,7 @@ from antiphon.specs.precision import PrecisionSpec, StorageDtype
 BoolArray = NDArray[np.bool_]
 DATA = Path(__file__).parent / "data" / "measured_servers.csv"
 WITHIN = 0.25
+PEER_STEP = 7
 ARITHMETIC: dict[StorageDtype, ComputeDtype] = {"fp8": "fp8", "nvfp4": "fp4"}
 """What products are computed in by the format of the weights, if the device can; else BF16."""
 
@@ -296,23 +300,10 @@ COLUMNS = ("slice", "points", "ratio", "within 25%", "in band", "error", "first 
 def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[PointSlice]:
     """All points, then by layout, model, device, engine, formats, prompt length and requests at once."""
     points, by_name = judged.points, {one.name: one for one in engines}
-    low = np.array([by_name[one.engine].low for one in points])
-    high = np.array([by_name[one.engine].high for one in points])
+    band = np.array([(by_name[one.engine].low, by_name[one.engine].high) for one in points])
 
     def of(name: str, chosen: BoolArray) -> PointSlice:
-        known = chosen & np.isfinite(judged.tpot_s)
-        ratios, first = judged.ratios(chosen), judged.ratios(chosen, first=True)
-        true = 1 / ratios
-        return PointSlice(
-            name=name,
-            num_points=len(ratios),
-            ratio=float(np.median(ratios)),
-            within=float(np.mean(np.abs(ratios - 1) <= WITHIN)),
-            in_band=float(np.mean((true >= low[known]) & (true <= high[known]))),
-            error=float(np.median(np.abs(ratios - 1))),
-            first_ratio=float(np.median(first)) if first.size else float("nan"),
-            first_within=float(np.mean(np.abs(first - 1) <= WITHIN)) if first.size else float("nan"),
-        )
+        return _slice(name, judged, chosen, band)
 
     kinds = np.array([_kind(one) for one in points])
     together = np.array([not one.is_pools for one in points])
@@ -325,6 +316,56 @@ def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[PointSlice]:
     for least, most in ((1, 8), (9, 32), (33, 128), (129, 1024)):
         found.append(of(f"{least} to {most} at once", together & (in_flight >= least) & (in_flight <= most)))
     return [one for one in found if one.num_points]
+
+
+def _slice(name: str, judged: Judged, chosen: BoolArray, band: FloatArray | None = None) -> PointSlice:
+    known = chosen & np.isfinite(judged.tpot_s)
+    ratios, first = judged.ratios(chosen), judged.ratios(chosen, first=True)
+    in_band = float("nan")
+    if band is not None:
+        in_band = float(np.mean((1 / ratios >= band[known, 0]) & (1 / ratios <= band[known, 1])))
+    return PointSlice(
+        name=name,
+        num_points=len(ratios),
+        ratio=float(np.median(ratios)),
+        within=float(np.mean(np.abs(ratios - 1) <= WITHIN)),
+        in_band=in_band,
+        error=float(np.median(np.abs(ratios - 1))),
+        first_ratio=float(np.median(first)) if first.size else float("nan"),
+        first_within=float(np.mean(np.abs(first - 1) <= WITHIN)) if first.size else float("nan"),
+    )
+
+
+def beside_peer(judged: Judged, python: str, report: Report | None = None) -> list[PointSlice]:
+    """Two slices over the same points, every seventh aggregated server that both price: aiconfigurator, which `python`
+    has, and this project. Ten minutes. `UserError` if that interpreter does not do it."""
+    program = Path(__file__).with_name("aiconfigurator_peer.py")
+    command = [python, str(program), str(DATA), str(PEER_STEP)]
+    theirs = {}
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for line in process.stdout:
+                found = json.loads(line)
+                theirs[found["index"]] = found
+                if report is not None:
+                    report(len(theirs), found["of"])
+            said = process.stderr.read().strip().splitlines()
+    except OSError as error:
+        raise UserError(f"--peer {python}: it does not run ({error.strerror}): give a Python") from error
+    if process.returncode:
+        reason = said[-1] if said else f"exit code {process.returncode}"
+        raise UserError(
+            f"--peer {python}: {reason}: give a Python that has aiconfigurator (pip install aiconfigurator)"
+        )
+    both = [index for index, found in theirs.items() if "error" not in found and np.isfinite(judged.tpot_s[index])]
+    chosen = np.isin(np.arange(len(judged.points)), both)
+    tpot_s, ttft_s = np.full((2, len(judged.points)), np.nan)
+    for index in both:
+        tpot_s[index], ttft_s[index] = theirs[index]["tpot_ms"] / 1e3, theirs[index]["ttft_ms"] / 1e3
+    peer = replace(judged, tpot_s=tpot_s, ttft_s=ttft_s)
+    return [_slice("aiconfigurator", peer, chosen), _slice("antiphon", judged, chosen)]
 
 
 def _kind(point: MeasuredPoint) -> str:
