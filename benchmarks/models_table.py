@@ -111,6 +111,15 @@ antiphon serve MODEL --rope-scaling \\
 It takes what `rope_scaling` or `rope_parameters` may hold: yarn, linear, dynamic, llama3, longrope, default. A key that
 the scaling does not use is refused. `antiphon plan` takes `--model-set rope_scaling=JSON`. Dynamic scaling follows the
 longest sequence that is served, since one table serves all requests.
+
+## Decisions, and why
+
+- **Routers take the float32 path of `transformers`**, and where `transformers` 5 differs from a published model's own
+  code (Phi-3.5-MoE beyond 4,096 tokens keeps the short rotary factors) we follow `transformers`, our reference.
+- **Latent attention (MLA)** runs absorbed in decode and for prompt chunks with cached context, expanded for whole
+  prompts. On the CPU it uses the reference kernels.
+- **Granite's multipliers apply at run time.** Folding them into the weights would round every bfloat16 weight again.
+- **Multimodal wrappers of a text model are refused.** Running only the text part would ignore pictures silently.
 """
 
 
@@ -158,7 +167,8 @@ def page(families: dict[str, ModelComparison], formats: dict[str, ModelCompariso
         [
             "# Models that run",
             "",
-            f"Written by `python -m benchmarks.models_table` with {made_with}; do not edit.",
+            "For people who ask whether their model runs. Written by `python -m benchmarks.models_table` with "
+            f"{made_with}; do not edit.",
             "",
             "Each family was compared with transformers' eager model in float32, by a small random checkpoint of odd "
             "sizes. Error: the largest difference of any logit, the prompt given whole, in chunks and token by token. "

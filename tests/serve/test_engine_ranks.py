@@ -152,7 +152,7 @@ def test_a_process_says_once_how_it_reaches_others(
 def test_forms_belong_to_the_hybrid_layout(tiny_model: TinyModel) -> None:
     with pytest.raises(UserError, match="--decode-collectives fused needs --layout hybrid"):
         config(tiny_model, "1t2", decode_collectives="fused")
-    with pytest.raises(UserError, match="--prefill-collectives is slow: it must be fused, synchronous, auto"):
+    with pytest.raises(UserError, match="--prefill-collectives is 'slow': it must be 'fused', 'synchronous' or 'auto'"):
         config(tiny_model, "2*2", prefill_collectives="slow")
 
 

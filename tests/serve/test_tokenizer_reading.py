@@ -131,24 +131,24 @@ def test_a_tokenizer_that_grammars_take_too_long_with_serves_without_them(
     assert tokenizer.grammar_problem.startswith("making grammars took longer than 0.05 s")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "GrammarCompiler", None)
-        assert app._build_grammars(fake_engine(), tokenizer) is None
+        assert app.build_grammars(fake_engine().info, tokenizer) is None
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_tokenizer_is_read_ends_the_command(tmp_path: Path) -> None:
+    """Not forked: the process that reads is known by its command line."""
     demo(tmp_path, {"added_tokens": added(40_000, first=4096)})
-    with PROGRAMS.Popen(
-        [sys.executable, "-m", "antiphon.cli.main", "serve", str(tmp_path)], stderr=subprocess.PIPE, text=True
-    ) as process:
-        reading = psutil.Process(process.pid)
-        wait_until(
-            lambda: (
-                any("tokenizer_reading" in " ".join(child.cmdline()) for child in reading.children())
-                or len(reading.children()) > 1
-            ),
-            "it reads",
-        )
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+    command = [sys.executable, "-m", "antiphon.cli.main", "serve", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            served = psutil.Process(process.pid)
+            wait_until(
+                lambda: any("tokenizer_reading" in " ".join(child.cmdline()) for child in served.children()), "it reads"
+            )
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode in (130, -signal.SIGINT), error
 
 

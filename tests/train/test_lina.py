@@ -147,8 +147,8 @@ def test_packed_training_goes_on_bit_by_bit(runs: dict[str, list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("communication.chunk_bytes=0",), r"communication: chunk_bytes is 0: it must be at least 1"),
-        (("communication.chunk_bytes=7",), r"chunk_bytes is 7: a chunk holds a number at least, so 8"),
+        (("communication.chunk_bytes=0",), r"communication.chunk_bytes is 0: it must be at least 8"),
+        (("communication.chunk_bytes=7",), r"communication.chunk_bytes is 7: it must be at least 8"),
         (("communication.partition=true",), r"partition is true and sums is 'behind', where nothing runs beside"),
         (("communication.packing=true",), r"packing is true and sums is 'behind'.*only sums 'priority' takes"),
         (
