@@ -306,6 +306,8 @@ class TextQueue:
             with theirs, signals.blocked():
                 command = python_module(self._program, "--fd", str(theirs.fileno()))
                 self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            if self._closing:  # `close` may have looked for a process just before there was one
+                raise InterruptedError("the queue closes")
             channel.send(self._configure, _START_TIMEOUT_S)
             channel.receive(_START_TIMEOUT_S)
         except BaseException:
