@@ -31,7 +31,7 @@ from antiphon.bench.harness.children import Children, forked, join_gloo
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, num_bytes, ratio
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.training.counts import expert_parallel_volume
 
 Dtype = Literal["float32", "bfloat16"]

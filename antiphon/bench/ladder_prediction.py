@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from antiphon.comm.mesh import Sizes
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.training.measured import held_parameters
 from antiphon.cost.training.memory import fullest_stage
 from antiphon.cost.training.setup import TrainingSetup

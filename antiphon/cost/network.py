@@ -19,7 +19,7 @@ eq. 2; `reproduce.mix` keeps them, named as what they are.
 
 M2N: attention workers send rows to expert workers, and results come back.
 
-1. A row goes to each expert worker that holds at least one of its top-k experts, once (`cost.dispatch`).
+1. A row goes to each expert worker that holds at least one of its top-k experts, once (`cost.exchange`).
 2. Every device of a worker of `tp` devices sends (or receives) its share of a row; between workers of unequal tp the
    row is cut into max(tp_a, tp_e) pieces, so that the wider side sends one piece per device.
 3. One way takes as long as the slower side: the busiest sender's messages one after another on its link, or the

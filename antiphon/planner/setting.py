@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile

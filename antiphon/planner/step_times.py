@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.cost.dispatch import Degrees, Spread, layer_exchange
+from antiphon.cost.exchange import Degrees, Spread, layer_exchange
 from antiphon.cost.network import Link, Side, m2n
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s

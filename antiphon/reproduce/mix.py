@@ -26,7 +26,7 @@ from antiphon.specs.precision import PrecisionSpec
 #
 # MixServe's equations as printed, in units of the sizes they are given: eq. 1 to 7, 9 and 11.
 #
-# What the planner computes with is `cost.network`, `cost.dispatch` and `planner.outcome`; the difference is rows of
+# What the planner computes with is `cost.network`, `cost.exchange` and `planner.outcome`; the difference is rows of
 # `antiphon reproduce`. At rho >= 1 a queue grows without end: every wait is infinite. Rejected: clipping rho below 1.
 
 

@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 
 from antiphon.base.units import format_bytes
-from antiphon.cost.dispatch import Spread, direct, expected_distinct, once_per_node
+from antiphon.cost.exchange import Spread, direct, expected_distinct, once_per_node
 from antiphon.cost.layers import query_tile
 from antiphon.cost.network import Network, network
 from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs

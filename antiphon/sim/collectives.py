@@ -4,7 +4,7 @@ n nodes, each a tensor-parallel group. In round i (1 to n - 1) node s sends to n
 - dispatch: what arrives is gathered inside the node: n - 1 all-gathers (Algorithm 2)
 - combine: own rows and what arrives are reduce-scattered inside and weighted, n times; then one all-gather (Alg. 1)
 Fused, the work inside a node on what has arrived runs beside the next round's messages; synchronous, it begins when the
-node's own sends and receives are over. With equal rounds the results equal the formulas in `antiphon.cost.dispatch`;
+node's own sends and receives are over. With equal rounds the results equal the formulas in `antiphon.cost.exchange`;
 times of their own for every message and node show what skew does. Rejected: one time for all nodes, which hides skew.
 """
 

@@ -150,6 +150,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     typer.main.get_command(command.app)(["serve", *map(str, arguments)], standalone_mode=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
 def test_sigterm_leaves_no_stopped_worker(model: Path) -> None:
     """A contestant that waits for its turn is stopped: it cannot see that the benchmark has gone."""

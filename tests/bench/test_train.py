@@ -52,6 +52,7 @@ def test_rows(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows[1]["ratio_to_loop"] == 1.0
 
 
+@pytest.mark.slow
 def test_two_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside `DistributedDataParallel`, with equal losses; both send something, and say how long they wait for it."""
     out = tmp_path / "out.json"

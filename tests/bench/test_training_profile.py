@@ -20,6 +20,7 @@ LENGTH = 16
 BRIEF = replace(QUICK, sequences=(1, 2), sum_bytes=(1 << 10, 1 << 16), training_steps=1)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_in_every_form_and_predict_runs(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     model = Path(config.model.path)

@@ -75,6 +75,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_a_touched_run_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Mesh, Sizes, connect
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.training.counts import expert_parallel_volume
 from tests.comm.ranks import on_ranks
 

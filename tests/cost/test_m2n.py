@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import Link, Side, m2n, message_bytes
 
 LINK = Link(level="scale_out", bytes_per_s=100.0, latency_s=1.0, half_bytes=10.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.dispatch import Degrees, Spread, fused_combine_s, fused_dispatch_s, layer_exchange
+from antiphon.cost.exchange import Degrees, Spread, fused_combine_s, fused_dispatch_s, layer_exchange
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import network
 from antiphon.planner.outcome import mg1_wait

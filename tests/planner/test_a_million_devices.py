@@ -70,6 +70,7 @@ def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, 
     assert sum(found.num_nodes.values()) < 125_000
 
 
+@pytest.mark.slow
 def test_rates_grow_with_the_cluster() -> None:
     model = shipped_model("deepseek-v3")
     rates = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.predict import predict
 from antiphon.planner.room import batch_limits, instances_that_fit

@@ -209,6 +209,7 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(
         assert not is_alive(first)
 
 
+@pytest.mark.slow
 def test_workers_that_never_load_are_one_line(tiny_model: TinyModel, real_start: None) -> None:
     with loading(config(tiny_model, "1"), 0.01) as engine:
         wait_until(lambda: engine.fatal is not None, "the end")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost.dispatch import fused_combine_s, fused_dispatch_s
+from antiphon.cost.exchange import fused_combine_s, fused_dispatch_s
 from antiphon.sim.collectives import Exchange, simulate_exchange
 
 nodes = st.integers(1, 6)

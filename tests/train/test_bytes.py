@@ -20,7 +20,7 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import run
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import all_to_all_bytes
 from antiphon.cost.training.counts import (
     expert_parallel_volume,

@@ -51,16 +51,6 @@ DECISIONS = [
 ]
 
 
-IN_OTHERS = {
-    "fixed",
-    "priority",
-    "partition",
-    "pipeline alone",
-    "nothing beside",
-    "zero 2",
-}  # with more: for the slow lane
-
-
 def run(file: Path, *changes: str) -> None:
     Trainer(prepare(read_config(file, (*SHARED, *FORM, *changes)))).run()
 
@@ -69,8 +59,6 @@ def all_runs(files: dict[str, str], rank: int) -> None:
     """One run a switch; one that packs its experts, and the same steps as three runs with other sizes."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     for name, changes in (SWITCHES | OF_PASSES | OF_SHARDS).items():
-        if name not in files:
-            continue
         run(Path(files[name]), *changes)
         begin_anew()
     run(Path(files["packed"]), *PACKED)
@@ -81,13 +69,12 @@ def all_runs(files: dict[str, str], rank: int) -> None:
         run(Path(files["by hand"]), PRIORITY, *PARTITION, *pipeline, *sizes)
 
 
-@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=[pytest.param("all", marks=pytest.mark.slow)])
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The metrics of each run, a line a step."""
     folder = tmp_path_factory.mktemp("runs")
-    left_out = IN_OTHERS if request.param == "some" else set()
     names = [*SWITCHES, *OF_PASSES, *OF_SHARDS, "packed", "by hand"]
-    files = {name: write_run(folder / name) for name in names if name not in left_out}
+    files = {name: write_run(folder / name) for name in names}
     (folder / "packed" / "out").mkdir()
     (folder / "packed" / "out" / "packing.json").write_text(json.dumps(DECISIONS))
     on_ranks(RANKS, folder, Work({name: str(file) for name, file in files.items()}))

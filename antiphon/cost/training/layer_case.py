@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from antiphon.cost.dispatch import expected_distinct
+from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import Number
 from antiphon.cost.roofline import Roofs, roofs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.dispatch import (
+from antiphon.cost.exchange import (
     Spread,
     direct,
     dispatch,
