@@ -220,6 +220,8 @@ def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
 def show_list() -> None:
     """Everything that has a name, by kind; a user's own files go by their paths."""
     for kind in get_args(Kind):
+        if kind == "engine":  # of measured servers (`antiphon reproduce --deployments`); no plan takes one
+            continue
         title = FOLDERS[kind].capitalize()
         show(device_table(title) if kind == "device" else summary_table(kind, title))
         show("")

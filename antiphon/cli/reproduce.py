@@ -94,6 +94,9 @@ def reproduce(
 
 def show_deployments(fit: Path | None, peer: str | None, json: str | None) -> None:
     """The table by slice; with `fit` a file for each engine in that folder, with `peer` two lines beside that tool."""
+    files = {} if fit is None else {name: fit / f"{name}.toml" for name in catalog.names("engine")}
+    for path in files.values():
+        check_output_file("--fit", path)
     with progress("pricing measured servers") as report:
         judged = cross_validated(measured_points(), report)
     engines = fitted_engines(judged) if fit is not None else [load_engine(name) for name in catalog.names("engine")]
@@ -104,12 +107,10 @@ def show_deployments(fit: Path | None, peer: str | None, json: str | None) -> No
     cells = [one.cells() for one in lines]
     show(table(COLUMNS_OF_SLICES, cells, title="time per token and to the first one"), json=json)
     emit_json(json, {"bench": "deployments", **provenance(), "rows": [vars(one) for one in lines]})
-    if fit is not None:
-        for engine in engines:
-            path = fit / f"{engine.name}.toml"
-            check_output_file("--fit", path)
-            write_whole("--fit", path, engine_file(engine))
-            show(f"wrote {path}", json=json)
+    for engine in engines:
+        if engine.name in files:
+            write_whole("--fit", files[engine.name], engine_file(engine))
+            show(f"wrote {files[engine.name]}", json=json)
 
 
 def list_table(claims: Sequence[Claim]) -> RenderableType:

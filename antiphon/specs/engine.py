@@ -24,7 +24,7 @@ class EngineSpec:
     `prompt`: time over the roofline's, of everything but the experts, of the experts, of bytes between devices, and of
     a prompt's tokens. Time to first token: `first_s` + `waits` * the time between two tokens + `alone` * the prompt's
     prefill + `queued` * that of all requests in flight. `low`, `high`: between these multiples of a prediction lie four
-    of five measured times per token; `first_low`, `first_high`: of times to first token. `source`: how they were found.
+    of five measured times per token. `source`: how they were found.
     """
 
     name: Text
@@ -42,17 +42,11 @@ class EngineSpec:
     queued: NotNegative
     low: Positive = 1.0
     high: Positive = 1.0
-    first_low: Positive = 1.0
-    first_high: Positive = 1.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        for low, high in (("low", "high"), ("first_low", "first_high")):
-            if getattr(self, low) > getattr(self, high):
-                raise UserError(
-                    f"engine {self.name}: {low} is {getattr(self, low)} and {high} {getattr(self, high)}: "
-                    f"{low} must not be above {high}"
-                )
+        if self.low > self.high:
+            raise UserError(f"engine {self.name}: low is {self.low} and high {self.high}: low must not be above high")
 
 
 def load_engine(name_or_path: str | Path) -> EngineSpec:

@@ -161,7 +161,8 @@ class QuietCollector:
         self._collect()
         gc.freeze()
         young, middle, _ = self._thresholds
-        gc.set_threshold(young, middle, _NEVER)
+        if self._collected_bytes:  # else growth cannot be seen, and the collector goes on choosing
+            gc.set_threshold(young, middle, _NEVER)
 
     def end(self) -> None:
         """Leave the choice to the collector again."""
