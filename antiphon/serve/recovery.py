@@ -11,7 +11,7 @@ Which worker hangs? A worker that waits in vain names its peers, and one of them
 killed on a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have
 less time for it.
 
-A worker may consist of several ranks (`worker/ranks`). Its leader has the worker's name and its steps; all ranks belong
+A worker may consist of several ranks (`worker/build`). Its leader has the worker's name and its steps; all ranks belong
 to the epoch, and the worker takes part once all of them have joined it. The loss of one is the loss of the worker.
 
 Rejected: a rendezvous among the workers. The engine hears of every process that comes up, and is the one that decides

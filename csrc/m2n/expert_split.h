@@ -1,6 +1,6 @@
 // How many rows each copy of an expert gets in this step, from the gate's counts, and which further copies these counts
-// would want. `antiphon/placement/split.py` and `forecast.py` tell the methods and what was rejected; the former's rows
-// are the same.
+// would want. `antiphon/placement/split.py` has the methods and what was rejected; its rows are
+// the same.
 #pragma once
 
 #include <cstdint>

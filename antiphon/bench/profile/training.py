@@ -1,5 +1,5 @@
 """Measures training on several ranks: the trainer's own layers, sums and updates, with gloo over loopback. The
-tables are those that `plan --phase train --profile` reads (`cost.training.tables`).
+tables are those that `plan --phase train --profile` reads (`cost.profile`).
 
 Two layers of each kind stand for all of them. Every way to share them is run for some numbers of sequences: forward,
 backward, and for the plain way the whole step. Times by operator come from the spans that a timeline is made of;
