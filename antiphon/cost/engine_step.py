@@ -23,6 +23,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.cost.exchange import Degrees
 from antiphon.cost.layers import attention_decode, expert_feed_forward, output_head, prompt_scores
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray, Number, Parts
@@ -37,16 +38,6 @@ IndexArray = NDArray[np.int64]
 _NO_CONTEXT = 1e-9
 LONGEST_CHUNK = 8192
 """Tokens of prompts that engines put into one step at most, by default."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerDegrees:
-    """Of one server of `attention_tp * attention_dp` devices, which are also `expert_tp * expert_ep`."""
-
-    attention_tp: int = 1
-    attention_dp: int = 1
-    expert_tp: int = 1
-    expert_ep: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +71,7 @@ def step_work(
     model: ModelSpec,
     unit_roofs: Roofs,
     wires: Network,
-    degrees: ServerDegrees,
+    degrees: Degrees,
     precision: PrecisionSpec,
     *,
     decoding: Number,
@@ -88,9 +79,9 @@ def step_work(
     prompt_tokens: Number = 0.0,
     prompt: Number = 1.0,
 ) -> StepWork:
-    """A step of the busiest device. `decoding`: sequences of each data-parallel rank that get a token, with `context`
-    tokens each; `prompt_tokens` of each rank belong to prompts of `prompt` tokens. Roofs and
-    wires are those of `counting`."""
+    """A step of the busiest device of a server with these degrees (single numbers). `decoding`: sequences of each
+    data-parallel rank that get a token, with `context` tokens each; `prompt_tokens` of each rank belong to prompts of
+    `prompt` tokens. Roofs and wires are those of `counting`."""
     tp, rows = degrees.attention_tp, np.asarray(decoding + prompt_tokens, dtype=np.float64)
     sequences = np.maximum(decoding + prompt_tokens / np.maximum(prompt, 1.0), 1e-9)
     row_bytes = model.hidden_size * row_bytes_of(precision)
@@ -176,7 +167,7 @@ class ServerLoad:
 def server_load(
     model: ModelSpec,
     cluster: ClusterSpec,
-    degrees: ServerDegrees,
+    degrees: Degrees,
     precision: PrecisionSpec,
     *,
     in_flight: FloatArray,

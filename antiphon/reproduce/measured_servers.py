@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerDegrees, ServerLoad, server_load
+from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerLoad, server_load
+from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
 from antiphon.reproduce.claim import shipped_device
@@ -65,7 +66,7 @@ class MeasuredPoint:
     prompt: int
     output: int
     in_flight: int
-    degrees: ServerDegrees
+    degrees: Degrees
     workers: int
     prefill_workers: int
     ttft_s: float
@@ -102,7 +103,7 @@ def _point(row: dict[str, str]) -> MeasuredPoint:
         prompt=int(row["prompt"]),
         output=int(row["output"]),
         in_flight=int(row["in_flight"]),
-        degrees=ServerDegrees(**{one.name: int(row[one.name]) for one in fields(ServerDegrees)}),
+        degrees=Degrees(**{one.name: int(row[one.name]) for one in fields(Degrees)}),
         workers=int(row["workers"] or 1),
         prefill_workers=int(row["prefill_workers"] or 0),
         ttft_s=float(row["ttft_ms"] or "nan") / 1e3,
@@ -124,7 +125,7 @@ def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
     """Of points that are alike. A pool that decodes takes no prompts."""
     first = points[0]
     device = shipped_device(first.device)
-    num_devices = first.degrees.attention_tp * first.degrees.attention_dp
+    num_devices = int(first.degrees.attention_tp * first.degrees.attention_dp)
     in_node = min(device.scale_up_domain, 8)
     group = NodeGroup(
         device=device,
