@@ -135,9 +135,10 @@ class OpenAIPeer:
     async def _all_streams(
         self, client: httpx.AsyncClient, prompts: list[list[int]], output_tokens: int
     ) -> list[StreamedAnswer]:
-        return await asyncio.gather(*(self._stream(client, prompt, output_tokens) for prompt in prompts))
+        return await asyncio.gather(*(self.stream(client, prompt, output_tokens) for prompt in prompts))
 
-    async def _stream(self, client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> StreamedAnswer:
+    async def stream(self, client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> StreamedAnswer:
+        """One request, streamed. `PeerError` if it is refused, fails, or is not answered as asked."""
         body = {
             "model": self._model,
             "prompt": prompt,

@@ -231,8 +231,9 @@ def _bounds(row: dict[str, Any], decoder: DecoderSizes, limits: MachineLimits) -
 # --- Antiphon itself: the same engine that serves, without HTTP
 #
 # A contestant is written `colocated`, `colocated*2` (two replicas), `colocated/t2` (of two ranks), `colocated/p2` (two
-# stages) or `1+1/m2` (one attention worker, one expert worker, two micro-batches). Prefix caching must not help a run's
-# second pass, so the first token of every prompt differs between the passes.
+# stages), `hybrid*2/t2/e4` (two replicas of two ranks that share experts cut in four) or `1+1/m2` (one attention
+# worker, one expert worker, two micro-batches). Prefix caching must not help a run's second pass, so the first token of
+# every prompt differs between the passes.
 
 
 BLOCK_SIZE = 16
@@ -253,7 +254,13 @@ def parse_contestant(text: str) -> LocalChoice:
             num_experts=experts,
             num_micro_batches=micro_batches,
         )
-    raise UserError(f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2 or 1+1/m2")
+    if match := re.fullmatch(r"hybrid\*([1-9]\d*)(?:/t([1-9]\d*))?(?:/e([1-9]\d*))?", text):
+        replicas, tp, expert_tp = (int(number or 1) for number in match.groups())
+        parts = replicas * tp // expert_tp or 1
+        return LocalChoice(layout="hybrid", num_attention=replicas, tp=tp, num_experts=parts, expert_tp=expert_tp)
+    raise UserError(
+        f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2, hybrid*2 or 1+1/m2"
+    )
 
 
 def greedy_outputs(
@@ -347,6 +354,7 @@ class AntiphonEngine:
             num_attention=choice.num_attention,
             num_experts=choice.num_experts,
             attention_tp=choice.tp,
+            expert_tp=choice.expert_tp,
             num_stages=choice.num_stages,
             num_micro_batches=choice.num_micro_batches,
             device=self._device,

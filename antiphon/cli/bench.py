@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import torch
 import typer
-from typer.models import OptionInfo
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import progress
@@ -23,10 +22,10 @@ from antiphon.bench import balance as balancing
 from antiphon.bench import collectives as collecting
 from antiphon.bench import dispatch as dispatching
 from antiphon.bench import hybrid as two_levels
+from antiphon.bench import load as loading
 from antiphon.bench import serve as serving
 from antiphon.bench import train as training
 from antiphon.bench import training_ladder
-from antiphon.bench.harness.contest import ContestColumns, OneOf, Patience, UpTo
 from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladder
 from antiphon.bench.m2n import cases
@@ -34,9 +33,11 @@ from antiphon.bench.m2n import contest as m2n_contest
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
+from antiphon.cli.bench_load import serve_load
+from antiphon.cli.bench_rows import check_limits, show_rows
 from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
 from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
-from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, whole_file, write_whole
+from antiphon.cli.output import JsonOption, check_output_file, whole_file, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import POLICIES
@@ -55,26 +56,6 @@ def root(context: typer.Context) -> None:
     """Measure Antiphon beside other engines."""
     if context.invoked_subcommand is None:
         print(context.get_help())
-
-
-def check_limits(chosen: Any) -> None:
-    """`UserError` for a field of a case that is beyond the limit in its annotation."""
-    for name, hint in get_type_hints(type(chosen), include_extras=True).items():
-        notes = getattr(hint, "__metadata__", ())
-        named = [text for note in notes if isinstance(note, OptionInfo) for text in note.param_decls or ()]
-        option, value = named[0] if named else f"--{name.replace('_', '-')}", getattr(chosen, name)
-        for note in notes:
-            if isinstance(note, UpTo):
-                check_count(option, value, note.most)
-            elif isinstance(note, OneOf):
-                check_one_of(option, value, note.names)
-            elif isinstance(note, Patience):
-                check_timeout(option, value)
-
-
-def show_rows(bench: str, columns: ContestColumns, rows: list[dict[str, Any]], json: str | None, **about: Any) -> None:
-    """How a benchmark ends."""
-    show_bench(bench, table(columns.headings, columns.cells(rows), title=columns.title), rows, json=json, **about)
 
 
 def _say(text: str) -> None:
@@ -233,6 +214,7 @@ def balance(
     show_rows("balance", balancing.columns(rows), rows, json, about=about, torch=torch.__version__)
 
 
+@takes_groups
 def serve(
     model: options.ModelFolder,
     concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests at once.")] = "1,8,32,64",
@@ -247,11 +229,17 @@ def serve(
     device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="At most this many repetitions.")] = 6,
+    *,
+    load: loading.LoadOptions,
     json: JsonOption = None,
 ) -> None:
-    """Time serving MODEL beside other engines, in turns."""
+    """Time serving MODEL beside other engines, in turns; with --rate under load that does not wait."""
     check_count("--threads", threads, MAX_THREADS)
     check_count("--rounds", rounds, MOST_TURNS)
+    if load.rate is not None:
+        serve_load(model, layouts, against_url, device, threads, load, json)
+        return
+    load.refuse_without_rate()
     sizes = workload_sizes(concurrency, input_tokens, output_tokens, prefill)
     check_sizes(sizes, load_model_spec(model))
     resolve_device(device, 0)
@@ -263,8 +251,9 @@ def serve(
         rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
-    about = {"device": device_name(device), "torch": torch.__version__}
-    show_rows("serve", serving.COLUMNS, rows, json, limits=jsonlib.loads(jsonlib.dumps(asdict(limits))), **about)
+    measured = jsonlib.loads(jsonlib.dumps(asdict(limits)))
+    about = {"device": device_name(device), "torch": torch.__version__, "limits": measured}
+    show_rows("serve", serving.COLUMNS, rows, json, about=about)
 
 
 def workload_sizes(concurrency: str, input_tokens: int, output_tokens: int, prefill: str) -> list[serving.WorkloadSize]:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,6 @@ from rich.text import Text
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.system import cpu_name
 
 _log = get_logger("cli")
 
@@ -177,20 +176,6 @@ def provenance(**machine: Any) -> dict[str, Any]:
         "command": " ".join(["antiphon", *sys.argv[1:]]),
         "machine": about | machine,
     }
-
-
-def show_bench(
-    bench: str,
-    shown: RenderableType,
-    rows: object,
-    *,
-    json: str | None,
-    about: Mapping[str, Any] | None = None,
-    **machine: Any,
-) -> None:
-    """How every benchmark ends: `shown` for people; `rows` for machines, with their provenance and `about`."""
-    show(shown, json=json)
-    emit_json(json, {"bench": bench, **provenance(cpu=cpu_name(), **machine), **(about or {}), "rows": rows})
 
 
 def run_command(command: Callable[[], object], *, debug: bool = False) -> int:

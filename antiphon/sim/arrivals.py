@@ -1,6 +1,6 @@
 """The requests of a simulation: when each comes, how long its prompt and its output are. Drawn once, before it starts.
 
-1. Arrivals: a trace's own, Poisson at a rate, or all at time 0 (offline).
+1. Arrivals: a trace's own, Poisson (or gamma) at a rate, or all at time 0 (offline).
 2. Lengths: log-normal as the workload says, or a trace's, in its order and from its beginning again when it ends.
 3. A workload's `max_length` cuts the prompt so that a token fits behind it, then the output.
 4. Every kind of chance has its own stream, and gaps are scaled by the rate: at a higher rate the same requests come
@@ -40,10 +40,12 @@ def draw_demand(
     num_requests: int | None = None,
     rate: float | None = None,
     all_at_once: bool = False,
+    burstiness: float = 1.0,
     seed: int = 0,
 ) -> Demand:
     """Requests of `workload`. `num_requests` None: all of a trace, else 1,000. Arrivals, in this order: `all_at_once`,
-    Poisson at `rate`, the trace's own, Poisson at the workload's rate, all at once."""
+    Poisson at `rate`, the trace's own, Poisson at the workload's rate, all at once. `burstiness`: in place of Poisson's
+    gaps those of a gamma distribution with as large a mean, whose variance is 1 / `burstiness` of the mean's square."""
     traced = len(workload.input_tokens.trace)
     count = _count(workload, num_requests, own_arrivals=not all_at_once and rate is None)
     inputs = _lengths(workload.input_tokens, count, np.random.default_rng([seed, _INPUTS]))
@@ -63,7 +65,9 @@ def draw_demand(
         arrivals = np.asarray(workload.arrivals_s[:count], dtype=np.float64)
     else:
         assert rate_used is not None
-        gaps = np.random.default_rng([seed, _ARRIVALS]).exponential(1.0, count)
+        chance = np.random.default_rng([seed, _ARRIVALS])
+        is_poisson = burstiness == 1.0
+        gaps = chance.exponential(1.0, count) if is_poisson else chance.gamma(burstiness, 1 / burstiness, count)
         arrivals = np.cumsum(gaps) / rate_used
     return Demand(arrivals_s=arrivals, input_tokens=inputs, output_tokens=outputs, num_cut=num_cut)
 

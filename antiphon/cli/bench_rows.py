@@ -1,0 +1,40 @@
+"""How the command of a benchmark begins and ends: limits of its options checked, rows shown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+from typer.models import OptionInfo
+
+from antiphon.base.system import cpu_name
+from antiphon.bench.harness.contest import ContestColumns, OneOf, Patience, UpTo
+from antiphon.cli.options import check_count, check_one_of, check_timeout
+from antiphon.cli.output import emit_json, provenance, show, table
+
+
+def check_limits(chosen: Any) -> None:
+    """`UserError` for a field of a case that is beyond the limit in its annotation."""
+    for name, hint in get_type_hints(type(chosen), include_extras=True).items():
+        notes = getattr(hint, "__metadata__", ())
+        named = [text for note in notes if isinstance(note, OptionInfo) for text in note.param_decls or ()]
+        option, value = named[0] if named else f"--{name.replace('_', '-')}", getattr(chosen, name)
+        for note in notes:
+            if isinstance(note, UpTo):
+                check_count(option, value, note.most)
+            elif isinstance(note, OneOf):
+                check_one_of(option, value, note.names)
+            elif isinstance(note, Patience):
+                check_timeout(option, value)
+
+
+def show_rows(
+    bench: str,
+    columns: ContestColumns,
+    rows: Sequence[Mapping[str, Any]],
+    json: str | None,
+    *,
+    about: Mapping[str, Any] | None = None,
+    **machine: Any,
+) -> None:
+    """How every benchmark ends: a table for people; `rows` for machines, with their provenance and `about`."""
+    show(table(columns.headings, columns.cells(rows), title=columns.title), json=json)
+    emit_json(json, {"bench": bench, **provenance(cpu=cpu_name(), **machine), **(about or {}), "rows": rows})
