@@ -9,6 +9,10 @@ the first expert worker computes at half speed: it has half of the part, or the 
 rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has,
 and forecasts are those of the record.
 
+Besides the policies there are Lina's measures of them (section 7.3): `no-estimation` chooses copies only when a layer's
+gate has spoken, `no-fine-tuning` never then; `ideal` has rows that choose all experts alike, so nothing is to balance.
+`paths` foresees by sample paths, profiled on the first half of the case `recorded`'s rows.
+
 1. In float32 all policies must give the same greedy text, but for one request in fifty: a row's sum is added in another
    order when its experts are elsewhere, and two tokens may be nearly equally likely. Else nothing is reported. In other
    types rounding decides more often, so texts are not compared.
@@ -30,7 +34,7 @@ from dataclasses import dataclass
 from operator import ne
 from pathlib import Path
 from time import clock_gettime, process_time
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import psutil
@@ -46,20 +50,28 @@ from antiphon.bench.serve import timed_answers
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, tensor_names
 from antiphon.models.tensors import attention_layer_plan
-from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, read_routing_trace
+from antiphon.placement.sample_paths import PathProfile
 from antiphon.placement.split import balancedness
-from antiphon.serve.balancer import Policy
+from antiphon.serve.balancer import POLICIES
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.worker.routing import RoutingReplay
-from antiphon.serve.worker.spans import EXPERTS, NAMES, STEP, Spans
+from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.model import ModelSpec
 
 Case = Literal["plain", "hot", "slow", "recorded"]
 CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
 MOST_WORKERS = 64  # more is a slip of the finger
 _SAME_TEXTS = 0.98  # of the requests, in float32
+RUNS: Mapping[str, Mapping[str, Any]] = {  # what of `ServeConfig` makes it
+    **{policy: {"balance": policy} for policy in (*POLICIES, "paths")},
+    "no-estimation": {"balance": "predict", "phases": "second"},
+    "no-fine-tuning": {"balance": "predict", "phases": "first"},
+    "ideal": {"balance": "off"},
+}
 _FAR = 1e3  # times the length of a usual router row
 
 
@@ -83,11 +95,23 @@ class BalanceOptions:
         float | None, Option(metavar="X", show_default="shared", help="Part of a core of an expert worker.")
     ] = None
     routing: Annotated[Path | None, Option(metavar="FILE", help="For recorded: of serve --record-routing.")] = None
+    policies: Annotated[str, Option(metavar="P,...", help="Also paths, ideal, no-estimation, no-fine-tuning.")] = (
+        ",".join(POLICIES)
+    )
+    path_length: Annotated[int, Option(metavar="L", help="Layers of a sample path, for paths."), UpTo(16)] = 3
 
     def check(self) -> None:
         """`UserError` for what cannot be."""
+        for name in self.chosen:
+            if name not in RUNS:
+                raise UserError(f"--policies has {name!r}: use some of {', '.join(RUNS)}")
         if self.expert_cores is not None and not 0.1 <= self.expert_cores <= MOST_WORKERS:
             raise UserError(f"--expert-cores is {self.expert_cores:g}: it must be 0.1 to {MOST_WORKERS}")
+
+    @property
+    def chosen(self) -> list[str]:
+        """The policies, and what else is run."""
+        return [name.strip() for name in self.policies.split(",")]
 
     def slots(self, model: Path) -> int:
         """Slots that an expert worker has in a layer."""
@@ -125,14 +149,20 @@ class BalanceOrder(BalanceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceRow:
-    """One policy's medians over the rounds; `balancedness` is the mean over layers. `processor_s`: of one step, all
-    processes together. `copies`: asked for ahead of a layer or with its rows."""
+    """One policy's medians over the rounds; `balancedness` is the mean over layers. `layer_s`: from sending a
+    micro-batch's rows to experts to having their sum; `exchange_s`: what of it is not the slowest expert worker's
+    computing. `processor_s`: of one step, all processes together. `copies`: asked for ahead of a layer or with its
+    rows."""
 
     case: Case
-    policy: Policy
+    policy: str
     tokens_per_s: float
     step_s_median: float
     step_s_p95: float
+    layer_s_median: float
+    layer_s_p95: float
+    exchange_s_median: float
+    exchange_s_p95: float
     processor_s: float
     balancedness: float
     placement_changes: int
@@ -144,6 +174,8 @@ class _ServedPass:
     token_ids: list[list[int]]
     tokens_per_s: float
     steps_s: list[float]
+    layers_s: list[float]
+    exchanges_s: list[float]
     processor_s: float
     balancedness: float
     placement_changes: int
@@ -151,8 +183,8 @@ class _ServedPass:
 
 
 def columns(rows: Sequence[Row]) -> ContestColumns:
-    """They compare with the policy off of each case."""
-    off = {row["case"]: row["step_s_p95"] for row in rows if row["policy"] == "off"}
+    """They compare with the first policy of each case."""
+    first = {row["case"]: row["step_s_p95"] for row in reversed(rows)}
     return ContestColumns(
         (
             ("case", "case"),
@@ -160,39 +192,46 @@ def columns(rows: Sequence[Row]) -> ContestColumns:
             ("tokens/s", lambda row: f"{row['tokens_per_s']:.0f}"),
             ("step ms", milliseconds("step_s_median")),
             ("p95 ms", milliseconds("step_s_p95")),
-            ("p95 to off", lambda row: f"{off[row['case']] / row['step_s_p95']:.2f}"),
+            ("layer ms", milliseconds("layer_s_median")),
+            ("p95 ms", milliseconds("layer_s_p95")),
+            ("exchange ms", milliseconds("exchange_s_median")),
+            ("p95 ms", milliseconds("exchange_s_p95")),
+            ("to first", lambda row: f"{first[row['case']] / row['step_s_p95']:.2f}"),
             ("processor ms", milliseconds("processor_s")),
             ("balancedness", lambda row: f"{row['balancedness']:.3f}"),
             ("moves", "placement_changes"),
             ("copies", "copies"),
         ),
-        title="medians over the rounds; p95 to off: higher is better",
+        title="medians over the rounds; to first: its p95 of a step over this one's, higher is better",
     )
 
 
 def bench_balance(
-    order: BalanceOrder, policies: Sequence[Policy], folder: Path, report: Report | None = None
+    order: BalanceOrder, policies: Sequence[str], folder: Path, report: Report | None = None
 ) -> list[BalanceRow]:
     """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text, or a
     record does not say what `predict` needs."""
-    record = order.routing if order.case == "recorded" and "predict" in policies else None
+    foreseen = [name for name in policies if RUNS[name].get("balance") == "predict"]
+    record = order.routing if order.case == "recorded" and foreseen else None
     if record is not None and not read_routing_trace(record).has_forecasts:
-        raise UserError(f"{record} has no forecasts, which the policy predict needs: record it again")
+        raise UserError(f"{record} has no forecasts, which the policy {foreseen[0]} needs: record it again")
     model = make_hot(order.model, folder, order.seed) if order.case == "hot" else order.model
-    found: dict[Policy, list[_ServedPass]] = {policy: [] for policy in policies}
+    changes = {name: _changes(order, name, folder) for name in policies}
+    found: dict[str, list[_ServedPass]] = {policy: [] for policy in policies}
     for number in range(order.rounds):
         turn = number % len(policies)
         for policy in (*policies[turn:], *policies[:turn]):
-            found[policy].append(_run(order, model, policy))
+            found[policy].append(_run(order, model, changes[policy]))
             if report is not None:
                 report(sum(map(len, found.values())), order.rounds * len(policies))
         if order.dtype == "float32":
-            _check_texts(order, [each.token_ids for passes in found.values() for each in passes])
+            same = [passes for name, passes in found.items() if name != "ideal"]
+            _check_texts(order, [each.token_ids for passes in same for each in passes])
     return [_row(order.case, policy, passes) for policy, passes in found.items()]
 
 
 def _check_texts(order: BalanceOrder, texts: list[list[list[int]]]) -> None:
-    different = max(sum(map(ne, texts[0], each)) for each in texts)
+    different = max((sum(map(ne, texts[0], each)) for each in texts), default=0)
     if different > max(1.0, (1 - _SAME_TEXTS) * order.batch):
         raise UserError(
             f"{order.model}: under one policy {different} of {order.batch} requests have other texts: no time is worth "
@@ -200,13 +239,49 @@ def _check_texts(order: BalanceOrder, texts: list[list[list[int]]]) -> None:
         )
 
 
-def _row(case: Case, policy: Policy, passes: list[_ServedPass]) -> BalanceRow:
+def _changes(order: BalanceOrder, name: str, folder: Path) -> dict[str, Any]:
+    """Fields of `ServeConfig`; files that they name are made in `folder`."""
+    changes = dict(RUNS[name])
+    if order.case == "recorded":
+        changes["replay_routing"] = order.routing
+    if name == "ideal":
+        changes["replay_routing"] = folder / "even.trace"
+        write_even_routing(folder / "even.trace", load_model_spec(order.model))
+    elif name == "paths":
+        if order.case != "recorded" or order.routing is None:
+            raise UserError(f"--policies has paths: case {order.case} has no record to profile, use --cases recorded")
+        changes["path_profile"] = folder / "paths"
+        trace, spec = read_routing_trace(order.routing), load_model_spec(order.model)
+        ids_LTK = trace.ids_LTK()
+        numbers = np.arange(len(spec.expert_layers)) % trace.header.num_layers  # as they are replayed
+        half = ids_LTK[numbers, : ids_LTK.shape[1] // 2]
+        profile = PathProfile.of_rows(half, trace.header.num_experts, order.path_length, spec.expert_layers)
+        profile.write(folder / "paths")
+    return changes
+
+
+def write_even_routing(file: Path, spec: ModelSpec) -> None:
+    """A record in which consecutive rows choose all experts in turn, so that any placement is balanced."""
+    router, layers = spec.router, spec.expert_layers
+    header = TraceHeader(model="even", layers=layers, num_experts=router.num_experts, top_k=router.top_k)
+    rows_T = np.arange(router.num_experts)
+    ids_TK = (rows_T[:, None] * router.top_k + np.arange(router.top_k)) % router.num_experts
+    writer = RoutingTraceWriter(file, header)
+    writer.append_step(0, 0, np.broadcast_to(ids_TK, (len(layers), *ids_TK.shape)).astype("<u2").tobytes())
+    writer.close()
+
+
+def _row(case: Case, policy: str, passes: list[_ServedPass]) -> BalanceRow:
     return BalanceRow(
         case=case,
         policy=policy,
         tokens_per_s=float(np.median([each.tokens_per_s for each in passes])),
         step_s_median=float(np.median([np.median(each.steps_s) for each in passes])),
         step_s_p95=float(np.median([np.quantile(each.steps_s, 0.95) for each in passes])),
+        layer_s_median=float(np.median([np.median(each.layers_s) for each in passes])),
+        layer_s_p95=float(np.median([np.quantile(each.layers_s, 0.95) for each in passes])),
+        exchange_s_median=float(np.median([np.median(each.exchanges_s) for each in passes])),
+        exchange_s_p95=float(np.median([np.quantile(each.exchanges_s, 0.95) for each in passes])),
         processor_s=float(np.median([each.processor_s for each in passes])),
         balancedness=float(np.median([each.balancedness for each in passes])),
         placement_changes=max(each.placement_changes for each in passes),
@@ -214,7 +289,7 @@ def _row(case: Case, policy: Policy, passes: list[_ServedPass]) -> BalanceRow:
     )
 
 
-def _run(order: BalanceOrder, model: Path, policy: Policy) -> _ServedPass:
+def _run(order: BalanceOrder, model: Path, fields: Mapping[str, Any]) -> _ServedPass:
     config = ServeConfig(
         model=model,
         layout="disaggregated",
@@ -225,9 +300,8 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _ServedPass:
         max_running=order.batch,
         max_batch_tokens=max(order.batch, 2048),
         trace=True,
-        balance=policy,
         expert_slots=order.slots(order.model),
-        replay_routing=order.routing if order.case == "recorded" else None,
+        **fields,
     )
     engine = start_engine(config)
     random = np.random.default_rng(order.seed)
@@ -256,6 +330,7 @@ def _run(order: BalanceOrder, model: Path, policy: Policy) -> _ServedPass:
         answers.token_ids,
         rate,
         steps_s,
+        *_layers(spans),
         per_step_s,
         _balancedness(order, spans),
         changes,
@@ -267,6 +342,25 @@ def _processor_s(engine: Engine) -> float:
     """Used so far by this process and all workers."""
     clocks = [(~engine.worker_pid(name) << 3) | 2 for name in engine.workforce.names]  # as clock_getcpuclockid(3)
     return process_time() + sum(map(clock_gettime, clocks))
+
+
+def _layers(spans: Mapping[WorkerName, Spans]) -> tuple[list[float], list[float]]:
+    """Seconds of every layer and micro-batch at every attention worker: with its experts, and without the computing of
+    the slowest of them."""
+    computing: dict[tuple[int, int, int], float] = {}
+    whole: list[tuple[tuple[int, int, int], float]] = []
+    for name, of_worker in spans.items():
+        sent: dict[tuple[int, int, int], int] = {}
+        columns = (of_worker.name_index, of_worker.steps, of_worker.layers, of_worker.micro_batches)
+        for kind, *place, start, end in zip(*columns, of_worker.starts_ns, of_worker.ends_ns, strict=True):
+            key = (place[0], place[1], place[2])
+            if kind == EXPERTS:
+                computing[key] = max(computing.get(key, 0.0), (end - start) * 1e-9)
+            elif kind == DISPATCH and name.role == "attention":
+                sent[key] = start
+            elif kind == COMBINE and key in sent:
+                whole.append((key, (end - sent.pop(key)) * 1e-9))
+    return [seconds for _, seconds in whole], [max(0.0, s - computing.get(key, 0.0)) for key, s in whole]
 
 
 def _balancedness(order: BalanceOrder, spans: Mapping[WorkerName, Spans]) -> float:

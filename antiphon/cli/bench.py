@@ -40,7 +40,6 @@ from antiphon.cli.options import check_count, check_one_of, check_timeout, parse
 from antiphon.cli.output import JsonOption, check_output_file, whole_file, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
-from antiphon.serve.balancer import POLICIES
 from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
@@ -209,7 +208,7 @@ def balance(
             tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
             progress(f"balance, {order.case}", format_amount=lambda done: f"{done:.0f}") as report,
         ):
-            rows += map(asdict, balancing.bench_balance(order, POLICIES, Path(folder), report))
+            rows += map(asdict, balancing.bench_balance(order, chosen.chosen, Path(folder), report))
     about = {"slots": chosen.slots(model), "batch": chosen.batch}
     show_rows("balance", balancing.columns(rows), rows, json, about=about, torch=torch.__version__)
 

@@ -18,6 +18,7 @@ from antiphon.base.units import parse_bytes
 from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
+from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
@@ -105,7 +106,8 @@ class WorkerOptions:
     ] = None
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
-    balance: Annotated[Policy, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
+    balance: Annotated[Policy, typer.Option(metavar="HOW", help="static, window, predict, paths.")] = "off"
+    path_profile: Annotated[Path | None, rare_option(metavar="FILE", help="Of --balance paths.")] = None
     expert_slots: Annotated[
         int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
@@ -148,6 +150,7 @@ class WorkerOptions:
             timeout_s=self.timeout,
             trace=trace,
             balance=self.balance,
+            path_profile=self._checked_profile(model),
             expert_slots=self.expert_slots,
             placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
@@ -156,6 +159,12 @@ class WorkerOptions:
             ),
             of_experts=OneRole(device=self.expert_device, dtype=self.expert_dtype, num_threads=self.expert_threads),
         )
+
+    def _checked_profile(self, model: Path) -> Path | None:
+        """Read once before anything starts: each attention worker reads it, too."""
+        if self.path_profile is not None:
+            read_path_profile(self.path_profile).check_fits(load_model_spec(model))
+        return self.path_profile
 
     def _num_micro_batches(self, layout: Layout) -> int:
         if self.micro_batches is not None:

@@ -4,6 +4,9 @@ The table's placement is made from the first half of the steps and judged on the
 steps that come later. The one that is written is made from all steps. Rejected: the newest steps counting most, as
 `--balance window` has it: a file stays in use for longer than what was popular just now.
 
+With `--profile-paths` a profile of sample paths is written, from all rows, for `--balance paths`. A second table judges
+paths of the first half's rows on the second half, beside the next router's forecast and the last steps' counts.
+
 The column "ahead" says what `--balance predict` would bring at most: copies by each step's forecast besides, one for
 each worker, whose loads cost nothing.
 """
@@ -16,12 +19,28 @@ import typer
 
 from antiphon import _m2n
 from antiphon.base.errors import UserError
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
-from antiphon.placement.place import matrix_of, owners_of, place
-from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.cli.output import (
+    JsonOption,
+    check_output_file,
+    emit_json,
+    provenance,
+    show,
+    table,
+    whole_file,
+    write_whole,
+)
+from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
+from antiphon.placement.routing_trace import RoutingTrace, read_routing_trace
+from antiphon.placement.sample_paths import EstimateScore, PathProfile, expected_by_paths, pack_first_fit
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, balancedness, split_rows
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement, placement_to_json
 
+DEFAULT_PATH_LENGTH = 3  # as in Lina, section 7.1
+WINDOW_STEPS = 8
+PATH_COLUMNS = (
+    *("layer", "paths right", "elsewhere", "next router right", "elsewhere", "window right", "elsewhere"),
+    "packed by eq. 1",
+)
 COLUMNS = ("layer", "contiguous", "shared evenly", "split", "5th percentile", "ahead", "copies")
 
 
@@ -37,10 +56,17 @@ def placement(
         typer.Option("--knee", metavar="ROWS", min=1, help="Rows up to which an expert takes no longer than for one."),
     ] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the placement, as JSON.")] = None,
+    profile_paths: Annotated[
+        Path | None, typer.Option("--profile-paths", metavar="FILE", help="Write sample paths, for --balance paths.")
+    ] = None,
+    path_length: Annotated[
+        int, typer.Option("--path-length", metavar="L", min=1, help="Layers of a sample path.")
+    ] = DEFAULT_PATH_LENGTH,
     json: JsonOption = None,
 ) -> None:
     """Place experts by recorded routing: copies of the popular ones, and how even the load becomes."""
     check_output_file("--out", out)
+    check_output_file("--profile-paths", profile_paths)
     recorded = read_routing_trace(trace)
     counts = recorded.counts_of_steps()
     if len(counts) < 2:
@@ -59,7 +85,64 @@ def placement(
         made = ExpertPlacement(workers, dict(zip(recorded.header.layers, map(owners_of, held), strict=True)))
         write_whole("--out", out, placement_to_json(made) + "\n")
         show(f"{out}: for antiphon serve --placement, or POST /placement", json=json)
-    emit_json(json, {"bench": "placement", **provenance(), "steps": len(counts), "layers": layers})
+    paths = [] if profile_paths is None else _profile(recorded, path_length, workers, slots, profile_paths)
+    if paths:
+        rows = [["" if cell is None else cell for cell in each.values()] for each in paths]
+        show(
+            table(PATH_COLUMNS, rows, title=f"sample paths of length {path_length}: shares of steps, or of choices"),
+            json=json,
+        )
+        show(f"{profile_paths}: for antiphon serve --balance paths --path-profile", json=json)
+    emit_json(json, {"bench": "placement", **provenance(), "steps": len(counts), "layers": layers, "paths": paths})
+
+
+def _profile(
+    recorded: RoutingTrace, length: int, num_workers: int, slots: int, file: Path
+) -> list[dict[str, float | None]]:
+    """Write the profile of all rows; a row for each layer that paths of this length reach, of the profile of the first
+    half's rows on the second half."""
+    header = recorded.header
+    rows = sorted(recorded.rows, key=lambda each: each.step)
+    early, late = (RoutingTrace(header, half) for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]))
+    profile = PathProfile.of_rows(early.ids_LTK(), header.num_experts, length)
+    forecasts, counts = late.forecasts_of_steps(), recorded.counts_of_steps()
+    rows_of_steps = counts.astype(np.float64)
+    found = []
+    for number in range(length, header.num_layers):
+        expected, actual = expected_by_paths(profile, late, number)
+        by_paths = EstimateScore.of(expected, actual, header.top_k)
+        window = [
+            recent_loads(rows_of_steps[max(0, step - WINDOW_STEPS) : step, number : number + 1])[0]
+            for step in range(1, len(counts))
+        ]
+        by_window = EstimateScore.of(np.stack(window), counts[1:, number], header.top_k)
+        by_router = None
+        if forecasts is not None:
+            by_router = EstimateScore.of(
+                forecasts[:, number - 1].astype(np.float64), late.counts_of_steps()[:, number], header.top_k
+            )
+        packed = [pack_first_fit(num_workers * each / max(each.sum(), 1e-12), num_workers, slots) for each in expected]
+        found.append(
+            {
+                "layer": header.layers[number],
+                "paths_right": by_paths.right,
+                "paths_elsewhere": by_paths.elsewhere,
+                "router_right": None if by_router is None else by_router.right,
+                "router_elsewhere": None if by_router is None else by_router.elsewhere,
+                "window_right": by_window.right,
+                "window_elsewhere": by_window.elsewhere,
+                "packed": float(balancedness(split_rows(actual, np.stack(packed))).mean()),
+            }
+        )
+    if not found:
+        raise UserError(
+            f"--path-length is {length}: the trace has {header.num_layers} layers with experts, so paths have at most "
+            f"{header.num_layers - 1}"
+        )
+    whole = PathProfile.of_rows(recorded.ids_LTK(), header.num_experts, length, header.layers)
+    with whole_file("--profile-paths", file) as partial:
+        whole.write(partial)
+    return found
 
 
 def _judged(

@@ -33,6 +33,7 @@ worker would need room for as many new experts as it has.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,6 +207,9 @@ class Prefetch:
     expert: int
     worker: int
     gain: float
+
+
+Phases = Literal["both", "first", "second"]  # of Lina's scheduling, section 5.2
 
 
 def most_popular(counts_E: FloatArray | IntArray, number: int) -> list[int]:

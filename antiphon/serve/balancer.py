@@ -3,7 +3,9 @@
     off       placement stays as it is (a client may still change it, `POST /placement`)
     static    once, from the first `WINDOW_STEPS` steps
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
-    predict   as `window`; besides, attention workers ask for copies in the middle of a step (`worker/prefetch`)
+    predict   as `window`; besides, attention workers ask for copies in the middle of a step (`worker/prefetch`), which
+              the next layer's router foresees
+    paths     the same, foreseen by the sample paths of a profile (Lina section 5.2)
 
 A plan is made on a thread of its own: steps go on meanwhile. It is taken only if it gains enough (`placement.place`):
 
@@ -35,8 +37,9 @@ from antiphon.serve.worker.messages import ExpertReport
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("engine")
-Policy = Literal["off", "static", "window", "predict"]
-POLICIES: tuple[Policy, ...] = ("off", "static", "window", "predict")
+Policy = Literal["off", "static", "window", "predict", "paths"]
+POLICIES: tuple[Policy, ...] = ("off", "static", "window", "predict")  # those that need nothing else
+FORECASTING = ("predict", "paths")
 WINDOW_STEPS = 40
 PERIOD_S = 5.0
 PLANNING_SHARE = 0.05  # of the time, at most

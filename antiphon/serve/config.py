@@ -19,7 +19,8 @@ from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.rope_scaling import check_rope_scaling
-from antiphon.serve.balancer import Policy
+from antiphon.placement.split import Phases
+from antiphon.serve.balancer import FORECASTING, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.worker.messages import Role
 from antiphon.specs.checked import Count, Positive, checked
@@ -114,6 +115,8 @@ class ServeConfig:
     balance: Policy = "off"
     expert_slots: int | None = None
     record_routing: Path | None = None
+    path_profile: Path | None = None
+    phases: Phases = "both"  # for `antiphon bench balance`, as of `worker/prefetch`
     replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
     of_attention: OneRole = OneRole()
     of_experts: OneRole = OneRole()
@@ -145,10 +148,15 @@ class ServeConfig:
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
             )
-        if self.layout == "hybrid" and self.balance == "predict":
+        if (self.path_profile is not None) != (self.balance == "paths"):
             raise UserError(
-                "--balance predict needs --layout disaggregated: in the hybrid one the senders of rows are those that "
-                "compute them, and would load in the middle of their own step; use window"
+                "--balance paths and --path-profile go together: give both, or leave both out (antiphon placement "
+                "--profile-paths writes a profile)"
+            )
+        if self.layout == "hybrid" and self.balance in FORECASTING:
+            raise UserError(
+                f"--balance {self.balance} needs --layout disaggregated: in the hybrid one the ranks that send rows "
+                "also compute them, and would load in the middle of their own step; use window"
             )
         if self.num_stages > 1 and self.balance != "off":
             raise UserError(

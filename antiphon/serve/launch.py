@@ -13,7 +13,7 @@ from antiphon.models.config import read_config
 from antiphon.models.quantization import left_out
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import RoutingRecord
-from antiphon.serve.balancer import Balancer
+from antiphon.serve.balancer import FORECASTING, Balancer
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
@@ -160,9 +160,11 @@ def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement)
         placement=placement,
         expert_slots=run.slots + (1 if run.has_spare_slot else 0),
         count_rows=config.balance != "off",
-        prefetch_rows=run.load_rows if config.balance == "predict" else 0,
+        prefetch_rows=run.load_rows if config.balance in FORECASTING else 0,
         record_routing=config.record_routing is not None,
         replay_routing="" if config.replay_routing is None else str(config.replay_routing),
+        path_profile="" if config.path_profile is None else str(config.path_profile),
+        phases=config.phases,
         exchange=_exchange(run, name),
         hybrid=_hybrid(config),
         timeout_s=config.timeout_s,

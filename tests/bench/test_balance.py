@@ -1,5 +1,6 @@
 """`antiphon bench balance`: the case with recorded load, and which cases a command measures."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,28 @@ def test_recorded_load_is_what_workers_get(model: Path, tmp_path: Path) -> None:
     assert row.processor_s > 0
     (row,) = bench_balance(order(model, "plain", None), ["off"], tmp_path)
     assert row.balancedness > 0.5
+
+
+def test_lina_s_measures(model: Path, tmp_path: Path) -> None:
+    """Rows that choose all experts alike, forecasts by paths, and either phase alone."""
+    writer = RoutingTraceWriter(
+        tmp_path / "routing.trace", TraceHeader(model="any", layers=(0, 1), num_experts=5, top_k=2)
+    )
+    ids = np.tile(np.array([0, 1], dtype="<u2"), 200)
+    writer.append_step(1, 0, ids.tobytes(), ids[:200].tobytes())
+    writer.close()
+    chosen = replace(order(model, "recorded", tmp_path / "routing.trace"), path_length=1)
+    names = ["off", "paths", "no-estimation", "no-fine-tuning", "ideal"]
+    rows = {row.policy: row for row in bench_balance(chosen, names, tmp_path)}
+    assert list(rows) == names
+    assert rows["ideal"].balancedness > rows["off"].balancedness
+    for row in rows.values():
+        assert 0 < row.exchange_s_median <= row.layer_s_median
+        assert row.layer_s_median <= row.layer_s_p95
+    with pytest.raises(UserError, match="case plain has no record to profile"):
+        bench_balance(order(model, "plain", None), ["paths"], tmp_path)
+    with pytest.raises(UserError, match="--policies has 'best'"):
+        replace(order(model, "plain", None), policies="off,best").check()
 
 
 def test_a_record_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from antiphon.cli.main import app
 from antiphon.cli.output import run_command
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
+from antiphon.placement.sample_paths import read_path_profile
 from antiphon.specs.placement import read_placement
 
 
@@ -43,6 +44,29 @@ def test_a_hot_expert_gets_copies(trace: Path, capsys: pytest.CaptureFixture[str
     made = read_placement(out)
     made.check_fits([1, 2], 8, 4, 3)
     assert all(len(owners[0]) >= 3 for owners in made.owners.values())
+
+
+def test_sample_paths_are_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows choose in layer 1 what follows from layer 0, which changes from step to step: paths know it, the steps
+    before do not."""
+    trace, out = tmp_path / "routing.trace", tmp_path / "paths"
+    writer = RoutingTraceWriter(trace, TraceHeader(model="m", layers=(0, 2), num_experts=8, top_k=1))
+    for step in range(20):
+        first = np.where(np.arange(64) % 4, 3 * step % 8, np.arange(64) % 8)
+        ids = np.stack([first, (first + 5) % 8])[..., None]
+        writer.append_step(step, 0, ids.astype("<u2").tobytes())
+    writer.close()
+    options = ["--workers", "4", "--slots", "3", "--profile-paths", str(out)]
+    assert call(str(trace), *options, "--path-length", "2") != 0
+    assert "paths have at most 1" in capsys.readouterr().err
+    assert not out.exists()
+    assert call(str(trace), *options, "--path-length", "1", "--json", "-") == 0
+    (layer,) = json.loads(capsys.readouterr().out)["paths"]
+    assert layer["layer"] == 2
+    assert (layer["paths_right"], layer["paths_elsewhere"]) == (1.0, pytest.approx(0.0))
+    assert layer["window_elsewhere"] > 0.3
+    assert layer["router_right"] is None, "the trace has no forecasts"
+    assert read_path_profile(out).layers == (0, 2)
 
 
 def test_copies_ahead_of_a_layer_are_judged_by_the_forecasts_of_a_record(

@@ -4,10 +4,15 @@ import contextlib
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.cli.main import app
+from antiphon.cli.output import run_command
+from antiphon.placement.sample_paths import PathProfile
 from antiphon.serve import balancer, prepare
 from antiphon.serve.engine import Engine
 from antiphon.serve.worker_process import WorkerName
@@ -105,6 +110,45 @@ def test_copies_ahead_of_a_layer_do_not_change_the_text(
     assert counts.num_copies > 0
     assert counts.num_forecasts >= counts.num_phase_two > 0
     assert counts.num_late > 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_copies_that_paths_foresee_do_not_change_the_text(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
+) -> None:
+    """A profile of the model's own rows, as `antiphon placement --profile-paths` makes it."""
+    trace, paths = tmp_path / "routing.trace", tmp_path / "paths"
+    with running(config(tiny_model, "2+2/m2", record_routing=trace)) as engine:
+        complete(engine, prompts)
+    options = [str(trace), "--workers", "2", "--slots", "4", "--profile-paths", str(paths), "--path-length", "1"]
+    assert run_command(lambda: app(["placement", *options], prog_name="antiphon", standalone_mode=False)) == 0
+    with running(config(tiny_model, "2+2/m2", balance="paths", path_profile=paths, expert_slots=4)) as engine:
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(lambda: kill(engine, "experts", 1)))
+        assert [request.token_ids for request in finished] == reference
+        counts = engine.stats().prefetch
+    assert counts.num_copies > 0
+    assert counts.num_forecasts > 0
+
+
+@pytest.mark.parametrize(("phases", "ahead", "late"), [("first", True, False), ("second", False, True)])
+@pytest.mark.usefixtures("eager")
+def test_either_phase_alone_does_not_change_the_text(
+    phases: str, ahead: bool, late: bool, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, "2+2/m2", balance="predict", phases=phases, expert_slots=4)) as engine:
+        assert complete(engine, prompts) == reference
+        counts = engine.stats().prefetch
+    assert (counts.num_copies > 0, counts.num_late > 0) == (ahead, late)
+
+
+def test_paths_need_a_profile_of_this_model(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--balance paths and --path-profile go together"):
+        config(tiny_model, "2+2/m2", balance="paths")
+    PathProfile.of_rows(np.zeros((3, 4, 2), dtype=np.int64), 6, 1).write(tmp_path / "paths")
+    command = ["serve", str(tiny_model.folder), "--layout", "disaggregated", "--balance", "paths", "--port", "0"]
+    command += ["--path-profile", str(tmp_path / "paths")]
+    with pytest.raises(UserError, match="2 of 6 experts in 3 layers"):
+        app(command, prog_name="antiphon", standalone_mode=False)
 
 
 @pytest.mark.parametrize("victims", [[("attention", 0)], [("experts", 1)]])

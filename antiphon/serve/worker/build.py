@@ -26,6 +26,7 @@ from antiphon.models.load import load_attention_half, load_expert, load_expert_h
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
+from antiphon.placement.sample_paths import PathProfile, read_path_profile
 from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.exchange import LeadersExperts, LocalExperts, StepExchange
@@ -236,6 +237,14 @@ def _replay(configure: Configure, spec: ModelSpec) -> RoutingReplay | None:
     return RoutingReplay(read_routing_trace(Path(configure.replay_routing)), spec, configure.max_running)
 
 
+def _paths(configure: Configure, spec: ModelSpec) -> PathProfile | None:
+    if not configure.path_profile:
+        return None
+    profile = read_path_profile(Path(configure.path_profile))
+    profile.check_fits(spec)
+    return profile
+
+
 def _own_experts(
     source: _Source, seat: _Seat, loaded_bytes: int
 ) -> tuple[AttentionExchange, ExpertMoves | None, ExpertCounters | None]:
@@ -287,7 +296,12 @@ def _attention_runner(
         half.new_cache(configure.num_blocks, configure.block_size),
         BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
         PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler),
-        RowRouting(half, record=configure.record_routing and leads, replay=_replay(configure, source.spec)),
+        RowRouting(
+            half,
+            record=configure.record_routing and leads,
+            replay=_replay(configure, source.spec),
+            paths=_paths(configure, source.spec),
+        ),
         recorder,
     )
 
@@ -306,6 +320,13 @@ def _step_exchange(
             exchange, half, recorder, timeout_s, counts_rows=counts_rows, moves=moves, forms=forms
         )
     if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
-        load_rows = configure.prefetch_rows
-        return PrefetchingExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows, load_rows=load_rows)
+        return PrefetchingExchange(
+            exchange,
+            half,
+            recorder,
+            timeout_s,
+            counts_rows=counts_rows,
+            load_rows=configure.prefetch_rows,
+            phases=configure.phases,
+        )
     return StepExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows)

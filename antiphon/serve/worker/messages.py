@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from antiphon.comm.ledger import Traffic
+from antiphon.placement.split import Phases
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
@@ -52,7 +53,8 @@ class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything a worker needs to become ready. `expert_slots`: experts that there is room for in a layer.
     `count_rows`: attention workers say how often the gate chose each expert; `record_routing`: what each row chose.
-    `replay_routing`: a file with such choices, which rows make in place of their own.
+    `replay_routing`: a file with such choices, which rows make in place of their own. `path_profile`: a file of sample
+    paths, of which forecasts are made; empty: the next layer's router makes them. `phases`: as of `Prefetcher`.
 
     A worker is a group of `num_ranks` processes, evenly divided over `num_stages` stages of a pipeline, one stage after
     the other; this is number `rank`, and 0 leads: it gets the steps.
@@ -85,6 +87,8 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prefetch_rows: int = 0
     record_routing: bool = False
     replay_routing: str = ""
+    path_profile: str = ""
+    phases: Phases = "both"
     exchange: ExchangeConfig | None
     hybrid: HybridConfig | None = None
     timeout_s: float

@@ -1,7 +1,9 @@
-"""Experts that are copied ahead of a layer, in the middle of a step (`--balance predict`; Lina sections 5.2 and 6.2).
+"""Experts that are copied ahead of a layer, in the middle of a step (`--balance predict` and `paths`; Lina sections
+5.2 and 6.2).
 
 Phase one: with the rows of a layer an attention worker asks expert workers for copies that the next layer will want.
-The next layer's router, applied to the input of this layer's experts, says how many rows each expert will get there.
+The next layer's router, applied to the input of this layer's experts, says how many rows each expert will get there;
+or a profile of the paths that rows take through the layers does, which is what Lina reads.
 Expert workers load while they compute; rows of the next layer wait for what has not arrived.
 
 Phase two: when that layer's gate has spoken and its most popular experts are others, copies are chosen again. The
@@ -33,7 +35,7 @@ from antiphon import _native
 from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
-from antiphon.placement.split import BoolArray, FloatArray, IntArray, Prefetch, needs_phase_two
+from antiphon.placement.split import BoolArray, FloatArray, IntArray, Phases, Prefetch, needs_phase_two
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.messages import RunStep
@@ -45,10 +47,14 @@ _FADING = 1 / 128  # of what a missing copy has cost so far, by step
 
 
 class Prefetcher:
-    """An attention worker's part. `load_rows`: rows that an expert worker computes in the time of one load."""
+    """An attention worker's part. `load_rows`: rows that an expert worker computes in the time of one load. `phases`:
+    "first" never chooses again, "second" knows nothing ahead; both are for measurements."""
 
-    def __init__(self, num_experts: int, exchange: NativeAttentionExchange, load_rows: int) -> None:
+    def __init__(
+        self, num_experts: int, exchange: NativeAttentionExchange, load_rows: int, phases: Phases = "both"
+    ) -> None:
         self._exchange = exchange
+        self._phases = phases
         self._load_rows = load_rows
         self._num_experts = num_experts
         self._missed: dict[int, FloatArray] = {}  # by layer [E, W]: rows that a copy would have spared the fullest
@@ -70,22 +76,24 @@ class Prefetcher:
         """Rows of `layer` are about to be dispatched, to the experts `ids_TK`: ask for copies that this layer or the
         next one, of which the forecast is, needs."""
         if micro_batch == self._first:
-            self._correct(layer, ids_TK)
             # no expert is divided that has less than twice the knee
-            forecast = make_forecast() if len(ids_TK) >= 2 * self._exchange.placement.knee else None
+            divides = len(ids_TK) >= 2 * self._exchange.placement.knee
+            if self._phases != "first":
+                self._correct(layer, ids_TK, divides)
+            forecast = make_forecast() if self._phases != "second" and divides else None
             if forecast is not None:
                 self._expect(forecast)
         elif copies := self._late.get(layer):
             self._exchange.prefetch(layer, copies)
 
-    def _correct(self, layer: int, ids_TK: Tensor) -> None:
-        """Phase two of `layer`."""
+    def _correct(self, layer: int, ids_TK: Tensor, divides: bool) -> None:
+        """Phase two of `layer`; without a phase one always."""
         expected_E, self._expected_E = self._expected_E, None
-        if expected_E is None:
+        if expected_E is None and not (self._phases == "second" and divides):
             return
         counts_E = self._count(ids_TK)
         self.counts.num_forecasts += 1
-        if not needs_phase_two(expected_E, counts_E, ids_TK.shape[1]):
+        if expected_E is not None and not needs_phase_two(expected_E, counts_E, ids_TK.shape[1]):
             return
         self.counts.num_phase_two += 1
         copies = [each for each in self._choose(layer, counts_E) if each.gain * self._parts >= self._load_rows]
@@ -95,7 +103,7 @@ class Prefetcher:
     def _expect(self, forecast: Forecast) -> None:
         """Phase one."""
         layer = forecast.layer
-        self._expected_E = counts_E = self._count(forecast.ids_TK)
+        self._expected_E = counts_E = self._count(forecast.ids_TK, forecast.shares_TK)
         missed = self._missed.get(layer)
         if missed is None:
             shape = (self._num_experts, self._exchange.placement.num_workers)
@@ -110,8 +118,13 @@ class Prefetcher:
         self.counts.num_copies += len(copies)
         self._ask(layer, copies)
 
-    def _count(self, ids_TK: Tensor) -> IntArray:
-        return np.bincount(ids_TK.cpu().numpy().ravel(), minlength=self._num_experts)
+    def _count(self, ids_TK: Tensor, shares_TK: FloatArray | None = None) -> IntArray:
+        """Rows of each expert [E]. With shares of choices, N_t K times those of Lina's eq. 1."""
+        ids = ids_TK.cpu().numpy().ravel()
+        if shares_TK is None:
+            return np.bincount(ids, minlength=self._num_experts)
+        sums = ids_TK.shape[1] * np.bincount(ids, weights=shares_TK.ravel(), minlength=self._num_experts)
+        return np.rint(sums).astype(np.int64)
 
     def _choose(self, layer: int, counts_E: IntArray) -> list[Prefetch]:
         """A worker may take one that is there and whose copy of before is not divided now."""
@@ -154,10 +167,11 @@ class PrefetchingExchange(StepExchange):
         *,
         counts_rows: bool,
         load_rows: int,
+        phases: Phases = "both",
     ) -> None:
-        """`load_rows`: as for `Prefetcher`."""
+        """`load_rows`, `phases`: as for `Prefetcher`."""
         super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
-        self._prefetcher = Prefetcher(half.spec.router.num_experts, exchange, load_rows)
+        self._prefetcher = Prefetcher(half.spec.router.num_experts, exchange, load_rows, phases)
 
     def begin_step(self, step: RunStep) -> None:
         self._prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])

@@ -1,6 +1,7 @@
 """Which experts an attention worker's rows go to: as the gate says, or as a record says; and which they will go to.
 
-`serve --record-routing FILE` keeps both. `bench balance --routing FILE` replays them.
+`serve --record-routing FILE` keeps both. `bench balance --routing FILE` replays them. What rows will choose is said by
+the next layer's router, which sees them now, or by the path that they took so far (`--balance paths`).
 
 Letters as in `antiphon.kernels.api`; L MoE layers.
 """
@@ -18,16 +19,19 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.placement.routing_trace import IdArray, RoutingTrace
-from antiphon.placement.split import IntArray
+from antiphon.placement.sample_paths import PathProfile
+from antiphon.placement.split import FloatArray, IntArray
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.specs.model import ModelSpec
 
 
 class Forecast(NamedTuple):
-    """Experts that rows will probably choose in a later layer, int32 [T, K]."""
+    """Experts that rows will probably choose in a later layer, int32 [T, K]. `shares_TK`: how probable each is,
+    float64 [T, K]; None: as good as certain."""
 
     layer: int
     ids_TK: Tensor
+    shares_TK: FloatArray | None = None
 
 
 class Choices(NamedTuple):
@@ -84,12 +88,22 @@ class RoutingReplay:
 
 class RowRouting:
     """The experts of one attention worker's rows. `record`: keep them for `of_step`. `replay`: a record's choices in
-    place of the gates'. Not thread-safe."""
+    place of the gates'. `paths`: what forecasts are made of; None: the next layer's router. Not thread-safe."""
 
-    def __init__(self, half: AttentionHalf, *, record: bool = False, replay: RoutingReplay | None = None) -> None:
+    def __init__(
+        self,
+        half: AttentionHalf,
+        *,
+        record: bool = False,
+        replay: RoutingReplay | None = None,
+        paths: PathProfile | None = None,
+    ) -> None:
         layers = [layer for layer in half.layers if half.routes(layer)]
         self._half = half
         self._replay = replay
+        self._paths = paths
+        self._number = {layer: number for number, layer in enumerate(layers)}
+        self._firsts: list[list[IntArray]] = [[] for _ in layers]  # by layer and micro-batch, each row's best choice
         self._following = dict(pairwise(layers))
         self._record = record
         self._ids: dict[int, list[IdArray]] = {layer: [] for layer in layers}
@@ -97,8 +111,10 @@ class RowRouting:
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
-        for parts in (*self._ids.values(), *self._forecasts.values()):
-            parts.clear()
+        for kept in (*self._ids.values(), *self._forecasts.values()):
+            kept.clear()
+        for of_layer in self._firsts:
+            of_layer.clear()
 
     def recorded_rows(self, sequences: Sequence[SequenceStep]) -> IntArray | None:
         """The rows [T] of the record whose choices a micro-batch takes, if it takes any."""
@@ -109,19 +125,35 @@ class RowRouting:
         ids_TK, weights_TK = self._half.gate(layer, y_TH)
         if self._replay is not None and recorded_T is not None:
             ids_TK = self._replay.choose(layer, recorded_T).to(ids_TK.device)
-        choices = Choices(ids_TK, weights_TK, partial(self.forecast, layer, y_TH, recorded_T))
+        path_LT = self._path(layer, ids_TK)
+        choices = Choices(ids_TK, weights_TK, partial(self.forecast, layer, y_TH, recorded_T, path_LT))
         if self._record:
             self._ids[layer].append(_kept(ids_TK))
             if (forecast := choices.forecast()) is not None:
                 self._forecasts[forecast.layer].append(_kept(forecast.ids_TK))
         return choices
 
-    def forecast(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None) -> Forecast | None:
-        """What rows will choose in the next layer with experts, whose router sees the rows that enter the experts of
-        `layer`; or as recorded. None after the last layer, and where a record does not say."""
+    def _path(self, layer: int, ids_TK: Tensor) -> list[IntArray]:
+        """The first choices of these rows in the layers so far, this one included; empty where paths say nothing."""
+        if self._paths is None:
+            return []
+        number = self._number[layer]
+        self._firsts[number].append(ids_TK[:, 0].cpu().numpy())
+        micro_batch = len(self._firsts[number]) - 1
+        return [of_layer[micro_batch] for of_layer in self._firsts[: number + 1]]
+
+    def forecast(
+        self, layer: int, y_TH: Tensor, recorded_T: IntArray | None, path_LT: list[IntArray]
+    ) -> Forecast | None:
+        """What rows will choose in the next layer with experts: as rows of their paths did; or as recorded; or what the
+        next layer's router says of the rows that enter the experts of `layer`. None after the last layer, and where a
+        record does not say."""
         following = self._following.get(layer)
         if following is None:
             return None
+        if self._paths is not None:
+            experts_TK, shares_TK = self._paths.expected(np.stack(path_LT), len(path_LT))
+            return Forecast(following, torch.from_numpy(experts_TK.astype(np.int32)), shares_TK)
         if self._replay is not None and recorded_T is not None:
             return self._replay.forecast(following, recorded_T)
         return Forecast(following, self._half.gate(following, y_TH)[0])

@@ -1,13 +1,21 @@
 """Lina's estimate of popularity: the paper's equation by hand, paths, packing, and when phase two is needed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.placement.sample_paths import (
+    EstimateScore,
+    PathProfile,
+    devices_of_experts,
+    pack_first_fit,
+    read_path_profile,
+)
 from antiphon.placement.split import most_popular, needs_phase_two
-from benchmarks.popularity import PathProfile, devices_of_experts, pack_first_fit
 
 
 def follow(num_rows: int, num_layers: int, num_experts: int, seed: int = 0) -> np.ndarray:
@@ -20,33 +28,34 @@ def follow(num_rows: int, num_layers: int, num_experts: int, seed: int = 0) -> n
 
 
 def test_equation_1_by_hand() -> None:
-    paths = [[0.5, 0.25, 0.25, 0.0]] * 3 + [[0.0, 0.5, 0.0, 0.5]]
-    assert devices_of_experts(paths, 16).tolist() == [6.0, 5.0, 3.0, 2.0]
+    experts, shares = [[0, 1, 2]] * 3 + [[1, 3, 0]], [[0.5, 0.25, 0.25]] * 3 + [[0.5, 0.5, 0.0]]
+    assert devices_of_experts(np.array(experts), np.array(shares), 4, 16).tolist() == [6.0, 5.0, 3.0, 2.0]
 
 
 def test_longer_paths_know_more() -> None:
     """The choice follows from two layers: paths of length 2 know it, those of length 1 nothing."""
     profile, rows = follow(4000, 5, 8), follow(500, 5, 8, seed=1)
     actual = np.bincount(rows[4, :, 0], minlength=8) / 500
-    known = PathProfile(profile, 8, 2).popularity(rows[:4, :, 0], 4)
+    known = PathProfile.of_rows(profile, 8, 2).popularity(rows[:4, :, 0], 4)
     np.testing.assert_allclose(known, actual)
-    guessed = PathProfile(profile, 8, 1).probabilities(rows[:4, :, 0], 4)
-    assert (guessed > 0).sum(axis=1).tolist() == [1] * 500
+    _, guessed = PathProfile.of_rows(profile, 8, 1).expected(rows[:4, :, 0], 4)
+    assert guessed.shape == (500, 1)
     assert guessed.max() < 0.2
 
 
 def test_only_the_top_k_of_a_path_count() -> None:
     ids = np.zeros((2, 10, 2), dtype=np.int64)
     ids[1] = [[0, 1]] * 6 + [[1, 2]] * 3 + [[3, 2]]
-    probabilities = PathProfile(ids, 4, 1).probabilities(np.zeros((1, 1), dtype=np.int64), 1)
-    np.testing.assert_allclose(probabilities, [[6 / 20, 9 / 20, 0.0, 0.0]])
+    experts, shares = PathProfile.of_rows(ids, 4, 1).expected(np.zeros((1, 1), dtype=np.int64), 1)
+    assert experts.tolist() == [[1, 0]]
+    np.testing.assert_allclose(shares, [[9 / 20, 6 / 20]])
 
 
 def test_a_path_that_was_never_seen_counts_as_a_shorter_one() -> None:
     ids = np.array([[0, 1, 1], [0, 0, 1], [2, 2, 3]])[..., None]
-    profile = PathProfile(ids, 4, 2)
-    assert profile.probabilities(np.array([[3], [1]]), 2).argmax() == 3, "as the path of layer 1 alone"
-    assert profile.probabilities(np.array([[3], [3]]), 2).argmax() == 2, "as the mean of all rows"
+    profile = PathProfile.of_rows(ids, 4, 2)
+    assert profile.expected(np.array([[3], [1]]), 2)[0] == 3, "as the path of layer 1 alone"
+    assert profile.expected(np.array([[3], [3]]), 2)[0] == 2, "as the mean of all rows"
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,11 +87,52 @@ def test_phase_two_is_for_other_experts_not_for_another_order() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: PathProfile(np.zeros((2, 3, 1), dtype=np.int64), 4, 0), "a sample path of 0 layers"),
-        (lambda: PathProfile(np.zeros((2, 0, 1), dtype=np.int64), 4, 1), "no rows to profile"),
+        (lambda: PathProfile.of_rows(np.zeros((2, 3, 1), dtype=np.int64), 4, 0), "a sample path of 0 layers"),
+        (lambda: PathProfile.of_rows(np.zeros((2, 0, 1), dtype=np.int64), 4, 1), "no rows to profile"),
+        (lambda: PathProfile.of_rows(np.zeros((2, 3, 1), dtype=np.int64), 256, 8), "with 256 experts it has 1 to 7"),
         (lambda: pack_first_fit(np.ones(5), 2, 2), "5 experts do not fit on 2 devices of 2: give each at least 3"),
     ],
 )
 def test_mistakes_are_named(call: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         call()  # type: ignore[operator]
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile, rows = PathProfile.of_rows(follow(400, 5, 8), 8, 2, layers=(1, 2, 3, 5, 6)), follow(50, 5, 8, seed=1)
+    profile.write(tmp_path / "paths")
+    found = read_path_profile(tmp_path / "paths")
+    assert (found.layers, found.num_experts, found.top_k, found.length) == ((1, 2, 3, 5, 6), 8, 1, 2)
+    for layer in range(5):
+        for ours, theirs in zip(
+            profile.expected(rows[:layer, :, 0], layer), found.expected(rows[:layer, :, 0], layer), strict=True
+        ):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "missing", "expert"])
+def test_a_damaged_profile_is_refused(damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "paths"
+    PathProfile.of_rows(follow(40, 3, 8), 8, 2).write(file)
+    if damage == "text":
+        file.write_text("nothing of the kind")
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "expert":
+        PathProfile.of_rows(follow(40, 3, 8) + 8, 16, 2).write(file)
+        with np.load(file) as archive:
+            arrays = dict(archive)
+        arrays["about"][0] = 8
+        with file.open("wb") as opened:
+            np.savez(opened, **arrays)
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=str(file)):
+        read_path_profile(file)
+
+
+def test_an_estimate_is_scored_by_steps() -> None:
+    actual = np.array([[6, 3, 1, 0], [0, 1, 3, 6]])
+    score = EstimateScore.of(np.array([[0.5, 0.4, 0.1, 0.0], [1.0, 0.0, 0.0, 0.0]]), actual, 1)
+    assert score.right == 0.5
+    assert score.elsewhere == pytest.approx((0.1 + 1.0) / 2)
