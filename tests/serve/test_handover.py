@@ -211,6 +211,8 @@ class World:
             giver.offers[message.request_id] = message
         else:
             giver.book.close(message.number)
+            for offer in [each for each in giver.offers.values() if each.number == message.number]:
+                del giver.offers[offer.request_id]
 
     def taker_hears(self, rank: int, message: Any) -> None:
         taker = self.takers[rank]
@@ -357,8 +359,9 @@ def test_a_thousand_aborts_leak_nothing() -> None:
     while num_aborted < 1000:
         world.offer()
         for _ in range(world.rng.randrange(6)):
-            world.deliver()
             world.compute()
+        for _ in range(world.rng.randrange(2 * len(world.bag) + 1)):
+            world.deliver()
         world.give_up()
         world.pass_time()
         num_aborted = world.ended["aborted"]
