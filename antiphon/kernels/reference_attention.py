@@ -83,7 +83,7 @@ class ReferenceCache:
         elements = rows.view(tables[0].dtype).view(len(heads), -1)
         widths = [run[1] * table.shape[2] for table in tables]
         parts = torch.split(elements, widths, dim=1)
-        return [(table, part.unflatten(1, (run[1], -1))) for table, part in zip(tables, parts, strict=True)]
+        return [(table, part.view(len(heads), run[1], -1)) for table, part in zip(tables, parts, strict=True)]
 
     def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [S, C, G, width] at `slots_SC`."""

@@ -37,6 +37,7 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, NoCredit, PeerLost, PeerTimeout, Refused
 from antiphon.base.logging import get_logger
+from antiphon.comm.m2n.native import view_of
 from antiphon.kernels.api import KVCache
 from antiphon.models.shares import share_of
 from antiphon.serve.policy.handover import (
@@ -361,7 +362,8 @@ class KVReceiver:
 
     def _store(self, arrival: _Arrival, blocks: Sequence[int], heads: Sequence[int]) -> None:
         """Into every place that has one of these heads."""
-        payload = torch.from_numpy(arrival.message.payload)
+        slot = arrival.message.payload
+        payload = view_of(slot.ctypes.data, slot.shape, torch.uint8)  # of read-only memory, which PyTorch does not know
         self.bytes_received += len(payload)
         layer, table = arrival.layer - self._part.first_layer, torch.tensor(blocks, dtype=torch.int32)
         first, count = arrival.first, arrival.count
