@@ -18,6 +18,7 @@ from antiphon.specs.plan import Collectives
 from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]
+Pool = Literal["", "prefill", "decode"]  # the phase that a worker's group is for; "": both
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
