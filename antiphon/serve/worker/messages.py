@@ -1,8 +1,9 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`PreparePlacement`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`,
-`StepResult` or `StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport`, `ExchangeReport`.
+`PreparePlacement`, `Place` and `Retire` when experts move, `ExpectKV`, `WithdrawKV` and `MoveKV` when keys and values
+do, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`, `StepResult` or `StepFailed` per step, `ResetDone`,
+`Prepared`, `KVLanded`, `KVFailed`, `KVDrained`, `KVMoved`, and from time to time `ExpertReport`, `ExchangeReport`.
 """
 
 from typing import Literal
@@ -11,6 +12,16 @@ import msgspec
 
 from antiphon.comm.ledger import Traffic
 from antiphon.serve.engine_api import PrefetchCounts
+from antiphon.serve.policy.handover import (
+    ExpectKV,
+    KVDrained,
+    KVFailed,
+    KVLanded,
+    KVMoved,
+    KVOffer,
+    MoveKV,
+    WithdrawKV,
+)
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
@@ -39,6 +50,18 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     max_rows: int
     dtype: str
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How keys and values reach other workers, which any process with this can send to. `source`: its number among the
+    `num_sources` processes that may ever send; `receives`: it has an inbox itself."""
+
+    transport: str
+    host: str
+    secret: bytes
+    source: int
+    num_sources: int
+    receives: bool
 
 
 class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +111,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     replay_routing: str = ""
     exchange: ExchangeConfig | None
     hybrid: HybridConfig | None = None
+    kv: KVTransferConfig | None = None
     timeout_s: float
     trace: bool
 
@@ -122,6 +146,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     largest micro-batch of any of its workers.
     `placement`: where replicas that share experts send rows in this step, by its version; all their ranks have it.
     `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
+    `offers`: of requests that start in this step, whose keys and values go to another worker as they are computed.
     """
 
     step: int
@@ -133,6 +158,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     most_rows: int = 0
     placement: int = 0
     bitmasks: dict[str, bytes] = {}
+    offers: list[KVOffer] = []
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
@@ -256,7 +282,20 @@ class WorkerFailure(msgspec.Struct, tag=True, frozen=True):
     passing: bool = False
 
 
-ToWorker = Configure | RunStep | Abort | Reset | PreparePlacement | Place | Retire | TakeSpans | Shutdown
+ToWorker = (
+    Configure
+    | RunStep
+    | Abort
+    | Reset
+    | PreparePlacement
+    | Place
+    | Retire
+    | ExpectKV
+    | WithdrawKV
+    | MoveKV
+    | TakeSpans
+    | Shutdown
+)
 FromWorker = (
     LoadProgress
     | WorkerReady
@@ -266,6 +305,10 @@ FromWorker = (
     | ExchangeReport
     | ResetDone
     | Prepared
+    | KVLanded
+    | KVFailed
+    | KVDrained
+    | KVMoved
     | Spans
     | WorkerFailure
 )
