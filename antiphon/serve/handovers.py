@@ -1,7 +1,7 @@
 """Prompts computed by prefill workers for requests of decode workers, from the engine's side.
 
-    begin     a decode worker has admitted a request, with blocks for all its tokens: the prefill worker with the longest
-              prefix hit and the least work computes what is missing there, as a request of its own (`prefill_of`)
+    begin     a decode worker has admitted a request, with blocks for all its tokens: the prefill worker with the least
+              work beside its prefix hit computes what is missing there, as a request of its own (`prefill_of`)
     publish   the prompt is computed and the next token sampled: the client gets it at once
     settle    the keys and values have arrived: the decode worker goes on; or they will not: another try
 
@@ -10,8 +10,8 @@ happens, and no step takes it. The protocol, and when blocks are out of quaranti
 
 What goes wrong costs a hand-over, not the request. The first time another one is made, to another prefill worker where
 there is one; the second time, or when no prefill worker lives, the decode worker computes what is missing itself. So
-a prompt that kills its workers ends where suspects are tried (`policy/suspects`). Only requests that were being computed
-when a prefill worker failed are charged.
+a prompt that kills its workers ends where suspects are tried (`policy/suspects`). Only requests that were in the step
+in which a prefill worker failed are charged.
 
 Rejected: one `Request` in two schedulers. It has blocks, a slot and progress on both sides. A deadline while a prompt
 waits or is computed: a prefill worker that hangs is found by its own steps; what counts is how long a prompt that is
@@ -56,14 +56,16 @@ _NO_DEADLINE_S = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class KVEnds:
-    """Every process that may write keys and values or take them, its number and part, and what a cached token is."""
+    """Every process that may write keys and values or take them, its number and part, and what a cached token is.
+    `timeout_s`: in which a computed prompt arrives."""
 
     layout: str
     sources: Mapping[WorkerName, KVSource]
+    timeout_s: float
 
 
 @dataclass(eq=False, kw_only=True)
-class _Arrival:
+class _Awaited:
     """A request on a decode worker, what a prefill worker computes for it, and the offer between the two. `charged`:
     if the hand-over fails, the request may be why; `leaves`: the request is wanted elsewhere."""
 
@@ -74,6 +76,7 @@ class _Arrival:
     handover: Handover
     charged: bool = True
     leaves: bool = False
+    withdrawn_s: float | None = None
 
 
 class Handovers:
@@ -86,21 +89,21 @@ class Handovers:
         tracked: TrackedRequests,
         statistics: EngineStatistics,
         ends: KVEnds,
-        timeout_s: float,
     ) -> None:
-        """`timeout_s`: for a computed prompt to arrive."""
         self._workforce = workforce
         self._fleet = fleet
         self._tracked = tracked
         self._statistics = statistics
         self._counts = statistics.handovers
         self._ends = ends
-        self._timeout_s = timeout_s
+        self._timeout_s = ends.timeout_s
         self._book = HandoverBook()
-        self._arrivals: dict[int, _Arrival] = {}  # by the offer's number
-        self._computing: dict[str, _Arrival] = {}  # by the name of what the prefill worker computes
+        self._arrivals: dict[int, _Awaited] = {}  # by the offer's number
+        self._computing: dict[str, _Awaited] = {}  # by the name of what the prefill worker computes
         self._num_prefills = 0
         self._to_clear: set[StepGroup] = set()
+        for group in workforce.prefill_groups:
+            group.owner = self
 
     def __len__(self) -> int:
         """How many requests have keys and values on their way."""
@@ -130,10 +133,12 @@ class Handovers:
 
     def begin(self) -> None:
         """Give what decode workers have admitted to prefill workers."""
-        for target, scheduler in self._workforce.schedulers.items():
+        for target, scheduler in self._workforce.request_schedulers.items():
             for origin in scheduler.take_arriving():
                 if origin.status is RequestStatus.FINISHED:
                     scheduler.give_up(origin)
+                elif origin.awaits_mask:  # it has a token already: the next one needs its mask
+                    scheduler.ask_again(origin)
                 else:
                     self._begin(origin, target)
 
@@ -142,7 +147,7 @@ class Handovers:
         source = self._find_source(origin) if origin.num_lost_handovers < _MAX_LOST else None
         has_blocks = blocks_of(len(origin.token_ids), self._block_size) <= len(origin.block_table)
         if source is None or not has_blocks:
-            origin.arrives = False
+            self._workforce.schedulers[target].compute_here(origin)
             self._counts.num_recomputed += 1
             return
         self._num_prefills += 1
@@ -158,13 +163,13 @@ class Handovers:
             now_s=self._fleet.clock.now_s,
             timeout_s=_NO_DEADLINE_S,
         )
-        arrival = _Arrival(origin=origin, prefill=prefill, source=source, target=target, handover=handover)
+        arrival = _Awaited(origin=origin, prefill=prefill, source=source, target=target, handover=handover)
         self._arrivals[handover.number] = self._computing[prefill.request_id] = arrival
         self._expect(arrival)
         self._workforce.schedulers[source].add(prefill)
         self._counts.num_begun += 1
 
-    def _expect(self, arrival: _Arrival) -> None:
+    def _expect(self, arrival: _Awaited) -> None:
         handover = arrival.handover
         for rank, name in enumerate(self._ranks_of(arrival.target)):
             order = ExpectKV(
@@ -182,10 +187,10 @@ class Handovers:
     def _ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
         return self._workforce.group_of(leader).members.ranks_of[leader]
 
-    def _sources(self, arrival: _Arrival) -> list[KVSource]:
+    def _sources(self, arrival: _Awaited) -> list[KVSource]:
         return [self._ends.sources[name] for name in self._ranks_of(arrival.source)]
 
-    def _targets(self, arrival: _Arrival) -> list[KVTarget]:
+    def _targets(self, arrival: _Awaited) -> list[KVTarget]:
         ranks = self._ranks_of(arrival.target)
         return [KVTarget(self._workforce.kv_ticket(name), self._ends.sources[name].part) for name in ranks]
 
@@ -206,7 +211,7 @@ class Handovers:
             if arrival is not None
         ]
 
-    def publish(self, progress: list[Request], sampled: Mapping[str, Sampled]) -> None:
+    def publish(self, progress: list[Request], sampled: dict[str, Sampled]) -> None:
         """A prefill worker has computed a step: what it says belongs to the requests that it computes for."""
         said: dict[str, Sampled] = {}
         for request_id, entry in sampled.items():
@@ -220,7 +225,7 @@ class Handovers:
                 origins.append(arrival.origin)
         self._tracked.publish(origins, said)
 
-    def _go_on(self, arrival: _Arrival) -> None:
+    def _go_on(self, arrival: _Awaited) -> None:
         origin, prefill, handover = arrival.origin, arrival.prefill, arrival.handover
         scheduler = self._workforce.schedulers[arrival.target]
         self._note_cached(arrival, scheduler)
@@ -232,7 +237,7 @@ class Handovers:
             self._book.done(handover.number, token_id, handover.end)
 
     @staticmethod
-    def _note_cached(arrival: _Arrival, scheduler: Scheduler) -> None:
+    def _note_cached(arrival: _Awaited, scheduler: Scheduler) -> None:
         """The prefill worker may have found more of the prompt than the decode worker had."""
         num_more = arrival.prefill.num_cached_tokens - arrival.origin.num_cached_tokens
         if arrival.origin.num_admissions == 1 and num_more > 0:
@@ -306,13 +311,13 @@ class Handovers:
                         homeless += self._give_up(arrival)
         return homeless
 
-    def _arrive(self, arrival: _Arrival) -> None:
+    def _arrive(self, arrival: _Awaited) -> None:
         arrival.origin.num_lost_handovers = 0
         self._workforce.schedulers[arrival.target].arrive(arrival.origin, arrival.handover.end)
         self._counts.num_done += 1
         self._counts.num_tokens += arrival.handover.end - arrival.handover.first
 
-    def _give_up(self, arrival: _Arrival) -> list[Request]:
+    def _give_up(self, arrival: _Awaited) -> list[Request]:
         """Its blocks are out of quarantine: it has ended, goes to another worker, or tries again here."""
         origin, scheduler = arrival.origin, self._workforce.schedulers[arrival.target]
         if origin.status is RequestStatus.FINISHED:
@@ -325,12 +330,13 @@ class Handovers:
             scheduler.give_up(origin)
             return [origin]
         origin.num_lost_handovers += arrival.charged
-        self._begin(origin, arrival.target)
+        scheduler.ask_again(origin)
         return []
 
     def _withdraw(self, handover: Handover) -> None:
         if (arrival := self._arrivals.get(handover.number)) is not None:
             self._stop_computing(arrival)
+            arrival.withdrawn_s = arrival.withdrawn_s or self._fleet.clock.now_s
             leaders = {arrival.source, arrival.target}
         else:  # the target is gone
             leaders = {name for name in self._workforce.schedulers if str(name) == handover.source}
@@ -340,7 +346,7 @@ class Handovers:
                 if worker is not None and worker.ready:
                     self._fleet.send(worker, WithdrawKV(handover.number))
 
-    def _stop_computing(self, arrival: _Arrival) -> None:
+    def _stop_computing(self, arrival: _Awaited) -> None:
         self._computing.pop(arrival.prefill.request_id, None)
         self._workforce.schedulers[arrival.source].end(arrival.prefill.request_id)
 
@@ -356,8 +362,7 @@ class Handovers:
         """A process that does not say when it has stopped writing hangs: only its end lets the blocks go."""
         now_s = self._fleet.clock.now_s
         for number, arrival in self._arrivals.items():
-            handover = arrival.handover
-            if handover.draining_since_s is not None and now_s - handover.draining_since_s > 2 * self._timeout_s:
-                for rank in handover.draining:
+            if arrival.withdrawn_s is not None and now_s - arrival.withdrawn_s > 2 * self._timeout_s:
+                for rank in arrival.handover.draining:
                     worker = self._fleet.workers[self._ranks_of(arrival.target)[rank]]
                     worker.kill(f"it does not say that hand-over {number} has ended")

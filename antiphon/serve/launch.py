@@ -7,8 +7,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from antiphon.base.logging import get_logger
+from antiphon.base.ranges import split_evenly
 from antiphon.base.system import raise_limit
+from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import read_config
 from antiphon.models.quantization import left_out
 from antiphon.models.weights import ReportProgress
@@ -18,15 +22,18 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
+from antiphon.serve.handovers import KVEnds
 from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
+from antiphon.serve.policy.handover import CachePart, KVSource
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.prepare import PreparedEngine, prepare
 from antiphon.serve.recovery import Members
 from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig
+from antiphon.serve.worker.kv_transfer import cache_part, layout_digest
+from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, KVTransferConfig
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement
 
@@ -104,10 +111,14 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         )
         groups.append(group)
     pool_of = {pool.config.pool: pool for pool in run.pools}
+    ends = None if run.prefill is None else kv_ends(run)
 
     def launch(name: WorkerName) -> None:
         pool, present = pool_of[name.pool], placing.get((name.pool, name.instance))
         order = configure(pool, name, pool.placement if present is None else present.current, _cores(run, name))
+        if ends is not None and name in ends.sources:
+            kv = _kv_transfer(pool, ends.sources[name].number, len(ends.sources))
+            order = msgspec.structs.replace(order, kv=kv)
         fleet.launch(name, order)
 
     return Engine(
@@ -119,6 +130,37 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         statistics=statistics,
         launch=launch,
         make_matcher=make_matcher,
+        kv_ends=ends,
+    )
+
+
+def kv_ends(run: PreparedEngine) -> KVEnds:
+    """The processes of both pools that cache keys and values."""
+    parts = {name: _cache_part(pool, name) for pool in run.pools for name in pool.cache_names()}
+    return KVEnds(
+        layout=layout_digest(run.spec, resolve_dtype(run.config.own("attention").dtype)),
+        sources={name: KVSource(number, part) for number, (name, part) in enumerate(parts.items())},
+        timeout_s=run.config.timeout_s,
+    )
+
+
+def _cache_part(pool: PreparedEngine, name: WorkerName) -> CachePart:
+    config = pool.config
+    stage, rank = divmod(name.rank, config.attention_tp)
+    layers = range(*split_evenly(pool.spec.num_layers, config.num_stages)[stage])
+    return cache_part(pool.spec, rank, config.attention_tp, layers)
+
+
+def _kv_transfer(pool: PreparedEngine, number: int, num_sources: int) -> KVTransferConfig:
+    """How a process with that number gives and takes keys and values."""
+    config = pool.config
+    return KVTransferConfig(
+        transport=config.transport,
+        host=config.exchange_host,
+        secret=pool.secret,
+        source=number,
+        num_sources=num_sources,
+        receives=config.pool == "decode",
     )
 
 

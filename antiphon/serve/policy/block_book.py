@@ -200,6 +200,7 @@ class BlockBook:
         self.counters = SchedulerCounters()
         self.released: list[str] = []
         self.arriving: list[Request] = []  # whose keys and values are to be asked of a prefill worker
+        self.num_arriving = 0  # in all
         self.free_slots = list(range(config.num_slots - 1, -1, -1))
 
     @property
@@ -248,7 +249,7 @@ class BlockBook:
 
     def await_arrival(self, request: Request) -> bool:
         """A request that was just started gets the blocks of all its tokens, which must be free, and waits for what a
-        prefill worker writes there. False if it does not: what is missing is less than a block, and is computed here."""
+        prefill worker writes there. False if it does not: what is missing is a block at most, and is computed here."""
         num_missing = len(request.token_ids) - request.num_computed
         if not request.prefills_apart or num_missing <= self.config.block_size:
             return False
@@ -257,14 +258,26 @@ class BlockBook:
         if request.num_promised_blocks:
             self.lane.num_kept -= num_new
         request.arrives = True
+        self.num_arriving += 1
         self.arriving.append(request)
         return True
 
+    def complete_table(self, request: Request) -> None:
+        """Blocks for all its tokens, if they are free."""
+        num_new = blocks_of(len(request.token_ids), self.config.block_size) - len(request.block_table)
+        if 0 < num_new <= self.num_free_blocks and not request.num_promised_blocks:
+            request.block_table += self.pool.allocate(num_new)
+
     def arrive(self, request: Request, num_computed: int) -> None:
         """Its blocks hold the keys and values of that many tokens: steps may take it."""
-        request.arrives = False
+        self.stop_arriving(request)
         request.num_computed = num_computed
         self.publish_computed(request)
+
+    def stop_arriving(self, request: Request) -> None:
+        """Nothing is written to its blocks by others any more."""
+        self.num_arriving -= request.arrives
+        request.arrives = False
 
     def preempt_later_than(self, request: Request, step_id: int) -> bool:
         """Until a block is free, push out the latest arrival of the main way that step `step_id` does not compute yet.
@@ -328,6 +341,7 @@ class BlockBook:
         self.waiting.remove(request)
 
     def _give_back(self, request: Request) -> None:
+        self.stop_arriving(request)
         if request.num_promised_blocks:
             self.lane.leave(request)
             self.publish_computed(request)

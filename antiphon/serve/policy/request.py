@@ -88,7 +88,6 @@ class Request:
 
     def forget_computed(self) -> None:
         """Back to "nothing computed": the caller has released the blocks and the slot."""
-        self.arrives = False
         self.num_computed = 0
         self.block_table = []
         self.num_blocks_sent = 0

@@ -43,6 +43,11 @@ class Scheduler:
         return len(self.book.running)
 
     @property
+    def num_arriving(self) -> int:
+        """Of the running ones, those whose keys and values are being handed over."""
+        return self.book.num_arriving
+
+    @property
     def num_waiting(self) -> int:
         return len(self.book.waiting)
 
@@ -122,6 +127,16 @@ class Scheduler:
         """Requests admitted since the last call whose keys and values a prefill worker is to compute."""
         taken, self.book.arriving = self.book.arriving, []
         return [request for request in taken if request.arrives]
+
+    def ask_again(self, request: Request) -> None:
+        """Nothing has arrived for it: `take_arriving` returns it once more, with a block for a token that came
+        meanwhile where one is free."""
+        self.book.complete_table(request)
+        self.book.arriving.append(request)
+
+    def compute_here(self, request: Request) -> None:
+        """Nothing arrives for it: steps of this worker compute what is missing, in the blocks that it has."""
+        self.book.stop_arriving(request)
 
     def arrive(self, request: Request, num_computed: int) -> None:
         """The keys and values of that many tokens have arrived whole."""
