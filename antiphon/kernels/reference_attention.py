@@ -82,7 +82,7 @@ class ReferenceCache:
         self.spec.check_run(layer, blocks, run, heads, rows, tables[0].element_size())
         elements = rows.view(tables[0].dtype).view(len(heads), -1)
         widths = [run[1] * table.shape[2] for table in tables]
-        parts = elements.split(widths, dim=1)
+        parts = torch.split(elements, widths, dim=1)
         return [(table, part.unflatten(1, (run[1], -1))) for table, part in zip(tables, parts, strict=True)]
 
     def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:

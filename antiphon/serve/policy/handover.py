@@ -251,6 +251,7 @@ class HandoverBook:
         """A target is gone, and with it all of its pages: nothing can be written there any more."""
         for handover in [each for each in self._live.values() if each.target == worker]:
             self._withdraw(handover, f"lost {worker}")
+            handover.landing.update(handover.draining)
             self._free(handover)
 
     def tick(self, now_s: float) -> None:
