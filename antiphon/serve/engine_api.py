@@ -92,6 +92,30 @@ class PrefetchCounts(msgspec.Struct):
         self.num_late += other.num_late
 
 
+class HandoverCounts(msgspec.Struct):
+    """Of prompts computed by prefill workers: `num_begun`: hand-overs; `num_done`: those that arrived, with
+    `num_tokens`; `num_failed`; `num_recomputed`: prompts that the decode worker computed after all; `exposed_s`: time
+    that prefill workers waited at the end of their steps until keys and values had left."""
+
+    num_begun: int = 0
+    num_done: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    num_recomputed: int = 0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolState:
+    """One pool now. `num_arriving`: requests that a decode worker has admitted and whose keys and values are computed
+    or on their way."""
+
+    num_running: int
+    num_waiting: int
+    num_arriving: int
+    kv_usage_ratio: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineEvent:
     """`number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns several."""
@@ -134,6 +158,8 @@ class EngineStats:
     missing: tuple[str, ...] = ()  # workers that cannot step now
     workers: dict[str, str] = field(default_factory=dict)  # all, by name: "ready", or why not
     events: tuple[EngineEvent, ...] = ()  # the newest, oldest first
+    handovers: HandoverCounts = field(default_factory=HandoverCounts)
+    pools: dict[str, PoolState] = field(default_factory=dict)  # empty unless prefill and decode are apart
 
 
 class AsyncEngine(Protocol):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepFailure, StepGroup
+from antiphon.serve.handovers import Handovers
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import choose_attention_worker
@@ -31,8 +32,16 @@ _log = get_logger("engine")
 class RequestRouter:
     """Used by the engine's thread; `tracked` and `num_waiting` may be read by any."""
 
-    def __init__(self, workforce: Workforce, statistics: EngineStatistics, tracked: TrackedRequests) -> None:
+    def __init__(
+        self,
+        workforce: Workforce,
+        statistics: EngineStatistics,
+        tracked: TrackedRequests,
+        handovers: Handovers | None = None,
+    ) -> None:
+        """`handovers`: prompts go to prefill workers."""
         self.tracked = tracked
+        self._handovers = handovers
         self.num_waiting = 0
         self._workforce = workforce
         self._statistics = statistics
@@ -53,8 +62,10 @@ class RequestRouter:
         if tracked is None:
             return
         self.tracked.end(request_id, reason, error)
-        for scheduler in self._workforce.schedulers.values():
+        for scheduler in self._workforce.request_schedulers.values():
             scheduler.end(request_id)
+        if self._handovers is not None:
+            self._handovers.end(request_id)
         self._unassigned = [request for request in self._unassigned if request.request_id != request_id]
         self._suspects.clear(tracked.request)
 
@@ -66,14 +77,14 @@ class RequestRouter:
     def count_waiting(self) -> None:
         """Bring `num_waiting` up to date."""
         self.num_waiting = len(self._unassigned)
-        self.num_waiting += sum(scheduler.num_waiting for scheduler in self._workforce.schedulers.values())
+        self.num_waiting += sum(scheduler.num_waiting for scheduler in self._workforce.request_schedulers.values())
 
     def note_first_schedules(self) -> None:
         """Queue times of requests that left the queue since the last look."""
         for scheduler in self._workforce.schedulers.values():
             for request in scheduler.book.running:
-                tracked = self.tracked.get(request.request_id)
-                if tracked is not None and not tracked.scheduled:
+                tracked = self.tracked.get(request.tracked_id)
+                if tracked is not None and not tracked.scheduled and not request.arrives:
                     tracked.scheduled = True
                     self._statistics.prompt_tokens += request.num_prompt
                     self._statistics.record_queue_time(time.monotonic() - tracked.submitted)
@@ -85,7 +96,7 @@ class RequestRouter:
         self._clear_groups()
         if not self._unassigned:
             return
-        live = [(group, name) for group in self._workforce.groups for name in group.live_attention]
+        live = [(group, name) for group in self._workforce.other_groups for name in group.live_attention]
         schedulers = {index: self._workforce.schedulers[name] for index, (_, name) in enumerate(live)}
         reserved = {index for index, (group, _) in enumerate(live) if group is self._trial_group}
         unassigned, self._unassigned = self._unassigned, []
@@ -96,6 +107,7 @@ class RequestRouter:
             if index is None:
                 self._unassigned.append(request)
             else:
+                request.prefills_apart = self._handovers is not None and self._handovers.wanted_for(request)
                 schedulers[index].add(request)
 
     def _may_use(self, request: Request, is_reserved: bool) -> bool:
@@ -112,6 +124,8 @@ class RequestRouter:
             self._to_clear.add(self._trial_group)
         for group in [group for group in self._to_clear if group.quiet]:
             self._to_clear.remove(group)
+            if self._handovers is not None:
+                self._handovers.clear(group)
             self.add(group.take_back())
 
     # --- when steps fail -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
 from antiphon.placement.split import balancedness
-from antiphon.serve.engine_api import EngineEvent, EventKind, PrefetchCounts
+from antiphon.serve.engine_api import EngineEvent, EventKind, HandoverCounts, PrefetchCounts
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _log = get_logger("engine")
@@ -57,6 +57,7 @@ class EngineStatistics:
         self.exposed_communication_s = 0.0
         self.placement_changes = 0
         self.prefetch = PrefetchCounts()
+        self.handovers = HandoverCounts()
         self.events = EventLog()
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
@@ -73,6 +74,7 @@ class EngineStatistics:
         """One attention worker finished its part of a step."""
         self.dispatch_bytes += result.dispatch_bytes
         self.exposed_communication_s += result.exposed_s
+        self.handovers.exposed_s += result.hand_over_s
         self._attention_step_s += result.step_s
         self._attention_wait_s += result.wait_s
         if result.prefetch is not None:

@@ -386,6 +386,34 @@ class KVReceiver:
             self._say(KVFailed(number, str(error)))
 
 
+class KVLinks:
+    """Both ends of one process: what it gives, and, where it `receives`, what it takes."""
+
+    def __init__(
+        self, config: KVTransferConfig, name: str, cache: KVCache, part: CachePart, layout: str, say: Say
+    ) -> None:
+        self.sender = KVSender(config, f"{name} gives", cache, part, layout, say)
+        self._receiver = KVReceiver(config, f"{name} takes", cache, part, layout, say) if config.receives else None
+
+    @property
+    def ticket(self) -> bytes:
+        """How others reach what it takes."""
+        return b"" if self._receiver is None else self._receiver.ticket
+
+    def heard(self, message: ExpectKV | WithdrawKV) -> None:
+        """An order of the engine's; does not wait for a step. Any thread."""
+        if isinstance(message, WithdrawKV):
+            self.sender.withdraw(message.number)
+        if self._receiver is not None:
+            self._receiver.heard(message)
+
+    def close(self) -> None:
+        """Stop both."""
+        self.sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
+
+
 def _arrival(message: _m2n.Message) -> _Arrival:
     low, high, layer, first, count, *_ = message.user
     return _Arrival(message, high << 32 | low, layer, first, count, time.monotonic())

@@ -29,6 +29,7 @@ from antiphon.specs.plan import Collectives
 from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]
+Pool = Literal["", "prefill", "decode"]  # the phase that a worker's group is for; "": both
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,11 +130,12 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The worker can take steps. `ticket`: how attention workers reach it, if it leads an expert worker; `rank_ticket`:
-    how the other ranks of its worker do."""
+    how the other ranks of its worker do; `kv_ticket`: how others write keys and values to it."""
 
     kernels: str
     ticket: bytes = b""
     rank_ticket: bytes = b""
+    kv_ticket: bytes = b""
 
 
 class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -174,6 +176,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
+    `hand_over_s`: it waited at the end until the step's keys and values had left for other workers.
     `expert_rows`: rows of each expert of each MoE layer, as uint32 one layer after the other; empty unless counted.
     `routed`: the experts that the rows chose, `forecasts`: those expected, as in `RoutedRows`; empty unless recorded.
     """
@@ -182,6 +185,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     step_s: float
     wait_s: float
     exposed_s: float
+    hand_over_s: float = 0.0
     dispatch_bytes: int
     expert_rows: bytes = b""
     routed: bytes = b""
