@@ -31,7 +31,13 @@ _MOST_LAYERS = 8
 _MOST_EVENTS = 6
 _NAME_WIDTH = 22
 _BARS = "▁▂▃▄▅▆▇█"
-_MARKS = {"waiting": ("·", "dim"), "to experts": (">", "dim"), "to attention": ("<", "dim"), "sampling": ("s", "cyan")}
+_MARKS = {
+    "waiting": ("·", "dim"),
+    "to experts": (">", "dim"),
+    "to attention": ("<", "dim"),
+    "to decode": ("}", "dim"),
+    "sampling": ("s", "cyan"),
+}
 _EVENT_STYLES = {"ready": "green", "going on": "green", "lost": "bold red", "failed": "red", "standstill": "yellow"}
 
 
@@ -108,6 +114,7 @@ def _parts(reading: DashboardReading, problem: str) -> Iterator[RenderableType]:
         yield Text(problem, style="bold red")
     yield Text("")
     yield _numbers(reading)
+    yield from _pools(reading)
     yield Text("\nThe last minutes", style="bold")
     yield from _history(reading)
     yield from _steps(reading)
@@ -139,6 +146,22 @@ def _numbers(reading: DashboardReading) -> Table:
     for left, right in zip(pairs[::2], pairs[1::2], strict=True):
         grid.add_row(left[0], Text(left[1], style="bold"), right[0], Text(right[1], style="bold"))
     return grid
+
+
+def _pools(reading: DashboardReading) -> Iterator[RenderableType]:
+    if reading.pools:
+        yield Text("\nPools", style="bold")
+    for pool in reading.pools:
+        arriving = f", {pool.num_requests_arriving:,} arriving" if pool.name == "decode" else ""
+        yield Text(
+            f"{pool.name:<{_NAME_WIDTH}}{pool.num_requests_running:,} running, {pool.num_requests_waiting:,} "
+            f"waiting{arriving}, {pool.kv_cache_usage_ratio:.1%} of its KV cache"
+        )
+    if (counts := reading.handovers) is not None:
+        yield Text(
+            f"{'hand-overs':<{_NAME_WIDTH}}{counts.num_done:,} done, {counts.num_failed:,} failed, "
+            f"{counts.num_recomputed:,} prompts computed by decode workers after all"
+        )
 
 
 def _last(values: Sequence[float]) -> float:

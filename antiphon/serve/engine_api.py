@@ -71,7 +71,7 @@ class EngineInfo:
     num_instances: int
     num_attention: int
     num_experts_workers: int
-    num_expert_parts: int  # that the experts of an instance are dealt into: by workers, or by ranks that share them
+    expert_names: tuple[str, ...]  # of expert workers, or of the ranks that share experts, over all instances
     num_micro_batches: int
     max_waiting: int
 

@@ -97,9 +97,11 @@ class StepGroup:
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes], None] | None = None,
+        first_expert: int = 0,
     ) -> None:
         """`placing`: where experts are, if attention workers do not have them all; `balancer`: decides where they
-        should be. `record` takes step, worker, and the experts that its rows chose and were expected to choose.
+        should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, and
+        the experts that its rows chose and were expected to choose.
 
         An `owner`, of requests that are computed here for other workers, is set before the first step."""
         self.members = members
@@ -107,6 +109,7 @@ class StepGroup:
         self.placing = placing
         self._balancer = balancer
         self._record = record
+        self._first_expert = first_expert
         self._fleet = fleet
         self._statistics = statistics
         self._tracked = tracked
@@ -262,8 +265,7 @@ class StepGroup:
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
             assert self.placing is not None, "only experts that others use are counted"
-            in_instance = self.placing.current.num_workers
-            self._statistics.record_experts(worker.name.instance * in_instance + message.index, message)
+            self._statistics.record_experts(self._first_expert + message.index, message)
             if self._balancer is not None:
                 self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):

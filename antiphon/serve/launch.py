@@ -76,11 +76,11 @@ def start(
 def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | None = None) -> Engine:
     """The engine and all its parts; nothing runs yet."""
     config = run.config
-    statistics = EngineStatistics()
+    statistics = EngineStatistics([len(pool.expert_names) for pool in run.pools])
     fleet = Fleet(_remote_workers(run))
     tracked = TrackedRequests(fleet.wake)
     placing: dict[tuple[str, int], PlacementControl] = {}  # by pool and instance
-    groups = []
+    groups, first_expert = [], 0
     membership = [(pool, *members) for pool in run.pools for members in pool.membership()]
     path = config.record_routing
     record = None if path is None else RoutingRecord(path, run.info.model_name, run.spec, len(membership))
@@ -108,8 +108,10 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
             placing=here,
             balancer=_balancer(pool) if here is not None and pool.config.balance != "off" else None,
             record=None if record is None else partial(record.add, number),
+            first_expert=first_expert,
         )
         groups.append(group)
+        first_expert += pool.config.num_expert_parts if here is not None else 0
     pool_of = {pool.config.pool: pool for pool in run.pools}
     ends = kv_ends(run) if sum(len(group.schedulers) for group in groups) > 1 else None
 

@@ -98,10 +98,19 @@ class PreparedEngine:
             num_instances=config.num_instances,
             num_attention=config.num_attention,
             num_experts_workers=config.num_experts if self.disaggregated else 0,
-            num_expert_parts=config.num_expert_parts,
+            expert_names=tuple(name for pool in self.pools for name in pool.expert_names),
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
         )
+
+    @property
+    def expert_names(self) -> list[str]:
+        """Of each part that the experts of an instance of this pool are dealt into."""
+        config = self.config
+        if config.layout == "colocated":
+            return []
+        parts, instances = range(config.num_expert_parts), range(config.num_instances)
+        return [str(self._name("experts", part, instance)) for instance in instances for part in parts]
 
     @property
     def scheduler_config(self) -> SchedulerConfig:

@@ -55,7 +55,7 @@ class FakeEngine:
             num_instances=1,
             num_attention=1,
             num_experts_workers=2,
-            num_expert_parts=2,
+            expert_names=("experts[0]", "experts[1]"),
             num_micro_batches=3,
             max_waiting=64,
         )
