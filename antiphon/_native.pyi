@@ -151,6 +151,26 @@ class KVCache:
         sinks_address: int,
         out_address: int,
     ) -> None: ...
+    def read_tokens(
+        self,
+        layer: int,
+        blocks_address: int,
+        first: int,
+        count: int,
+        heads_address: int,
+        num_heads: int,
+        rows_address: int,
+    ) -> None: ...
+    def write_tokens(
+        self,
+        layer: int,
+        blocks_address: int,
+        first: int,
+        count: int,
+        heads_address: int,
+        num_heads: int,
+        rows_address: int,
+    ) -> None: ...
 
 def rms_norm(
     is_bf16: bool,

@@ -17,7 +17,7 @@ from antiphon.cli.output import show, table, whole_file
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.report.words import plural
-from antiphon.serve.config import ServeConfig
+from antiphon.serve.config import LAYOUT_FIELDS, ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start
 from antiphon.serve.mask_pool import Matcher
@@ -55,8 +55,15 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
         "kv_cache_bytes": num_tokens * bytes_per_token,
         "url": url,
         "pid": os.getpid(),
+        "pools": {pool.pool: _layout_facts(pool) for pool in reversed(config.pools) if pool.pool},
         "workers": [{"name": str(worker), "pid": engine.worker_pid(worker)} for worker in engine.workforce.names],
     }
+
+
+def _layout_facts(config: ServeConfig) -> dict[str, Any]:
+    """What `layout_line` says of one pool."""
+    facts = {name: getattr(config, name) for name in LAYOUT_FIELDS}
+    return facts | {"num_experts_workers": config.num_experts if config.layout == "disaggregated" else 0}
 
 
 def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
@@ -82,7 +89,9 @@ def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
 
 
 def layout_line(facts: dict[str, Any]) -> str:
-    """``disaggregated: 1 attention + 2 expert workers, 2 micro-batches in turn``."""
+    """``disaggregated: 1 attention + 2 expert workers, 2 micro-batches in turn``; of two pools both."""
+    if facts.get("pools"):
+        return "\n            ".join(f"{name} {layout_line(pool)}" for name, pool in facts["pools"].items())
     attention_ranks, expert_ranks = (
         f" of {ranks} ranks" if ranks > 1 else "" for ranks in (facts["attention_tp"], facts["expert_tp"])
     )

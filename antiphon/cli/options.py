@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -21,6 +21,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
+from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
@@ -42,6 +43,17 @@ _PLANNED = (
     "prefill_collectives",
     "decode_collectives",
 )  # options a plan decides
+_OF_ONE_POOL = (
+    "layout",
+    "instances",
+    "attention",
+    "experts",
+    "tp",
+    "expert_tp",
+    "pp",
+    "micro_batches",
+    "placement",
+)  # options that say nothing of two pools
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
 KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")]
@@ -87,6 +99,12 @@ class WorkerOptions:
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
     ] = None
+    prefill: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", show_default=False, help="Workers for prompts alone, e.g. 2.")
+    ] = None
+    decode: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", show_default=False, help="Workers beside those, e.g. 1+1/m2.")
+    ] = None
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     prefill_collectives: Annotated[
         Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
@@ -113,7 +131,7 @@ class WorkerOptions:
     ] = None
     record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
     placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan's decode phase.")] = None
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan, one phase or both.")] = None
     attention_device: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
     expert_device: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""
     attention_dtype: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
@@ -123,17 +141,45 @@ class WorkerOptions:
 
     def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
+        if self.prefill is None and self.decode is None:
+            return self._one_pool(self._layout_fields(), capacity, model, trace=trace)
+        decode, prefill = (parse_layout(f"--{name}", text) for name, text in self._pool_layouts().items())
+        return replace(
+            self._one_pool(decode, capacity, model, trace=trace),
+            prefill=self._one_pool(prefill, capacity, model, trace=trace),
+        )
+
+    def _pool_layouts(self) -> dict[str, str]:
+        """What was written for the pools; `UserError` if it does not go together with other options."""
+        if self.decode is None or self.prefill is None:
+            given, missing = ("prefill", "decode") if self.decode is None else ("decode", "prefill")
+            raise UserError(f"--{given} without --{missing}: name the workers of both, or leave both out")
+        for each in fields(self):
+            if each.name in _OF_ONE_POOL and getattr(self, each.name) != each.default:
+                option = f"--{each.name.replace('_', '-')}"
+                raise UserError(
+                    f"{option} does not apply with --prefill and --decode: write the layout there, or leave them out"
+                )
+        return {"decode": self.decode, "prefill": self.prefill}
+
+    def _layout_fields(self) -> dict[str, Any]:
         layout = self._resolve_layout()
+        return {
+            "layout": layout,
+            "num_attention": self.attention,
+            "num_experts": 1 if self.experts is None else self.experts,
+            "num_instances": 1 if self.instances is None else self.instances,
+            "attention_tp": self.tp,
+            "expert_tp": 1 if self.expert_tp is None else self.expert_tp,
+            "num_stages": self.pp,
+            "num_micro_batches": self._num_micro_batches(layout),
+        }
+
+    def _one_pool(self, layout: dict[str, Any], capacity: CapacityOptions, model: Path, *, trace: bool) -> ServeConfig:
+        """The configuration of workers in that layout."""
         return ServeConfig(
+            **layout,
             model=model,
-            layout=layout,
-            num_attention=self.attention,
-            num_experts=1 if self.experts is None else self.experts,
-            num_instances=1 if self.instances is None else self.instances,
-            attention_tp=self.tp,
-            expert_tp=1 if self.expert_tp is None else self.expert_tp,
-            num_stages=self.pp,
-            num_micro_batches=self._num_micro_batches(layout),
             exchange=self.transport,
             prefill_collectives=self.prefill_collectives,
             decode_collectives=self.decode_collectives,
@@ -224,9 +270,23 @@ def planned_config(
     plan is a `UserError`; `context` knows which options were written and which are defaults."""
     if workers.plan is None:
         return workers.config(model, capacity, trace=trace), None
+    if workers.prefill is not None or workers.decode is not None:
+        raise UserError("--prefill and --decode do not apply with --plan: a plan with both phases names the workers")
     served = served_plan_of(read_plan(workers.plan), load_model_spec(model), workers.plan)
     values = {**vars(workers), **vars(capacity)}
     served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
+    room = None if given_options(context, ["max_batch_tokens"]) else capacity.max_batch_tokens
+    config = _obey(served, workers, capacity, model, room, trace=trace)
+    if served.prefill is None:
+        return config, served
+    return replace(config, prefill=_obey(served.prefill, workers, capacity, model, room, trace=trace)), served
+
+
+def _obey(
+    served: ServedPlan, workers: WorkerOptions, capacity: CapacityOptions, model: Path, room: int | None, *, trace: bool
+) -> ServeConfig:
+    """The configuration of the workers that `served` names. `room`: tokens of a step, unless the plan needs more; None:
+    what `capacity` says was asked for."""
     planned = replace(
         workers,
         layout=served.layout,
@@ -239,13 +299,13 @@ def planned_config(
         micro_batches=served.num_micro_batches,
         prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
         decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
+        prefill=None,
+        decode=None,
     )
-    room = capacity.max_batch_tokens
-    if not given_options(context, ["max_batch_tokens"]):
-        room = max(room, served.max_running)
-    planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=room)
+    most = capacity.max_batch_tokens if room is None else max(served.max_batch_tokens or room, served.max_running)
+    planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=most)
     config = planned.config(model, planned_capacity, trace=trace)
-    return replace(config, placement=config.placement or served.placement), served
+    return replace(config, placement=config.placement or served.placement)
 
 
 def _decided(planned: Collectives, asked: Collectives) -> Collectives:

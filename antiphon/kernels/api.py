@@ -31,14 +31,49 @@ class KVCacheSpec:
 
     def block_bytes(self, bytes_per_element: int) -> int:
         """Bytes of one block over all layers: the unit in which KV memory is admitted."""
-        width = self.key_dim if self.values_in_keys else self.key_dim + self.value_dim
-        return self.num_layers * self.block_size * self.num_kv_heads * width * bytes_per_element
+        return self.num_layers * self.block_size * self.num_kv_heads * self.row_bytes(bytes_per_element)
+
+    def row_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one token in one head of one layer."""
+        return (self.key_dim if self.values_in_keys else self.key_dim + self.value_dim) * bytes_per_element
+
+    def check_run(
+        self, layer: int, blocks: Tensor, run: tuple[int, int], heads: Tensor, rows: Tensor, size: int
+    ) -> None:
+        """`ValueError` unless the tokens `run`, first and count, are in the cache and `rows` has room for just them, of
+        elements of `size` bytes."""
+        first, count = run
+        if not (0 <= layer < self.num_layers and first >= 0 < count):
+            raise ValueError(f"tokens {first} to {first + count - 1} of layer {layer} of {self.num_layers}")
+        named = blocks[first // self.block_size : -(-(first + count) // self.block_size)]
+        if first + count > len(blocks) * self.block_size or int(named.min()) < 0 or int(named.max()) >= self.num_blocks:
+            raise ValueError(
+                f"{len(blocks)} of {self.num_blocks} blocks do not hold tokens {first} to {first + count - 1}"
+            )
+        if not len(heads) or int(heads.min()) < 0 or int(heads.max()) >= self.num_kv_heads:
+            raise ValueError(f"heads {heads.tolist()} of {self.num_kv_heads}")
+        wanted = len(heads) * count * self.row_bytes(size)
+        if rows.numel() != wanted or rows.dtype != torch.uint8 or not rows.is_contiguous():
+            raise ValueError(f"{rows.numel()} elements of {rows.dtype} for {wanted} bytes")
 
 
 class KVCache(Protocol):
-    """Paged keys and values of every layer, in the back-end's own layout."""
+    """Paged keys and values of every layer, in the back-end's own layout.
+
+    Runs of tokens leave it and come in as plain rows in host memory, `spec.row_bytes` for each head and token: for each
+    head in turn its keys [tokens, key_dim], then its values [tokens, value_dim], unless they are in the keys. Token i
+    of a sequence is in block `blocks[i // block_size]`; `heads` are places in the cache. May be called beside steps,
+    from another thread, for blocks that no step writes."""
 
     spec: KVCacheSpec
+    dtype: torch.dtype
+
+    def read_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
+        """Fill `rows` (uint8) from the cache. `blocks` and `heads`: int32 in host memory. `ValueError` for ranges that
+        do not fit."""
+
+    def write_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
+        """The reverse."""
 
 
 class PackedLinear(Protocol):

@@ -144,6 +144,22 @@ class CpuKVCache:
                 f"{spec.block_size} tokens): lower the number of blocks"
             ) from error
 
+    def read_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
+        """See `KVCache`."""
+        self.native.read_tokens(*self._run(layer, blocks, first, count, heads, rows))
+
+    def write_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
+        """See `KVCache`."""
+        self.native.write_tokens(*self._run(layer, blocks, first, count, heads, rows))
+
+    def _run(
+        self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor
+    ) -> tuple[int, int, int, int, int, int, int]:
+        self.spec.check_run(layer, blocks, (first, count), heads, rows, self.dtype.itemsize)
+        if not (blocks.dtype == heads.dtype == torch.int32 and blocks.is_contiguous() and heads.is_contiguous()):
+            raise ValueError(f"blocks and heads must be contiguous int32, got {blocks.dtype} and {heads.dtype}")
+        return layer, blocks.data_ptr(), first, count, heads.data_ptr(), len(heads), rows.data_ptr()
+
 
 class BatchAddresses:
     """The addresses of the last batch and rotary table seen: every layer of a step asks for the same ones."""

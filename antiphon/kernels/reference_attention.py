@@ -31,6 +31,7 @@ class ReferenceCache:
 
     def __init__(self, spec: KVCacheSpec, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
+        self.dtype = dtype
         slots = spec.num_blocks * spec.block_size
         wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
         try:
@@ -53,6 +54,36 @@ class ReferenceCache:
         self.keys[layer].index_copy_(0, slots_T, k_TGD)
         if v_TGV is not None:
             self.values[layer].index_copy_(0, slots_T, v_TGV)
+
+    def read_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
+        """See `antiphon.kernels.api.KVCache`."""
+        for table_SGX, rows_GTX in self._tables_and_rows(layer, blocks, (first, count), heads, rows):
+            slots_T, heads_G = self._slots(blocks, first, count), heads.long()
+            picked_TGX = table_SGX[slots_T].index_select(1, heads_G.to(table_SGX.device))
+            rows_GTX.copy_(picked_TGX.transpose(0, 1))
+
+    def write_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
+        """See `antiphon.kernels.api.KVCache`."""
+        for table_SGX, rows_GTX in self._tables_and_rows(layer, blocks, (first, count), heads, rows):
+            slots_T, heads_G = self._slots(blocks, first, count), heads.long().to(table_SGX.device)
+            table_SGX[slots_T.unsqueeze(1), heads_G] = rows_GTX.transpose(0, 1).to(table_SGX.device)
+
+    def _slots(self, blocks: Tensor, first: int, count: int) -> Tensor:
+        """[count]: where these tokens are."""
+        tokens_T, size = torch.arange(first, first + count), self.spec.block_size
+        slots_T = blocks.long()[tokens_T // size] * size + tokens_T % size
+        return slots_T.to(self.keys[0].device)
+
+    def _tables_and_rows(
+        self, layer: int, blocks: Tensor, run: tuple[int, int], heads: Tensor, rows: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of keys and of values: the layer's table, and its part of the rows [heads, tokens, width]."""
+        tables = [self.keys[layer]] if self.spec.values_in_keys else [self.keys[layer], self.values[layer]]
+        self.spec.check_run(layer, blocks, run, heads, rows, tables[0].element_size())
+        elements = rows.view(tables[0].dtype).view(len(heads), -1)
+        widths = [run[1] * table.shape[2] for table in tables]
+        parts = torch.split(elements, widths, dim=1)
+        return [(table, part.view(len(heads), run[1], -1)) for table, part in zip(tables, parts, strict=True)]
 
     def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [S, C, G, width] at `slots_SC`."""

@@ -55,6 +55,10 @@ class BlockTables:
             first = sequence.first_new_block
             self._table[sequence.slot, first : first + len(sequence.new_blocks)] = sequence.new_blocks
 
+    def blocks(self, slot: int, num_tokens: int) -> Tensor:
+        """The blocks of the first tokens in that slot, int32 in host memory; a copy."""
+        return torch.from_numpy(self._table[slot, : -(-num_tokens // self._block_size)].copy())
+
     def attention_batch(self, sequences: Sequence[SequenceRows]) -> AttentionBatch:
         """Metadata of one micro-batch; its rows are the sequences' tokens, one sequence after the other."""
         queries = np.fromiter((len(s.token_ids) for s in sequences), np.int32, len(sequences))

@@ -7,7 +7,7 @@ waits for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +22,8 @@ from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.placement.split import Phases
 from antiphon.serve.balancer import FORECASTING, Policy
 from antiphon.serve.joining import refuse_wildcard
-from antiphon.serve.worker.messages import Role
+from antiphon.serve.layout_text import layout_text
+from antiphon.serve.worker.messages import Pool, Role
 from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
@@ -33,6 +34,16 @@ TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
+LAYOUT_FIELDS = (
+    "layout",
+    "num_instances",
+    "num_attention",
+    "num_experts",
+    "attention_tp",
+    "expert_tp",
+    "num_stages",
+    "num_micro_batches",
+)
 
 
 _OPTIONS = {
@@ -79,6 +90,10 @@ class ServeConfig:
     last `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
     `join_secret`. With several instances these are numbers of each, and all workers join or none. Of the first of them
     `ranks_here` ranks are on this machine: it is spread over several.
+
+    `prefill`: where prompts are computed in workers of their own, those; the rest is then about the workers that
+    decode. `pools` has one configuration for each of the two, `pool` says which it is, and `workers_beside` and
+    `caches_beside` what the other one has (processes on this machine, KV caches).
     """
 
     model: Path
@@ -120,6 +135,10 @@ class ServeConfig:
     replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
     of_attention: OneRole = OneRole()
     of_experts: OneRole = OneRole()
+    prefill: "ServeConfig | None" = None
+    pool: Pool = ""
+    workers_beside: int = 0
+    caches_beside: int = 0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_running:
@@ -132,6 +151,23 @@ class ServeConfig:
         check_rope_scaling(self.rope_scaling)
         self._check_layout()
         self._check_joining()
+        if self.prefill is not None:
+            self._check_prefill(self.prefill)
+
+    def _check_prefill(self, prefill: "ServeConfig") -> None:
+        """Keys and values go from one pool to the other as they are."""
+        for what, theirs, ours in (
+            ("model", prefill.model, self.model),
+            ("--dtype", prefill.own("attention").dtype, self.own("attention").dtype),
+            ("--kernels", prefill.kernels, self.kernels),
+            ("--max-model-len", prefill.max_model_len, self.max_model_len),
+            ("--rope-scaling", prefill.rope_scaling, self.rope_scaling),
+        ):
+            if theirs != ours:
+                raise UserError(
+                    f"{what} is {theirs} for --prefill and {ours} for --decode: what one side writes the other reads, "
+                    "so they must be the same"
+                )
 
     def _check_layout(self) -> None:
         for name, own in (("attention", self.of_attention), ("expert", self.of_experts)):
@@ -238,12 +274,29 @@ class ServeConfig:
         return self.num_experts if self.layout == "disaggregated" else 1
 
     @property
+    def pools(self) -> "tuple[ServeConfig, ...]":
+        """One configuration for each pool, the one for decode (or for both phases) first."""
+        if self.prefill is None:
+            return (self,)
+        decode, prefill = replace(self, prefill=None, pool="decode"), replace(self.prefill, pool="prefill")
+        return (
+            replace(decode, workers_beside=prefill.num_workers, caches_beside=prefill.num_kv_caches),
+            replace(prefill, workers_beside=decode.num_workers, caches_beside=decode.num_kv_caches),
+        )
+
+    @property
+    def layout_text(self) -> str:
+        """The layout as `--prefill` and `--decode` take it."""
+        return layout_text(**{name: getattr(self, name) for name in LAYOUT_FIELDS})
+
+    @property
     def num_workers(self) -> int:
-        """Worker processes on this machine: the ranks of all workers."""
+        """Worker processes on this machine: the ranks of all workers of all pools."""
         num_experts = self.num_experts if self.layout == "disaggregated" else 0
         num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
         whole = self.num_instances * (num_local[0] * self.attention_ranks + num_local[1] * self.expert_tp)
-        return whole + self.ranks_here
+        beside = self.workers_beside if self.prefill is None else self.prefill.num_workers
+        return whole + self.ranks_here + beside
 
     @property
     def attention_ranks(self) -> int:
@@ -252,8 +305,9 @@ class ServeConfig:
 
     @property
     def num_kv_caches(self) -> int:
-        """Attention workers and replicas of all instances."""
-        return self.num_instances * self.num_attention
+        """Attention workers and replicas of all instances of all pools."""
+        beside = self.caches_beside if self.prefill is None else self.prefill.num_kv_caches
+        return self.num_instances * self.num_attention + beside
 
     def own(self, role: Role) -> OneRole:
         """Device, dtype and threads of the workers of a role; no field is empty but `dtype` where it is the model's."""
@@ -265,13 +319,14 @@ class ServeConfig:
             num_threads=given.num_threads or self.num_threads or share,
         )
 
-    def cores_of(self, worker: int, roles: Sequence[Role]) -> list[int]:
-        """The cores that process number `worker` of this machine is pinned to, given the roles of all; empty: not
+    @staticmethod
+    def cores_of(worker: int, everyone: Sequence[OneRole]) -> list[int]:
+        """The cores that process number `worker` of this machine is pinned to, given what all have; empty: not
         pinned. They are, if they share out all cores among them."""
         cores = allowance().cpus  # not a quota's part of them: others may have chosen the same ones
-        threads = [self.own(role).num_threads or 1 for role in roles]
-        on_cpu = all(self.own(role).device == "cpu" for role in roles)
-        if not on_cpu or len(roles) == 1 or sum(threads) != len(cores):
+        threads = [own.num_threads or 1 for own in everyone]
+        on_cpu = all(own.device == "cpu" for own in everyone)
+        if not on_cpu or len(everyone) == 1 or sum(threads) != len(cores):
             return []
         first = sum(threads[:worker])
         return list(cores[first : first + threads[worker]])

@@ -25,9 +25,11 @@ from antiphon.base.logging import Occasional, get_logger
 from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
-from antiphon.serve.group import StepGroup
+from antiphon.serve.group import StepFailure, StepGroup
+from antiphon.serve.handovers import Handovers, KVEnds
 from antiphon.serve.mask_pool import MaskJob, Matcher
 from antiphon.serve.outputs import AsyncSink, Sink, TrackedRequest, TrackedRequests
+from antiphon.serve.policy.handover import KVDrained, KVFailed, KVLanded
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
 from antiphon.serve.request_router import RequestRouter
 from antiphon.serve.span_collection import SpanCollections
@@ -62,20 +64,26 @@ class Engine:
         statistics: EngineStatistics,
         launch: Callable[[WorkerName], None],
         make_matcher: Callable[[str], Matcher] | None = None,
+        kv_ends: KVEnds | None = None,
     ) -> None:
         """`launch` starts a worker, at first and again after a death. `make_matcher`: the place of a new sequence in
-        the grammar of that text; None: requests with a grammar are refused."""
+        the grammar of that text; None: requests with a grammar are refused. `kv_ends`: workers hand keys and
+        values to each other."""
         self.info = info
         self._make_matcher = make_matcher
         self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, launch=launch)
         self._fleet = fleet
         self._scheduler_config = scheduler_config
-        self._router = RequestRouter(self.workforce, statistics, tracked)
+        self._handovers: Handovers | None = None
+        if kv_ends is not None:
+            self._handovers = Handovers(self.workforce, fleet, tracked, statistics, kv_ends)
+        self._router = RequestRouter(self.workforce, statistics, tracked, self._handovers)
         self._spans = SpanCollections(fleet)
         self._lock = threading.Lock()
         self._new: dict[str, TrackedRequest] = {}
         self._aborts: list[str] = []
         self._placements: list[ExpertPlacement] = []  # asked for, newest last
+        self._drains: dict[WorkerName, bool] = {}  # asked for: begin, or end
         self._arrivals = 0
         self._events: deque[Event] = deque()
         self._setbacks = _Setbacks()
@@ -212,6 +220,16 @@ class Engine:
         self._fleet.wake()
         return sum(num_moves(each.current, placement) for each in placing)
 
+    def drain_worker(self, worker: str, *, undo: bool) -> str:
+        """See `AsyncEngine.drain_worker`."""
+        with self._lock:
+            self._refuse_if_ending()
+            name = self.workforce.find_drainable(worker)
+            self._drains[name] = not undo
+        self._fleet.wake()
+        num_left = len(self.workforce.schedulers[name].requests)
+        return "ready" if undo else f"draining, {num_left} requests left" if num_left else "drained"
+
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         """See `AsyncEngine.call_when_given_up`."""
         self._given_up.add_done_callback(lambda _: callback())
@@ -280,7 +298,11 @@ class Engine:
         self._take_orders()
         self._router.take_masks()
         self._router.assign()
-        for group in self.workforce.groups:
+        for group in self.workforce.other_groups:
+            group.start_step()
+        if self._handovers is not None:
+            self._handovers.begin()
+        for group in self.workforce.groups if self._handovers else ():  # of those, some may compute for others now
             group.start_step()
         self._router.note_first_schedules()
         self._router.count_waiting()
@@ -288,6 +310,8 @@ class Engine:
         while self._events:  # what an error leaves here is handled in the next round
             self._handle(self._events.popleft())
             self._setbacks.note_progress()
+        if self._handovers is not None:
+            self._router.add(self._handovers.settle())
         self.workforce.on_tick()
 
     def _take_orders(self) -> None:
@@ -297,8 +321,11 @@ class Engine:
             self._router.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
             placements, self._placements = self._placements, []
+            drains, self._drains = self._drains, {}
             for tracked in arrived:
                 self._router.tracked.add(tracked)
+        for name, begins in drains.items():
+            (self.workforce.drained.add if begins else self.workforce.drained.discard)(name)
         self._router.add([tracked.request for tracked in arrived])
         for request_id in aborts:
             self._router.end(request_id, "abort", None)
@@ -312,11 +339,13 @@ class Engine:
                 self._on_death(event)
             elif isinstance(event.message, Spans):
                 self._spans.add(event.worker.name, event.message)
+            elif isinstance(event.message, KVLanded | KVFailed | KVDrained):
+                if self._handovers is not None:
+                    self._handovers.hear(event.worker, event.message)
             else:
                 failure = self.workforce.on_message(event.worker, event.message)
                 self._router.on_progress()
-                if failure is not None:
-                    self._router.on_failure(failure)
+                self._on_failure(failure)
         except (OSError, MemoryError):  # half of it may be done: what the worker computes is computed again
             event.worker.kill("what it said could not be dealt with")
             raise
@@ -325,11 +354,22 @@ class Engine:
         try:
             failure, homeless = self.workforce.on_death(event)
             self._spans.forget([event.worker.name])
-            self._router.add(homeless)
+            self._router.add([request for request in homeless if request.origin is None])
+            if self._handovers is not None:
+                self._handovers.on_death(event.worker.name, failure)
         finally:
             if not self._stopping:
                 self.workforce.replace(event)
-        if failure is not None:
+        if event.worker.name.pool != "prefill":  # a death there has ended the hand-overs
+            self._on_failure(failure)
+
+    def _on_failure(self, failure: StepFailure | None) -> None:
+        """A step has failed: whoever computed its requests decides what becomes of them."""
+        if failure is None:
+            return
+        if self._handovers is not None and failure.worker.pool == "prefill":
+            self._handovers.on_failure(failure)
+        else:
             self._router.on_failure(failure)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:

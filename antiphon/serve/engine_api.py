@@ -71,7 +71,7 @@ class EngineInfo:
     num_instances: int
     num_attention: int
     num_experts_workers: int
-    num_expert_parts: int  # that the experts of an instance are dealt into: by workers, or by ranks that share them
+    expert_names: tuple[str, ...]  # of expert workers, or of the ranks that share experts, over all instances
     num_micro_batches: int
     max_waiting: int
 
@@ -90,6 +90,30 @@ class PrefetchCounts(msgspec.Struct):
         self.num_phase_two += other.num_phase_two
         self.num_copies += other.num_copies
         self.num_late += other.num_late
+
+
+class HandoverCounts(msgspec.Struct):
+    """Of prompts computed by prefill workers: `num_begun`: hand-overs; `num_done`: those that arrived, with
+    `num_tokens`; `num_failed`; `num_recomputed`: prompts that the decode worker computed after all; `exposed_s`: time
+    that prefill workers waited at the end of their steps until keys and values had left."""
+
+    num_begun: int = 0
+    num_done: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    num_recomputed: int = 0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolState:
+    """One pool now. `num_arriving`: requests that a decode worker has admitted and whose keys and values are computed
+    or on their way."""
+
+    num_running: int
+    num_waiting: int
+    num_arriving: int
+    kv_usage_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +158,8 @@ class EngineStats:
     missing: tuple[str, ...] = ()  # workers that cannot step now
     workers: dict[str, str] = field(default_factory=dict)  # all, by name: "ready", or why not
     events: tuple[EngineEvent, ...] = ()  # the newest, oldest first
+    handovers: HandoverCounts = field(default_factory=HandoverCounts)
+    pools: dict[str, PoolState] = field(default_factory=dict)  # empty unless prefill and decode are apart
 
 
 class AsyncEngine(Protocol):
@@ -157,6 +183,11 @@ class AsyncEngine(Protocol):
     def place(self, placement: ExpertPlacement) -> int:
         """Move experts to `placement` while serving. Returns how many have to be loaded for it, at once; `UserError` if
         it is not of this model, these workers and their slots."""
+
+    def drain_worker(self, worker: str, *, undo: bool) -> str:
+        """From now on the worker gets no requests, and those that it has move to others, with their keys and values; or
+        `undo` that. Ends with the process, too. Returns how far it is, as in `EngineStats.workers`. `UserError` if no
+        such worker takes requests, or no other."""
 
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         """What the workers of this machine did in their last steps, by name; at most 8 attention and 8 expert

@@ -18,12 +18,14 @@ Rejected: attention workers that step each for itself. Experts would compute sma
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.balancer import Balancer
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
+from antiphon.serve.policy.handover import KVOffer
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler
@@ -33,9 +35,11 @@ from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import (
     ExchangeReport,
     ExpertReport,
+    Pool,
     Prepared,
     ResetDone,
     RunStep,
+    Sampled,
     StepFailed,
     StepResult,
     WorkerReady,
@@ -67,6 +71,16 @@ class _Part:
     micro_batches: list[list[SequenceStep]]
 
 
+class PrefillOwner(Protocol):
+    """Who workers compute prompts for that others decode."""
+
+    def offers(self, plan: StepPlan) -> list[KVOffer]:
+        """Where the keys and values of requests that start with this step go."""
+
+    def publish(self, progress: list[Request], sampled: dict[str, Sampled]) -> None:
+        """These requests are through, and this is what the worker said."""
+
+
 class StepGroup:
     """Driven by the engine's thread: `start_step`, `on_message`, `on_death`, `on_tick`."""
 
@@ -83,23 +97,34 @@ class StepGroup:
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes], None] | None = None,
+        first_expert: int = 0,
     ) -> None:
         """`placing`: where experts are, if attention workers do not have them all; `balancer`: decides where they
-        should be. `record` takes step, worker, and the experts that its rows chose and were expected to choose."""
+        should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, and
+        the experts that its rows chose and were expected to choose.
+
+        An `owner`, of requests that are computed here for other workers, is set before the first step."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))
         self.placing = placing
         self._balancer = balancer
         self._record = record
+        self._first_expert = first_expert
         self._fleet = fleet
         self._statistics = statistics
         self._tracked = tracked
+        self.owner: PrefillOwner | None = None
         self._num_micro_batches = num_micro_batches
         self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
         self._parts: dict[WorkerName, _Part] = {}  # planned and not computed
         self._running: list[WorkerName] = []  # whose parts were sent, and not answered yet
         self._num_steps = 0
         self._step_started_s = 0.0
+
+    @property
+    def pool(self) -> Pool:
+        """The phase that its workers are for."""
+        return self.members.attention[0].pool
 
     @property
     def live_attention(self) -> list[WorkerName]:
@@ -190,14 +215,16 @@ class StepGroup:
                 prefill=prefill,
                 most_rows=most_rows,
                 placement=0 if self.placing is None else self.placing.current.version,
-                bitmasks=self._bitmasks(plan),
+                bitmasks=self._bitmasks(name, plan),
+                offers=self.owner.offers(plan) if self.owner is not None and plan is not None else [],
             )
         return messages
 
-    def _bitmasks(self, plan: StepPlan | None) -> dict[str, bytes]:
+    def _bitmasks(self, name: WorkerName, plan: StepPlan | None) -> dict[str, bytes]:
         """What grammars allow next, of the sequences that get a token."""
         sampling = [sequence.request_id for sequence in plan.sequences if sequence.samples] if plan is not None else []
-        masks = {request_id: self._tracked.mask_of(request_id) for request_id in sampling}
+        requests = self.schedulers[name].requests
+        masks = {request_id: self._tracked.mask_of(requests[request_id].tracked_id) for request_id in sampling}
         return {request_id: mask for request_id, mask in masks.items() if mask is not None}
 
     def _commit(self, name: WorkerName, result: StepResult) -> None:
@@ -213,7 +240,7 @@ class StepGroup:
                 token_id = sampled[sequence.request_id].token_id
                 assert token_id is not None, "a sampling sequence yields a token"
                 tokens.append(token_id)
-        self._tracked.publish(self.schedulers[name].commit(plan, tokens), sampled)
+        (self.owner or self._tracked).publish(self.schedulers[name].commit(plan, tokens), sampled)
 
     def _give_up(self, name: WorkerName) -> None:
         """A worker has not computed its part, if it had one: the same again, next time."""
@@ -238,8 +265,7 @@ class StepGroup:
             self._on_result(worker.name, message)
         elif isinstance(message, ExpertReport):
             assert self.placing is not None, "only experts that others use are counted"
-            in_instance = self.placing.current.num_workers
-            self._statistics.record_experts(worker.name.instance * in_instance + message.index, message)
+            self._statistics.record_experts(self._first_expert + message.index, message)
             if self._balancer is not None:
                 self._balancer.note_busy(message)
         elif isinstance(message, ExchangeReport):

@@ -7,8 +7,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from antiphon.base.logging import get_logger
+from antiphon.base.ranges import split_evenly
 from antiphon.base.system import raise_limit
+from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import read_config
 from antiphon.models.quantization import left_out
 from antiphon.models.weights import ReportProgress
@@ -18,15 +22,18 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
+from antiphon.serve.handovers import KVEnds
 from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import PlacementControl
+from antiphon.serve.policy.handover import CachePart, KVSource
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.prepare import PreparedEngine, prepare
 from antiphon.serve.recovery import Members
 from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig
+from antiphon.serve.worker.kv_transfer import cache_part, layout_digest
+from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, KVTransferConfig
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement
 
@@ -69,69 +76,116 @@ def start(
 def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | None = None) -> Engine:
     """The engine and all its parts; nothing runs yet."""
     config = run.config
-    limits = run.scheduler_config
-    statistics = EngineStatistics()
+    statistics = EngineStatistics([len(pool.expert_names) for pool in run.pools])
     fleet = Fleet(_remote_workers(run))
     tracked = TrackedRequests(fleet.wake)
-    placing: dict[int, PlacementControl] = {}  # by instance
-    groups = []
-    membership, path = run.membership(), config.record_routing
+    placing: dict[tuple[str, int], PlacementControl] = {}  # by pool and instance
+    groups, first_expert = [], 0
+    membership = [(pool, *members) for pool in run.pools for members in pool.membership()]
+    path = config.record_routing
     record = None if path is None else RoutingRecord(path, run.info.model_name, run.spec, len(membership))
-    for number, (attention, experts) in enumerate(membership):
-        if holders := attention if config.layout == "hybrid" else experts:
-            placing[holders[0].instance] = PlacementControl(
-                run.spec, run.placement, run.slots, fleet, statistics, may_move=run.has_spare_slot
+    for number, (pool, attention, experts) in enumerate(membership):
+        is_hybrid = pool.config.layout == "hybrid"
+        if holders := attention if is_hybrid else experts:
+            placing[holders[0].pool, holders[0].instance] = PlacementControl(
+                run.spec, pool.placement, pool.slots, fleet, statistics, may_move=pool.has_spare_slot
             )
-        here = placing.get(attention[0].instance)
+        here = placing.get((attention[0].pool, attention[0].instance))
         group = StepGroup(
             members=Members(
                 attention,
                 experts,
-                {name: run.ranks_of(name) for name in (*attention, *experts)},
+                {name: pool.ranks_of(name) for name in (*attention, *experts)},
                 fleet,
-                share_experts=config.layout == "hybrid",
+                share_experts=is_hybrid,
             ),
-            schedulers=[Scheduler(limits) for _ in attention],
-            num_micro_batches=config.num_micro_batches,
+            schedulers=[Scheduler(pool.scheduler_config) for _ in attention],
+            num_micro_batches=pool.config.num_micro_batches,
             fleet=fleet,
             statistics=statistics,
             tracked=tracked,
             timeout_s=config.timeout_s,
             placing=here,
-            balancer=_balancer(run) if here is not None and config.balance != "off" else None,
+            balancer=_balancer(pool) if here is not None and pool.config.balance != "off" else None,
             record=None if record is None else partial(record.add, number),
+            first_expert=first_expert,
         )
         groups.append(group)
+        first_expert += pool.config.num_expert_parts if here is not None else 0
+    pool_of = {pool.config.pool: pool for pool in run.pools}
+    ends = kv_ends(run) if sum(len(group.schedulers) for group in groups) > 1 else None
 
     def launch(name: WorkerName) -> None:
-        present = placing.get(name.instance)
-        fleet.launch(name, configure(run, name, run.placement if present is None else present.current))
+        pool, present = pool_of[name.pool], placing.get((name.pool, name.instance))
+        order = configure(pool, name, pool.placement if present is None else present.current, _cores(run, name))
+        if ends is not None and name in ends.sources:
+            kv = _kv_transfer(pool, ends.sources[name].number, len(ends.sources))
+            order = msgspec.structs.replace(order, kv=kv)
+        fleet.launch(name, order)
 
     return Engine(
         info=run.info,
         fleet=fleet,
         groups=groups,
         tracked=tracked,
-        scheduler_config=limits,
+        scheduler_config=run.scheduler_config,
         statistics=statistics,
         launch=launch,
         make_matcher=make_matcher,
+        kv_ends=ends,
+    )
+
+
+def kv_ends(run: PreparedEngine) -> KVEnds:
+    """The processes of all pools that cache keys and values."""
+    parts = {name: _cache_part(pool, name) for pool in run.pools for name in pool.cache_names()}
+    return KVEnds(
+        layout=layout_digest(run.spec, resolve_dtype(run.config.own("attention").dtype)),
+        sources={name: KVSource(number, part) for number, (name, part) in enumerate(parts.items())},
+        timeout_s=run.config.timeout_s,
+    )
+
+
+def _cache_part(pool: PreparedEngine, name: WorkerName) -> CachePart:
+    config = pool.config
+    stage, rank = divmod(name.rank, config.attention_tp)
+    layers = range(*split_evenly(pool.spec.num_layers, config.num_stages)[stage])
+    return cache_part(pool.spec, rank, config.attention_tp, layers)
+
+
+def _kv_transfer(pool: PreparedEngine, number: int, num_sources: int) -> KVTransferConfig:
+    """How a process with that number gives and takes keys and values."""
+    config = pool.config
+    return KVTransferConfig(
+        transport=config.transport,
+        host=config.exchange_host,
+        secret=pool.secret,
+        source=number,
+        num_sources=num_sources,
+        receives=config.pool != "prefill",
     )
 
 
 def _remote_workers(run: PreparedEngine) -> RemoteWorkers | None:
-    config, joined = run.config, run.joined_names()
+    config, joined = run.config, frozenset(name for pool in run.pools for name in pool.joined_names())
     if not joined:
         return None
-    return RemoteWorkers(config.join_address, config.join_secret, joined, local=run.local_names())
+    local = [name for pool in run.pools for name in pool.local_names()]
+    return RemoteWorkers(config.join_address, config.join_secret, joined, local=local)
+
+
+def _cores(run: PreparedEngine, name: WorkerName) -> list[int]:
+    """The cores of a process of any pool; empty where it is not pinned."""
+    own = {local: pool.config.own(local.role) for pool in run.pools for local in pool.local_names()}
+    return run.config.cores_of(list(own).index(name), list(own.values())) if name in own else []
 
 
 def _balancer(run: PreparedEngine) -> Balancer:
     return Balancer(run.config.balance, run.placement, run.config.num_micro_batches, run.load_rows)
 
 
-def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement) -> Configure:
-    """What a worker process needs to know before it loads; `placement`: where experts are now."""
+def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement, cores: list[int]) -> Configure:
+    """What a worker process of this pool needs to know before it loads; `placement`: where experts are now."""
     config = run.config
     own = config.own(name.role)
     local = run.local_names()
@@ -151,7 +205,7 @@ def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement)
         kernels=config.kernels,
         num_threads=own.num_threads or 1,
         spins=config.spins,
-        cores=config.cores_of(local.index(name), [each.role for each in local]) if name in local else [],
+        cores=cores,
         block_size=config.block_size,
         num_blocks=run.num_blocks,
         max_model_len=run.context_length,

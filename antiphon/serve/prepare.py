@@ -57,7 +57,8 @@ class PreparedEngine:
 
     `placement`: where experts are at first; `slots`: experts that a worker may hold in a layer; `load_rows`: rows that
     an expert worker computes in the time of one load; `num_blocks`: KV blocks of each attention worker. `secret` is
-    shared by the workers of this run; those that join derive it themselves, so it never travels."""
+    shared by the workers of this run; those that join derive it themselves, so it never travels. `prefill`: the pool
+    for prompts, where it is apart; this is then the one that decodes."""
 
     config: ServeConfig
     spec: ModelSpec
@@ -68,6 +69,11 @@ class PreparedEngine:
     num_blocks: int
     lane: LaneSplit
     secret: bytes = field(repr=False)
+    prefill: "PreparedEngine | None" = None
+
+    @property
+    def pools(self) -> "tuple[PreparedEngine, ...]":
+        return (self,) if self.prefill is None else (self, self.prefill)
 
     @property
     def disaggregated(self) -> bool:
@@ -86,14 +92,25 @@ class PreparedEngine:
             max_model_len=self.context_length,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
-            layout=config.layout,
+            layout=", ".join(f"{pool.config.pool} {pool.config.layout_text}" for pool in reversed(self.pools))
+            if self.prefill is not None
+            else config.layout,
             num_instances=config.num_instances,
             num_attention=config.num_attention,
             num_experts_workers=config.num_experts if self.disaggregated else 0,
-            num_expert_parts=config.num_expert_parts,
+            expert_names=tuple(name for pool in self.pools for name in pool.expert_names),
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
         )
+
+    @property
+    def expert_names(self) -> list[str]:
+        """Of each part that the experts of an instance of this pool are dealt into."""
+        config = self.config
+        if config.layout == "colocated":
+            return []
+        parts, instances = range(config.num_expert_parts), range(config.num_instances)
+        return [str(self._name("experts", part, instance)) for instance in instances for part in parts]
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -119,16 +136,19 @@ class PreparedEngine:
         if config.layout == "hybrid":
             replicas = range(config.num_attention)
             instances = range(config.num_instances)
-            return [([WorkerName("replica", i, instance=each) for i in replicas], []) for each in instances]
+            return [([self._name("replica", i, each) for i in replicas], []) for each in instances]
         if not self.disaggregated:
-            return [([WorkerName("replica", index)], []) for index in range(config.num_attention)]
+            return [([self._name("replica", index)], []) for index in range(config.num_attention)]
         return [
             (
-                [WorkerName("attention", index, instance=instance) for index in range(config.num_attention)],
-                [WorkerName("experts", index, instance=instance) for index in range(config.num_experts)],
+                [self._name("attention", index, instance) for index in range(config.num_attention)],
+                [self._name("experts", index, instance) for index in range(config.num_experts)],
             )
             for instance in range(config.num_instances)
         ]
+
+    def _name(self, role: Role, index: int, instance: int = 0) -> WorkerName:
+        return WorkerName(role, index, instance=instance, pool=self.config.pool)
 
     def ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
         return leader.ranks(self.config.expert_tp if leader.role == "experts" else self.config.attention_ranks)
@@ -137,6 +157,10 @@ class PreparedEngine:
         """Every process of every worker."""
         leaders = [name for attention, experts in self.membership() for name in (*attention, *experts)]
         return [rank for leader in leaders for rank in self.ranks_of(leader)]
+
+    def cache_names(self) -> list[WorkerName]:
+        """The processes that cache keys and values."""
+        return [name for name in self.worker_names() if name.role != "experts"]
 
     def joined_names(self) -> frozenset[WorkerName]:
         """The processes that come from other machines: of the last workers of each role."""
@@ -148,7 +172,7 @@ class PreparedEngine:
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),
         }
         leaders = [
-            WorkerName(role, index, instance=instance)
+            self._name(role, index, instance)
             for instance in range(config.num_instances)
             for role, indices in places.items()
             for index in indices
@@ -164,15 +188,17 @@ class PreparedEngine:
 
 def prepare(config: ServeConfig) -> PreparedEngine:
     """Check `config` against its model and this machine. `UserError` for what is wrong; nothing has started then."""
-    config = replace(config, model=model_folder(config.model))
+    folder = model_folder(config.model)
+    prefill = None if config.prefill is None else replace(config.prefill, model=folder)
+    config = replace(config, model=folder, prefill=prefill)
     _say_what_is_assumed(config.model)
     spec = with_tokenizer_ending(config.model, load_model_spec(config.model, config.rope_scaling))
     # wrong or damaged weights are found before any process starts
     for note in open_checkpoint(config.model, spec).notes:
         _log.info("%s", note)
-    config = replace(config, dtype=spec.dtype if config.dtype == "auto" else config.dtype)
-    for own in (config.own("attention"), config.own("experts")):
-        check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    prefill = None if prefill is None else replace(prefill, dtype=dtype)
+    config = replace(config, dtype=dtype, prefill=prefill)
     context_length = config.context_length(spec)
     if context_length > spec.max_position:
         _log.warning(
@@ -182,12 +208,23 @@ def prepare(config: ServeConfig) -> PreparedEngine:
             spec.max_position,
             config.model,
         )
+    secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
+    pools = [_prepare_pool(pool, spec, context_length, secret) for pool in config.pools]
+    run = pools[0] if len(pools) == 1 else replace(pools[0], prefill=pools[1])
+    _say_who_shares_gpus(run)
+    return run
+
+
+def _prepare_pool(config: ServeConfig, spec: ModelSpec, context_length: int, secret: bytes) -> PreparedEngine:
+    """The workers of one pool, or all of them."""
+    for own in (config.own("attention"), config.own("experts")):
+        check_backend(config.kernels, resolve_device(own.device, 0), resolve_dtype(own.dtype))
     device = "cpu" if config.device == "cpu" else "gpu"
     placement = replace(config.expert_placement(spec), knee=_KNEE_ROWS[device])
     slots = config.slots_of(placement)
     _check_ranks(config, spec)
     num_blocks = _num_kv_blocks(config, spec, context_length)
-    run = PreparedEngine(
+    return PreparedEngine(
         config=config,
         spec=spec,
         context_length=context_length,
@@ -196,10 +233,8 @@ def prepare(config: ServeConfig) -> PreparedEngine:
         load_rows=_LOAD_ROWS[device],
         num_blocks=num_blocks,
         lane=split_for_lane(config, num_blocks, context_length),
-        secret=exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32),
+        secret=secret,
     )
-    _say_who_shares_gpus(run)
-    return run
 
 
 def _say_what_is_assumed(model: Path) -> None:
@@ -213,7 +248,7 @@ def _say_what_is_assumed(model: Path) -> None:
 
 def _say_who_shares_gpus(run: PreparedEngine) -> None:
     """One line if GPUs have several workers each: they halve its memory and its speed."""
-    num_on_gpus = sum(run.config.own(name.role).device == "cuda" for name in run.local_names())
+    num_on_gpus = sum(pool.config.own(n.role).device == "cuda" for pool in run.pools for n in pool.local_names())
     if num_on_gpus > torch.cuda.device_count():
         _log.info("%d workers take turns over %d GPUs", num_on_gpus, torch.cuda.device_count())
 

@@ -1,9 +1,10 @@
-"""What this engine must be to follow a decode plan, or the one line that says why it cannot.
+"""What this engine must be to follow a plan's decode phase, or both its phases, or the line that says why it cannot.
 
     served = served_plan_of(plan, spec, Path("plan.json"))
     config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
 
-1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for)
+1. the plan has a decode phase, and its model is this model (the `config.json` keys it was made for); if it has a
+   prefill phase as well, that becomes a pool of workers for prompts
 2. its parallel sizes are ones the engine has: stages where attention and experts share devices, experts whole on one
    worker or on each of its ranks
 3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker
@@ -38,6 +39,8 @@ from antiphon.specs.plan import (
 
 # A plan for a cluster, opened on a laptop, must not start a hundred processes; a trial with some too many may.
 MAX_WORKERS_PER_DEVICE = 4
+MIN_BATCH_TOKENS = 256  # of a prefill worker's step: long prompts come in chunks
+_MOST_PREFILLS = 256  # at once on a worker
 _UNEVEN = 0.05  # a replica's fraction that differs more than this from an even share is worth a note
 
 
@@ -46,6 +49,7 @@ class ServedPlan:
     """A plan in this engine's own terms. `placement` None: colocated workers hold all experts.
 
     The collectives are those of the plan's phases; `auto` where it leaves them open.
+    `max_batch_tokens`: of a step of a worker, 0 where the plan does not say; `prefill`: the pool for prompts.
     `devices`: what the plan counts on; `node_devices`: those of a node, 0 if the plan is for one node;
     `experts_beside`: experts are on nodes of the same kind. `notes`: where engine and plan differ harmlessly, one line
     each.
@@ -61,6 +65,7 @@ class ServedPlan:
     num_stages: int = 1
     num_micro_batches: int
     max_running: int
+    max_batch_tokens: int = 0
     prefill_collectives: Collectives = "auto"
     decode_collectives: Collectives = "auto"
     placement: ExpertPlacement | None
@@ -69,6 +74,7 @@ class ServedPlan:
     node_devices: int = 0
     experts_beside: bool = True
     notes: tuple[str, ...]
+    prefill: "ServedPlan | None" = None
 
     @property
     def join_workers(self) -> tuple[int, int, int]:
@@ -115,18 +121,32 @@ def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
         phases = " and ".join(plan.phases) or "no phase"
         raise UserError(f"{file} plans {phases} only: serving needs a decode phase, plan with --phase decode or both")
     check_planned_for(spec, plan.model_config, plan.model, file)
+    served = _served_phase(plan, phase, spec, file)
+    prefill = plan.phases.get("prefill")
+    return served if prefill is None else replace(served, prefill=_prefill_pool(plan, prefill, spec, file))
+
+
+def _served_phase(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+    """The workers of one phase; those of a hybrid layout exchange rows as it says in all their steps."""
     apart = phase.layout == "disaggregated"
     served = _disaggregated(phase, spec, file) if apart else _colocated(phase, spec, file)
     names = [use.device for use in phase.devices]
     served = replace(served, node_devices=_node_devices(plan, names), experts_beside=len(set(names)) <= 1)
-    if served.layout != "hybrid":
-        return served
-    prefill = plan.phases.get("prefill")
-    return replace(
-        served,
-        prefill_collectives="auto" if prefill is None else prefill.collectives,
-        decode_collectives=phase.collectives,
-    )
+    if served.layout == "hybrid":
+        forms = {name: each.collectives for name, each in plan.phases.items()}
+        served = replace(
+            served,
+            prefill_collectives=forms.get("prefill", "auto"),
+            decode_collectives=forms.get("decode", "auto"),
+        )
+    return served
+
+
+def _prefill_pool(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+    """A prefill phase's batch counts tokens: rows of a step, not requests."""
+    served = _served_phase(plan, phase, spec, file)
+    running = min(served.max_running, _MOST_PREFILLS)
+    return replace(served, max_running=running, max_batch_tokens=max(served.max_running, MIN_BATCH_TOKENS))
 
 
 def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None:

@@ -8,14 +8,17 @@ Plain numbers are read as they stand; what is iterated over is guarded by a lock
 
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
 from antiphon.placement.split import balancedness
-from antiphon.serve.engine_api import EngineEvent, EventKind, PrefetchCounts
+from antiphon.serve.engine_api import EngineEvent, EventKind, HandoverCounts, PrefetchCounts
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _log = get_logger("engine")
@@ -49,7 +52,9 @@ class EventLog:
 class EngineStatistics:
     """One per engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts_of_pools: Sequence[int] = ()) -> None:
+        """`experts_of_pools`: how many expert workers each pool has, if there are several."""
+        self._experts_of_pools = experts_of_pools
         self.num_steps = 0
         self.prompt_tokens = 0
         self.num_worker_restarts = 0
@@ -57,6 +62,7 @@ class EngineStatistics:
         self.exposed_communication_s = 0.0
         self.placement_changes = 0
         self.prefetch = PrefetchCounts()
+        self.handovers = HandoverCounts()
         self.events = EventLog()
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
@@ -73,6 +79,7 @@ class EngineStatistics:
         """One attention worker finished its part of a step."""
         self.dispatch_bytes += result.dispatch_bytes
         self.exposed_communication_s += result.exposed_s
+        self.handovers.exposed_s += result.hand_over_s
         self._attention_step_s += result.step_s
         self._attention_wait_s += result.wait_s
         if result.prefetch is not None:
@@ -173,10 +180,16 @@ class EngineStatistics:
             }
 
     def balancedness_per_layer(self) -> dict[int, float]:
-        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance."""
+        """Mean over maximum of the rows each expert worker was sent; 1 is perfect balance. The worst pool's."""
+        ends = list(accumulate(self._experts_of_pools))
         with self._lock:
-            rows_of = {
-                layer: [per_worker.get(index, 0.0) for index in self._expert_busy_s]
-                for layer, per_worker in sorted(self._rows.items())
-            }
-        return {layer: float(balancedness(np.array([rows]))) for layer, rows in rows_of.items() if any(rows)}
+            rows_of: dict[int, dict[int, list[float]]] = {}
+            for layer, per_worker in sorted(self._rows.items()):
+                by_pool = rows_of.setdefault(layer, defaultdict(list))
+                for index in self._expert_busy_s:
+                    by_pool[bisect_right(ends, index)].append(per_worker.get(index, 0.0))
+        shares = {
+            layer: [float(balancedness(np.array([rows]))) for rows in by_pool.values() if any(rows)]
+            for layer, by_pool in rows_of.items()
+        }
+        return {layer: min(found) for layer, found in shares.items() if found}

@@ -16,7 +16,7 @@ from antiphon.base.logging import get_logger
 from antiphon.base.system import python_module
 from antiphon.serve import signals
 from antiphon.serve.worker.channel import Channel
-from antiphon.serve.worker.messages import FromWorker, Role, Shutdown
+from antiphon.serve.worker.messages import FromWorker, Pool, Role, Shutdown
 
 _log = get_logger("fleet")
 _HUNG_UP_S = 0.2  # for a worker that closed its socket to end by itself
@@ -27,15 +27,17 @@ _EXIT_TIMEOUT_S = 10.0  # for the kernel to take apart a process that was killed
 class WorkerName:
     """`attention[0]`, `experts[2]`, `replica[1]`; `replica[1][2]` is rank 2 of the last one. A worker is a group of
     ranks, each a process; rank 0 leads it and has the worker's name. Indices begin anew in every instance of the model;
-    `1/experts[2]` is one of the second."""
+    `1/experts[2]` is one of the second. Where prefill and decode are apart, `prefill/replica[0]` is in the pool for
+    prompts."""
 
     role: Role
     index: int
     rank: int = 0
     instance: int = 0
+    pool: Pool = ""
 
     def __str__(self) -> str:
-        where = f"{self.instance}/" if self.instance else ""
+        where = (f"{self.pool}/" if self.pool else "") + (f"{self.instance}/" if self.instance else "")
         return f"{where}{self.role}[{self.index}]" + (f"[{self.rank}]" if self.rank else "")
 
     @property

@@ -14,7 +14,7 @@ import msgspec
 
 from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
-from antiphon.serve.engine_api import EngineStats
+from antiphon.serve.engine_api import EngineStats, PoolState
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.placement_control import PlacementControl
@@ -45,9 +45,14 @@ class Workforce:
     ) -> None:
         """`launch` starts a worker's process, or asks for one from outside."""
         self.groups = groups
+        self.prefill_groups = [group for group in groups if group.pool == "prefill"]
+        self.other_groups = [group for group in groups if group.pool != "prefill"]
         self.schedulers: dict[WorkerName, Scheduler] = {}
         for group in groups:
             self.schedulers |= group.schedulers
+        # Those that requests are routed to; prefill workers compute for them.
+        self.request_schedulers = {name: each for group in self.other_groups for name, each in group.schedulers.items()}
+        self.drained: set[WorkerName] = set()  # they get no requests, and those that they have move to others
         self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
         self._statistics = statistics
@@ -76,8 +81,8 @@ class Workforce:
 
     @property
     def ready(self) -> bool:
-        """Some group can step."""
-        return any(group.ready for group in self.groups)
+        """Some group can step that requests are routed to."""
+        return any(group.ready for group in self.other_groups)
 
     @property
     def complete(self) -> bool:
@@ -112,6 +117,10 @@ class Workforce:
         """Where experts are, of each group that has them apart from attention."""
         return [group.placing for group in self.groups if group.placing is not None]
 
+    def kv_ticket(self, name: WorkerName) -> bytes:
+        """How the process that has this place now takes keys and values."""
+        return self._ready[name].kv_ticket
+
     @property
     def kernels(self) -> set[str]:
         """The kernel back-ends the workers chose."""
@@ -129,7 +138,7 @@ class Workforce:
         counters = [scheduler.counters for scheduler in self.schedulers.values()]
         pools = [scheduler.book.pool for scheduler in self.schedulers.values()]
         return EngineStats(
-            num_running=sum(scheduler.num_running for scheduler in self.schedulers.values()),
+            num_running=sum(scheduler.num_running for scheduler in self.request_schedulers.values()),
             num_waiting=num_waiting,
             kv_blocks_used=sum(pool.num_used for pool in pools),
             kv_blocks_total=sum(pool.num_blocks for pool in pools),
@@ -154,9 +163,43 @@ class Workforce:
             healthy=fatal is None and self.ready,
             status=fatal or ("draining" if draining else self._status()),
             missing=tuple(map(str, missing)),
-            workers={str(name): missing.get(name, "ready") for name in self.names},
+            workers={str(name): missing.get(name) or self._drains(name) or "ready" for name in self.names},
             events=statistics.events.newest(),
+            handovers=msgspec.structs.replace(statistics.handovers),
+            pools=self._pools(),
         )
+
+    def _drains(self, name: WorkerName) -> str:
+        """How far a worker is drained; empty if it is not to be."""
+        if name.leader not in self.drained:
+            return ""
+        num_left = len(self.schedulers[name.leader].requests)
+        return f"draining, {num_left} requests left" if num_left else "drained"
+
+    def find_drainable(self, worker: str) -> WorkerName:
+        """The worker of that name. `UserError` if there is none, or none that could take its requests."""
+        found = next((name for name in self.schedulers if str(name) == worker), None)
+        if found is None:
+            raise UserError(f"no worker {worker!r} has requests: drain one of {', '.join(map(str, self.schedulers))}")
+        others = self.request_schedulers.keys() - self.drained - {found}
+        if found in self.request_schedulers and not others:
+            raise UserError(f"{worker} is the only worker left that takes requests: add another one first")
+        return found
+
+    def _pools(self) -> dict[str, PoolState]:
+        """Of each pool, where prefill and decode are apart."""
+        found = {}
+        for name, groups in (("prefill", self.prefill_groups), ("decode", self.other_groups)):
+            schedulers = [each for group in groups for each in group.schedulers.values()]
+            pools = [each.book.pool for each in schedulers]
+            if self.prefill_groups:
+                found[name] = PoolState(
+                    num_running=sum(each.num_running - each.num_arriving for each in schedulers),
+                    num_waiting=sum(each.num_waiting for each in schedulers),
+                    num_arriving=sum(each.num_arriving for each in schedulers),
+                    kv_usage_ratio=sum(pool.num_used for pool in pools) / sum(pool.num_blocks for pool in pools),
+                )
+        return found
 
     def _status(self) -> str:
         """Which workers are missing and why, in words."""
@@ -202,6 +245,7 @@ class Workforce:
     def on_death(self, event: Event) -> tuple[StepFailure | None, list[Request]]:
         """Note that a worker is gone. Returns the failure of the step it was in, and its requests."""
         group = self._group_of[event.worker.name]
+        self.drained.discard(event.worker.name.leader)  # what comes back is another process
         self._statistics.events.note("lost", event.reason, str(event.worker.name))
         failure, homeless = group.on_death(event.worker, event.reason)
         if failure is not None:

@@ -1,6 +1,7 @@
 #include "base/huge_buffer.h"
 #include "bind/bind.h"
 #include "kernels/isa.h"
+#include "kernels/kv_copy.h"
 
 namespace nb = nanobind;
 
@@ -88,7 +89,26 @@ class KVCache {
         kernels::kernels().of(layout_.type).paged_attention(call, ThreadPool::instance());
     }
 
+    // Addresses of int32 arrays, and of as many bytes as the run has rows of; the caller has checked all ranges.
+    void read_tokens(int64_t layer, uintptr_t blocks, int64_t first, int64_t count, uintptr_t heads, int64_t num_heads,
+                     uintptr_t rows) const {
+        const nb::gil_scoped_release released;
+        kernels::read_tokens(layout_, token_run(layer, blocks, first, count, heads, num_heads), pointer<char>(rows));
+    }
+
+    void write_tokens(int64_t layer, uintptr_t blocks, int64_t first, int64_t count, uintptr_t heads,
+                      int64_t num_heads, uintptr_t rows) {
+        const nb::gil_scoped_release released;
+        kernels::write_tokens(layout_, token_run(layer, blocks, first, count, heads, num_heads),
+                              pointer<const char>(rows));
+    }
+
   private:
+    static kernels::TokenRun token_run(int64_t layer, uintptr_t blocks, int64_t first, int64_t count, uintptr_t heads,
+                                       int64_t num_heads) {
+        return {layer, pointer<const int32_t>(blocks), first, count, pointer<const int32_t>(heads), num_heads};
+    }
+
     kernels::KVLayout layout_;
     HugeBuffer buffer_;
 };
@@ -114,7 +134,11 @@ void bind_kv_cache(nb::module_& module) {
              nb::arg("eps"), nb::arg("q_address"))
         .def("paged_attention", &KVCache::paged_attention, nb::arg("layer"), nb::arg("batch"), nb::arg("q_address"),
              nb::arg("num_heads"), nb::arg("scale"), nb::arg("sliding_window"), nb::arg("sinks_address"),
-             nb::arg("out_address"));
+             nb::arg("out_address"))
+        .def("read_tokens", &KVCache::read_tokens, nb::arg("layer"), nb::arg("blocks_address"), nb::arg("first"),
+             nb::arg("count"), nb::arg("heads_address"), nb::arg("num_heads"), nb::arg("rows_address"))
+        .def("write_tokens", &KVCache::write_tokens, nb::arg("layer"), nb::arg("blocks_address"), nb::arg("first"),
+             nb::arg("count"), nb::arg("heads_address"), nb::arg("num_heads"), nb::arg("rows_address"));
 }
 
 }  // namespace antiphon::bind

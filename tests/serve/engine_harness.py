@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start
+from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.prepare import prepare
@@ -91,31 +92,25 @@ def save_tiny_model(folder: Path, family: str = "qwen3_moe", **changes: Any) -> 
 def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **changes: Any) -> ServeConfig:
     """`layout`: "2" is two replicas, "3+2/m4" three attention and two expert workers with four micro-batches, "1t2+1t3"
     one of each, of two and of three ranks; "2t2*1" a hybrid of two replicas of two ranks, each expert on one;
-    "1t2p3" has three stages of two ranks.
+    "1t2p3" has three stages of two ranks. "2>1+1/m2": two replicas for prompts, and workers that decode.
 
     `num_blocks` KV blocks for each attention worker; 0: enough for all requests."""
-    workers, _, micro_batches = layout.partition("/m")
-    attention, _, experts = workers.partition("+")
-    attention, _, hybrid_tp = attention.partition("*")
-    attention, _, num_stages = attention.partition("p")
-    num_attention, _, attention_tp = attention.partition("t")
-    num_experts, _, expert_tp = experts.partition("t")
-    settings: dict[str, Any] = {
-        "layout": "disaggregated" if experts else "hybrid" if hybrid_tp else "colocated",
-        "num_attention": int(num_attention),
-        "num_experts": int(num_experts or 1),
-        "attention_tp": int(attention_tp or 1),
-        "expert_tp": int(expert_tp or hybrid_tp or 1),
-        "num_stages": int(num_stages or 1),
-        "num_micro_batches": int(micro_batches or 1),
-        "max_running": 64,
-        "max_batch_tokens": 256,
-        "num_threads": 1,
-    }
+    prefill, _, decode = layout.rpartition(">")
+    settings: dict[str, Any] = {"max_running": 64, "max_batch_tokens": 256, "num_threads": 1}
+    made = ServeConfig(model=model.folder, **(_fields(decode) | settings | changes))
+    if prefill:
+        made = replace(made, prefill=ServeConfig(model=model.folder, **(_fields(prefill) | settings | changes)))
     if num_blocks:
         block_bytes = kv_cache_block_bytes(load_model_spec(model.folder), 16, 4)
-        settings["kv_bytes"] = num_blocks * block_bytes * int(num_attention)
-    return ServeConfig(model=model.folder, **(settings | changes))
+        kv_bytes = num_blocks * block_bytes * made.num_kv_caches
+        prefill_pool = None if made.prefill is None else replace(made.prefill, kv_bytes=kv_bytes)
+        made = replace(made, kv_bytes=kv_bytes, prefill=prefill_pool)
+    return made
+
+
+def _fields(layout: str) -> dict[str, Any]:
+    found = parse_layout("layout", layout)
+    return found if "/m" in layout else found | {"num_micro_batches": 1}
 
 
 @contextmanager
@@ -198,8 +193,8 @@ def wait_until_idle(engine: Engine) -> None:
     wait_until(idle, "all KV blocks free")
 
 
-def kill(engine: Engine, role: str, index: int, number: int = signal.SIGKILL, *, rank: int = 0) -> int:
+def kill(engine: Engine, role: str, index: int, number: int = signal.SIGKILL, *, rank: int = 0, pool: str = "") -> int:
     """Send a signal to a worker's present incarnation, or to a rank of it; returns its process id."""
-    pid = engine.worker_pid(WorkerName(role, index, rank))
+    pid = engine.worker_pid(WorkerName(role, index, rank, pool=pool))
     os.kill(pid, number)
     return pid

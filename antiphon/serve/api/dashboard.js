@@ -5,7 +5,7 @@ const EVENT_COLOURS = {ready: "#009e73", "going on": "#009e73", lost: MARK, fail
 const place = name => document.getElementById(name);
 let latest = null, answeredAt = null, zoom = null;
 
-function cards(now, history) {
+function cards(now, history, reading) {
   const last = list => list.length ? list[list.length - 1] : 0;
   const share = value => value === null ? "–" : percent(value);
   const shown = [
@@ -20,6 +20,15 @@ function cards(now, history) {
     [percent(now.kv_cache_usage_ratio), "KV cache in use"],
     [share(now.prefix_cache_hit_ratio), "prompts from the cache"],
   ];
+  for (const pool of reading.pools) {
+    shown.push([`${number(pool.num_requests_running)} + ${number(pool.num_requests_waiting)}`, `${pool.name} runs + waits`]);
+    shown.push([percent(pool.kv_cache_usage_ratio), `KV cache of ${pool.name}`]);
+    if (pool.name === "decode") shown.push([number(pool.num_requests_arriving), "requests arriving from prefill"]);
+  }
+  if (reading.handovers !== null) {
+    shown.push([number(reading.handovers.num_done), "hand-overs"]);
+    shown.push([`${number(reading.handovers.num_failed)} / ${number(reading.handovers.num_recomputed)}`, "failed / computed by decode"]);
+  }
   place("cards").replaceChildren(...shown.map(([value, name]) => {
     const card = document.createElement("div"), strong = document.createElement("b"), words = document.createElement("span");
     card.className = "card";
@@ -125,7 +134,7 @@ function draw() {
   place("facts").textContent = `Version ${reading.version}, layout ${reading.layout}, up ${hours < 1 ? `${number(Math.floor(reading.up_s / 60))} min` : `${number(hours)} h`}, ${number(reading.now.num_steps)} steps`;
   place("status").textContent = reading.status === "ok" ? "Serving" : reading.status;
   place("status").className = reading.status === "ok" ? "status" : "status bad";
-  cards(reading.now, reading.history);
+  cards(reading.now, reading.history, reading);
   histories(reading);
   lastSteps(reading);
   load(reading);

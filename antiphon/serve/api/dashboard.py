@@ -12,7 +12,7 @@ spans are cut to it.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +24,8 @@ from antiphon.serve.api.dashboard_reading import (
     LayerLoad,
     Now,
     ShownEvent,
+    ShownHandovers,
+    ShownPool,
     SpanKind,
     StepBounds,
     WorkerLoad,
@@ -32,7 +34,18 @@ from antiphon.serve.api.dashboard_reading import (
 )
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.engine_api import AsyncEngine, EngineStats
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, NAMES, REPLY, SAMPLE, STEP, Spans
+from antiphon.serve.worker.spans import (
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    HAND_OVER,
+    NAMES,
+    REPLY,
+    SAMPLE,
+    STEP,
+    Spans,
+)
 
 _HISTORY_S = 300
 _FRESH_S = 0.5
@@ -45,6 +58,7 @@ _KINDS: dict[int, SpanKind] = {
     EXPERTS: "experts",
     COMBINE: "waiting",
     REPLY: "to attention",
+    HAND_OVER: "to decode",
     SAMPLE: "sampling",
 }
 _IN_ONE_WORKER: dict[int, SpanKind | None] = {DISPATCH: "experts", COMBINE: None}  # a replica computes both halves
@@ -129,9 +143,11 @@ class Dashboard:
             healthy=stats.healthy,
             workers=[WorkerState(name=name, state=state) for name, state in stats.workers.items()],
             now=_now(stats, has_expert_workers=info.num_experts_workers > 0),
+            pools=_pools(stats),
+            handovers=_handovers(stats),
             history=_history(list(self._samples), info.num_instances * info.num_attention),
             last_steps=steps,
-            load=_load(stats, info.num_expert_parts),
+            load=_load(stats, info.expert_names),
             events=[ShownEvent.model_validate(event, from_attributes=True) for event in stats.events],
         )
 
@@ -176,14 +192,34 @@ def _history(samples: list[_Sample], num_attention: int) -> History:
     )
 
 
-def _load(stats: EngineStats, per_instance: int) -> list[LayerLoad]:
+def _pools(stats: EngineStats) -> list[ShownPool]:
+    return [
+        ShownPool(
+            name=name,
+            num_requests_running=pool.num_running,
+            num_requests_waiting=pool.num_waiting,
+            num_requests_arriving=pool.num_arriving,
+            kv_cache_usage_ratio=pool.kv_usage_ratio,
+        )
+        for name, pool in stats.pools.items()
+    ]
+
+
+def _handovers(stats: EngineStats) -> ShownHandovers | None:
+    counts = stats.handovers
+    if not stats.pools:
+        return None
+    return ShownHandovers(num_done=counts.num_done, num_failed=counts.num_failed, num_recomputed=counts.num_recomputed)
+
+
+def _load(stats: EngineStats, names: Sequence[str]) -> list[LayerLoad]:
     return [
         LayerLoad(
             layer=layer,
             balancedness=stats.balancedness_per_layer[layer],
             workers=[
                 WorkerLoad(
-                    name=_name_of(worker, per_instance),
+                    name=names[worker],
                     experts=list(held),
                     rows=[round(rows) for rows in held.values()],
                 )
@@ -193,12 +229,6 @@ def _load(stats: EngineStats, per_instance: int) -> list[LayerLoad]:
         for layer, workers in stats.rows_per_expert.items()
         if layer in stats.balancedness_per_layer
     ]
-
-
-def _name_of(number: int, per_instance: int) -> str:
-    """The name of an expert worker that is counted over all instances."""
-    instance, index = divmod(number, per_instance)
-    return (f"{instance}/" if instance else "") + f"experts[{index}]"
 
 
 def last_steps(spans: Mapping[str, Spans], now_ns: int) -> LastSteps | None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from antiphon.serve.engine_api import EventKind
 
-SpanKind = Literal["attention", "to experts", "experts", "waiting", "to attention", "sampling"]
+SpanKind = Literal["attention", "to experts", "experts", "waiting", "to attention", "to decode", "sampling"]
 
 
 class WorkerState(BaseModel):
@@ -30,6 +30,24 @@ class Now(BaseModel):
     num_preemptions: int
     num_worker_restarts: int
     num_placement_changes: int
+
+
+class ShownPool(BaseModel):
+    """The workers for one phase, where prefill and decode are apart."""
+
+    name: str
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_arriving: int = Field(description="Admitted; keys and values are computed or on their way.")
+    kv_cache_usage_ratio: float
+
+
+class ShownHandovers(BaseModel):
+    """Prompts that prefill workers computed, since the start."""
+
+    num_done: int
+    num_failed: int
+    num_recomputed: int = Field(description="Prompts that a decode worker computed after all.")
 
 
 class History(BaseModel):
@@ -109,6 +127,8 @@ class DashboardReading(BaseModel):
     healthy: bool
     workers: list[WorkerState]
     now: Now
+    pools: list[ShownPool] = Field(default=[], description="Empty unless prefill and decode are apart.")
+    handovers: ShownHandovers | None = None
     history: History
     last_steps: LastSteps | None = Field(description="Null before the first step.")
     load: list[LayerLoad]

@@ -91,6 +91,7 @@ class ServerMetrics(Collector):
         yield _balancedness(stats)
         yield _expert_speed(stats)
         yield from _exchange(stats)
+        yield from _pools(stats)
         yield self._prediction_error()
         yield from _predicted(self._predicted)
         info = self._engine.info
@@ -202,6 +203,29 @@ def _exchange(stats: EngineStats) -> Iterable[Metric]:
         trips.add_metric([worker], *_buckets(traffic.round_trips))
     if stats.exchange:
         yield from (*families.values(), waits, trips)
+
+
+def _pools(stats: EngineStats) -> Iterable[Metric]:
+    """Pools and hand-overs; absent where prefill and decode are together."""
+    if not stats.pools:
+        return
+    requests = GaugeMetricFamily("antiphon:pool_requests", "Requests of a pool", labels=["pool", "state"])
+    usage = GaugeMetricFamily("antiphon:pool_kv_cache_usage_ratio", "Share of KV blocks in use", labels=["pool"])
+    for name, pool in stats.pools.items():
+        requests.add_metric([name, "running"], pool.num_running)
+        requests.add_metric([name, "waiting"], pool.num_waiting)
+        requests.add_metric([name, "arriving"], pool.num_arriving)
+        usage.add_metric([name], pool.kv_usage_ratio)
+    yield from (requests, usage)
+    counts = stats.handovers
+    for kind, text, value in (
+        ("handovers", "Prompts that arrived from a prefill worker", counts.num_done),
+        ("handover_tokens", "Tokens whose keys and values arrived", counts.num_tokens),
+        ("handovers_failed", "Hand-overs that were tried again or given up", counts.num_failed),
+        ("handovers_recomputed", "Prompts that a decode worker computed after all", counts.num_recomputed),
+        ("handover_exposed_seconds", "Prefill steps that waited for keys and values to leave", counts.exposed_s),
+    ):
+        yield CounterMetricFamily(f"antiphon:{kind}", text, value=value)
 
 
 def _buckets(counts: list[int]) -> tuple[list[tuple[str, float]], float]:

@@ -19,7 +19,8 @@ are queued, and no others overtake the head of the line. The latest-arrived requ
 waits in place: pushing itself out would cost its cache and win nothing.
 
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
-be overtaken: once the mask is there, its age gives it back its place.
+be overtaken: once the mask is there, its age gives it back its place. Nor does one whose keys and values a prefill
+worker hands over: it has its blocks from the first, and is not pushed out.
 
 Rejected: all rows to the oldest prefill (a request of seven tokens waited 0.8 s behind one of 8,000); equal shares (all
 long prompts end late); admitting on the first chunk alone (prompts half computed push each other out); swapping to host
@@ -90,7 +91,8 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
         table = request.block_table
         first = request.num_blocks_sent
         if len(request.token_ids) - start != 1 or first == 0 or start < request.num_prompt:
-            others.append(request)
+            if not request.arrives:
+                others.append(request)
             continue
         if start == len(table) * block_size:
             if request.num_promised_blocks:
@@ -118,7 +120,8 @@ def _serve_lane(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> 
             if not request.awaits_mask and book.lane.takes(request):
                 book.lane.enter(request)
                 book.start(request, [])
-                prefills = [*prefills, request]
+                if not book.await_arrival(request):
+                    prefills = [*prefills, request]
     budget = -(-draft.budget // 2)
     for request in prefills:
         if request.num_promised_blocks:
@@ -144,7 +147,7 @@ def _shares(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> dict
     """Rows for each prefill and for the first that wait, if blocks allow: half of what is left, the last one all of it,
     and what they did not need to the oldest."""
     ratio = book.config.context_tokens_per_row
-    may_start = (request for request in book.waiting if not request.awaits_mask)
+    may_start = (request for request in book.waiting if not (request.awaits_mask or request.prefills_apart))
     some_waiting = islice(may_start, min(_NUM_SHARING, book.num_free_slots))
     wanted = [(request, _num_left(request)) for request in (*prefills, *some_waiting)]
     shares: dict[str, int] = {}
@@ -208,6 +211,8 @@ def _admit_waiting(book: BlockBook, draft: _Draft, shares: Mapping[str, int]) ->
         if share == 0:
             return
         book.start(request, found)
+        if book.await_arrival(request):
+            continue
         affordable = _affordable(request, book, draft.cost)
         _add_chunk(book, draft, request, min(share, _num_left(request), affordable))
 

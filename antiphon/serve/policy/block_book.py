@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.policy.express_lane import ExpressLane
 from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
 
@@ -198,6 +199,8 @@ class BlockBook:
         self.num_prefill_tokens_left = 0  # tokens of running requests that the last planned step does not reach
         self.counters = SchedulerCounters()
         self.released: list[str] = []
+        self.arriving: list[Request] = []  # whose keys and values are to be asked of a prefill worker
+        self.num_arriving = 0  # in all
         self.free_slots = list(range(config.num_slots - 1, -1, -1))
 
     @property
@@ -239,16 +242,50 @@ class BlockBook:
         request.num_admissions += 1
         if request.num_admissions == 1:
             request.num_cached_tokens = request.num_computed
-            self.counters.prefix_query_tokens += request.num_prompt
-            self.counters.prefix_hit_tokens += request.num_computed
+            if request.origin is None:  # the other half of one that was counted
+                self.counters.prefix_query_tokens += request.num_prompt
+                self.counters.prefix_hit_tokens += request.num_computed
         self.running.add(request)
+
+    def await_arrival(self, request: Request) -> bool:
+        """A request that was just started gets the blocks of all its tokens, which must be free, and waits for what a
+        prefill worker writes there. False if it does not: what is missing is a block at most, and is computed here."""
+        num_missing = len(request.token_ids) - request.num_computed
+        if not request.prefills_apart or num_missing <= self.config.block_size:
+            return False
+        num_new = blocks_of(len(request.token_ids), self.config.block_size) - len(request.block_table)
+        request.block_table += self.pool.allocate(num_new)
+        if request.num_promised_blocks:
+            self.lane.num_kept -= num_new
+        request.arrives = True
+        self.num_arriving += 1
+        self.arriving.append(request)
+        return True
+
+    def complete_table(self, request: Request) -> None:
+        """Blocks for all its tokens, if they are free."""
+        num_new = blocks_of(len(request.token_ids), self.config.block_size) - len(request.block_table)
+        if 0 < num_new <= self.num_free_blocks and not request.num_promised_blocks:
+            request.block_table += self.pool.allocate(num_new)
+
+    def arrive(self, request: Request, num_computed: int) -> None:
+        """Its blocks hold the keys and values of that many tokens: steps may take it."""
+        self.stop_arriving(request)
+        request.num_computed = num_computed
+        self.publish_computed(request)
+
+    def stop_arriving(self, request: Request) -> None:
+        """Nothing is written to its blocks by others any more."""
+        self.num_arriving -= request.arrives
+        request.arrives = False
 
     def preempt_later_than(self, request: Request, step_id: int) -> bool:
         """Until a block is free, push out the latest arrival of the main way that step `step_id` does not compute yet.
 
-        False if no request is left to push out. A request whose blocks are all shared frees none: go on."""
+        False if no request is left to push out. A request whose blocks are all shared frees none: go on. One whose keys
+        and values arrive stays: others write to its blocks."""
         while self.num_free_blocks == 0:
-            latest = next(each for each in reversed(self.running) if not each.num_promised_blocks)
+            latest = next(each for each in reversed(self.running) if not each.num_promised_blocks and not each.arrives)
             if latest is request or latest.planned_step == step_id:
                 return False
             self.running.remove(latest)
@@ -278,16 +315,25 @@ class BlockBook:
             self.running.remove(request)
             self._give_back(request)
 
+    def give_up(self, request: Request) -> None:
+        """Nothing arrives for a request any more: it gives back what it holds and leaves."""
+        self.running.remove(request)
+        self._give_back(request)
+
     def take_back(self, *, cache_lost: bool) -> list[Request]:
-        """All requests give back what they hold and leave, oldest first. `cache_lost`: no block can be found any more,
-        and no worker is left to hear what was released."""
+        """All requests give back what they hold and leave, oldest first, but for those whose keys and values arrive.
+        `cache_lost`: those too; no block can be found any more, and no worker is left to hear what was released."""
         for request in reversed(self.running.take_all()):
+            if request.arrives and not cache_lost:
+                self.running.add(request)
+                continue
             self._give_back(request)
             self.add(request)
         self.num_prefill_tokens_left = self.num_waiting_tokens = 0
         if cache_lost:
             self.pool.clear_published()
             self.released.clear()
+            self.arriving.clear()
         return self.waiting.take_all()
 
     def _leave_waiting(self, request: Request) -> None:
@@ -295,6 +341,7 @@ class BlockBook:
         self.waiting.remove(request)
 
     def _give_back(self, request: Request) -> None:
+        self.stop_arriving(request)
         if request.num_promised_blocks:
             self.lane.leave(request)
             self.publish_computed(request)

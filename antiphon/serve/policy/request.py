@@ -9,7 +9,7 @@ A request that could never run is refused before it is queued. In the queue it w
 Rejected: separate prompt and output lists with a "recompute" mode. Every consumer would have to join them again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from antiphon.base.errors import UserError
@@ -56,11 +56,22 @@ class Request:
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for
     num_promised_blocks: int = 0  # if above 0 it is in the express lane
     awaits_mask: bool = False  # which tokens its grammar allows next is still being computed: no step takes it
+    # Where prefill and decode are apart (`serve/handovers`):
+    prefills_apart: bool = False  # a prefill worker is to compute what is missing when it is admitted
+    arrives: bool = False  # keys and values are being handed over: no step takes it, and its blocks stay with it
+    had_by: str = ""  # the worker that has its keys and values, and hands them over to the next one
+    num_lost_handovers: int = 0  # of the tokens known by now
+    origin: "Request | None" = None  # the request that this one computes the keys and values for, on a prefill worker
     # While steps with it fail, see `suspects`:
     num_failures: int = 0  # failed steps since it last got past one
     num_tokens_to_pass: int = 0  # it is past them once it has computed that number of tokens
     suspect_group: int = 0  # the group that it runs with, without others; 0: not suspected
     was_on_fresh_worker: bool = False
+
+    @property
+    def tracked_id(self) -> str:
+        """What the client's request is called: its own name, or its origin's."""
+        return self.request_id if self.origin is None else self.origin.request_id
 
     @property
     def num_output(self) -> int:
@@ -108,6 +119,24 @@ def new_request(
         arrival=arrival,
         stop_ids=stop_ids,
         owner=request_id if owner is None else owner,
+    )
+
+
+def prefill_of(origin: Request, request_id: str) -> Request:
+    """What a prefill worker computes of `origin`: all that is known, and the next token if it wants one."""
+    params, num_output = origin.params, origin.num_output
+    return Request(
+        request_id=request_id,
+        token_ids=list(origin.token_ids),
+        num_prompt=origin.num_prompt,
+        params=replace(params, max_tokens=min(params.max_tokens, num_output + 1)),
+        seed=origin.seed,
+        arrival=origin.arrival,
+        stop_ids=origin.stop_ids,
+        owner=origin.owner,
+        block_digests=list(origin.block_digests),
+        num_prompt_logprobs=origin.num_prompt_logprobs,
+        origin=origin,
     )
 
 

@@ -43,6 +43,11 @@ class Scheduler:
         return len(self.book.running)
 
     @property
+    def num_arriving(self) -> int:
+        """Of the running ones, those whose keys and values are being handed over."""
+        return self.book.num_arriving
+
+    @property
     def num_waiting(self) -> int:
         return len(self.book.waiting)
 
@@ -52,23 +57,23 @@ class Scheduler:
         self.book.add(request)
 
     def end(self, request_id: str) -> Request | None:
-        """End a request early. Its blocks are free at once, or with the commit of the step in flight. Unknown id:
-        None."""
+        """End a request early. Its blocks are free at once, or with the commit of the step in flight, or when nothing
+        arrives there any more. Unknown id: None."""
         request = self.requests.get(request_id)
         if request is None or request.status is RequestStatus.FINISHED:
             return None
-        if request.status is RequestStatus.WAITING or self._in_flight is None:
+        if request.status is RequestStatus.WAITING or (self._in_flight is None and not request.arrives):
             self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = "abort"
         return request
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute, or all that is left waits for masks."""
+        """The next step, or None if there is nothing to compute, or all that is left waits for masks or arrivals."""
         assert self._in_flight is None, "the last plan was not committed"
         plan = fill_step(self.book, self._next_step_id)
         if not plan.sequences:
-            waits = any(request.awaits_mask for request in self.requests.values())
+            waits = any(request.awaits_mask or request.arrives for request in self.requests.values())
             assert waits or not self.requests, "requests are left, but none can run"
             return None
         self.book.released.clear()
@@ -94,16 +99,9 @@ class Scheduler:
                 request.num_prompt_logprobs = step.start + step.logprob_end
             if request.num_computed % self.config.block_size == 0 or len(step.token_ids) > 1:
                 self.book.publish_computed(request)
-            if token_id is not None:
-                request.token_ids.append(token_id)
-                reason = _finish_reason(request, self.config.max_model_len)
-            elif request.num_computed == len(request.token_ids):
-                reason = "length"  # max_tokens is 0: the prompt was all there was to do
-            else:
+            if token_id is None and request.num_computed < len(request.token_ids):
                 continue
-            if reason is not None:
-                request.finish_reason = reason
-                request.status = RequestStatus.FINISHED
+            if self.go_on(request, token_id):
                 self._leave(request)
             progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
@@ -112,26 +110,80 @@ class Scheduler:
         self.counters.generation_tokens += sum(1 for request in progress if request.num_output)
         return progress
 
+    def go_on(self, request: Request, token_id: int | None) -> bool:
+        """All that was known of it is computed, and this is its next token. True: it has ended with that, and holds
+        what it holds until it leaves."""
+        if token_id is None:
+            reason: FinishReason | None = "length"  # max_tokens is 0: the prompt was all there was to do
+        else:
+            request.token_ids.append(token_id)
+            reason = _finish_reason(request, self.config.max_model_len)
+        if reason is not None:
+            request.finish_reason = reason
+            request.status = RequestStatus.FINISHED
+        return reason is not None
+
+    def take_arriving(self) -> list[Request]:
+        """Requests admitted since the last call whose keys and values a prefill worker is to compute."""
+        taken, self.book.arriving = self.book.arriving, []
+        return [request for request in taken if request.arrives]
+
+    def ask_again(self, request: Request) -> None:
+        """Nothing has arrived for it: `take_arriving` returns it once more, with a block for a token that came
+        meanwhile where one is free."""
+        self.book.complete_table(request)
+        self.book.arriving.append(request)
+
+    def compute_here(self, request: Request) -> None:
+        """Nothing arrives for it: steps of this worker compute what is missing, in the blocks that it has."""
+        self.book.stop_arriving(request)
+
+    def arrive(self, request: Request, num_computed: int) -> None:
+        """The keys and values of that many tokens have arrived whole."""
+        self.book.arrive(request, num_computed)
+        if request.status is RequestStatus.FINISHED:
+            self._leave(request)
+
+    def give_up(self, request: Request) -> None:
+        """Nothing will arrive for it, and nothing writes to its blocks any more: it leaves."""
+        self.book.give_up(request)
+        del self.requests[request.request_id]
+
+    @property
+    def is_stepping(self) -> bool:
+        """A plan is in flight."""
+        return self._in_flight is not None
+
+    def let_go(self, request: Request) -> None:
+        """It leaves for another worker, and what it has computed stays to be found. Only while no plan is in flight and
+        nothing arrives for it."""
+        assert self._in_flight is None, "a plan is in flight"
+        assert not request.arrives, f"the blocks of {request.request_id} are written to"
+        self._leave(request)
+
     def take_back(self, *, cache_lost: bool = False) -> list[Request]:
         """Hand over all requests, oldest first, for schedulers to `add`. A plan in flight is void: the worker must have
-        ended it, or never have seen it.
+        ended it, or never have seen it. Requests whose keys and values arrive stay until `give_up`.
 
         `cache_lost`: the worker is gone. Otherwise it keeps what can be found in its cache."""
         if self._in_flight is not None:
             self.book.released.extend(self._in_flight.released)
             self._in_flight = None
-        self._leave_aborted()
-        self.requests.clear()
-        return self.book.take_back(cache_lost=cache_lost)
+        self._leave_aborted(also_arriving=cache_lost)
+        taken = self.book.take_back(cache_lost=cache_lost)
+        self.requests = {request.request_id: request for request in self.book.running}
+        return taken
 
     def _leave(self, request: Request) -> None:
         self.book.end(request)
         del self.requests[request.request_id]
 
-    def _leave_aborted(self) -> None:
+    def _leave_aborted(self, *, also_arriving: bool = False) -> None:
         """Free what was aborted while a step was in flight."""
-        for request in [request for request in self.book.running if request.status is RequestStatus.FINISHED]:
-            self._leave(request)
+        ended = [request for request in self.book.running if request.status is RequestStatus.FINISHED]
+        for request in ended:
+            if also_arriving or not request.arrives:
+                self._leave(request)
 
 
 def _finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
@@ -165,6 +217,11 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
     """
     ranked = [(*_burden(request, scheduler), index) for index, scheduler in live_schedulers.items()]
     return min(ranked)[-1] if ranked else None
+
+
+def has_room(request: Request, scheduler: Scheduler) -> bool:
+    """It could run there beside everything that the worker has accepted already."""
+    return not _burden(request, scheduler)[0]
 
 
 def _burden(request: Request, scheduler: Scheduler) -> tuple[bool, int, int]:

@@ -14,6 +14,7 @@ Rejected: steps from the engine to every rank. The engine's thread would send ea
 """
 
 import time
+from functools import partial
 
 import msgspec
 import torch
@@ -25,13 +26,15 @@ from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.endpoints import hear_leader
 from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import RunStep, StepResult
 from antiphon.serve.worker.routing import RowRouting
-from antiphon.serve.worker.spans import ATTENTION, SAMPLE, STEP, SpanRecorder
+from antiphon.serve.worker.spans import ATTENTION, HAND_OVER, SAMPLE, STEP, SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, MicroBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODE_STEP = msgspec.msgpack.Decoder(RunStep)
+_FLUSH_WORTH_SHOWING_NS = 20_000
 
 
 class AttentionRunner:
@@ -46,8 +49,11 @@ class AttentionRunner:
         stage: AllLayers,
         routing: RowRouting,
         recorder: SpanRecorder,
+        sender: KVSender | None = None,
     ) -> None:
+        """`sender`: takes keys and values that other workers are to have, layer by layer."""
         self._half = half
+        self._sender = sender
         self._exchange = exchange
         self._cache = cache
         self._tables = tables
@@ -58,7 +64,21 @@ class AttentionRunner:
     @torch.inference_mode()
     def run(self, step: RunStep) -> StepResult:
         """Compute all micro-batches of the step and sample. Raises `StepAborted` or `PeerTimeout` from the exchange;
-        the same step may then be run again."""
+        the same step may then be run again. Nothing reads the step's pages afterwards."""
+        if self._sender is None:
+            return self._run(step)
+        self._sender.open(step.offers)
+        try:
+            result = self._run(step)
+        finally:
+            flush_ns = time.monotonic_ns()
+            self._sender.flush()
+        flushed_ns = time.monotonic_ns() - flush_ns
+        if flushed_ns > _FLUSH_WORTH_SHOWING_NS:
+            self._recorder.add(HAND_OVER, flush_ns)
+        return msgspec.structs.replace(result, hand_over_s=flushed_ns * 1e-9)
+
+    def _run(self, step: RunStep) -> StepResult:
         started_ns = time.monotonic_ns()
         exchange, stage, recorder = self._exchange, self._stage, self._recorder
         recorder.step = step.step
@@ -120,6 +140,8 @@ class AttentionRunner:
         start_ns = time.monotonic_ns()
         x_TH, y_TH = half.attend(layer, micro_batch.x_TH, micro_batch.delta_TH, self._cache, micro_batch.batch)
         micro_batch.x_TH, micro_batch.delta_TH = x_TH, None
+        if self._sender is not None:
+            self._give(self._sender, layer, micro_batch.sequences)
         if not half.routes(layer):
             local_TH = half.local_feed_forward(layer, y_TH)
             assert local_TH is not None, "a layer without experts has a dense feed-forward"
@@ -134,6 +156,13 @@ class AttentionRunner:
         micro_batch.local_TH = half.local_feed_forward(layer, y_TH)
         if micro_batch.local_TH is not None:
             recorder.add(ATTENTION, start_ns, layer, index, rows)
+
+    def _give(self, sender: KVSender, layer: int, sequences: list[SequenceStep]) -> None:
+        """The keys and values of this layer are in the pages; not waiting."""
+        for sequence in sequences:
+            until = sequence.start + len(sequence.token_ids)
+            blocks = partial(self._tables.blocks, sequence.slot, until)
+            sender.layer_done(sequence.request_id, layer, until, blocks)
 
     def _collect(self, index: int, micro_batch: MicroBatch) -> None:
         """Wait for the experts' part of the layer under way, if any, and complete `delta_TH`."""

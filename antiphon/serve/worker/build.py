@@ -16,7 +16,7 @@ from antiphon.comm.rank_group import RankGroup
 from antiphon.comm.stages import Stages
 from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels
-from antiphon.kernels.api import KernelBackend
+from antiphon.kernels.api import KernelBackend, KVCache
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
@@ -39,6 +39,7 @@ from antiphon.serve.worker.hybrid import (
     hybrid_forms,
     hybrid_levels,
 )
+from antiphon.serve.worker.kv_transfer import KVLinks, KVSender, Say, cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.prefetch import PrefetchingExchange
 from antiphon.serve.worker.routing import RoutingReplay, RowRouting
@@ -52,7 +53,8 @@ _log = get_logger("worker")
 
 @dataclass
 class AttentionWorker:
-    """A loaded attention worker (or a replica, whose experts are in the same process), or the leader of one."""
+    """A loaded attention worker (or a replica, whose experts are in the same process), or the leader of one. `kv`: the
+    way of keys and values to other workers, or from them."""
 
     runner: AttentionRunner | LeadingAttention
     recorder: SpanRecorder
@@ -61,6 +63,7 @@ class AttentionWorker:
     moves: ExpertMoves | None
     counters: ExpertCounters | None
     kernels: str
+    kv: KVLinks | None
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Follower:
     counters: ExpertCounters | None
     kernels: str
     timeout_s: float
+    kv: KVLinks | None = None
 
 
 LoadedWorker = AttentionWorker | ExpertWorker | Follower
@@ -104,6 +108,7 @@ class _Source:
     checkpoint: Checkpoint
     recorder: SpanRecorder
     progress: ReportProgress
+    say: Say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +122,9 @@ class _Seat:
     layers: range
 
 
-def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker:
-    """Load what the role keeps, nothing else. `UserError` for anything wrong with the checkpoint or the machine."""
+def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> LoadedWorker:
+    """Load what the role keeps, nothing else. `UserError` for anything wrong with the checkpoint or the machine.
+    `say` sends a message to the engine, from any thread."""
     device = resolve_device(configure.device, configure.device_index)
     if device.type != "cpu":
         _log.info("%s[%d]: on %s", configure.role, configure.index, device)
@@ -132,6 +138,7 @@ def build_worker(configure: Configure, progress: ReportProgress) -> LoadedWorker
         checkpoint=Checkpoint(configure.model),
         recorder=SpanRecorder(configure.trace),
         progress=progress,
+        say=say,
     )
     worker = _build_experts(source) if configure.role == "experts" else _build_attention(source)
     if waits := source.endpoints.description:
@@ -193,14 +200,26 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
         exchange, moves, counters = _own_experts(source, seat, half.weight_bytes)
     else:
         exchange = _others_experts(source, seat.ranks)
-    runner = _attention_runner(source, seat, half, exchange, moves)
+    cache = half.new_cache(configure.num_blocks, configure.block_size)
+    kv = _kv_links(source, seat, cache)
+    runner = _attention_runner(source, seat, half, exchange, moves, cache, None if kv is None else kv.sender)
     links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
     crew = seat.ranks if seat.stages is None else seat.stages.crew
     if configure.rank > 0:
         follower = FollowingAttention(crew, runner)
-        return Follower(follower, recorder, links, moves, counters, kernels, configure.timeout_s)
+        return Follower(follower, recorder, links, moves, counters, kernels, configure.timeout_s, kv)
     leader = runner if crew.size == 1 else LeadingAttention(crew, runner)
-    return AttentionWorker(leader, recorder, exchange, links, moves, counters, kernels)
+    return AttentionWorker(leader, recorder, exchange, links, moves, counters, kernels, kv)
+
+
+def _kv_links(source: _Source, seat: _Seat, cache: KVCache) -> KVLinks | None:
+    """The way of keys and values to other workers, where there is one."""
+    configure, spec, config = source.configure, source.spec, source.configure.kv
+    if config is None:
+        return None
+    name = f"{configure.role}[{configure.index}][{configure.rank}]"
+    part = cache_part(spec, configure.rank % configure.tp, configure.tp, seat.layers)
+    return KVLinks(config, name, cache, part, layout_digest(spec, source.backend.dtype), source.say)
 
 
 def _take_seat(source: _Source) -> _Seat:
@@ -284,16 +303,22 @@ def _others_experts(source: _Source, ranks: RankGroup) -> AttentionExchange:
 
 
 def _attention_runner(
-    source: _Source, seat: _Seat, half: AttentionHalf, exchange: AttentionExchange, moves: ExpertMoves | None
+    source: _Source,
+    seat: _Seat,
+    half: AttentionHalf,
+    exchange: AttentionExchange,
+    moves: ExpertMoves | None,
+    cache: KVCache,
+    sender: KVSender | None,
 ) -> AttentionRunner:
-    """With an empty cache. Only the leader samples, counts rows and records routing."""
+    """Only the leader samples, counts rows and records routing."""
     configure, backend, recorder, leads = source.configure, source.backend, source.recorder, source.configure.rank == 0
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     sampler = RowSampler(backend) if leads else NoSampler()
     return AttentionRunner(
         half,
         _step_exchange(source, seat, half, exchange, moves),
-        half.new_cache(configure.num_blocks, configure.block_size),
+        cache,
         BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
         PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler),
         RowRouting(
@@ -303,6 +328,7 @@ def _attention_runner(
             paths=_paths(configure, source.spec),
         ),
         recorder,
+        sender,
     )
 
 

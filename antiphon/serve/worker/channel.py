@@ -1,8 +1,8 @@
 """Framed messages between the engine and one worker: four bytes of length, then MessagePack.
 
 MessagePack through `msgspec` decodes into declared types only, so bytes from a peer can never run code (rejected:
-pickle). One channel has one reader and one writer thread at most; the socket never blocks, so neither disturbs the
-other.
+pickle). One channel has one reader thread at most; the socket never blocks, so reading and writing do not disturb each
+other. Several threads may `send`, or one may `enqueue`.
 
 Who may wait sends with `send`. Who may not (the engine's thread, which serves all workers) uses `enqueue`: what the
 kernel does not take now stays here, until `flush` is called because the socket takes more. Rejected: a thread for each
@@ -13,6 +13,7 @@ import contextlib
 import errno
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
@@ -41,6 +42,7 @@ class Channel:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(receives)
         self._buffer = bytearray()
         self._unsent = bytearray()
+        self._sending = threading.Lock()
         self._taken_s = 0.0
         self._max_message_bytes = max_message_bytes
 
@@ -93,11 +95,12 @@ class Channel:
         """Hand a message to the kernel; blocks while the peer does not read. `PeerLost` if it is gone; after
         `PeerTimeout` the rest of the message is kept, and goes out before any other."""
         deadline = time.monotonic() + timeout_s
-        self.enqueue(message)
-        while not self.flush():
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not wait_ready(self._socket, remaining, to_write=True):
-                raise PeerTimeout("send", [self.peer], timeout_s)
+        with self._sending:
+            self.enqueue(message)
+            while not self.flush():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not wait_ready(self._socket, remaining, to_write=True):
+                    raise PeerTimeout("send", [self.peer], timeout_s)
 
     def receive(self, timeout_s: float) -> Any:
         """The next message; `PeerTimeout` when none came in time, `PeerLost` when the peer closed or died."""

@@ -1,8 +1,9 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`PreparePlacement`, `Place` and `Retire` when experts move, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`,
-`StepResult` or `StepFailed` per step, `ResetDone`, `Prepared`, and from time to time `ExpertReport`, `ExchangeReport`.
+`PreparePlacement`, `Place` and `Retire` when experts move, `ExpectKV` and `WithdrawKV` when keys and values
+do, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`, `StepResult` or `StepFailed` per step, `ResetDone`,
+`Prepared`, `KVLanded`, `KVFailed`, `KVDrained`, and from time to time `ExpertReport`, `ExchangeReport`.
 """
 
 from typing import Literal
@@ -12,6 +13,14 @@ import msgspec
 from antiphon.comm.ledger import Traffic
 from antiphon.placement.split import Phases
 from antiphon.serve.engine_api import PrefetchCounts
+from antiphon.serve.policy.handover import (
+    ExpectKV,
+    KVDrained,
+    KVFailed,
+    KVLanded,
+    KVOffer,
+    WithdrawKV,
+)
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
@@ -19,6 +28,7 @@ from antiphon.specs.plan import Collectives
 from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]
+Pool = Literal["", "prefill", "decode"]  # the phase that a worker's group is for; "": both
 
 
 class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +49,18 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     max_rows: int
     dtype: str
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How keys and values reach other workers, which any process with this can send to. `source`: its number among the
+    `num_sources` processes that may ever send; `receives`: it has an inbox itself."""
+
+    transport: str
+    host: str
+    secret: bytes
+    source: int
+    num_sources: int
+    receives: bool
 
 
 class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +113,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     phases: Phases = "both"
     exchange: ExchangeConfig | None
     hybrid: HybridConfig | None = None
+    kv: KVTransferConfig | None = None
     timeout_s: float
     trace: bool
 
@@ -109,11 +132,12 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The worker can take steps. `ticket`: how attention workers reach it, if it leads an expert worker; `rank_ticket`:
-    how the other ranks of its worker do."""
+    how the other ranks of its worker do; `kv_ticket`: how others write keys and values to it."""
 
     kernels: str
     ticket: bytes = b""
     rank_ticket: bytes = b""
+    kv_ticket: bytes = b""
 
 
 class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -125,6 +149,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     largest micro-batch of any of its workers.
     `placement`: where replicas that share experts send rows in this step, by its version; all their ranks have it.
     `bitmasks`: by request id, the tokens a grammar allows next, packed as little-endian 32-bit words.
+    `offers`: of requests that start in this step, whose keys and values go to another worker as they are computed.
     """
 
     step: int
@@ -136,6 +161,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     most_rows: int = 0
     placement: int = 0
     bitmasks: dict[str, bytes] = {}
+    offers: list[KVOffer] = []
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
@@ -152,6 +178,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
 
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
+    `hand_over_s`: it waited at the end until the step's keys and values had left for other workers.
     `expert_rows`: rows of each expert of each MoE layer, as uint32 one layer after the other; empty unless counted.
     `routed`: the experts that the rows chose, `forecasts`: those expected, as in `RoutedRows`; empty unless recorded.
     """
@@ -160,6 +187,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     step_s: float
     wait_s: float
     exposed_s: float
+    hand_over_s: float = 0.0
     dispatch_bytes: int
     expert_rows: bytes = b""
     routed: bytes = b""
@@ -259,7 +287,19 @@ class WorkerFailure(msgspec.Struct, tag=True, frozen=True):
     passing: bool = False
 
 
-ToWorker = Configure | RunStep | Abort | Reset | PreparePlacement | Place | Retire | TakeSpans | Shutdown
+ToWorker = (
+    Configure
+    | RunStep
+    | Abort
+    | Reset
+    | PreparePlacement
+    | Place
+    | Retire
+    | ExpectKV
+    | WithdrawKV
+    | TakeSpans
+    | Shutdown
+)
 FromWorker = (
     LoadProgress
     | WorkerReady
@@ -269,6 +309,9 @@ FromWorker = (
     | ExchangeReport
     | ResetDone
     | Prepared
+    | KVLanded
+    | KVFailed
+    | KVDrained
     | Spans
     | WorkerFailure
 )

@@ -13,13 +13,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
+import msgspec
 import torch
 
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.serve import signals
+from antiphon.serve.policy.handover import ExpectKV, WithdrawKV
 from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, Follower, LoadedWorker, build_worker
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import (
@@ -56,13 +59,15 @@ class Orders:
 
     Everything else waits in a queue until the worker asks. If the engine goes away, however that happens, the socket
     closes and the process ends: by itself at its next order, or by this thread if it is loading, computing or waiting
-    then. `start` begins to read; from then on no other thread may. `on_abort` is called on the reading thread."""
+    then. `start` begins to read; from then on no other thread may. `on_abort` and `on_kv` are called on the reading
+    thread: neither may wait for a step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._lost: PeerLost | None = None
         self.on_abort: Callable[[int], None] | None = None
+        self.on_kv: Callable[[ExpectKV | WithdrawKV], None] | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
@@ -74,6 +79,9 @@ class Orders:
                 if isinstance(message, Abort):
                     if self.on_abort is not None:
                         self.on_abort(message.epoch)
+                elif isinstance(message, ExpectKV | WithdrawKV):
+                    if self.on_kv is not None:
+                        self.on_kv(message)
                 else:
                     self._queue.put(message)
         except (PeerLost, OSError, MemoryError) as error:  # whatever it is, orders would be missed from here on
@@ -241,7 +249,11 @@ def _start(channel: Channel, configure: Configure) -> LoadedWorker:
             last_report = time.monotonic()
             channel.send(LoadProgress(done, total))
 
-    return build_worker(configure, progress)
+    def say(message: msgspec.Struct) -> None:
+        with suppress(PeerLost, PeerTimeout):  # the reader of orders notices that the engine is gone
+            channel.send(message)
+
+    return build_worker(configure, progress, say)
 
 
 def _ready(worker: LoadedWorker) -> WorkerReady:
@@ -249,6 +261,7 @@ def _ready(worker: LoadedWorker) -> WorkerReady:
         kernels=worker.kernels,
         ticket=worker.exchange.ticket if isinstance(worker, ExpertWorker) else b"",
         rank_ticket=worker.links.ranks.ticket,
+        kv_ticket=b"" if isinstance(worker, ExpertWorker) or worker.kv is None else worker.kv.ticket,
     )
 
 
@@ -264,6 +277,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
         try:
             worker = _start(channel, adapt(configure))
             orders.on_abort = worker.links.abort
+            orders.on_kv = None if isinstance(worker, ExpertWorker) or worker.kv is None else worker.kv.heard
             channel.send(_ready(worker))
         except UserError as error:
             channel.send(WorkerFailure(str(error), error.exit_code))
@@ -280,6 +294,8 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             serve_batches(worker, channel, orders)  # before the first epoch a follower has no leader to hear
         if worker.moves is not None:
             worker.moves.close()  # Python cannot end while a thread of it computes
+        if not isinstance(worker, ExpertWorker) and worker.kv is not None:
+            worker.kv.close()
         worker.links.close()
     except PeerLost:
         pass  # the engine is gone, and with it the work

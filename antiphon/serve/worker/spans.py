@@ -13,8 +13,8 @@ import msgspec
 MAX_SPANS = 2_000_000  # about 200 MB
 RECENT_SPANS = 4_096  # about 0.5 MB: two steps of 61 layers in three micro-batches
 
-NAMES = ["attention", "dispatch", "experts", "combine", "reply", "sample", "receive", "step", "predict"]
-ATTENTION, DISPATCH, EXPERTS, COMBINE, REPLY, SAMPLE, RECEIVE, STEP, PREDICT = range(len(NAMES))
+NAMES = ["attention", "dispatch", "experts", "combine", "reply", "sample", "receive", "step", "predict", "hand-over"]
+ATTENTION, DISPATCH, EXPERTS, COMBINE, REPLY, SAMPLE, RECEIVE, STEP, PREDICT, HAND_OVER = range(len(NAMES))
 
 _Record = tuple[int, int, int, int, int, int, int]  # name, layer, micro-batch, rows, step, start, end
 

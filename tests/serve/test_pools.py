@@ -1,0 +1,202 @@
+"""Prefill and decode in pools of their own: the text of one process, whatever the layouts and whatever dies."""
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.engine import Engine
+from antiphon.serve.engine_api import EngineOutput
+from antiphon.serve.prepare import prepare
+from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.sampling import SamplingParams
+from tests.serve.engine_harness import (
+    GREEDY,
+    Prompts,
+    Run,
+    TinyModel,
+    Tokens,
+    complete,
+    config,
+    kill,
+    random_prompts,
+    running,
+    wait_until_idle,
+)
+from tests.waiting import wait_until
+
+LAYOUTS = ("1>1", "2>1+1/m2")
+MORE = [
+    pytest.param(layout, marks=pytest.mark.slow)
+    for layout in ("1t2>1", "1>1t2", "1p2>2t2*1", "1+1/m2>2", "2+1/m3>1t2+1/m2", "2t2*1>1p2")
+]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE])
+def test_64_greedy_tokens_equal_transformers(
+    layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        assert complete(engine, prompts) == reference
+        wait_until_idle(engine)
+        counts = engine.stats().handovers
+        num_long = sum(len(prompt) > 16 for prompt in prompts)
+        assert counts.num_done == counts.num_begun > num_long / 2, counts
+        assert not counts.num_failed, counts
+        assert not counts.num_recomputed, counts
+
+
+def test_what_one_prompt_left_in_a_cache_is_not_handed_over_again(tiny_model: TinyModel) -> None:
+    """Of a prompt that the decode worker has, only the rest is offered; what the prefill worker has is not computed."""
+    (prompt,) = random_prompts([150])
+    longer = [*prompt, *random_prompts([60], seed=5)[0]]
+    with running(config(tiny_model, "1>1")) as engine:
+        assert complete(engine, [prompt]) == tiny_model.greedy([prompt])
+        before = engine.stats()
+        params = replace(GREEDY, max_tokens=20)
+        assert complete(engine, [longer], params) == tiny_model.greedy([longer], 20)
+        after = engine.stats()
+        assert 0 < after.handovers.num_tokens - before.handovers.num_tokens <= len(longer) - 144
+        assert after.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens >= 144
+
+
+def test_requests_that_are_pushed_out_come_back_by_hand_over(tiny_model: TinyModel) -> None:
+    prompts = random_prompts([90] * 6, seed=3)
+    with running(config(tiny_model, "1>1", num_blocks=32)) as engine:
+        assert complete(engine, prompts) == tiny_model.greedy(prompts)
+        wait_until_idle(engine)
+        assert engine.stats().num_preemptions
+        assert engine.stats().handovers.num_done >= len(prompts)
+
+
+def test_answers_that_end_with_the_first_token_hold_nothing(tiny_model: TinyModel) -> None:
+    prompts = random_prompts([40, 90, 120])
+    with running(config(tiny_model, "1>1")) as engine:
+        assert complete(engine, prompts, replace(GREEDY, max_tokens=1)) == tiny_model.greedy(prompts, 1)
+        assert complete(engine, prompts, replace(GREEDY, max_tokens=0)) == [[], [], []]
+        wait_until_idle(engine)
+
+
+def test_log_probabilities_of_prompt_and_answer_are_those_of_one_process(tiny_model: TinyModel) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.9, seed=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    prompts = random_prompts([40, 90], seed=8)
+    answers = []
+    for layout in ("1", "1>1"):
+        with running(config(tiny_model, layout)) as engine:
+            finished = Run(engine, prompts, params).finish()
+        answers.append([(each.token_ids, _logprobs(each.outputs)) for each in finished])
+    assert answers[0] == answers[1]
+
+
+def _logprobs(outputs: list[EngineOutput]) -> list[tuple[list[object], list[object]]]:
+    return [(list(each.logprobs or ()), list(each.prompt_logprobs or ())) for each in outputs]
+
+
+def test_aborted_requests_give_their_blocks_back(tiny_model: TinyModel) -> None:
+    """At every moment of a hand-over: none of a thousand leaves a block behind, and others are not disturbed."""
+    prompts = random_prompts([120] * 8, seed=1)
+    with running(config(tiny_model, "1>1")) as engine:
+        for round_ in range(12):
+            run = Run(engine, prompts, GREEDY)
+            aborted = run.ids[: 4 + round_ % 4]
+
+            def abort(num_tokens: int, after: int = round_ * 3, ids: list[str] = aborted) -> None:
+                if num_tokens >= after:
+                    for request_id in ids:
+                        engine.abort(request_id)
+
+            abort(0)
+            finished = run.finish(abort)
+            kept = [index for index, each in enumerate(finished) if run.ids[index] not in aborted]
+            expected = tiny_model.greedy(prompts)
+            assert [finished[index].token_ids for index in kept] == [expected[index] for index in kept]
+        wait_until_idle(engine)
+
+
+KILLS: dict[str, Callable[[Engine], None]] = {
+    "prefill": lambda engine: _kill(engine, ["prefill"]),
+    "decode": lambda engine: _kill(engine, ["decode"]),
+    "both": lambda engine: _kill(engine, ["prefill", "decode"]),
+}
+
+
+def _kill(engine: Engine, pools: list[str]) -> None:
+    for pool in pools:
+        kill(engine, "replica", 0, pool=pool)
+
+
+@pytest.mark.parametrize("layout", ["1>1", pytest.param("2>2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", KILLS)
+@pytest.mark.parametrize("after", [0, 1, pytest.param(40, marks=pytest.mark.slow)])
+def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_model: TinyModel) -> None:
+    """`after` so many tokens: none, while prompts are computed and handed over; one, while others are."""
+    prompts = random_prompts([200, 180, 90, 33, 9] * 2, seed=6)
+    params = replace(GREEDY, max_tokens=24)
+    with running(config(tiny_model, layout)) as engine:
+        killed = threading.Event()
+
+        def strike(num_tokens: int) -> None:
+            if num_tokens >= after and not killed.is_set():
+                killed.set()
+                KILLS[who](engine)
+
+        run = Run(engine, prompts, params)
+        if after == 0:
+            wait_until(lambda: any(state.num_arriving for state in engine.stats().pools.values()), "a hand-over")
+            strike(0)
+        finished = run.finish(strike)
+        assert killed.is_set()
+        assert [each.error for each in finished] == [None] * len(prompts)
+        assert [each.token_ids for each in finished] == tiny_model.greedy(prompts, 24)
+        wait_until(lambda: engine.complete, "all workers back")
+        assert complete(engine, prompts, params) == tiny_model.greedy(prompts, 24)
+        wait_until_idle(engine)
+
+
+def test_without_prefill_workers_the_decode_workers_compute_prompts(tiny_model: TinyModel) -> None:
+    prompts = random_prompts([90, 120], seed=2)
+    with running(config(tiny_model, "1>1")) as engine:
+        engine.workforce.load_timeout_s = 0.0  # it never comes back
+        kill(engine, "replica", 0, pool="prefill")
+        wait_until(lambda: not engine.complete, "the prefill worker gone")
+        assert complete(engine, prompts) == tiny_model.greedy(prompts)
+        assert engine.stats().healthy
+
+
+def test_a_prefill_worker_that_stops_is_replaced(tiny_model: TinyModel) -> None:
+    prompts = random_prompts([180] * 4, seed=9)
+    with running(config(tiny_model, "1>1")) as engine:
+        run = Run(engine, prompts, GREEDY)
+        kill(engine, "replica", 0, signal.SIGSTOP, pool="prefill")
+        assert [each.token_ids for each in run.finish()] == tiny_model.greedy(prompts)
+        wait_until(lambda: engine.complete, "it is back")
+        wait_until_idle(engine)
+
+
+def test_workers_are_named_after_their_pool(tiny_model: TinyModel) -> None:
+    with running(config(tiny_model, "1>1+1/m1", trace=True)) as engine:
+        complete(engine, random_prompts([60, 80]))
+        stats = engine.stats()
+        names = ["decode/attention[0]", "decode/experts[0]", "prefill/replica[0]"]
+        assert sorted(stats.workers) == names
+        assert engine.info.layout == "prefill 1, decode 1+1/m1"
+        assert set(stats.pools) == {"prefill", "decode"}
+        assert sorted(map(str, engine.take_spans())) == names
+
+
+def test_pools_that_cannot_understand_each_other_are_refused(tiny_model: TinyModel) -> None:
+    settings = config(tiny_model, "1>1")
+    assert settings.prefill is not None
+    with pytest.raises(UserError, match=r"--dtype is bfloat16 for --prefill and auto for --decode"):
+        replace(settings, prefill=replace(settings.prefill, dtype="bfloat16"))
+    with pytest.raises(UserError, match="model is"):
+        replace(settings, prefill=replace(settings.prefill, model=tiny_model.folder.parent))
+    with pytest.raises(UserError, match="--kv-bytes"):
+        prepare(replace(settings, kv_bytes=1000, prefill=replace(settings.prefill, kv_bytes=1000)))
+
+
+def test_a_worker_name_says_where_it_is() -> None:
+    assert str(WorkerName("experts", 2, instance=1, pool="prefill")) == "prefill/1/experts[2]"
