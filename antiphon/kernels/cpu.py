@@ -17,6 +17,7 @@ from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.kernels.api import (
     AttentionBatch,
+    ExpertFormats,
     ExpertShape,
     HeadRows,
     KVCache,
@@ -26,14 +27,15 @@ from antiphon.kernels.api import (
     RotaryTable,
 )
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.reference import ReferenceBackend
+from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.kernels.reference import FLOATS, ReferenceBackend, checked_format
 from antiphon.specs.model import RouterSpec
 
 
-def checked_matrix(name: str, matrix: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def checked_matrix(name: str, matrix: Tensor | QuantizedWeight, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The matrix on the CPU in `dtype` with consecutive inner elements; a view of it where that is already so."""
-    if tuple(matrix.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected {shape}")
+    matrix = checked_format(name, matrix, shape, None)
+    assert isinstance(matrix, Tensor)
     matrix = matrix.detach().to(device="cpu", dtype=dtype)
     return matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
 
@@ -73,6 +75,7 @@ class CpuExperts:
 
     def __init__(self, shape: ExpertShape, dtype: torch.dtype) -> None:
         self.shape = shape
+        self.formats = FLOATS
         self.dtype = dtype
         self.native = _native.PackedExperts(
             dtype == torch.bfloat16,
@@ -86,7 +89,13 @@ class CpuExperts:
         )
         self.num_bytes = self.native.num_bytes
 
-    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
+    def set_expert(
+        self,
+        index: int,
+        gate_IH: Tensor | QuantizedWeight,
+        up_IH: Tensor | QuantizedWeight,
+        down_HI: Tensor | QuantizedWeight,
+    ) -> None:
         self._check_index(index)
         wide = self.shape.intermediate, self.shape.hidden
         gate = checked_matrix("gate", gate_IH, wide, self.dtype)
@@ -198,7 +207,9 @@ class CpuBackend:
         self._router: RouterSpec | None = None
         self._gate_options = _native.GateOptions()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, QuantizedWeight):
+            return self._reference.pack_linear(weight, bias)
         return CpuLinear(weight, bias, self.dtype)
 
     def linear(
@@ -209,7 +220,8 @@ class CpuBackend:
         residual_TO: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        assert isinstance(weight, CpuLinear)
+        if not isinstance(weight, CpuLinear):
+            return self._reference.linear(x_TI, weight, residual_TO=residual_TO, out_dtype=out_dtype)
         x_TI = self._rows(x_TI, weight.in_features)
         num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
         out = torch.empty((num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype)
@@ -329,8 +341,7 @@ class CpuBackend:
     def gate(
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(weight, CpuLinear)
-        if router.scoring == "sparsemixer":
+        if router.scoring == "sparsemixer" or not isinstance(weight, CpuLinear):
             return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
         if router is not self._router:
             self._gate_options, self._router = _gate_options(router), router
@@ -352,11 +363,14 @@ class CpuBackend:
         )
         return ids, weights
 
-    def new_experts(self, shape: ExpertShape) -> CpuExperts:
+    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> PackedExperts:
+        if formats is not None:
+            return self._reference.new_experts(shape, formats)
         return CpuExperts(shape, self.dtype)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
-        assert isinstance(experts, CpuExperts)
+        if not isinstance(experts, CpuExperts):
+            return self._reference.grouped_ffn(x_TH, ids_TK, weights_TK, experts)
         x_TH = self._rows(x_TH, experts.shape.hidden)
         num_rows, top_k = ids_TK.shape
         if num_rows != x_TH.shape[0] or weights_TK.shape != ids_TK.shape:
