@@ -65,6 +65,11 @@ class WeightFormat:
         rows, columns = self.rows_per_scale or num_rows, self.columns_per_scale or num_columns
         return math.ceil(num_rows / max(1, rows)), math.ceil(num_columns / max(1, columns))
 
+    def in_bytes(self) -> "WeightFormat":
+        """The format of `QuantizedWeight.in_bytes`: int8 codes and float32 scales instead of 4-bit codes."""
+        offset: OffsetKind = "zeros" if self.codes == "int4" and self.offset == "none" else self.offset
+        return replace(self, codes="int8", scale_dtype=torch.float32, offset=offset)
+
     def num_bytes(self, num_rows: int, num_columns: int) -> int:
         """Bytes of a matrix as stored: codes, scales, zero points or offsets."""
         code_bytes = num_rows * (math.ceil(num_columns / 2) if self.nibbles else num_columns)
@@ -164,6 +169,25 @@ class QuantizedWeight:
         if weight.offsets is not None:
             values += weight._spread(weight.offsets)
         return values.to(dtype)
+
+    def in_bytes(self) -> "QuantizedWeight":
+        """The same values from int8 codes; only for 4-bit codes. Twice an E2M1 value is a whole number."""
+        form, scales, zeros = self.format, self.scales.float(), self.zeros
+        if form.codes == "mxfp4":
+            values, scales = 2 * _code_values("mxfp4", self.codes), scales / 2
+        else:
+            values = unpack_nibbles(self.codes)
+            zeros = torch.full_like(_bits(self.scales), 8) if form.offset == "none" else zeros
+        codes = values[:, : self.num_columns].to(torch.int8)
+        zeros = None if zeros is None else zeros.to(torch.int8)
+        return replace(self, format=form.in_bytes(), codes=codes, scales=scales, zeros=zeros)
+
+    def is_finite(self) -> bool:
+        """Whether every value is a number. Integers always are."""
+        if self.format.codes == "fp8" and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
+            return False
+        offsets_finite = self.offsets is None or bool(self.offsets.isfinite().all())
+        return offsets_finite and bool(self.scales.float().isfinite().all())
 
     def own_copy(self, device: torch.device) -> "QuantizedWeight":
         """A copy on `device` that shares nothing with a memory-mapped source."""
