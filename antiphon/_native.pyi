@@ -17,14 +17,30 @@ def work_alone() -> None:
 
 def set_spin_ns(spin_ns: int) -> None: ...
 
+class PackedFormat:
+    @staticmethod
+    def floats(is_bf16: bool) -> PackedFormat: ...
+    @staticmethod
+    def quantized(codes: str, scales: str, offset: str, group: int) -> PackedFormat: ...
+
+class SourceAddresses:
+    def __init__(
+        self,
+        data_address: int,
+        row_bytes: int,
+        scales_address: int = 0,
+        offsets_address: int = 0,
+        scale_stride: int = 0,
+    ) -> None: ...
+
 class PackedLinear:
     def __init__(
         self,
         is_bf16: bool,
+        format: PackedFormat,
         outputs: int,
         inner: int,
-        weight_address: int,
-        weight_stride: int,
+        weight: SourceAddresses,
         bias_address: int,
     ) -> None: ...
     @property
@@ -67,6 +83,8 @@ class PackedExperts:
     def __init__(
         self,
         is_bf16: bool,
+        gate_up: PackedFormat,
+        down: PackedFormat,
         num_experts: int,
         hidden: int,
         intermediate: int,
@@ -80,12 +98,9 @@ class PackedExperts:
     def set_expert(
         self,
         index: int,
-        gate_address: int,
-        gate_stride: int,
-        up_address: int,
-        up_stride: int,
-        down_address: int,
-        down_stride: int,
+        gate: SourceAddresses,
+        up: SourceAddresses,
+        down: SourceAddresses,
     ) -> None: ...
     def set_bias(self, index: int, gate_address: int, up_address: int, down_address: int) -> None: ...
     def grouped_ffn(

@@ -1,6 +1,6 @@
 """Micro-benchmark of the cpu back-end beside PyTorch and beside what the memory and the cores give.
 
-Usage: `python benchmarks/kernels.py [--threads N] [--repeat N] [--only experts,linear,decode,prefill]`.
+Usage: `python benchmarks/kernels.py [--threads N] [--repeat N] [--only experts,formats,linear,decode,prefill]`.
 
 Method
 1. Every case checks its result against PyTorch first.
@@ -8,7 +8,8 @@ Method
    wakes the threads; best and median of many rounds are printed. On a shared machine single rounds mean nothing, and
    only neighbours in time compare.
 3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB.
-4. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
+4. Formats: the same experts in 4 and 8 bits, beside bfloat16 in the same round; GB/s are of packed bytes.
+5. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +28,9 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.base.allowance import share_of_threads
-from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
-from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.api import AttentionBatch, ExpertFormats, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
+from antiphon.kernels.cpu import CpuBackend, CpuExperts
+from antiphon.kernels.quantized import WeightFormat, quantize
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
@@ -101,6 +104,54 @@ def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
         table.add_row(str(num_rows), rates(work, seconds["ours"]), rates(work, seconds["theirs"]),
                       rates(READ_BYTES, seconds["read"]), f"{fraction:.0%}",
                       rates(work * num_rows, seconds["ours"]))  # fmt: skip
+    console.print(table)
+
+
+FORMATS = {
+    "bfloat16": None,
+    "int8 row": WeightFormat(codes="int8", columns_per_scale=None),
+    "int8 g32": WeightFormat(codes="int8", columns_per_scale=32, scale_dtype=torch.bfloat16),
+    "fp8 g128": WeightFormat(codes="fp8", columns_per_scale=128),
+    "int4 g32": WeightFormat(codes="int4", columns_per_scale=32, scale_dtype=torch.bfloat16),
+    "int4 g128 zeros": WeightFormat(codes="int4", columns_per_scale=128, scale_dtype=torch.float16, offset="zeros"),
+    "mxfp4": WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=torch.float8_e8m0fnu),
+}
+
+
+def bench_formats(backend: CpuBackend, repeat: int, console: Console) -> None:
+    """Cold experts in every format: GB/s of packed bytes, and the time beside that of bfloat16."""
+    sizes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    gate, up, down = (torch.randn(size) * HIDDEN**-0.5 for size in sizes)
+    shape = ExpertShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE, "silu")
+    held = {}
+    for name, form in FORMATS.items():
+        held[name] = backend.new_experts(shape, ExpertFormats(gate_up=form, down=form))
+        matrices = [part if form is None else quantize(part, form) for part in (gate, up, down)]
+        for e in range(NUM_EXPERTS):
+            held[name].set_expert(e, *matrices)
+    read = cold_read()
+    table = Table("rows an expert", "format", "packed GB/s", "read GB/s", "of read", "GFLOP/s", "times bfloat16",
+                  title="grouped experts by format, cold; best / median")  # fmt: skip
+    num_calls = NUM_EXPERTS // EXPERTS_PER_CALL
+    for num_rows in (1, 2, 4, 8, 16, 64, 256):
+        x = torch.randn(num_rows, HIDDEN).bfloat16()
+        ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).view(num_calls, 1, -1).repeat(1, num_rows, 1)
+        weights = torch.full((num_rows, EXPERTS_PER_CALL), 0.25)
+
+        def run(
+            number: int, experts: CpuExperts, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights
+        ) -> Tensor:
+            return backend.grouped_ffn(x, ids[number % num_calls], weights, experts)
+
+        calls = {name: partial(run, experts=experts) for name, experts in held.items()}
+        seconds = interleaved({**calls, "read": read}, repeat)
+        for name, experts in held.items():
+            work = experts.num_bytes * EXPERTS_PER_CALL / NUM_EXPERTS
+            fraction = (work / seconds[name][0]) / (READ_BYTES / seconds["read"][0])
+            flops = 3 * 2 * HIDDEN * INTERMEDIATE * num_rows * EXPERTS_PER_CALL
+            table.add_row(str(num_rows), name, rates(work, seconds[name]), rates(READ_BYTES, seconds["read"]),
+                          f"{fraction:.0%}", rates(flops, seconds[name]),
+                          f"{seconds['bfloat16'][1] / seconds[name][1]:.2f}")  # fmt: skip
     console.print(table)
 
 
@@ -192,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=share_of_threads())
     parser.add_argument("--repeat", type=int, default=64)
-    parser.add_argument("--only", default="experts,linear,decode,prefill")
+    parser.add_argument("--only", default="experts,formats,linear,decode,prefill")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     _native.set_num_threads(arguments.threads)
@@ -203,12 +254,14 @@ def main() -> None:
     for name in arguments.only.split(","):
         if name == "experts":
             bench_experts(backend, arguments.repeat, console)
+        elif name == "formats":
+            bench_formats(backend, arguments.repeat, console)
         elif name == "linear":
             bench_linear(backend, arguments.repeat, console)
         elif name in {"decode", "prefill"}:
             bench_attention(backend, arguments.repeat, console, prefill=name == "prefill")
         else:
-            parser.error(f"--only {name!r} is not one of experts, linear, decode, prefill")
+            parser.error(f"--only {name!r} is not one of experts, formats, linear, decode, prefill")
 
 
 if __name__ == "__main__":

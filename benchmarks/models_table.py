@@ -40,6 +40,42 @@ from tests.serve.engine_harness import (
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TOLERANCE = 2e-4
 CUTS = ([37], [16, 16, 5], [1] * 37)
+FEW_BITS = """\
+Weights in 4 to 8 bits stay as they are stored, in memory and in every worker. `tests/models/test_packed.py` and
+`test_gguf.py` compare their logits with those of what they multiply out to.
+
+| format | what is read | what is refused |
+| --- | --- | --- |
+| compressed-tensors | 4 and 8 bits (`pack-quantized`, `int-quantized`), MXFP4 | NVFP4, sparse, transforms |
+| GPTQ | 4 and 8 bits, versions 1 and 2 | 2 and 3 bits, Marlin's layout |
+| AWQ | the GEMM layout | GEMV |
+| MXFP4 | gpt-oss as published | |
+| GGUF | Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, F16, BF16, F32 | Q2_K, Q3_K, IQ*, TQ*, NVFP4 |
+
+Scales may be of groups or rows, with and without zero points, and one file may mix types. Multiplied out to the dtype
+of the rest are: norms, embedding and router; the up projection of latent attention; matrices whose groups are not in
+order (GPTQ's `desc_act`, act-order); projections that are stacked here and stored in different formats (q, k and v of
+some GGUF mixes). A line of the log counts the matrices by format.
+
+bitsandbytes, NVFP4 and whatever else is quantised is refused by name.
+
+## GGUF
+
+`antiphon serve model.gguf` needs no other file: sizes, tokenizer and chat template come from the file. Of a split file
+any part will do, or the folder; a folder with a `config.json` and tokenizer beside the file uses those.
+
+| llama.cpp's architecture | models |
+| --- | --- |
+| `qwen3moe`, `qwen2moe` | Qwen3, Qwen2 and Qwen1.5 MoE |
+| `olmoe` | OLMoE |
+| `gpt-oss` | gpt-oss |
+| `llama` with experts | Mixtral |
+| `deepseek2`, `deepseek` | DeepSeek-V2 and -V3, Kimi-K2; DeepSeekMoE |
+| `glm4moe` | GLM-4.5, -4.6, -4.7 |
+| `dots1`, `ernie4_5-moe`, `minimax-m2`, `granitemoe` | dots.llm1, ERNIE-4.5, MiniMax-M2, Granite MoE |
+
+A byte-level tokenizer whose pattern (`tokenizer.ggml.pre`) is not known here is refused: put the model's tokenizer
+files and `config.json` beside it and give the folder."""
 FORMATS_HEAD = "## Formats of weights"
 RESULT_ROW = re.compile(r"\| `?([^|`]+?)`? \| [^|]+ \| ([\d.e-]+) \| (\d+) of (\d+) \| (\d+) of \4 \|")
 LAYOUTS = {"colocated": "1", "disaggregated": "1+2/m2"}
@@ -77,8 +113,8 @@ PUBLISHED_IN = {
 FILES_OF_A_CHECKPOINT = """\
 ## Files of a checkpoint
 
-MODEL is a checkpoint folder, or a model's folder in the hub's cache (`models--org--name`). Of weights the first that is
-there counts:
+MODEL is a checkpoint folder, a GGUF file, or a model's folder in the hub's cache (`models--org--name`). Of weights the
+first that is there counts:
 
 1. the shards of `model.safetensors.index.json`
 2. `model.safetensors`
@@ -186,7 +222,7 @@ def page(families: dict[str, ModelComparison], formats: dict[str, ModelCompariso
             FORMATS_HEAD,
             "",
             "`.safetensors` in float32, bfloat16 or float16, named as published or as transformers 5 writes them, and "
-            "in float8 (E4M3), which is multiplied out at load. Activations, keys and values are not rounded, "
+            "in float8 (E4M3), which stays float8. Activations, keys and values are not rounded, "
             f"and a line of the log says so. Compared as above, by a `{QUANTIZED_FAMILY}`, with transformers on the "
             "multiplied-out weights.",
             "",
@@ -195,9 +231,7 @@ def page(families: dict[str, ModelComparison], formats: dict[str, ModelCompariso
                 ([name, PUBLISHED_IN[name], *cells(formats.get(name))] for name in PUBLISHED_IN),
             ),
             "",
-            "gpt-oss's experts in MXFP4 are multiplied out too, which `tests/models/test_gpt_oss.py` compares.",
-            "",
-            "AWQ, GPTQ, bitsandbytes, NVFP4, int8, int4 and GGUF are refused by name.",
+            *FEW_BITS.splitlines(),
             "",
             *FILES_OF_A_CHECKPOINT.splitlines(),
             "",

@@ -47,8 +47,8 @@ from antiphon.base.progress import Report
 from antiphon.bench.harness.contest import ContestColumns, Row, UpTo, milliseconds
 from antiphon.bench.harness.cores import limited
 from antiphon.bench.serve import timed_answers
-from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import load_model_spec, tensor_names
+from antiphon.models.config import load_model_spec
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.tensors import attention_layer_plan
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, read_routing_trace
 from antiphon.placement.sample_paths import PathProfile
@@ -392,7 +392,8 @@ def _slowness(engine: Engine, order: BalanceOrder) -> Iterator[None]:
 def make_hot(model: Path, folder: Path, seed: int) -> Path:
     """A copy of a checkpoint in which the first expert of every layer gets half the rows."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    spec, names, checkpoint = load_model_spec(model), tensor_names(load_model_spec(model)), Checkpoint(model)
+    spec, checkpoint = load_model_spec(model), open_weights(model)
+    names = checkpoint.family_names(spec.family)
     routers = set[str]()
     for layer in spec.expert_layers:
         ((router,),) = (attention_layer_plan(spec, names, layer, checkpoint)["router"],)

@@ -28,7 +28,7 @@ from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
 
 ModelFolder = Annotated[
     Path,
-    typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=model_folder),
+    typer.Argument(metavar="MODEL", help="Checkpoint folder, or a GGUF file.", callback=model_folder),
 ]
 _PLANNED = (
     "layout",

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.specs.model import RouterSpec
 
 
@@ -77,7 +78,8 @@ class KVCache(Protocol):
 
 
 class PackedLinear(Protocol):
-    """Weight [out, in] and optional bias [out], laid out once at load for the back-end's matrix units."""
+    """Weight [out, in] and optional bias [out], laid out once at load for the back-end's matrix units. A quantized
+    weight stays in its format; products are those of its values in float32."""
 
     in_features: int
     out_features: int
@@ -98,14 +100,30 @@ class ExpertShape:
     has_bias: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertFormats:
+    """How experts are stored: gates and up projections in one format, down projections in another. None: as floats."""
+
+    gate_up: WeightFormat | None = None
+    down: WeightFormat | None = None
+
+
 class PackedExperts(Protocol):
     """Weights of E experts of one layer. Filled one expert at a time, so that loading never holds a second copy."""
 
     shape: ExpertShape
+    formats: ExpertFormats
     num_bytes: int
 
-    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
-        """Copy one expert's three matrices in (any float dtype; converted to the back-end's)."""
+    def set_expert(
+        self,
+        index: int,
+        gate_IH: Tensor | QuantizedWeight,
+        up_IH: Tensor | QuantizedWeight,
+        down_HI: Tensor | QuantizedWeight,
+    ) -> None:
+        """Copy one expert's three matrices in (any float dtype; converted to the back-end's). Where a format was given,
+        the matrix must be quantized in it; `ValueError` otherwise, nothing is converted."""
 
     def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
         """Copy one expert's three biases in, likewise. Only for experts that were made with room for them."""
@@ -161,7 +179,7 @@ class KernelBackend(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lay out weight [out, in]; the source tensor may be dropped afterwards."""
 
     def linear(
@@ -211,8 +229,8 @@ class KernelBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Router scores and choice: (expert ids int32 [T, K], weights float32 [T, K]), best first."""
 
-    def new_experts(self, shape: ExpertShape) -> PackedExperts:
-        """Room for the weights of gated feed-forwards."""
+    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> PackedExperts:
+        """Room for the weights of gated feed-forwards, as floats or in the formats given."""
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         """y[t] = sum over j of weights[t, j] * FFN_{ids[t, j]}(x[t]); ids are local indices, -1 means "not held here".

@@ -9,6 +9,8 @@ more than a small kernel).
 Letters as in `antiphon.kernels.api`; O output width, I inner width of a plain linear.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.kernels.api import (
     AttentionBatch,
+    ExpertFormats,
     ExpertShape,
     HeadRows,
     KVCache,
@@ -26,16 +29,73 @@ from antiphon.kernels.api import (
     RotaryTable,
 )
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.reference import ReferenceBackend
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
+from antiphon.kernels.reference import FLOATS, ReferenceBackend, checked_format
 from antiphon.specs.model import RouterSpec
 
 
-def checked_matrix(name: str, matrix: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The matrix on the CPU in `dtype` with consecutive inner elements; a view of it where that is already so."""
-    if tuple(matrix.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected {shape}")
-    matrix = matrix.detach().to(device="cpu", dtype=dtype)
-    return matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
+def packed_format(form: WeightFormat | None, num_columns: int, dtype: torch.dtype) -> _native.PackedFormat:
+    """How the kernels keep a matrix of `num_columns`: floats of `dtype`, or codes. 4-bit codes with groups that are no
+    multiple of 8 columns are kept in 8 bits; see `CpuSource`."""
+    if form is None:
+        return _native.PackedFormat.floats(dtype == torch.bfloat16)
+    form = _native_form(form, num_columns)
+    scale_name = str(form.scale_dtype).removeprefix("torch.")
+    group = form.columns_per_scale or max(8, -(-num_columns // 8) * 8)
+    return _native.PackedFormat.quantized(form.codes, scale_name, form.offset, group)
+
+
+def _native_form(form: WeightFormat, num_columns: int) -> WeightFormat:
+    group = form.columns_per_scale
+    if not form.nibbles or group is None or group % 8 == 0:
+        return form
+    if group >= num_columns:
+        return replace(form, columns_per_scale=None)
+    return form.in_bytes()
+
+
+class CpuSource:
+    """A matrix whose parts the kernels can read: on the CPU, consecutive inner elements, a scale for every row. Parts
+    are views where that is so already; they live as long as this object."""
+
+    def __init__(
+        self,
+        name: str,
+        matrix: Tensor | QuantizedWeight,
+        shape: tuple[int, int],
+        form: WeightFormat | None,
+        dtype: torch.dtype,
+    ) -> None:
+        matrix = checked_format(name, matrix, shape, form)
+        if isinstance(matrix, Tensor):
+            matrix = matrix.detach().to(device="cpu", dtype=dtype)
+            codes = matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
+            scales, offsets = None, None
+        else:
+            codes, scales, offsets = _readable_parts(name, matrix)
+        self._parts = codes, scales, offsets
+        self.addresses = _native.SourceAddresses(
+            codes.data_ptr(),
+            codes.stride(0) * codes.itemsize,
+            _address(scales),
+            _address(offsets),
+            0 if scales is None else scales.stride(0),
+        )
+
+
+def _readable_parts(name: str, matrix: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and zero points or offsets; `ValueError` if one is not a number."""
+    assert matrix.format is not None
+    if _native_form(matrix.format, matrix.num_columns).codes != matrix.format.codes:
+        matrix = matrix.in_bytes()
+    matrix = matrix.with_scale_per_row()
+    codes, scales = matrix.codes.cpu(), matrix.scales.cpu().contiguous()
+    offsets = matrix.zeros if matrix.zeros is not None else matrix.offsets
+    if not matrix.is_finite():
+        raise ValueError(f"{name} holds values that are not finite numbers: the checkpoint is damaged")
+    if codes.stride(1) != 1 and codes.shape[1] > 1:
+        codes = codes.contiguous()
+    return codes, scales, None if offsets is None else offsets.cpu().contiguous()
 
 
 def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -52,17 +112,18 @@ def _address(tensor: Tensor | None) -> int:
 class CpuLinear:
     """Weight [out, in] in panels, bias in float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
-        weight = checked_matrix("weight", weight, (self.out_features, self.in_features), dtype)
+        form = None if isinstance(weight, Tensor) else weight.format
+        source = CpuSource("weight", weight, (self.out_features, self.in_features), form, dtype)
         if bias is not None:
             bias = checked_bias("bias", bias, self.out_features, dtype)
         self.native = _native.PackedLinear(
             dtype == torch.bfloat16,
+            packed_format(form, self.in_features, dtype),
             self.out_features,
             self.in_features,
-            weight.data_ptr(),
-            weight.stride(0),
+            source.addresses,
             _address(bias),
         )
         self.num_bytes = self.native.num_bytes
@@ -71,11 +132,14 @@ class CpuLinear:
 class CpuExperts:
     """Gate and up interleaved in one stream, down in another, for each expert; biases in float32."""
 
-    def __init__(self, shape: ExpertShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ExpertShape, formats: ExpertFormats, dtype: torch.dtype) -> None:
         self.shape = shape
+        self.formats = formats
         self.dtype = dtype
         self.native = _native.PackedExperts(
             dtype == torch.bfloat16,
+            packed_format(formats.gate_up, shape.hidden, dtype),
+            packed_format(formats.down, shape.intermediate, dtype),
             shape.num_experts,
             shape.hidden,
             shape.intermediate,
@@ -86,21 +150,19 @@ class CpuExperts:
         )
         self.num_bytes = self.native.num_bytes
 
-    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
+    def set_expert(
+        self,
+        index: int,
+        gate_IH: Tensor | QuantizedWeight,
+        up_IH: Tensor | QuantizedWeight,
+        down_HI: Tensor | QuantizedWeight,
+    ) -> None:
         self._check_index(index)
         wide = self.shape.intermediate, self.shape.hidden
-        gate = checked_matrix("gate", gate_IH, wide, self.dtype)
-        up = checked_matrix("up", up_IH, wide, self.dtype)
-        down = checked_matrix("down", down_HI, wide[::-1], self.dtype)
-        self.native.set_expert(
-            index,
-            gate.data_ptr(),
-            gate.stride(0),
-            up.data_ptr(),
-            up.stride(0),
-            down.data_ptr(),
-            down.stride(0),
-        )
+        gate = CpuSource("gate", gate_IH, wide, self.formats.gate_up, self.dtype)
+        up = CpuSource("up", up_IH, wide, self.formats.gate_up, self.dtype)
+        down = CpuSource("down", down_HI, wide[::-1], self.formats.down, self.dtype)
+        self.native.set_expert(index, gate.addresses, up.addresses, down.addresses)
 
     def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
         self._check_index(index)
@@ -214,7 +276,7 @@ class CpuBackend:
         self._router: RouterSpec | None = None
         self._gate_options = _native.GateOptions()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> CpuLinear:
         return CpuLinear(weight, bias, self.dtype)
 
     def linear(
@@ -368,8 +430,8 @@ class CpuBackend:
         )
         return ids, weights
 
-    def new_experts(self, shape: ExpertShape) -> CpuExperts:
-        return CpuExperts(shape, self.dtype)
+    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> CpuExperts:
+        return CpuExperts(shape, formats or FLOATS, self.dtype)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, CpuExperts)

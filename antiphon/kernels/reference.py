@@ -6,7 +6,8 @@ it would have alone to rounding, not bit for bit: PyTorch picks matrix kernels b
 Weights are plain tensors in its dtype, gate and up projections stacked. The grouped feed-forward is a loop over touched
 experts, or two grouped matrix products: the loop asks the host which experts were touched, so on an accelerator it
 waits for the device; `torch._grouped_mm` (bfloat16, rows of 16-byte multiples) does not, and is used there when it can
-be. Attention is in `reference_attention`.
+be. Quantized weights stay quantized and are multiplied out, in its dtype, for each product. Attention is in
+`reference_attention`.
 
 Letters as in `antiphon.kernels.api`; R = T * K routed rows in order of local expert.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from antiphon.kernels.api import (
     AttentionBatch,
+    ExpertFormats,
     ExpertShape,
     HeadRows,
     KVCache,
@@ -28,37 +30,91 @@ from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import look_up, rotate
 from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, paged_attention
 from antiphon.specs.model import RouterSpec
+
+FLOATS = ExpertFormats()
 
 
 class ReferenceLinear:
     """Weight [out, in] and optional bias [out] on the back-end's device."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self.weight_OI = weight_OI
+    def __init__(self, weight: Tensor | QuantizedWeight, bias_O: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight = weight
         self.bias_O = bias_O
-        self.out_features, self.in_features = weight_OI.shape
-        self.num_bytes = weight_OI.nbytes + (0 if bias_O is None else bias_O.nbytes)
+        self.dtype = dtype
+        self.out_features, self.in_features = weight.shape
+        weight_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+        self.num_bytes = weight_bytes + (0 if bias_O is None else bias_O.nbytes)
+
+    @property
+    def weight_OI(self) -> Tensor:
+        return _multiplied_out(self.weight, self.dtype)
+
+
+def _multiplied_out(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
 class ReferenceExperts:
-    """E gated feed-forwards: `gate_up` holds the gate's I rows above the up projection's I rows, and so its bias."""
+    """E gated feed-forwards: `gate_up` holds the gate's I rows above the up projection's I rows, and so its bias.
+    Quantized matrices stand in a list instead, and the tensor of floats has no experts."""
 
-    def __init__(self, shape: ExpertShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: ExpertShape, device: torch.device, dtype: torch.dtype, formats: ExpertFormats = FLOATS
+    ) -> None:
         self.shape = shape
+        self.formats = formats
         num_experts, hidden, width = shape.num_experts, shape.hidden, shape.intermediate
-        self.gate_up_EJH = torch.empty((num_experts, 2 * width, hidden), dtype=dtype, device=device)
-        self.down_EHI = torch.empty((num_experts, hidden, width), dtype=dtype, device=device)
+        wide_experts = 0 if formats.gate_up is not None else num_experts
+        down_experts = 0 if formats.down is not None else num_experts
+        self.gate_up_EJH = torch.empty((wide_experts, 2 * width, hidden), dtype=dtype, device=device)
+        self.down_EHI = torch.empty((down_experts, hidden, width), dtype=dtype, device=device)
+        self.quantized: list[tuple[QuantizedWeight | None, ...] | None] = [None] * num_experts  # gate, up, down
         self.gate_up_bias_EJ = self.gate_up_EJH.new_zeros((num_experts, 2 * width)) if shape.has_bias else None
         self.down_bias_EH = self.down_EHI.new_zeros((num_experts, hidden)) if shape.has_bias else None
         tensors = (self.gate_up_EJH, self.down_EHI, self.gate_up_bias_EJ, self.down_bias_EH)
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        for form, num_bytes_of in ((formats.gate_up, (width, hidden, 2)), (formats.down, (hidden, width, 1))):
+            if form is not None:
+                rows, columns, count = num_bytes_of
+                self.num_bytes += num_experts * count * form.num_bytes(rows, columns)
 
-    def set_expert(self, index: int, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> None:
-        self.gate_up_EJH[index, : self.shape.intermediate].copy_(gate_IH)
-        self.gate_up_EJH[index, self.shape.intermediate :].copy_(up_IH)
-        self.down_EHI[index].copy_(down_HI)
+    def set_expert(
+        self,
+        index: int,
+        gate_IH: Tensor | QuantizedWeight,
+        up_IH: Tensor | QuantizedWeight,
+        down_HI: Tensor | QuantizedWeight,
+    ) -> None:
+        width, hidden = self.shape.intermediate, self.shape.hidden
+        wide, narrow = (width, hidden), (hidden, width)
+        kept: list[QuantizedWeight | None] = []
+        for name, matrix, shape, form, held_EXX, rows in (
+            ("gate", gate_IH, wide, self.formats.gate_up, self.gate_up_EJH, slice(width)),
+            ("up", up_IH, wide, self.formats.gate_up, self.gate_up_EJH, slice(width, None)),
+            ("down", down_HI, narrow, self.formats.down, self.down_EHI, slice(None)),
+        ):
+            matrix = checked_format(name, matrix, shape, form)
+            if isinstance(matrix, Tensor):
+                held_EXX[index, rows].copy_(matrix)
+            kept.append(None if isinstance(matrix, Tensor) else matrix.own_copy(self.down_EHI.device))
+        self.quantized[index] = tuple(kept)
+
+    def gate_up_of(self, expert: int) -> Tensor:
+        """[2 I, H] of one expert in the back-end's dtype."""
+        kept = self.quantized[expert] if self.formats.gate_up is not None else None
+        if kept is None:
+            return self.gate_up_EJH[expert]
+        return torch.cat([part.dequantize(self.gate_up_EJH.dtype) for part in kept[:2] if part is not None])
+
+    def down_of(self, expert: int) -> Tensor:
+        """[H, I] of one expert, likewise."""
+        kept = self.quantized[expert] if self.formats.down is not None else None
+        if kept is None or kept[2] is None:
+            return self.down_EHI[expert]
+        return kept[2].dequantize(self.down_EHI.dtype)
 
     def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
         assert self.gate_up_bias_EJ is not None, "experts without room for biases"
@@ -66,6 +122,18 @@ class ReferenceExperts:
         self.gate_up_bias_EJ[index, : self.shape.intermediate].copy_(gate_I)
         self.gate_up_bias_EJ[index, self.shape.intermediate :].copy_(up_I)
         self.down_bias_EH[index].copy_(down_H)
+
+
+def checked_format(
+    name: str, matrix: Tensor | QuantizedWeight, shape: tuple[int, int], form: WeightFormat | None
+) -> Tensor | QuantizedWeight:
+    """The matrix, if it has this shape and format (None: floats); nothing is converted in silence."""
+    if tuple(matrix.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected {shape}")
+    given = None if isinstance(matrix, Tensor) else matrix.format
+    if given != form:
+        raise ValueError(f"{name} is stored as {given or 'floats'}, expected {form or 'floats'}")
+    return matrix
 
 
 def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -79,6 +147,7 @@ def has_grouped_mm(experts: ReferenceExperts) -> bool:
     """Whether `torch._grouped_mm` takes these weights: bfloat16, both widths multiples of 8 elements (16 bytes)."""
     return (
         hasattr(torch, "_grouped_mm")
+        and experts.formats == FLOATS
         and experts.down_EHI.dtype == torch.bfloat16
         and experts.shape.hidden % 8 == 0
         and experts.shape.intermediate % 8 == 0
@@ -95,10 +164,8 @@ def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts:
         touched = [expert for expert in torch.unique(ids_TK).tolist() if expert >= 0]
     for expert in touched:
         rows, slots = torch.where(ids_TK == expert)
-        hidden = activate(
-            F.linear(x_TH[rows], experts.gate_up_EJH[expert], _of(expert, gate_up_bias_EJ)), experts.shape
-        )
-        y = F.linear(hidden, experts.down_EHI[expert], _of(expert, down_bias_EH)).float()
+        hidden = activate(F.linear(x_TH[rows], experts.gate_up_of(expert), _of(expert, gate_up_bias_EJ)), experts.shape)
+        y = F.linear(hidden, experts.down_of(expert), _of(expert, down_bias_EH)).float()
         sums_TH.index_add_(0, rows, y * weights_TK[rows, slots].float().unsqueeze(1))
     return sums_TH.to(x_TH.dtype)
 
@@ -151,9 +218,11 @@ class ReferenceBackend:
         self.dtype = dtype
         self._plans = AttentionPlans()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> ReferenceLinear:
         kept_bias = None if bias is None else own_copy(bias, self.device, self.dtype)
-        return ReferenceLinear(own_copy(weight, self.device, self.dtype), kept_bias)
+        if isinstance(weight, QuantizedWeight):
+            return ReferenceLinear(weight.own_copy(self.device), kept_bias, self.dtype)
+        return ReferenceLinear(own_copy(weight, self.device, self.dtype), kept_bias, self.dtype)
 
     def linear(
         self,
@@ -221,8 +290,8 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor]:
         return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
 
-    def new_experts(self, shape: ExpertShape) -> ReferenceExperts:
-        return ReferenceExperts(shape, self.device, self.dtype)
+    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> ReferenceExperts:
+        return ReferenceExperts(shape, self.device, self.dtype, formats or FLOATS)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, ReferenceExperts)
@@ -234,6 +303,12 @@ class ReferenceBackend:
 def _float32_linear(x_TI: Tensor, weight: ReferenceLinear) -> Tensor:
     """x @ weight.T + bias with float32 results, widening a slice of the weight at a time."""
     wide = x_TI.float()
-    parts = [wide @ rows.float().t() for rows in torch.split(weight.weight_OI, WIDE_LINEAR_ROWS)]
+    if isinstance(weight.weight, QuantizedWeight):
+        starts = range(0, max(1, weight.out_features), WIDE_LINEAR_ROWS)
+        ends = [min(start + WIDE_LINEAR_ROWS, weight.out_features) for start in starts]
+        slices = [weight.weight.rows(start, end).dequantize() for start, end in zip(starts, ends, strict=True)]
+    else:
+        slices = list(torch.split(weight.weight, WIDE_LINEAR_ROWS))
+    parts = [wide @ rows.float().t() for rows in slices]
     y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return y if weight.bias_O is None else y + weight.bias_O

@@ -5,8 +5,9 @@
    package, which does not let go of pages.
 3. `read` returns a view on the memory map. Its reader calls `release` after a copy, so that loading never holds more
    than what it keeps and the tensor in hand.
-4. A float8 tensor with a scale beside it (`models/dequantize`) is multiplied out here and comes back as a new tensor.
-   So is `<stem>_blocks` with `<stem>_scales` beside it, which is MXFP4.
+4. A matrix in few bits is codes and scales (`packed`, a `QuantizedWeight`) or multiplied out (`read`): float8 and int8
+   with a scale beside them, MXFP4 as `<stem>_blocks` with `<stem>_scales`, and what several tensors make
+   (`models/packed`), under the name that a plain checkpoint gives it.
 5. A part of a tensor is some rows of its first axis, and of those a cut of one axis: (axis, start, stop). Where a scale
    covers a block, the blocks that the cut touches are read.
 6. Names under a wrapper's prefix (`model.language_model.`) are read as those of the model in it.
@@ -17,17 +18,20 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
+from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models import dequantize
 from antiphon.models.checkpoint_folder import INDEX_NAME
-from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES, multiply_out, scale_shapes
-from antiphon.models.files import open_regular
-from antiphon.models.names import BLOCKS_SUFFIX
+from antiphon.models.dequantize import MXFP4_BLOCK, SCALE_SUFFIXES, multiplied_out
+from antiphon.models.files import open_regular, read_json
+from antiphon.models.names import BLOCKS_SUFFIX, NAMES, TensorNames
+from antiphon.models.packed import PACKED_SUFFIXES, PackedMatrix, packed_matrices
+from antiphon.models.quantization import packing_of
 from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
 
 DTYPES = {
@@ -38,6 +42,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
+_PARTS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}  # of matrices
 
 
 class SafetensorsFile:
@@ -52,11 +57,11 @@ class SafetensorsFile:
     def view(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor, or rows [start, stop) of its first axis, without copying."""
         entry = self.entries[name]
-        if entry.dtype not in DTYPES:
+        dtype = (DTYPES | _PARTS).get(entry.dtype)
+        if dtype is None:
             raise CheckpointError(
                 f"{self.path.name}: tensor {name} has dtype {entry.dtype}: use weights in {', '.join(DTYPES)}"
             )
-        dtype = DTYPES[entry.dtype]
         first, last = self._span(entry, rows)
         shape = entry.shape if rows is None else (rows[1] - rows[0], *entry.shape[1:])
         if first == last:
@@ -105,8 +110,25 @@ Rows = tuple[int, int] | None
 Cut = tuple[int, int, int] | None
 
 
+class MadeTensor(Protocol):
+    """A tensor that is not stored as such: `parts` are."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    def matrices(self, rows: Rows) -> list[QuantizedWeight] | None:
+        """Some rows of its first axis in few bits: one matrix, or one for each of them; None where it has floats."""
+
+    def floats(self, rows: Rows) -> Tensor:
+        """The same as floats; only asked for where `matrices` are None."""
+
+
 class Checkpoint:
-    """Tensors by name. `bytes_read` counts the bytes of every tensor handed out, as stored."""
+    """Tensors by name. `bytes_read` counts the bytes of every tensor handed out, as stored. `made` are those that are
+    not stored under their name."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -117,12 +139,19 @@ class Checkpoint:
         self._shards = {
             file: SafetensorsFile(self.folder / file, self._renamed(entries)) for file, entries in opened.items()
         }
+        self._made: dict[str, MadeTensor] = {}
+        self._made |= self._packed_matrices()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self._made
+
+    def family_names(self, family: str) -> TensorNames:
+        """How this checkpoint names the tensors of a family's model."""
+        return NAMES[family]
 
     @property
     def names(self) -> list[str]:
+        """Of all stored tensors."""
         return sorted(self._file_of)
 
     @property
@@ -141,24 +170,31 @@ class Checkpoint:
             self._shard(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        return self._made[name].shape if name in self._made else self.stored_shape(name)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
         return self._shard(name).entries[name].shape
+
+    def stored_view(self, name: str) -> Tensor:
+        return self._shard(name).view(name)
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds the tensor."""
-        return self._file_of[name]
+        return self._file_of[self._parts(name)[0]]
 
     def stored_bytes(self, name: str, rows: Rows = None, cut: Cut = None) -> int:
-        """Bytes that reading the tensor (or a part of it) takes from the file, scales included."""
-        num_bytes = self._shard(name).num_bytes(name, rows)
-        in_blocks = name.endswith(BLOCKS_SUFFIX) and cut is not None and cut[0] == len(self.shape(name)) - 2
+        """Bytes that the tensor (or a part of it) takes in the file, scales included; in whole blocks of scales it may
+        be a little more that is read."""
+        if not self.shape(name):
+            return self._shard(name).num_bytes(name)
+        sizes = [(rows[1] - rows[0], self.shape(name)[0])] if rows is not None else []
         if cut is not None:
-            axis, start, stop = _block_cut(cut) if in_blocks else cut
-            num_bytes = num_bytes * (stop - start) // self.shape(name)[axis]
-        if scale := self._scale_name(name):
-            scale_bytes = self._shard(scale).num_bytes(scale, self._scale_rows(name, scale, rows))
-            if cut is not None and name.endswith(BLOCKS_SUFFIX):
-                scale_bytes = scale_bytes * (stop - start) // self.shape(scale)[axis]
-            num_bytes += scale_bytes
+            axis, whole = cut[0], self.shape(name)
+            columns = MXFP4_BLOCK if name.endswith(BLOCKS_SUFFIX) and axis == len(whole) - 2 else 1
+            sizes.append((cut[2] - cut[1], whole[axis] * columns))
+        num_bytes = sum(self._shard(part).num_bytes(part) for part in self._parts(name))
+        for part, size in sizes:
+            num_bytes = num_bytes * part // max(size, 1)
         return num_bytes
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
@@ -166,75 +202,77 @@ class Checkpoint:
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}: "
+                f"{self.file_of(name)}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}: "
                 f"weights and config.json are of different models, download both again"
             )
 
     def read(
         self, name: str, *, rows: Rows = None, cut: Cut = None, dequantize_to: torch.dtype = torch.float32
     ) -> Tensor:
-        """The tensor or a part of it: a read-only view, or a new tensor where the stored one is scaled float8 or MXFP4.
+        """The tensor or a part of it: a read-only view, or a new tensor where it is stored in few bits.
 
         The axes of `cut` are those of the tensor as it comes back: MXFP4's are the matrix's."""
         self.bytes_read += self.stored_bytes(name, rows, cut)
-        if self._shard(name).entries[name].dtype == "F8_E4M3":
-            return self._multiplied_out(name, rows, cut, dequantize_to)
-        view = self._shard(name).view(name, rows)
-        if view.dtype == torch.uint8:
-            scale = self._scale_name(name)
-            scales = None if scale is None else self._shard(scale).view(scale, rows)
-            return self._expand(name, view, scales, cut, dequantize_to)
-        return _narrowed(view, cut)
+        matrices = self._matrices(name, rows)
+        if matrices is None:
+            return _narrowed(self._floats(name, rows), cut)
+        num_axes = self._num_axes(name)
+        if num_axes == 2:
+            return multiplied_out(_cut_matrix(matrices[0], num_axes, cut), dequantize_to)
+        return torch.stack([multiplied_out(_cut_matrix(each, num_axes, cut), dequantize_to) for each in matrices])
+
+    def packed(self, name: str, *, rows: Rows = None, cut: Cut = None) -> QuantizedWeight | None:
+        """The matrix, or a part of it, as the codes and scales that are stored; None where it is stored in floats, or
+        has several matrices. `cut` as for `read`."""
+        matrices = self._matrices(name, rows)
+        if matrices is None or len(matrices) != 1:
+            return None
+        return _cut_matrix(matrices[0], self._num_axes(name), cut)
 
     def release(self, name: str, rows: Rows = None) -> None:
         """Give the pages of a tensor read before back to the system; views of it stay valid and re-read the file."""
-        self._shard(name).release(name, rows)
-        if scale := self._scale_name(name):
-            self._shard(scale).release(scale, self._scale_rows(name, scale, rows))
+        for part in self._parts(name):
+            shared = self.stored_shape(part)[:1] != self.shape(name)[:1]
+            self._shard(part).release(part, None if shared else rows)
 
-    def _expand(self, name: str, blocks: Tensor, scales: Tensor | None, cut: Cut, dtype: torch.dtype) -> Tensor:
-        if scales is None or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
-            found = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+    def _floats(self, name: str, rows: Rows) -> Tensor:
+        if name in self._made:
+            return self._made[name].floats(rows)
+        entry = self._shard(name).entries[name]
+        if entry.dtype not in DTYPES:
             raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name} has dtype U8 and shape {list(blocks.shape)}, which is MXFP4 if "
-                f"scales of dtype U8 and shape {list(blocks.shape[:-1])} lie beside it; found {found}: use gpt-oss as "
-                f"published, or weights in bfloat16"
+                f"{self.file_of(name)}: tensor {name} has dtype {entry.dtype}: use weights in {', '.join(DTYPES)}"
             )
-        if cut is None or cut[0] < blocks.ndim - 2:
-            return dequantize.expand_mxfp4(_narrowed(blocks, cut), _narrowed(scales, cut), dtype)
-        in_blocks = _block_cut(cut)
-        wide = dequantize.expand_mxfp4(_narrowed(blocks, in_blocks), _narrowed(scales, in_blocks), dtype)
-        axis, start, stop = cut
-        return wide.narrow(axis, start - in_blocks[1] * dequantize.MXFP4_BLOCK, stop - start)
+        return self._shard(name).view(name, rows)
 
-    def _multiplied_out(self, name: str, rows: Rows, cut: Cut, dtype: torch.dtype) -> Tensor:
-        scale_name = self._scale_name(name)
-        if scale_name is None:
-            beside = " or ".join(name + suffix for suffix in SCALE_SUFFIXES)
-            raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name} is float8 without {beside}: download the checkpoint again"
-            )
-        if rows is not None and len(self.shape(name)) == 2:  # rows of a matrix may share a scale with others
-            weight = self._shard(name).view(name)
-            scale = self._shard(scale_name).view(scale_name)
-            cuts = [(0, *rows)]
-        else:
-            weight = self._shard(name).view(name, rows)
-            scale = self._shard(scale_name).view(scale_name, self._scale_rows(name, scale_name, rows))
-            cuts = []
-        if weight.ndim < 2:
-            raise CheckpointError(
-                f"{self._file_of[name]}: tensor {name} is float8 and has shape {list(weight.shape)}: only matrices "
-                f"may be float8, download the checkpoint again"
-            )
-        supported = scale_shapes(weight.shape)
-        if list(scale.shape) not in supported:
-            raise CheckpointError(
-                f"{self._file_of[name]}: {scale_name} has shape {list(scale.shape)}, {list(weight.shape)} needs "
-                f"{supported[0]}, {supported[1]} or {supported[2]}: only scales of rows, of blocks of {SCALE_BLOCK} x "
-                f"{SCALE_BLOCK} and of tensors are supported"
-            )
-        return multiply_out(weight, scale, dtype, [*cuts, *([cut] if cut is not None else [])])
+    def _matrices(self, name: str, rows: Rows) -> list[QuantizedWeight] | None:
+        if name in self._made:
+            return self._made[name].matrices(rows)
+        dtype = self._shard(name).entries[name].dtype
+        scale = self._scale_name(name)
+        if dtype not in ("F8_E4M3", "I8", "U8") or (dtype == "I8" and scale is None):
+            return None
+        make = dequantize.mxfp4_matrices if dtype == "U8" else dequantize.scaled_matrices
+        if len(self.stored_shape(name)) == 2 and dtype != "U8":  # rows of a matrix may share a scale with others
+            scales = None if scale is None else self.stored_view(scale)
+            [whole] = make(self.file_of(name), name, self.stored_view(name), scale, scales)
+            return [whole if rows is None else whole.rows(*rows)]
+        view, scales = self._shard(name).view(name, rows), None
+        if scale is not None:
+            shared = self.stored_shape(scale)[:1] != self.stored_shape(name)[:1]
+            scales = self._shard(scale).view(scale, None if shared else rows)
+        return make(self.file_of(name), name, view, scale, scales)
+
+    def _num_axes(self, name: str) -> int:
+        """Of the tensor as it comes back."""
+        return len(self.shape(name)) - (name not in self._made and name.endswith(BLOCKS_SUFFIX))
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that make it."""
+        if name in self._made:
+            return self._made[name].parts
+        scale = self._scale_name(name)
+        return (name,) if scale is None else (name, scale)
 
     def _scale_name(self, name: str) -> str | None:
         names = [name + suffix for suffix in SCALE_SUFFIXES]
@@ -242,9 +280,12 @@ class Checkpoint:
             names = [dequantize.scales_name(name)]
         return next((scale for scale in names if scale in self._file_of), None)
 
-    def _scale_rows(self, name: str, scale: str, rows: Rows) -> Rows:
-        """The rows of a scale that belong to `rows` of its weight: all where one scale serves the whole tensor."""
-        return rows if self.shape(scale)[:1] == self.shape(name)[:1] else None
+    def _packed_matrices(self) -> dict[str, PackedMatrix]:
+        """What `config.json` says is packed; it is read only where a name looks like it."""
+        if not any(name.endswith(PACKED_SUFFIXES) for name in self._file_of):
+            return {}
+        packing = packing_of(read_json(self.folder / "config.json"))
+        return {} if packing is None else packed_matrices(self.names, packing, self)
 
     def _renamed(self, stored: dict[str, _Held]) -> dict[str, _Held]:
         """By the names that a family gives its tensors."""
@@ -286,7 +327,9 @@ def _narrowed(tensor: Tensor, cut: Cut) -> Tensor:
     return tensor if cut is None else tensor.narrow(cut[0], cut[1], cut[2] - cut[1])
 
 
-def _block_cut(cut: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The cut of MXFP4's blocks that a cut of their numbers touches."""
+def _cut_matrix(weight: QuantizedWeight, num_axes: int, cut: Cut) -> QuantizedWeight:
+    """`cut` counts `num_axes` axes, of which the last two are the matrix's."""
+    if cut is None:
+        return weight
     axis, start, stop = cut
-    return axis, start // dequantize.MXFP4_BLOCK, -(-stop // dequantize.MXFP4_BLOCK)
+    return weight.rows(start, stop) if axis == num_axes - 2 else weight.columns(start, stop)

@@ -97,12 +97,12 @@ def model_folder(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """A folder's name, or that of the model whose snapshot it is."""
+    """The name of a folder or GGUF file, or that of the model whose snapshot it is."""
     resolved = path.resolve()
     cached = resolved.parent.parent.name
     if resolved.parent.name == "snapshots" and cached.startswith("models--"):
         return cached.rpartition("--")[2]
-    return resolved.name
+    return resolved.stem if resolved.suffix == ".gguf" else resolved.name
 
 
 def instead_of_config(folder: Path) -> str:

@@ -23,8 +23,10 @@ from antiphon.models.families.defaults import completed
 from antiphon.models.families.readers import FAMILIES
 from antiphon.models.families.refused import refusal
 from antiphon.models.files import brief, read_json
+from antiphon.models.gguf.container import SUFFIX, gguf_files
+from antiphon.models.gguf.metadata import gguf_config
 from antiphon.models.names import NAMES, TensorNames
-from antiphon.models.quantization import check_quantization, refuse_gguf
+from antiphon.models.quantization import check_quantization
 from antiphon.models.rope_scaling import with_rope_scaling
 from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.spec_checks import check_spec, check_tokens
@@ -39,6 +41,8 @@ def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     for their dtype where no key says it, and to say what they hold where a size is beyond all bounds.
     """
     file = config_file(path)
+    if file.suffix == SUFFIX:
+        return _of_gguf(file, rope_scaling)
     config = with_rope_scaling(read_config(path), rope_scaling)
     if config_keys.stated_dtype(config) is None and (stored := stored_dtype(file.parent)) is not None:
         config = config | {"dtype": stored}
@@ -46,6 +50,14 @@ def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     endings = stated_endings(config, file.parent)
     check_tokens("generation_config.json: eos_token_id", endings, spec.vocab_size)
     return replace(spec, eos_token_ids=endings) if endings else spec
+
+
+def _of_gguf(file: Path, rope_scaling: str) -> ModelSpec:
+    """What is wrong with a size is said of the file, whose metadata took the place of `config.json`."""
+    try:
+        return model_spec(with_rope_scaling(gguf_config(file), rope_scaling))
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace("config.json", f"{file.name} (metadata)")) from error
 
 
 def stated_endings(config: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
@@ -82,11 +94,12 @@ def refuse_other_model(config: Mapping[str, Any], spec: ModelSpec, what: str) ->
 
 
 def config_file(path: str | Path) -> Path:
+    """A folder's `config.json`, or where it has none its GGUF file, or the file that was given."""
     path = Path(path)
     try:
         file = path / "config.json" if path.is_dir() else path
-        if file.suffix == ".gguf" or not os.path.lexists(file):
-            refuse_gguf(path)
+        if path.is_dir() and not os.path.lexists(file) and (files := gguf_files(path)):
+            return files[0]
     except OSError:  # reading it says what is wrong
         return path
     return file
@@ -95,6 +108,8 @@ def config_file(path: str | Path) -> Path:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The keys of a checkpoint folder's `config.json`, or of that file itself. `CheckpointError` if it is damaged."""
     file = config_file(path)
+    if file.suffix == SUFFIX:
+        return gguf_config(file)
     return read_json(file, instead_of_config(file.parent if file != Path(path) else file))
 
 
@@ -111,7 +126,10 @@ def with_tokenizer_ending(path: Path, spec: ModelSpec) -> ModelSpec:
     """`spec` with the tokenizer's `eos_token` among the tokens that end a text; a line of the log says so.
 
     A tokenizer that is damaged or not there says nothing here; who needs it reads it and says what is wrong."""
-    folder = config_file(path).parent
+    file = config_file(path)
+    if file.suffix == SUFFIX:
+        return spec
+    folder = file.parent
     try:
         text = _ending_text(folder)
         token = None if text is None else _id_of(folder, text)

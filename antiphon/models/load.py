@@ -24,8 +24,8 @@ from antiphon.models.attention import (
 )
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import tensor_names
 from antiphon.models.expert_half import FREE, ExpertHalf
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (
@@ -50,8 +50,8 @@ def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     """The checkpoint of `spec`, before anything is started for it: every header is read, all sizes are compared.
 
     `CheckpointError` if a shard is missing or damaged, or the weights are of another model."""
-    checkpoint = Checkpoint(folder)
-    check_sizes(checkpoint, spec, tensor_names(spec))
+    checkpoint = open_weights(folder)
+    check_sizes(checkpoint, spec, checkpoint.family_names(spec.family))
     checkpoint.open_shards()
     return checkpoint
 
@@ -72,7 +72,7 @@ def load_attention_half(
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
-    names = tensor_names(spec)
+    names = checkpoint.family_names(spec.family)
     check_sizes(checkpoint, spec, names)
     share = share_of(spec, ranks.rank, ranks.size)
     layers = range(spec.num_layers) if layers is None else layers
@@ -86,7 +86,7 @@ def load_attention_half(
     rotary = rotary_table(spec.attention.rope, max_positions or spec.max_position, backend.device)
     local = share.local_spec(spec)
     norms = None if share.is_whole or spec.attention.qk_norm != "full" else _whole_norms(spec, share, ranks)
-    return AttentionHalf(
+    half = AttentionHalf(
         spec=spec,
         backend=backend,
         embedding_WH=embedding_WH,
@@ -99,6 +99,8 @@ def load_attention_half(
         weight_bytes=reader.done_bytes,
         ranks=ranks,
     )
+    reader.log_formats("attention")
+    return half
 
 
 def load_expert_half(
@@ -118,19 +120,24 @@ def load_expert_half(
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
-    names = tensor_names(spec)
+    names = checkpoint.family_names(spec.family)
     check_sizes(checkpoint, spec, names)
     ids_of = _ids_of_each_layer(spec, range(spec.router.num_experts) if expert_ids is None else expert_ids)
     share = share or share_of(spec)
     width = spec.feed_forward.intermediate
-    plans = {
-        layer: [expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share) for expert in ids]
-        for layer, ids in ids_of.items()
-    }
+
+    def of_layer(layer: int, expert: int) -> ExpertRefs:
+        return expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share)
+
+    plans = {layer: [of_layer(layer, expert) for expert in ids] for layer, ids in ids_of.items()}
     refs = [ref for plan in plans.values() for expert in plan for ref in expert.refs]
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
     local = share.local_spec(spec)
-    experts = {layer: _experts(local, plan, reader, num_slots) for layer, plan in plans.items()}
+    experts = {
+        layer: _experts(local, plan, plan[0] if plan else of_layer(layer, 0), reader, num_slots)
+        for layer, plan in plans.items()
+    }
+    reader.log_formats("experts")
     slots = {layer: ids + (FREE,) * (num_slots - len(ids)) for layer, ids in ids_of.items()}
     return ExpertHalf(spec=local, backend=backend, experts=experts, expert_ids=slots)
 
@@ -143,7 +150,9 @@ def load_expert(
     `spec` and `share` as in `load_expert_half`. May run beside `half.forward`, in another thread. `CheckpointError` if
     the checkpoint has changed meanwhile."""
     refs = expert_of(
-        expert_refs(spec, tensor_names(spec), layer, expert, checkpoint), spec.feed_forward.intermediate, share
+        expert_refs(spec, checkpoint.family_names(spec.family), layer, expert, checkpoint),
+        spec.feed_forward.intermediate,
+        share,
     )
     reader = WeightReader(checkpoint, half.backend, check(checkpoint, refs.refs), None)
     reader.expert(half.experts[layer], slot, refs)
@@ -162,13 +171,12 @@ def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tupl
     return {layer: tuple(ids) for layer, ids in per_layer.items()}
 
 
-def _experts(spec: ModelSpec, plan: Sequence[ExpertRefs], reader: WeightReader, num_slots: int) -> PackedExperts:
+def _experts(
+    spec: ModelSpec, plan: Sequence[ExpertRefs], like: ExpertRefs, reader: WeightReader, num_slots: int
+) -> PackedExperts:
     widths = spec.feed_forward
     num_experts = max(len(plan), num_slots, 1)
-    packed = reader.backend.new_experts(_shape(spec, num_experts, widths.intermediate, widths.expert_bias))
-    for index, refs in enumerate(plan):
-        reader.expert(packed, index, refs)
-    return packed
+    return reader.new_experts(_shape(spec, num_experts, widths.intermediate, widths.expert_bias), plan, like)
 
 
 def _shape(spec: ModelSpec, num_experts: int, width: int, has_bias: bool) -> ExpertShape:
@@ -263,9 +271,8 @@ def _local_feed_forward(spec: ModelSpec, plan: LoadPlan, reader: WeightReader) -
     if purpose is None:
         return None
     width = widths.dense_intermediate if purpose == "dense" else widths.shared_intermediate
-    expert = backend.new_experts(_shape(spec, 1, width, False))
     gate_up = plan[f"{purpose}.gate_up"]
     refs = ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, plan[f"{purpose}.down"][0])
-    reader.expert(expert, 0, refs)
+    expert = reader.new_experts(_shape(spec, 1, width, False), [refs], refs)
     shared_gate = reader.linear(plan, "shared_gate") if "shared_gate" in plan else None
     return LocalFeedForward(backend, expert, shared_gate, spec.residual_multiplier)

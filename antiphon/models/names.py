@@ -39,11 +39,12 @@ class StackedLayout:
     "fused": gate_up [E, 2I, H] and down [E, H, I], as transformers 5 holds them.
     "rows": w1, v1, w2 [E * I, H] with the down projection transposed, as DBRX publishes them.
     "columns": gate_up [E, H, 2I], gate and up in turns, and down [E, I, H], as transformers 5 holds gpt-oss.
+    "apart": gate and up, each [E, I, H], and down [E, H, I], as GGUF has them.
     "mxfp4": gate_up [E, 2I, H], gate and up in turns, and down [E, H, I], each as blocks and scales, as gpt-oss is
     published (`models/dequantize`).
     """
 
-    kind: Literal["fused", "rows", "columns", "mxfp4"]
+    kind: Literal["fused", "rows", "columns", "apart", "mxfp4"]
     gate_up: tuple[str, ...]
     down: str
 
@@ -134,3 +135,37 @@ NAMES = {
         ),
     ),
 }  # by `model_type`
+
+
+_GGUF = TensorNames(
+    embedding="token_embd.weight",
+    final_norm="output_norm.weight",
+    head="output.weight",
+    layer="blk.{layer}.",
+    input_norm="attn_norm.weight",
+    post_norm="ffn_norm.weight",
+    qkv=("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    out="attn_output.weight",
+    q_norm="attn_q_norm.weight",
+    k_norm="attn_k_norm.weight",
+    sinks="attn_sinks.weight",
+    router=("ffn_gate_inp.weight",),
+    score_bias=("exp_probs_b.bias", "exp_probs_b.weight"),
+    shared=GatedNames(prefix="", gate="ffn_gate_shexp.weight", up="ffn_up_shexp.weight", down="ffn_down_shexp.weight"),
+    shared_gate="ffn_gate_inp_shexp.weight",
+    dense=GatedNames(prefix="", gate="ffn_gate.weight", up="ffn_up.weight", down="ffn_down.weight"),
+    experts=(
+        StackedLayout(
+            kind="apart", gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"), down="ffn_down_exps.weight"
+        ),
+    ),
+    q_direct="attn_q.weight",
+    q_down="attn_q_a.weight",
+    q_down_norm="attn_q_a_norm.weight",
+    q_up="attn_q_b.weight",
+    kv_down="attn_kv_a_mqa.weight",
+    kv_down_norm="attn_kv_a_norm.weight",
+    kv_up="attn_kv_b.weight",
+)
+_GGUF_AFTER_ATTENTION = replace(_GGUF, post_norm="post_attention_norm.weight")
+GGUF_NAMES = dict.fromkeys(NAMES, _GGUF) | dict.fromkeys(("glm4_moe", "gpt_oss"), _GGUF_AFTER_ATTENTION)

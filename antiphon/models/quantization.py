@@ -1,32 +1,49 @@
-"""Which quantised checkpoints can be read: those whose weights multiply out at load.
+"""Which quantised checkpoints can be read, by what `config.json` says of them.
 
 - `quant_method: fp8` (`models/dequantize`): blocks of 128 x 128 (DeepSeek-V3, MiniMax-M2), or one scale a tensor.
-- `quant_method: compressed-tensors` (llm-compressor, GLM-4.5-FP8): a scale a row, a block of 128 x 128, or a tensor.
-- `quant_method: mxfp4` of gpt-oss: four-bit experts in blocks of 32 (`models/dequantize`).
-Activations, keys and values that a checkpoint would round to float8 too stay as they are: that is more exact, and
-`left_out` says so. Everything else is refused by name.
+- `quant_method: compressed-tensors` (llm-compressor, GLM-4.5-FP8, Kimi-K2): float8 and int8 with a scale a row, a block
+  of 128 x 128, or a tensor; 4 and 8 bits in words (`pack-quantized`) and MXFP4 (`models/packed`).
+- `quant_method: gptq` with 4 and 8 bits, `awq` in its GEMM layout (`models/packed`).
+- `quant_method: mxfp4` of gpt-oss: four-bit experts in blocks of 32.
+Activations, keys and values that a checkpoint would round too stay as they are: that is more exact, and `left_out` says
+so. Everything else is refused by name.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from antiphon.base.errors import CheckpointError
 
 Config = Mapping[str, Any]
 
 INSTEAD = (
-    "use the model in bfloat16 or float16, or in FP8 (quant_method fp8, or compressed-tensors with float8 weights)"
+    "use the model in bfloat16, in FP8, or in 4 or 8 bits as compressed-tensors (pack-quantized), GPTQ, AWQ (gemm) or "
+    "GGUF"
 )
 COMPRESSED = "compressed-tensors"
 MXFP4 = "mxfp4"
-FORMATS = ("float-quantized", "naive-quantized")
+WIDE_FORMATS = ("float-quantized", "naive-quantized", "int-quantized")  # one tensor with a scale beside it
+PACKED_FORMATS = ("pack-quantized", "mxfp4-pack-quantized")
 STRATEGIES = ("tensor", "channel", "block")
 BLOCK = [128, 128]
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """What `quantization_config` says of packed weights. `group_sizes`: those in use, None for whole rows.
+    `zero_shift`: what is added to stored zero points."""
+
+    method: Literal["compressed-tensors", "gptq", "awq"]
+    bits: tuple[int, ...]
+    group_sizes: tuple[int | None, ...]
+    symmetric: bool = True
+    zero_shift: int = 0
 
 
 def check_quantization(config: Config) -> None:
-    """`CheckpointError` for weights that are not multiplied out."""
+    """`CheckpointError` for weights that cannot be read."""
     quantization = _quantization(config)
     method = quantization.get("quant_method")
     if not quantization:
@@ -35,6 +52,8 @@ def check_quantization(config: Config) -> None:
         return
     if method == COMPRESSED:
         _check_compressed(quantization)
+    elif method in ("gptq", "awq"):
+        _check_words(quantization)
     elif method != "fp8":
         raise _unsupported(f"quant_method = {method!r}")
     elif (block := quantization.get("weight_block_size")) is not None and block != BLOCK:
@@ -52,16 +71,52 @@ def left_out(config: Config) -> str | None:
         rounded.append("keys and values")
     if not rounded:
         return None
-    return f"float8 for weights only: {' and '.join(rounded)}, which this checkpoint would round too, are not rounded"
+    return f"8 bits for weights only: {' and '.join(rounded)}, which this checkpoint would round too, are not rounded"
 
 
-def refuse_gguf(path: Path) -> None:
-    """`CheckpointError` if `path` is a GGUF file or a folder of them."""
-    file = path if path.suffix == ".gguf" else next(iter(sorted(path.glob("*.gguf"))), None)
-    if file is not None:
-        raise CheckpointError(
-            f"{file}: GGUF is not supported: use the checkpoint in Hugging Face format (.safetensors)"
+def packing_of(config: Config) -> PackedLayout | None:
+    """How matrices of several tensors are packed; None where the config names no such form."""
+    quantization = _quantization(config)
+    method = quantization.get("quant_method")
+    if method == COMPRESSED:
+        schemes = [
+            _mapping(scheme.get("weights") or {}, "weights")
+            for scheme in _schemes(quantization)
+            if (scheme.get("format") or quantization.get("format")) in PACKED_FORMATS
+        ]
+        if not schemes:
+            return None
+        sizes = [scheme.get("group_size") if scheme.get("strategy") == "group" else None for scheme in schemes]
+        bits = tuple(dict.fromkeys(scheme["num_bits"] for scheme in schemes))
+        return PackedLayout(method="compressed-tensors", bits=bits, group_sizes=tuple(dict.fromkeys(sizes)))
+    size = quantization.get("group_size", -1)
+    group_sizes = (size if size > 0 else None,) if type(size) is int else (None,)
+    if method == "awq":
+        return PackedLayout(method="awq", bits=(4,), group_sizes=group_sizes, symmetric=False)
+    if method == "gptq":
+        return PackedLayout(
+            method="gptq",
+            bits=(quantization["bits"],),
+            group_sizes=group_sizes,
+            symmetric=bool(quantization.get("sym", True)),
+            zero_shift=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1,
         )
+    return None
+
+
+def _check_words(quantization: Config) -> None:
+    """GPTQ and AWQ."""
+    method, bits = quantization.get("quant_method"), quantization.get("bits", quantization.get("w_bit"))
+    size = quantization.get("group_size", -1)
+    if bits not in (_BITS if method == "gptq" else (4,)) or type(bits) is not int:
+        raise _unsupported(f"quant_method = {method!r} with bits = {bits!r}")
+    if type(size) is not int or (size != -1 and size < 1):
+        raise _unsupported(f"quant_method = {method!r} with group_size = {size!r}")
+    layout = quantization.get("version", "gemm") if method == "awq" else quantization.get("checkpoint_format", "gptq")
+    if str(layout).lower() not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
+        raise _unsupported(f"quant_method = {method!r} in the layout {layout!r}")
+    if method == "awq" and not quantization.get("zero_point", True):
+        raise _unsupported("quant_method = 'awq' without zero points")
 
 
 def _quantization(config: Config) -> Config:
@@ -90,13 +145,25 @@ def _check_compressed(quantization: Config) -> None:
         form = scheme.get("format") or quantization.get("format")
         weights = _mapping(scheme.get("weights") or {}, "weights")
         kind = f"{weights.get('type', 'unknown')}{weights.get('num_bits', '')}"
+        if form in PACKED_FORMATS:
+            _check_packed(form, weights, kind)
+            continue
         strategy = weights.get("strategy")
-        if form not in FORMATS or kind != "float8":
+        if form not in WIDE_FORMATS or kind != ("int8" if form == "int-quantized" else "float8"):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with format = {form!r} and {kind} weights")
         if strategy not in STRATEGIES or not weights.get("symmetric", True):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with weights by {strategy!r}")
         if strategy == "block" and weights.get("block_structure") not in (None, BLOCK):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with block_structure = {weights['block_structure']}")
+
+
+def _check_packed(form: str, weights: Config, kind: str) -> None:
+    kinds = ("float4",) if form.startswith(MXFP4) else ("int4", "int8")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if kind not in kinds or strategy not in ("group", "channel"):
+        raise _unsupported(f"quant_method = {COMPRESSED!r} with format = {form!r}, {kind} weights by {strategy!r}")
+    if strategy == "group" and (type(size) is not int or size < 1):
+        raise _unsupported(f"quant_method = {COMPRESSED!r} with group_size = {size!r}")
 
 
 def _unsupported(what: str) -> CheckpointError:

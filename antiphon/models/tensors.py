@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models import dequantize
@@ -230,18 +230,19 @@ def _gate_up(names: GatedNames, prefix: str, hidden: int, width: int) -> tuple[T
 
 @dataclass(frozen=True)
 class ExpertRefs:
-    """Where the matrices of one expert lie: `gate_up` is one tensor holding both, or two ("separate", "rows"). What
-    `StackedLayout` says what the other layouts mean. `biases`: of gate and up, in turns, and of down; or none, or only
-    the first where another rank adds the second."""
+    """Where the matrices of one expert lie: `gate_up` is one tensor holding both, or two ("separate", "rows");
+    `StackedLayout` says what the other layouts mean. `biases`: of gate and up, in turns or ("separate") apart, or none.
+    `down_bias`: None too where another rank adds it."""
 
     layout: Literal["separate", "fused", "rows", "columns", "mxfp4"]
     gate_up: tuple[TensorRef, ...]
     down: TensorRef
     biases: tuple[TensorRef, ...] = ()
+    down_bias: TensorRef | None = None
 
     @property
     def refs(self) -> tuple[TensorRef, ...]:
-        return (*self.gate_up, self.down, *self.biases)
+        return (*self.gate_up, self.down, *self.biases, *([] if self.down_bias is None else [self.down_bias]))
 
 
 def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, checkpoint: StoredNames) -> ExpertRefs:
@@ -267,6 +268,8 @@ def _stacked_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, expert: i
         parts = tuple(TensorRef(prefix + name, shape, rows) for name in layout.gate_up)
         return ExpertRefs("rows", parts, TensorRef(prefix + layout.down, shape, rows))
     rows = (expert, expert + 1)
+    if layout.kind == "apart":
+        return _apart_refs(spec, layout, prefix, rows)
     gate_up: tuple[int, ...] = (2 * width, hidden)
     down: tuple[int, ...] = (hidden, width)
     suffix = ""
@@ -275,16 +278,30 @@ def _stacked_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, expert: i
     if layout.kind == "mxfp4":
         gate_up, down, suffix = dequantize.blocks_shape(gate_up), dequantize.blocks_shape(down), BLOCKS_SUFFIX
     first, second = prefix + layout.gate_up[0], prefix + layout.down
-    biases: tuple[TensorRef, ...] = ()
-    if spec.feed_forward.expert_bias:
-        gate_up_bias = TensorRef(first + "_bias", (num_experts, 2 * width), rows)
-        biases = (gate_up_bias, TensorRef(second + "_bias", (num_experts, hidden), rows))
-    return ExpertRefs(
+    refs = ExpertRefs(
         layout.kind,
         (TensorRef(first + suffix, (num_experts, *gate_up), rows),),
         TensorRef(second + suffix, (num_experts, *down), rows),
-        biases,
     )
+    if not spec.feed_forward.expert_bias:
+        return refs
+    gate_up_bias = TensorRef(first + "_bias", (num_experts, 2 * width), rows)
+    return replace(refs, biases=(gate_up_bias,), down_bias=TensorRef(second + "_bias", (num_experts, hidden), rows))
+
+
+def _apart_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, rows: Range) -> ExpertRefs:
+    hidden, width, num_experts = spec.hidden_size, spec.feed_forward.intermediate, spec.router.num_experts
+    names = [prefix + name for name in layout.gate_up]
+    down = prefix + layout.down
+    refs = ExpertRefs(
+        "separate",
+        tuple(TensorRef(name, (num_experts, width, hidden), rows) for name in names),
+        TensorRef(down, (num_experts, hidden, width), rows),
+    )
+    if not spec.feed_forward.expert_bias:
+        return refs
+    biases = tuple(TensorRef(bias_of(name), (num_experts, width), rows) for name in names)
+    return replace(refs, biases=biases, down_bias=TensorRef(bias_of(down), (num_experts, hidden), rows))
 
 
 _VOCABULARY = ("embedding", "head", "head_bias")
@@ -317,21 +334,24 @@ def expert_of(refs: ExpertRefs, width: int, share: Share) -> ExpertRefs:
             refs,
             gate_up=(replace(refs.gate_up[0], cut=(axis, 2 * first, 2 * last)),),
             down=replace(refs.down, cut=(down_axis, first, last)),
-            biases=_biases(refs.biases, (first, last), share),
+            **_biases(refs, (2 * first, 2 * last), share),
         )
     if refs.down.rows is not None:  # stacked: an expert is one row of the first axis
+        down = replace(refs.down, cut=(2, first, last))
+        if layout == "separate":
+            parts = [replace(ref, cut=(1, first, last)) for ref in refs.gate_up]
+            return replace(refs, gate_up=tuple(parts), down=down, **_biases(refs, (first, last), share))
         ref = refs.gate_up[0]
         gate_up = tuple(replace(ref, cut=(1, start + first, start + last)) for start in (0, width))
-        return replace(refs, layout="separate", gate_up=gate_up, down=replace(refs.down, cut=(2, first, last)))
+        return replace(refs, layout="separate", gate_up=gate_up, down=down)
     gate_up = tuple(_of_rows(refs.gate_up, ((first, last), (width + first, width + last))))
     return replace(refs, layout="separate", gate_up=gate_up, down=replace(refs.down, cut=(1, first, last)))
 
 
-def _biases(biases: tuple[TensorRef, ...], columns: Range, share: Share) -> tuple[TensorRef, ...]:
-    if not biases:
-        return ()
-    gate_up = replace(biases[0], cut=(1, 2 * columns[0], 2 * columns[1]))
-    return (gate_up, biases[1]) if share.leads else (gate_up,)
+def _biases(refs: ExpertRefs, columns: Range, share: Share) -> dict[str, Any]:
+    """Both kinds of biases as this rank reads them."""
+    biases = tuple(replace(ref, cut=(1, *columns)) for ref in refs.biases)
+    return {"biases": biases, "down_bias": refs.down_bias if share.leads else None}
 
 
 def _of_purpose(purpose: str, refs: tuple[TensorRef, ...], spec: ModelSpec, share: Share) -> tuple[TensorRef, ...]:

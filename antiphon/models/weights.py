@@ -3,19 +3,30 @@
 Every tensor is read, copied to where it stays, and its pages released before the next one is touched: a loading
 process holds what it keeps, plus the tensor in hand, plus one fused projection while its parts are put together.
 All but the experts' matrices is looked through for NaN and infinity on the way.
+
+A matrix in few bits stays as it is stored if the back-end can compute with it; `WeightReader.kept` says in words what
+stayed and what did not, for the log. What does not stay is multiplied out to the back-end's dtype:
+- norms, the embedding, routers, the up projection of latent attention: back-ends want them as floats;
+- matrices with a scale for every column (GPTQ's `desc_act`): their order would have to be applied to activations;
+- projections that are stacked and not all in one format.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
-from antiphon.kernels.api import KernelBackend, PackedExperts, PackedLinear
+from antiphon.base.logging import get_logger
+from antiphon.kernels.api import ExpertFormats, ExpertShape, KernelBackend, PackedExperts, PackedLinear
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.tensors import ExpertRefs, LoadPlan, TensorRef
 
+_log = get_logger("models")
 ReportProgress = Callable[[int, int], None]
 
 
@@ -30,6 +41,7 @@ class WeightReader:
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.progress = progress
+        self.kept: Counter[str] = Counter()
 
     @contextmanager
     def stored(self, ref: TensorRef, *, checked: bool = True) -> Iterator[Tensor]:
@@ -41,10 +53,26 @@ class WeightReader:
             check_finite(tensor, ref.name, self.checkpoint.file_of(ref.name))
         yield tensor
         del tensor
+        self._done(ref)
+
+    def _done(self, ref: TensorRef, *, packed: bool = False) -> None:
+        num_bytes = self.checkpoint.stored_bytes(ref.name, ref.rows, ref.cut)
         self.checkpoint.release(ref.name, ref.rows)
-        self.done_bytes += self.checkpoint.stored_bytes(ref.name, ref.rows, ref.cut)
+        self.checkpoint.bytes_read += num_bytes if packed else 0  # `read` counts itself
+        self.done_bytes += num_bytes
         if self.progress is not None:
             self.progress(self.done_bytes, self.total_bytes)
+
+    def packed(self, ref: TensorRef) -> QuantizedWeight | None:
+        """The matrix in few bits, if it may stay so; valid until its pages are given back (`_done`)."""
+        weight = self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut)
+        return None if weight is None or weight.format.columns_per_scale == 1 else weight
+
+    def log_formats(self, what: str) -> None:
+        """One line about `what` was read, if any of it is in few bits in the checkpoint or here."""
+        if set(self.kept) - {"floats"}:
+            counts = (f"{count} x {words}" for words, count in sorted(self.kept.items()))
+            _log.info("%s, matrices by format (floats are %s): %s", what, self.backend.dtype, "; ".join(counts))
 
     def tensor(self, refs: Sequence[TensorRef], dtype: torch.dtype | None = None) -> Tensor:
         """The tensors stacked along their rows: a copy on the back-end's device, in its dtype or in `dtype`."""
@@ -61,34 +89,108 @@ class WeightReader:
             bias = torch.zeros(sum(ref.local_shape[0] for ref in refs), dtype=self.backend.dtype)
             given = self._stacked(bias_refs, torch.device("cpu"), self.backend.dtype)
             bias[bias.shape[0] - given.shape[0] :] = given
+        parts = [self.packed(ref) for ref in refs]
+        if (whole := stacked(parts)) is not None:
+            with self._named(refs[0]):
+                packed = self.backend.pack_linear(whole, bias)
+            for ref in refs:
+                self._done(ref, packed=True)
+            self._note(whole.format, refs)
+            return packed
+        self._note(None, refs)
         if len(refs) == 1:
             with self.stored(refs[0]) as weight:
                 return self.backend.pack_linear(weight, bias)
         return self.backend.pack_linear(self._stacked(refs, torch.device("cpu"), self.backend.dtype), bias)
 
+    def new_experts(self, shape: ExpertShape, plan: Sequence[ExpertRefs], like: ExpertRefs) -> PackedExperts:
+        """Room for experts in the formats that `like` is stored in, filled with those in `plan`."""
+        gate_up, down = self._gate_up(like), self._down(like)
+        if gate_up is not None and gate_up[0].format != gate_up[1].format:
+            gate_up = None
+        formats = ExpertFormats(
+            gate_up=None if gate_up is None else gate_up[0].format, down=None if down is None else down.format
+        )
+        experts = self.backend.new_experts(shape, formats)
+        for index, refs in enumerate(plan):
+            self.expert(experts, index, refs)
+        for form, ref in ((formats.gate_up, like.gate_up[0]), (formats.down, like.down)):
+            self._note(form, [ref], len(plan))
+        return experts
+
     def expert(self, experts: PackedExperts, index: int, refs: ExpertRefs) -> None:
-        """Copy one expert into place. Experts are nearly all of a checkpoint: their numbers are not looked at."""
-        with self.stored(refs.gate_up[0], checked=False) as first, self.stored(refs.down, checked=False) as down:
-            if refs.layout in ("separate", "rows"):
-                with self.stored(refs.gate_up[1], checked=False) as up:
-                    down_HI = down.t() if refs.layout == "rows" else _matrix(down)
-                    experts.set_expert(index, _matrix(first), _matrix(up), down_HI)
-            elif refs.layout == "fused":
-                shape = experts.shape.intermediate, experts.shape.hidden
-                gate_IH, up_IH = first.view(2, *shape).unbind(0)
-                experts.set_expert(index, gate_IH, up_IH, down.view(shape[::-1]))
-            else:
-                gate_up, down_HI = (first[0].t(), down[0].t()) if refs.layout == "columns" else (first[0], down[0])
-                experts.set_expert(index, gate_up[0::2], gate_up[1::2], down_HI)
-        if refs.biases:
+        """Copy one expert into place. Experts are nearly all of a checkpoint: their numbers are not looked at.
+
+        `CheckpointError` if it is not in the formats that the experts of its layer have."""
+        formats = experts.formats
+        pair = None if formats.gate_up is None else self._gate_up(refs)
+        gate, up = pair or self._gate_up_floats(experts, refs)
+        down = self._down(refs) if formats.down is not None else None
+        with self._named(refs.down):
+            experts.set_expert(index, gate, up, self._down_floats(refs) if down is None else down)
+        for ref in refs.gate_up:
+            self._done(ref, packed=pair is not None)
+        self._done(refs.down, packed=down is not None)
+        if len(refs.biases) == 1:
             with self.stored(refs.biases[0]) as gate_up:
                 experts.set_bias(index, gate_up[0, 0::2], gate_up[0, 1::2], self._down_bias(experts, refs))
+        elif refs.biases:
+            with self.stored(refs.biases[0]) as gate_bias, self.stored(refs.biases[1]) as up_bias:
+                experts.set_bias(index, gate_bias[0], up_bias[0], self._down_bias(experts, refs))
+
+    def _gate_up(self, refs: ExpertRefs) -> tuple[QuantizedWeight, QuantizedWeight] | None:
+        """Both in few bits; None where one is not stored so."""
+        parts = [self.packed(ref) for ref in refs.gate_up]
+        first, last = parts[0], parts[-1]
+        if first is None or last is None or refs.layout in ("rows", "columns"):
+            return None
+        if len(parts) == 2:
+            return first, last
+        return _turns(first) if refs.layout == "mxfp4" else _halves(first)
+
+    def _gate_up_floats(self, experts: PackedExperts, refs: ExpertRefs) -> tuple[Tensor, Tensor]:
+        first = self._floats(refs.gate_up[0])
+        if refs.layout in ("separate", "rows"):
+            return _matrix(first), _matrix(self._floats(refs.gate_up[1]))
+        if refs.layout == "fused":
+            gate, up = first.view(2, experts.shape.intermediate, experts.shape.hidden).unbind(0)
+            return gate, up
+        gate_up = first[0].t() if refs.layout == "columns" else first[0]
+        return gate_up[0::2], gate_up[1::2]
+
+    def _down(self, refs: ExpertRefs) -> QuantizedWeight | None:
+        return None if refs.layout in ("rows", "columns") else self.packed(refs.down)
+
+    def _down_floats(self, refs: ExpertRefs) -> Tensor:
+        down = _matrix(self._floats(refs.down))
+        return down.t() if refs.layout in ("rows", "columns") else down
+
+    def _floats(self, ref: TensorRef) -> Tensor:
+        return self.checkpoint.read(ref.name, rows=ref.rows, cut=ref.cut, dequantize_to=self.backend.dtype)
+
+    @contextmanager
+    def _named(self, ref: TensorRef) -> Iterator[None]:
+        """What a back-end refuses (another format, a float8 that is no number) as `CheckpointError` with the tensor."""
+        try:
+            yield
+        except ValueError as error:
+            file = self.checkpoint.file_of(ref.name)
+            raise CheckpointError(f"{file}: tensor {ref.name}: {error}: use another checkpoint of the model") from error
+
+    def _note(self, kept: WeightFormat | None, refs: Sequence[TensorRef], count: int = 1) -> None:
+        """Count how matrices stayed; refs of matrices that did not stay in few bits, though stored so, say why."""
+        if kept is not None:
+            self.kept[words_of(kept)] += count
+            return
+        stored = [self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut) for ref in refs]
+        formats = sorted({words_of(weight.format) for weight in stored if weight is not None})
+        self.kept[f"{' and '.join(formats)}, multiplied out" if formats else "floats"] += count
 
     def _down_bias(self, experts: PackedExperts, refs: ExpertRefs) -> Tensor:
         """Zeros where another rank adds it."""
-        if len(refs.biases) == 1:
+        if refs.down_bias is None:
             return torch.zeros(experts.shape.hidden)
-        with self.stored(refs.biases[1]) as down:
+        with self.stored(refs.down_bias) as down:
             return down[0].clone()
 
     def _stacked(self, refs: Sequence[TensorRef], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -100,6 +202,57 @@ class WeightReader:
                 out[first : first + part.shape[0]].copy_(part)
                 first += part.shape[0]
         return out
+
+
+def words_of(form: WeightFormat) -> str:
+    """A format for the log."""
+    columns, rows = form.columns_per_scale, form.rows_per_scale
+    if rows == 1:
+        scales = "a scale a row" if columns is None else f"groups of {columns}"
+    else:
+        scales = "a scale a matrix" if rows is None else f"blocks of {rows} x {columns}"
+    return f"{form.codes} in {scales}" if "of" in scales else f"{form.codes} with {scales}"
+
+
+def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
+    """The matrices one below the other, values unchanged; None if one is missing or they differ in format."""
+    given = [part for part in parts if part is not None]
+    if len(given) != len(parts):
+        return None
+    if len(given) == 1:
+        return given[0]
+    by_row = [part.with_scale_per_row() for part in given]
+    form = by_row[0].format
+    if any(part.format != form for part in by_row):
+        return None
+
+    def together(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        found = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat([_bits(tensor) for tensor in found]).view(found[0].dtype) if found else None
+
+    codes, scales = together([part.codes for part in by_row]), together([part.scales for part in by_row])
+    assert codes is not None
+    assert scales is not None
+    zeros, offsets = together([part.zeros for part in by_row]), together([part.offsets for part in by_row])
+    return replace(by_row[0], codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """PyTorch joins few of its 8-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _halves(weight: QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
+    middle = weight.num_rows // 2
+    weight = weight.with_scale_per_row()
+    return weight.rows(0, middle), weight.rows(middle, weight.num_rows)
+
+
+def _turns(weight: QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """The even and the odd rows."""
+    weight = weight.with_scale_per_row()
+    first, second = (replace(weight, codes=weight.codes[start::2], scales=weight.scales[start::2]) for start in (0, 1))
+    return first, second
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -20,9 +20,12 @@ using kernels::ThreadPool;
 
 class PackedExperts {
   public:
-    PackedExperts(bool is_bf16, int64_t num_experts, int64_t hidden, int64_t intermediate,
+    PackedExperts(bool is_bf16, const kernels::PackedFormat& gate_up, const kernels::PackedFormat& down,
+                  int64_t num_experts, int64_t hidden, int64_t intermediate,
                   const std::string& activation, float alpha, float limit, bool has_bias)
         : weights_{.type = element_type(is_bf16),
+                   .gate_up_format = gate_up,
+                   .down_format = down,
                    .activation = activation_named(activation),
                    .alpha = alpha,
                    .limit = limit,
@@ -42,13 +45,11 @@ class PackedExperts {
 
     size_t num_bytes() const { return buffer_.size() + bias_.size() * sizeof(float); }
 
-    // gate and up are [intermediate][hidden], down is [hidden][intermediate], all of the element type.
-    void set_expert(int64_t index, uintptr_t gate, int64_t gate_stride, uintptr_t up, int64_t up_stride, uintptr_t down,
-                    int64_t down_stride) {
+    // gate and up are [intermediate][hidden], down is [hidden][intermediate], in the formats of these experts.
+    void set_expert(int64_t index, const SourceAddresses& gate, const SourceAddresses& up, const SourceAddresses& down) {
         const nb::gil_scoped_release released;
-        kernels::pack_expert(weights_, index, rows(gate, weights_.intermediate, gate_stride),
-                             rows(up, weights_.intermediate, up_stride), rows(down, weights_.hidden, down_stride),
-                             ThreadPool::instance());
+        kernels::pack_expert(weights_, index, gate.matrix(weights_.intermediate), up.matrix(weights_.intermediate),
+                             down.matrix(weights_.hidden), ThreadPool::instance());
     }
 
     // gate and up are float32 [intermediate], down is float32 [hidden].
@@ -88,13 +89,13 @@ class PackedExperts {
 
 void bind_experts(nb::module_& module) {
     nb::class_<PackedExperts>(module, "PackedExperts")
-        .def(nb::init<bool, int64_t, int64_t, int64_t, const std::string&, float, float, bool>(), nb::arg("is_bf16"),
-             nb::arg("num_experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("activation"),
+        .def(nb::init<bool, const kernels::PackedFormat&, const kernels::PackedFormat&, int64_t, int64_t, int64_t,
+                      const std::string&, float, float, bool>(),
+             nb::arg("is_bf16"), nb::arg("gate_up"), nb::arg("down"), nb::arg("num_experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("activation"),
              nb::arg("alpha"), nb::arg("limit"), nb::arg("has_bias"))
         .def_prop_ro("num_bytes", &PackedExperts::num_bytes)
-        .def("set_expert", &PackedExperts::set_expert, nb::arg("index"), nb::arg("gate_address"),
-             nb::arg("gate_stride"), nb::arg("up_address"), nb::arg("up_stride"), nb::arg("down_address"),
-             nb::arg("down_stride"))
+        .def("set_expert", &PackedExperts::set_expert, nb::arg("index"), nb::arg("gate"), nb::arg("up"),
+             nb::arg("down"))
         .def("set_bias", &PackedExperts::set_bias, nb::arg("index"), nb::arg("gate_address"), nb::arg("up_address"),
              nb::arg("down_address"))
         .def("grouped_ffn", &PackedExperts::grouped_ffn, nb::arg("x_address"), nb::arg("num_rows"),

@@ -19,13 +19,14 @@ using kernels::ThreadPool;
 
 class PackedLinear {
   public:
-    // `weight` is [outputs][inner] of the element type, `bias` float32 [outputs] or null; both are copied.
-    PackedLinear(bool is_bf16, int64_t outputs, int64_t inner, uintptr_t weight, int64_t weight_stride, uintptr_t bias)
-        : type_(element_type(is_bf16)), buffer_(kernels::packed_bytes(type_, outputs, inner)),
-          weight_(kernels::packed_matrix(type_, buffer_.data(), outputs, inner)) {
+    // `weight` is [outputs][inner] in `format`, `bias` float32 [outputs] or null; both are copied. Rows in and out are
+    // bfloat16 or float32.
+    PackedLinear(bool is_bf16, const kernels::PackedFormat& format, int64_t outputs, int64_t inner,
+                 const SourceAddresses& weight, uintptr_t bias)
+        : type_(element_type(is_bf16)), buffer_(format.num_bytes(outputs, inner)),
+          weight_(kernels::packed_matrix(format, buffer_.data(), outputs, inner)) {
         const nb::gil_scoped_release released;
-        kernels::pack_matrix(type_, rows(weight, outputs, weight_stride), inner, buffer_.data(),
-                             ThreadPool::instance());
+        kernels::pack_matrix(format, weight.matrix(outputs), inner, buffer_.data(), ThreadPool::instance());
         if (bias != 0) bias_.assign(pointer<const float>(bias), pointer<const float>(bias) + outputs);
     }
 
@@ -91,8 +92,8 @@ void gate(const PackedLinear& weight, const GateOptions& options, uintptr_t x, i
 
 void bind_linear(nb::module_& module) {
     nb::class_<PackedLinear>(module, "PackedLinear")
-        .def(nb::init<bool, int64_t, int64_t, uintptr_t, int64_t, uintptr_t>(), nb::arg("is_bf16"),
-             nb::arg("outputs"), nb::arg("inner"), nb::arg("weight_address"), nb::arg("weight_stride"),
+        .def(nb::init<bool, const kernels::PackedFormat&, int64_t, int64_t, const SourceAddresses&, uintptr_t>(),
+             nb::arg("is_bf16"), nb::arg("format"), nb::arg("outputs"), nb::arg("inner"), nb::arg("weight"),
              nb::arg("bias_address"))
         .def_prop_ro("num_bytes", &PackedLinear::num_bytes)
         .def("linear", &PackedLinear::linear, nb::arg("x_address"), nb::arg("num_rows"), nb::arg("x_stride"),

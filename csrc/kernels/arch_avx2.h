@@ -96,6 +96,37 @@ struct Avx2 {
         const auto* q = reinterpret_cast<const __m256i*>(p);
         return {_mm256_load_si256(q), _mm256_load_si256(q + 1)};
     }
+    static ANTIPHON_INLINE F load_int8(const char* p) {
+        return {_mm256_cvtepi32_ps(bytes(p)), _mm256_cvtepi32_ps(bytes(p + 8))};
+    }
+    static ANTIPHON_INLINE F load_e4m3(const char* p) {
+        const __m256i sign_and_rest = _mm256_set1_epi32(static_cast<int>(0x87f00000u));
+        const __m256 rebias = _mm256_set1_ps(0x1p120f);
+        const __m256i lo = _mm256_and_si256(_mm256_slli_epi32(bytes(p), 20), sign_and_rest);
+        const __m256i hi = _mm256_and_si256(_mm256_slli_epi32(bytes(p + 8), 20), sign_and_rest);
+        return {_mm256_mul_ps(_mm256_castsi256_ps(lo), rebias), _mm256_mul_ps(_mm256_castsi256_ps(hi), rebias)};
+    }
+    static ANTIPHON_INLINE F load_fp16(const char* p) { return {half(p), half(p + 16)}; }
+    static ANTIPHON_INLINE F load_e8m0(const char* p) {
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(bytes(p), 23)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(bytes(p + 8), 23))};
+    }
+    // A nibble times 2^(4 (k mod 4)): two operations, where moving it down first takes three.
+    static constexpr int nibble_places = 4;
+    template <int k>
+    static ANTIPHON_INLINE F load_nibbles(const char* p) {
+        const B words = load_unaligned(p);
+        return {nibble<k>(words.lo), nibble<k>(words.hi)};
+    }
+    // Twice the value plus 12, a byte from a table, times 2^(8 (k / 2)). Even columns come from the low nibbles.
+    static constexpr int e2m1_places = 8;
+    static constexpr float e2m1_unit = 0.5f;
+    static constexpr float e2m1_zero = 12.0f;
+    template <int k>
+    static ANTIPHON_INLINE F load_e2m1(const char* p) {
+        const B words = load_unaligned(p);
+        return {e2m1<k>(words.lo), e2m1<k>(words.hi)};
+    }
     static ANTIPHON_INLINE F dot(Bf16, F acc, A a, const B& b) {
         const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
         const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16));
@@ -114,6 +145,32 @@ struct Avx2 {
     }
 
   private:
+    static ANTIPHON_INLINE B load_unaligned(const char* p) {
+        const auto* q = reinterpret_cast<const __m256i*>(p);
+        return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+    }
+    static ANTIPHON_INLINE __m256i bytes(const char* p) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    template <int k>
+    static ANTIPHON_INLINE __m256 nibble(__m256i words) {
+        const __m256i half = k < 4 ? words : _mm256_srli_epi32(words, 16);
+        return _mm256_cvtepi32_ps(_mm256_and_si256(half, _mm256_set1_epi32(15 << 4 * (k % 4))));
+    }
+    template <int k>
+    static ANTIPHON_INLINE __m256 e2m1(__m256i words) {
+        const __m256i doubled = _mm256_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0,  //
+                                                 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+        const __m256i codes = _mm256_and_si256(k % 2 == 0 ? words : _mm256_srli_epi32(words, 4), _mm256_set1_epi8(15));
+        const __m256i bytes = _mm256_shuffle_epi8(doubled, codes);
+        return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(255 << 8 * (k / 2))));
+    }
+    static ANTIPHON_INLINE __m256 half(const char* p) {
+        const __m256i bits = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m256i rest = _mm256_and_si256(_mm256_slli_epi32(bits, 13), _mm256_set1_epi32(0x0fffe000));
+        const __m256 magnitude = _mm256_mul_ps(_mm256_castsi256_ps(rest), _mm256_set1_ps(0x1p112f));
+        return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0.0f)));
+    }
     static ANTIPHON_INLINE __m256 widen(__m128i x) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
     }

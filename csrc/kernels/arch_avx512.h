@@ -72,11 +72,39 @@ struct Avx512Base {
         return _mm512_set1_epi32(bits);
     }
     static ANTIPHON_INLINE B load_operand(const char* p) { return _mm512_load_si512(p); }
+    static ANTIPHON_INLINE F load_int8(const char* p) { return _mm512_cvtepi32_ps(bytes(p)); }
+    static ANTIPHON_INLINE F load_e4m3(const char* p) {
+        const __m512i sign_and_rest = _mm512_set1_epi32(static_cast<int>(0x87f00000u));
+        const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(bytes(p), 20), sign_and_rest);
+        return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+    }
+    static ANTIPHON_INLINE F load_fp16(const char* p) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static ANTIPHON_INLINE F load_e8m0(const char* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(bytes(p), 23)); }
+    static constexpr int nibble_places = 1;
+    static constexpr int e2m1_places = 1;
+    static constexpr float e2m1_unit = 1.0f;
+    static constexpr float e2m1_zero = 0.0f;
+    template <int k>
+    static ANTIPHON_INLINE F load_nibbles(const char* p) {
+        const __m512i codes = _mm512_srli_epi32(_mm512_loadu_si512(p), 4 * k);
+        return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(15)));
+    }
+    // The permutation looks at the lowest 4 bits of a lane.
+    template <int k>
+    static ANTIPHON_INLINE F load_e2m1(const char* p) {
+        const __m512 values = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+        return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), 4 * k), values);
+    }
     static ANTIPHON_INLINE F dot(Fp32, F acc, A a, B b) {
         return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc);
     }
 
   private:
+    static ANTIPHON_INLINE __m512i bytes(const char* p) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
     static ANTIPHON_INLINE __m256 high_half(F a) {
         return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
     }

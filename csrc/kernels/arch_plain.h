@@ -134,6 +134,55 @@ struct Plain {
         std::memcpy(&b, p, sizeof(B));
         return b;
     }
+    // 16 codes of one byte, as floats.
+    static ANTIPHON_INLINE F load_int8(const char* p) {
+        F r;
+        ANTIPHON_LANES r.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
+        return r;
+    }
+    static ANTIPHON_INLINE F load_e4m3(const char* p) {
+        F r;
+        ANTIPHON_LANES {
+            const auto bits = static_cast<uint32_t>(static_cast<uint8_t>(p[i]));
+            r.v[i] = as_float((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * 0x1p120f;
+        }
+        return r;
+    }
+    // 16 scales: float16, or the exponents of powers of two.
+    static ANTIPHON_INLINE F load_fp16(const char* p) {
+        F r;
+        ANTIPHON_LANES {
+            uint16_t bits;
+            std::memcpy(&bits, p + 2 * i, 2);
+            r.v[i] = as_float((bits & 0x8000u) << 16 | (bits & 0x7fffu) << 13) * 0x1p112f;
+        }
+        return r;
+    }
+    static ANTIPHON_INLINE F load_e8m0(const char* p) {
+        F r;
+        ANTIPHON_LANES r.v[i] = as_float(static_cast<uint32_t>(static_cast<uint8_t>(p[i])) << 23);
+        return r;
+    }
+    // 4-bit code k of each of 16 words: its number, or its value in E2M1. See weight_reader.h for the constants.
+    static constexpr int nibble_places = 1;
+    static constexpr int e2m1_places = 1;
+    static constexpr float e2m1_unit = 1.0f;
+    static constexpr float e2m1_zero = 0.0f;
+    template <int k>
+    static ANTIPHON_INLINE F load_nibbles(const char* p) {
+        const B words = load_operand(p);
+        F r;
+        ANTIPHON_LANES r.v[i] = static_cast<float>(words.v[i] >> 4 * k & 15u);
+        return r;
+    }
+    template <int k>
+    static ANTIPHON_INLINE F load_e2m1(const char* p) {
+        static constexpr float values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+        const B words = load_operand(p);
+        F r;
+        ANTIPHON_LANES r.v[i] = values[words.v[i] >> 4 * k & 15u];
+        return r;
+    }
     // acc + the products of one step, ascending in the inner dimension.
     static ANTIPHON_INLINE F dot(Bf16, F acc, A a, const B& b) {
         const float low = as_float(a << 16);

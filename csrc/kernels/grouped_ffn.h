@@ -8,9 +8,9 @@
 #pragma once
 
 #include "kernels/operations.h"
+#include "kernels/quantized_product.h"
 #include "kernels/rows.h"
 #include "kernels/vector_math.h"
-#include "kernels/weight_product.h"
 
 namespace antiphon::kernels {
 
@@ -60,19 +60,18 @@ inline ExpertPairs sort_pairs(const GroupedFfnCall& call) {
     return {num_pairs, num_touched, touched, starts, tokens, weights};
 }
 
-template <class E>
+// The rows of every pair, in the type that gate and up projections are multiplied in.
+template <class V, class E, class To>
 Rows gather_pairs(const GroupedFfnCall& call, const ExpertPairs& pairs, ThreadPool& pool) {
-    using T = typename E::Storage;
+    const PackedFormat& format = call.experts.gate_up_format;
     const int64_t width = call.experts.hidden;
-    const int64_t padded = padded_inner(E::type, width);
-    const int64_t stride = spread_stride(E::type, width);
-    T* gathered = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(pairs.num_pairs * stride));
+    const int64_t padded = format.row_width(width);
+    const int64_t stride = spread_stride(format.type, padded);
+    To* gathered = Scratch::get<To>(ScratchUse::padded_rows, static_cast<size_t>(pairs.num_pairs * stride));
     pool.for_each(divide_up(pairs.num_pairs, rows_worth_a_thread), [&](int64_t item) {
         const int64_t end = smaller(pairs.num_pairs, (item + 1) * rows_worth_a_thread);
         for (int64_t pair = item * rows_worth_a_thread; pair < end; ++pair) {
-            T* row = gathered + pair * stride;
-            std::memcpy(row, row_at<E>(call.x, pairs.tokens[pair]), static_cast<size_t>(width) * sizeof(T));
-            std::memset(row + width, 0, static_cast<size_t>(padded - width) * sizeof(T));
+            copy_row<V>(row_at<E>(call.x, pairs.tokens[pair]), width, padded, gathered + pair * stride);
         }
     });
     return {gathered, pairs.num_pairs, stride};
@@ -86,9 +85,9 @@ ANTIPHON_INLINE typename V::F join(const ExpertWeights& experts, typename V::F g
 }
 
 // act(gate) * up for one group: sums hold [gate panels | up panels], out gets the group's intermediate columns.
-template <class V, class E>
+template <class V, class To>
 void activate_group(const ExpertWeights& experts, const float* bias, const float* sums, int64_t num_rows,
-                    int gate_panels, typename E::Storage* out, int64_t out_stride) {
+                    int gate_panels, To* out, int64_t out_stride) {
     for (int64_t m = 0; m < num_rows; ++m) {
         for (int panel = 0; panel < gate_panels; ++panel) {
             const int64_t at = panel * panel_width;
@@ -104,11 +103,12 @@ void activate_group(const ExpertWeights& experts, const float* bias, const float
     }
 }
 
-// Phase 1: the activations of every pair, [pairs][padded intermediate].
-template <class Arch, class E>
-void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const Rows& x, typename E::Storage* hidden,
+// Phase 1: the activations of every pair, [pairs][padded intermediate], in the type that down projections take.
+template <class Arch, class E, class To>
+void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const Rows& x, To* hidden,
                     ThreadPool& pool) {
     const ExpertWeights& experts = call.experts;
+    const size_t row_bytes = static_cast<size_t>(x.stride) * element_bytes(experts.gate_up_format.type);
     const int64_t num_groups = experts.num_gate_up_groups();
     const int64_t hidden_stride = experts.hidden_stride();
     pool.for_each(pairs.num_touched * num_groups, [&](int64_t item) {
@@ -125,9 +125,10 @@ void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const 
         const int num_panels = weight.group_size(group);
         for (int64_t row = pairs.starts[index]; row < pairs.starts[index + 1]; row += rows_per_chunk) {
             const int64_t num_rows = smaller(rows_per_chunk, pairs.starts[index + 1] - row);
-            multiply_group<Arch, E>({
-                .rows = reinterpret_cast<const char*>(row_at<E>(x, row)),
-                .row_bytes = static_cast<size_t>(x.stride) * sizeof(typename E::Storage),
+            multiply_weight<Arch, E>({
+                .weight = &weight,
+                .rows = static_cast<const char*>(x.data) + static_cast<size_t>(row) * row_bytes,
+                .row_bytes = row_bytes,
                 .num_rows = num_rows,
                 .group = weight.group(group),
                 .num_panels = num_panels,
@@ -135,10 +136,10 @@ void gate_up_groups(const GroupedFfnCall& call, const ExpertPairs& pairs, const 
                 .next = next,
                 .sums = sums,
             });
-            activate_group<typename Arch::Vector, E>(experts, experts.gate_up_bias(pairs.touched[index], group), sums,
-                                                     num_rows, num_panels / 2,
-                                                     hidden + row * hidden_stride + group * group_width / 2,
-                                                     hidden_stride);
+            activate_group<typename Arch::Vector>(experts, experts.gate_up_bias(pairs.touched[index], group), sums,
+                                                  num_rows, num_panels / 2,
+                                                  hidden + row * hidden_stride + group * group_width / 2,
+                                                  hidden_stride);
         }
     });
 }
@@ -160,11 +161,11 @@ void add_weighted(const float* products, const float* bias, const ExpertPairs& p
 
 // Phase 2 for one group of 64 output columns.
 template <class Arch, class E>
-void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const typename E::Storage* hidden, int64_t group) {
+void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const char* hidden, int64_t group) {
     using V = typename Arch::Vector;
     using T = typename E::Storage;
     const ExpertWeights& experts = call.experts;
-    const int64_t hidden_stride = experts.hidden_stride();
+    const size_t row_bytes = static_cast<size_t>(experts.hidden_stride()) * element_bytes(experts.down_format.type);
     const int64_t num_tokens = call.x.count;
     float* products = Scratch::get<float>(ScratchUse::products, rows_per_chunk * group_width);
     float* sums = Scratch::get<float>(ScratchUse::sums, static_cast<size_t>(num_tokens * group_width));
@@ -174,9 +175,10 @@ void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const type
         const bool last = index + 1 == pairs.num_touched;
         for (int64_t row = pairs.starts[index]; row < pairs.starts[index + 1]; row += rows_per_chunk) {
             const int64_t num_rows = smaller(rows_per_chunk, pairs.starts[index + 1] - row);
-            multiply_group<Arch, E>({
-                .rows = reinterpret_cast<const char*>(hidden + row * hidden_stride),
-                .row_bytes = static_cast<size_t>(hidden_stride) * sizeof(T),
+            multiply_weight<Arch, E>({
+                .weight = &weight,
+                .rows = hidden + static_cast<size_t>(row) * row_bytes,
+                .row_bytes = row_bytes,
                 .num_rows = num_rows,
                 .group = weight.group(group),
                 .num_panels = weight.group_size(group),
@@ -197,23 +199,38 @@ void down_group(const GroupedFfnCall& call, const ExpertPairs& pairs, const type
     }
 }
 
+// Both phases; To: the type of the activations between them.
+template <class Arch, class E, class To>
+void run_experts(const GroupedFfnCall& call, const ExpertPairs& pairs, const Rows& x, ThreadPool& pool) {
+    const ExpertWeights& experts = call.experts;
+    const int64_t hidden_stride = experts.hidden_stride();
+    To* hidden = Scratch::get<To>(ScratchUse::activations, static_cast<size_t>(pairs.num_pairs * hidden_stride));
+    // Panels end at a multiple of 16, the inner dimension of the second half maybe later.
+    const int64_t written = round_up(experts.intermediate, panel_width);
+    const int64_t read = experts.down_format.row_width(experts.intermediate);
+    for (int64_t pair = 0; written < read && pair < pairs.num_pairs; ++pair) {
+        std::memset(hidden + pair * hidden_stride + written, 0, static_cast<size_t>(read - written) * sizeof(To));
+    }
+    gate_up_groups<Arch, E>(call, pairs, x, hidden, pool);
+    const int64_t num_groups = divide_up(experts.hidden, group_width);
+    pool.for_each(num_groups, [&](int64_t group) {
+        down_group<Arch, E>(call, pairs, reinterpret_cast<const char*>(hidden), group);
+    });
+}
+
 template <class Arch, class E>
 void grouped_ffn(const GroupedFfnCall& call, ThreadPool& pool) {
+    using V = typename Arch::Vector;
     using T = typename E::Storage;
     if (call.x.count == 0) return;
     const ExpertPairs pairs = sort_pairs(call);
-    const Rows x = gather_pairs<E>(call, pairs, pool);
-    const int64_t hidden_stride = call.experts.hidden_stride();
-    T* hidden = Scratch::get<T>(ScratchUse::activations, static_cast<size_t>(pairs.num_pairs * hidden_stride));
-    // Panels end at a multiple of 16, the inner dimension of the second half maybe later.
-    const int64_t written = round_up(call.experts.intermediate, panel_width);
-    const int64_t read = padded_inner(E::type, call.experts.intermediate);
-    for (int64_t pair = 0; written < read && pair < pairs.num_pairs; ++pair) {
-        std::memset(hidden + pair * hidden_stride + written, 0, static_cast<size_t>(read - written) * sizeof(T));
+    const bool widens = call.experts.gate_up_format.type != E::type;
+    const Rows x = widens ? gather_pairs<V, E, float>(call, pairs, pool) : gather_pairs<V, E, T>(call, pairs, pool);
+    if (call.experts.down_format.type != E::type) {
+        run_experts<Arch, E, float>(call, pairs, x, pool);
+    } else {
+        run_experts<Arch, E, T>(call, pairs, x, pool);
     }
-    gate_up_groups<Arch, E>(call, pairs, x, hidden, pool);
-    const int64_t num_groups = divide_up(call.experts.hidden, group_width);
-    pool.for_each(num_groups, [&](int64_t group) { down_group<Arch, E>(call, pairs, hidden, group); });
 }
 
 }  // namespace antiphon::kernels

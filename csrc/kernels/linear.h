@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernels/operations.h"
+#include "kernels/quantized_product.h"
 #include "kernels/rows.h"
-#include "kernels/weight_product.h"
 
 namespace antiphon::kernels {
 
@@ -30,7 +30,10 @@ void linear(const LinearCall& call, ThreadPool& pool) {
     using V = typename Arch::Vector;
     if (call.x.count == 0) return;
     const PackedMatrix& weight = call.weight;
-    const Rows x = padded_rows<E>(call.x, weight.inner, pool);
+    const bool widens = weight.format.type != E::type;
+    const Rows x = widens ? rows_for<V, E, float>(weight, call.x, pool)
+                          : rows_for<V, E, typename E::Storage>(weight, call.x, pool);
+    const size_t row_bytes = static_cast<size_t>(x.stride) * element_bytes(weight.format.type);
     const int64_t num_chunks = divide_up(x.count, rows_per_chunk);
     const int64_t num_items = weight.num_groups() * num_chunks;
     pool.for_each(num_items, [&](int64_t item) {
@@ -40,9 +43,10 @@ void linear(const LinearCall& call, ThreadPool& pool) {
         const int64_t num_rows = x.count * (chunk + 1) / num_chunks - first_row;
         float* sums = Scratch::get<float>(ScratchUse::products, rows_per_chunk * group_width);
         const bool more = chunk + 1 == num_chunks && group + 1 < weight.num_groups();
-        multiply_group<Arch, E>({
-            .rows = reinterpret_cast<const char*>(row_at<E>(x, first_row)),
-            .row_bytes = static_cast<size_t>(x.stride) * sizeof(typename E::Storage),
+        multiply_weight<Arch, E>({
+            .weight = &weight,
+            .rows = static_cast<const char*>(x.data) + static_cast<size_t>(first_row) * row_bytes,
+            .row_bytes = row_bytes,
             .num_rows = num_rows,
             .group = weight.group(group),
             .num_panels = weight.group_size(group),

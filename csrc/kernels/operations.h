@@ -1,6 +1,6 @@
 // What every kernel is called with, and the table of kernels one instruction set provides.
 //
-// Copies weights and biases into the packed layout. The source is [outputs][inner] of the same element type.
+// Copies weights and biases into the packed layout.
 #pragma once
 
 #include "kernels/packed_layout.h"
@@ -32,7 +32,9 @@ struct RmsNormCall {
 // Packed weights of the experts of one layer. Gate and up share one matrix: groups of two gate and two up panels. Biases
 // lie likewise, zero where there is no output.
 struct ExpertWeights {
-    ElementType type;
+    ElementType type;  // of rows in and out
+    PackedFormat gate_up_format;
+    PackedFormat down_format;
     Activation activation;
     float alpha;  // of swiglu_oai, as is limit
     float limit;
@@ -44,14 +46,15 @@ struct ExpertWeights {
 
     int64_t gate_up_outputs() const { return 2 * round_up(intermediate, panel_width); }
     int64_t num_gate_up_groups() const { return divide_up(intermediate, group_width / 2); }
-    size_t gate_up_bytes() const { return packed_bytes(type, gate_up_outputs(), hidden); }
-    size_t down_bytes() const { return packed_bytes(type, hidden, intermediate); }
+    size_t gate_up_bytes() const { return gate_up_format.num_bytes(gate_up_outputs(), hidden); }
+    size_t down_bytes() const { return down_format.num_bytes(hidden, intermediate); }
     size_t num_bytes() const { return static_cast<size_t>(num_experts) * (gate_up_bytes() + down_bytes()); }
     // Elements from row to row of the activations between the two halves: room for whole panels.
-    int64_t hidden_stride() const { return spread_stride(type, round_up(intermediate, panel_width)); }
+    int64_t hidden_stride() const { return spread_stride(down_format.type, round_up(intermediate, panel_width)); }
 
     PackedMatrix gate_up(int64_t expert) const {
-        return packed_matrix(type, data + static_cast<size_t>(expert) * gate_up_bytes(), gate_up_outputs(), hidden);
+        const char* first = data + static_cast<size_t>(expert) * gate_up_bytes();
+        return packed_matrix(gate_up_format, first, gate_up_outputs(), hidden);
     }
     // Whole groups, so that kernels may read past the last output.
     int64_t gate_up_bias_width() const { return round_up(gate_up_outputs(), group_width); }
@@ -65,7 +68,7 @@ struct ExpertWeights {
     }
     PackedMatrix down(int64_t expert) const {
         const char* first = data + static_cast<size_t>(num_experts) * gate_up_bytes();
-        return packed_matrix(type, first + static_cast<size_t>(expert) * down_bytes(), hidden, intermediate);
+        return packed_matrix(down_format, first + static_cast<size_t>(expert) * down_bytes(), hidden, intermediate);
     }
 };
 
@@ -161,12 +164,22 @@ struct KernelTable {
     const ElementKernels& of(ElementType type) const { return type == ElementType::bf16 ? bf16 : fp32; }
 };
 
-// `stride`: elements from one output's row to the next.
-void pack_matrix(ElementType type, const Rows& source, int64_t inner, char* packed, ThreadPool& pool);
+// A matrix to be packed, rows of floats or of codes: the tensors of a QuantizedWeight with a scale for every row.
+struct SourceMatrix {
+    const char* data = nullptr;
+    int64_t rows = 0;
+    int64_t row_bytes = 0;  // from row to row
+    const char* scales = nullptr;
+    const char* offsets = nullptr;  // or zero points
+    int64_t scale_stride = 0;       // elements from row to row, of both
+};
+
+void pack_matrix(const PackedFormat& format, const SourceMatrix& source, int64_t inner, char* packed,
+                 ThreadPool& pool);
 
 // One expert's three matrices; gate and up are [intermediate][hidden], down is [hidden][intermediate].
-void pack_expert(const ExpertWeights& experts, int64_t index, const Rows& gate, const Rows& up, const Rows& down,
-                 ThreadPool& pool);
+void pack_expert(const ExpertWeights& experts, int64_t index, const SourceMatrix& gate, const SourceMatrix& up,
+                 const SourceMatrix& down, ThreadPool& pool);
 
 // Biases [intermediate] of one expert's gate and up, in the order of their outputs; places without one are left alone.
 void pack_gate_up_bias(const ExpertWeights& experts, const float* gate, const float* up, float* packed);

@@ -20,43 +20,90 @@ void pack_lane(const char* row, int64_t row_bytes, int64_t first, int64_t end, c
     }
 }
 
-// Panel `panel` of `source`. Missing outputs become zero.
-void pack_panel(ElementType type, const Rows& source, int64_t inner, int64_t panel, char* to) {
-    const int64_t row_bytes = inner * static_cast<int64_t>(element_bytes(type));
-    const int64_t steps = inner_steps(type, inner);
-    const int64_t outputs = smaller(panel_width, source.count - panel * panel_width);
+// Floats of panel `panel`. Missing outputs become zero.
+void pack_floats(const PackedFormat& format, const SourceMatrix& source, int64_t inner, int64_t panel, char* to) {
+    const int64_t row_bytes = inner * static_cast<int64_t>(element_bytes(format.type));
+    const int64_t steps = format.steps(inner);
+    const int64_t outputs = smaller(panel_width, source.rows - panel * panel_width);
     for (int64_t first = 0; first < steps; first += steps_at_a_time) {
         const int64_t end = smaller(steps, first + steps_at_a_time);
         for (int64_t n = 0; n < panel_width; ++n) {
-            const int64_t output = panel * panel_width + n;
-            const char* row = static_cast<const char*>(source.data) +
-                              static_cast<size_t>(output * source.stride) * element_bytes(type);
+            const char* row = source.data + (panel * panel_width + n) * source.row_bytes;
             pack_lane(row, n < outputs ? row_bytes : 0, first, end, to + 4 * n);
         }
     }
 }
 
+// One value of each output of the panel, or zero.
+void pack_lanes(const char* column, int64_t stride, int64_t outputs, int64_t value_bytes, char* to) {
+    for (int64_t n = 0; n < outputs; ++n) {
+        std::memcpy(to + n * value_bytes, column + n * stride * value_bytes, static_cast<size_t>(value_bytes));
+    }
+}
+
+// Codes of columns [first, end) of one output: 4-bit ones are a row of 4-byte lanes, 8 columns each.
+void pack_codes(const PackedFormat& format, const char* row, int64_t inner, int64_t first, int64_t end, int64_t output,
+                char* to) {
+    if (format.has_nibbles()) {
+        return pack_lane(row, divide_up(inner, 2), first / 8, divide_up(end, 8), to + 4 * output - first / 8 * panel_bytes);
+    }
+    for (int64_t column = first; column < end; ++column) to[(column - first) * panel_width + output] = row[column];
+}
+
+// Scales and codes of panel `panel`, into memory that is zero.
+void pack_quantized(const PackedFormat& format, const SourceMatrix& source, int64_t inner, int64_t panel, char* to) {
+    const int64_t first_output = panel * panel_width;
+    const int64_t outputs = smaller(panel_width, source.rows - first_output);
+    const int64_t scale_size = format.scale_bytes() / panel_width;
+    const int64_t offset_size = format.offset_bytes() / panel_width;
+    for (int64_t group = 0; group * format.group < inner; ++group, to += format.group_bytes()) {
+        const int64_t value = first_output * source.scale_stride + group;
+        pack_lanes(source.scales + value * scale_size, source.scale_stride, outputs, scale_size, to);
+        char* offsets = to + format.scale_bytes();
+        if (offset_size > 0) {
+            pack_lanes(source.offsets + value * offset_size, source.scale_stride, outputs, offset_size, offsets);
+        }
+        const int64_t first = group * format.group;
+        const int64_t end = smaller(inner, first + format.group);
+        for (int64_t n = 0; n < outputs; ++n) {
+            const char* row = source.data + (first_output + n) * source.row_bytes;
+            pack_codes(format, row, inner, first, end, n, offsets + format.offset_bytes());
+        }
+    }
+}
+
+void pack_panel(const PackedFormat& format, const SourceMatrix& source, int64_t inner, int64_t panel, char* to) {
+    if (format.is_quantized()) {
+        std::memset(to, 0, static_cast<size_t>(format.panel_stride(inner)));
+        if (panel * panel_width < source.rows) pack_quantized(format, source, inner, panel, to);
+    } else {
+        pack_floats(format, source, inner, panel, to);
+    }
+}
+
 }  // namespace
 
-void pack_matrix(ElementType type, const Rows& source, int64_t inner, char* packed, ThreadPool& pool) {
-    const PackedMatrix matrix = packed_matrix(type, packed, source.count, inner);
+void pack_matrix(const PackedFormat& format, const SourceMatrix& source, int64_t inner, char* packed,
+                 ThreadPool& pool) {
+    const PackedMatrix matrix = packed_matrix(format, packed, source.rows, inner);
     pool.for_each(matrix.num_panels(), [&](int64_t panel) {
-        pack_panel(type, source, inner, panel, packed + panel * matrix.panel_stride());
+        pack_panel(format, source, inner, panel, packed + panel * matrix.panel_stride);
     });
 }
 
-void pack_expert(const ExpertWeights& experts, int64_t index, const Rows& gate, const Rows& up, const Rows& down,
-                 ThreadPool& pool) {
+void pack_expert(const ExpertWeights& experts, int64_t index, const SourceMatrix& gate, const SourceMatrix& up,
+                 const SourceMatrix& down, ThreadPool& pool) {
     const PackedMatrix gate_up = experts.gate_up(index);
     char* to = const_cast<char*>(gate_up.data);
-    const int64_t stride = gate_up.panel_stride();
+    const int64_t stride = gate_up.panel_stride;
     pool.for_each(gate_up.num_panels() / 2, [&](int64_t panel) {
         const int64_t group = panel / 2;
         char* gate_to = to + (group * group_panels + panel % 2) * stride;
-        pack_panel(experts.type, gate, experts.hidden, panel, gate_to);
-        pack_panel(experts.type, up, experts.hidden, panel, gate_to + gate_up.group_size(group) / 2 * stride);
+        pack_panel(gate_up.format, gate, experts.hidden, panel, gate_to);
+        pack_panel(gate_up.format, up, experts.hidden, panel, gate_to + gate_up.group_size(group) / 2 * stride);
     });
-    pack_matrix(experts.type, down, experts.intermediate, const_cast<char*>(experts.down(index).data), pool);
+    const PackedMatrix whole = experts.down(index);
+    pack_matrix(whole.format, down, experts.intermediate, const_cast<char*>(whole.data), pool);
 }
 
 void pack_gate_up_bias(const ExpertWeights& experts, const float* gate, const float* up, float* packed) {

@@ -23,27 +23,66 @@ constexpr int panel_bytes = 64;  // one step of one panel
 constexpr int group_panels = 4;
 constexpr int group_width = panel_width * group_panels;
 
+// How a weight is kept: as floats of the element type, or as codes with scales (antiphon/kernels/quantized.py).
+enum class CodeKind : uint8_t { floats, int8, int4, mxfp4, fp8 };
+enum class ScaleKind : uint8_t { fp32, bf16, fp16, e8m0 };
+enum class OffsetKind : uint8_t { none, zeros, offsets };
+
+// A quantized panel is one stream too. Its step is one column, as that of a float32 panel, and it is multiplied as one:
+//     for each group of columns: [16 scales] [16 zero points (int8) or offsets (float)] [the group's codes]
+// 8-bit codes lie [step][16 outputs], 4-bit codes [8 steps][16 outputs][4 bytes], the first step in the lowest bits.
+struct PackedFormat {
+    CodeKind codes = CodeKind::floats;
+    ScaleKind scales = ScaleKind::fp32;
+    OffsetKind offset = OffsetKind::none;
+    ElementType type = ElementType::bf16;  // of the operands and rows it is multiplied with: fp32 where there are codes
+    int64_t group = 0;  // columns of a scale: a multiple of 8 with 4-bit codes; the last group may be shorter
+
+    bool is_quantized() const { return codes != CodeKind::floats; }
+    bool has_nibbles() const { return codes == CodeKind::int4 || codes == CodeKind::mxfp4; }
+    int64_t steps(int64_t inner) const {
+        return has_nibbles() ? round_up(inner, 8) : inner_steps(type, inner);
+    }
+    // Elements of a row as the kernels read it.
+    int64_t row_width(int64_t inner) const { return has_nibbles() ? steps(inner) : padded_inner(type, inner); }
+    int64_t step_bytes() const {
+        return !is_quantized() ? panel_bytes : has_nibbles() ? panel_width / 2 : panel_width;
+    }
+    int64_t scale_bytes() const {
+        return panel_width * (scales == ScaleKind::fp32 ? 4 : scales == ScaleKind::e8m0 ? 1 : 2);
+    }
+    int64_t offset_bytes() const {
+        return panel_width * (offset == OffsetKind::none ? 0 : offset == OffsetKind::zeros ? 1 : 4);
+    }
+    int64_t group_bytes() const { return scale_bytes() + offset_bytes() + group * step_bytes(); }
+    int64_t panel_stride(int64_t inner) const {
+        if (!is_quantized()) return steps(inner) * panel_bytes;
+        const int64_t headers = divide_up(inner, group) * (scale_bytes() + offset_bytes());
+        return round_up(headers + steps(inner) * step_bytes(), panel_bytes);
+    }
+    size_t num_bytes(int64_t outputs, int64_t inner) const {
+        return static_cast<size_t>(divide_up(outputs, panel_width) * panel_stride(inner));
+    }
+};
+
 struct PackedMatrix {
+    PackedFormat format;
     const char* data = nullptr;
     int64_t outputs = 0;
     int64_t inner = 0;
     int64_t steps = 0;
+    int64_t panel_stride = 0;
 
     int64_t num_panels() const { return divide_up(outputs, panel_width); }
     int64_t num_groups() const { return divide_up(num_panels(), group_panels); }
     int group_size(int64_t group) const {
         return static_cast<int>(smaller(group_panels, num_panels() - group * group_panels));
     }
-    const char* group(int64_t index) const { return data + index * group_panels * panel_stride(); }
-    int64_t panel_stride() const { return steps * panel_bytes; }
+    const char* group(int64_t index) const { return data + index * group_panels * panel_stride; }
 };
 
-inline PackedMatrix packed_matrix(ElementType type, const char* data, int64_t outputs, int64_t inner) {
-    return {data, outputs, inner, inner_steps(type, inner)};
-}
-
-inline size_t packed_bytes(ElementType type, int64_t outputs, int64_t inner) {
-    return static_cast<size_t>(divide_up(outputs, panel_width) * inner_steps(type, inner) * panel_bytes);
+inline PackedMatrix packed_matrix(const PackedFormat& format, const char* data, int64_t outputs, int64_t inner) {
+    return {format, data, outputs, inner, format.steps(inner), format.panel_stride(inner)};
 }
 
 struct KVLayout {

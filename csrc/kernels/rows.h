@@ -21,28 +21,6 @@ ANTIPHON_INLINE const typename E::Storage* row_at(const Rows& rows, int64_t inde
     return static_cast<const typename E::Storage*>(rows.data) + index * rows.stride;
 }
 
-constexpr int64_t rows_worth_a_thread = 32;
-
-// The rows themselves, or a copy in the caller's scratch where the kernels could not read them well: width to be padded
-// with zeros, or more rows than one narrow tile side by side at a stride that makes them collide in the cache.
-template <class E>
-Rows padded_rows(const Rows& rows, int64_t width, ThreadPool& pool) {
-    using T = typename E::Storage;
-    const int64_t padded = padded_inner(E::type, width);
-    const bool collides = rows.count > 6 && rows.count <= 32 && rows.stride * sizeof(T) % 512 == 0;
-    if (padded == width && !collides) return rows;
-    const int64_t stride = spread_stride(E::type, width);
-    T* copy = Scratch::get<T>(ScratchUse::padded_rows, static_cast<size_t>(rows.count * stride));
-    pool.for_each(divide_up(rows.count, rows_worth_a_thread), [&](int64_t item) {
-        const int64_t end = smaller(rows.count, (item + 1) * rows_worth_a_thread);
-        for (int64_t row = item * rows_worth_a_thread; row < end; ++row) {
-            std::memcpy(copy + row * stride, row_at<E>(rows, row), static_cast<size_t>(width) * sizeof(T));
-            std::memset(copy + row * stride + width, 0, static_cast<size_t>(padded - width) * sizeof(T));
-        }
-    });
-    return {copy, rows.count, stride};
-}
-
 // Applies f(first lane's index, lanes) over [0, width) in vectors of 16; the last may be shorter.
 template <class F>
 ANTIPHON_INLINE void for_lanes(int64_t width, F&& f) {
@@ -63,6 +41,40 @@ ANTIPHON_INLINE void store_lanes(T* p, typename V::F x, int lanes) {
     } else {
         V::store_n(p, x, lanes);
     }
+}
+
+constexpr int64_t rows_worth_a_thread = 32;
+
+// A copy of one row in another float type, with zeros up to `padded`.
+template <class V, class From, class To>
+ANTIPHON_INLINE void copy_row(const From* from, int64_t width, int64_t padded, To* to) {
+    if constexpr (sizeof(From) == sizeof(To)) {
+        std::memcpy(to, from, static_cast<size_t>(width) * sizeof(To));
+    } else {
+        for_lanes(width, [&](int64_t i, int lanes) { store_lanes<V>(to + i, load_lanes<V>(from + i, lanes), lanes); });
+    }
+    std::memset(to + width, 0, static_cast<size_t>(padded - width) * sizeof(To));
+}
+
+// The rows themselves, or a copy in the caller's scratch where the kernels could not read them well: of another type than
+// the weight's, of a width to be padded with zeros, or more rows than one narrow tile side by side at a stride that makes
+// them collide in the cache.
+template <class V, class E, class To>
+Rows rows_for(const PackedMatrix& weight, const Rows& rows, ThreadPool& pool) {
+    const int64_t width = weight.inner;
+    const int64_t padded = weight.format.row_width(width);
+    constexpr bool same = sizeof(To) == sizeof(typename E::Storage);
+    const bool collides = rows.count > 6 && rows.count <= 32 && rows.stride * sizeof(To) % 512 == 0;
+    if (same && padded == width && !collides) return rows;
+    const int64_t stride = spread_stride(weight.format.type, padded);
+    To* copy = Scratch::get<To>(ScratchUse::padded_rows, static_cast<size_t>(rows.count * stride));
+    pool.for_each(divide_up(rows.count, rows_worth_a_thread), [&](int64_t item) {
+        const int64_t end = smaller(rows.count, (item + 1) * rows_worth_a_thread);
+        for (int64_t row = item * rows_worth_a_thread; row < end; ++row) {
+            copy_row<V>(row_at<E>(rows, row), width, padded, copy + row * stride);
+        }
+    });
+    return {copy, rows.count, stride};
 }
 
 }  // namespace antiphon::kernels

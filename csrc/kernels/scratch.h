@@ -11,6 +11,7 @@ enum class ScratchUse {
     padded_rows,   // rows copied so that their width is a whole number of steps
     activations,   // between the two halves of a feed-forward
     row_lists,     // which rows go to which expert
+    unpacked,      // a block of a quantized weight as floats
     products,      // float32 results of one panel group
     sums,          // float32 output columns of one panel group
     logits,        // router scores

@@ -16,7 +16,8 @@ constexpr int64_t lead_steps = 128;  // over all panels read side by side: 8 KiB
 constexpr int64_t rows_per_chunk = 256;  // rows whose sums one thread holds at a time
 
 struct WeightProduct {
-    const char* rows;  // width padded as the weight's inner dimension is
+    const PackedMatrix* weight;
+    const char* rows;  // of the weight's element type, width padded as its inner dimension is
     size_t row_bytes;
     int64_t num_rows;
     const char* group;

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import make_attention_batch
-from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.families.readers import FAMILIES as KNOWN
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from tests.models.decoder import Decoder
 
@@ -189,7 +189,11 @@ def save_model(tmp_path: Path) -> Callable[..., SavedModel]:
 
 
 def load_decoder(folder: Path, backend: KernelBackend | None = None, rope_scaling: str = "", **how: Any) -> Decoder:
-    spec, checkpoint, backend = load_model_spec(folder, rope_scaling), Checkpoint(folder), backend or ReferenceBackend()
+    spec, checkpoint, backend = (
+        load_model_spec(folder, rope_scaling),
+        open_weights(folder),
+        backend or ReferenceBackend(),
+    )
     return Decoder(load_attention_half(checkpoint, spec, backend, **how), load_expert_half(checkpoint, spec, backend))
 
 

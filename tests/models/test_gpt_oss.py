@@ -154,19 +154,23 @@ def test_every_byte_and_exponent_means_what_it_does_in_transformers(dtype: torch
     blocks = torch.arange(2 * 160 * 3 * 16).remainder(256).byte().view(2, 160, 3, 16)
     first, last = (112, 138) if dtype == torch.float16 else (1, 250)
     scales = torch.arange(2 * 160 * 3).remainder(last - first).add(first).byte().view(2, 160, 3)
-    found = dequantize.expand_mxfp4(blocks, scales, dtype)
+    found = expand(blocks, scales, dtype)
     assert found.dtype == dtype
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
+
+
+def expand(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    matrices = dequantize.mxfp4_matrices("file", "w_blocks", blocks, "w_scales", scales)
+    return torch.stack([dequantize.multiplied_out(each, dtype) for each in matrices])
 
 
 def test_low_half_first_and_the_exponent_that_is_no_number() -> None:
     blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
     blocks[0, 0, :2] = torch.tensor([0x2F, 0x90])
-    found = dequantize.expand_mxfp4(blocks, torch.tensor([[128, 255]], dtype=torch.uint8), torch.float32)
+    [found] = expand(blocks[:, None], torch.tensor([[[128, 255]]], dtype=torch.uint8), torch.float32)
     assert found[0, :4].tolist() == [-12.0, 2.0, 0.0, -1.0]
     assert found[0, 4:32].eq(0).all()
     assert found[0, 32:].isnan().all()
-    assert dequantize.expand_mxfp4(blocks[:0], torch.zeros(0, 2, dtype=torch.uint8), torch.float32).shape == (0, 64)
 
 
 def test_the_published_config() -> None:
@@ -269,7 +273,7 @@ def test_widths_that_are_no_whole_blocks_are_refused(published: Any, tools: Any)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_peak_memory_is_what_is_kept_plus_one_expert(tmp_path: Path) -> None:
-    """202 MB of experts in bfloat16 out of 54 MB in MXFP4. 13 MB are an expert in hand, its numbers, and libraries."""
+    """54 MB of experts stay in MXFP4. 21 MB are an expert in hand and libraries."""
     hidden, width, layers, experts = 512, 1024, 4, 16
     shapes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
     tensors: Tensors = {}
@@ -299,5 +303,5 @@ def test_peak_memory_is_what_is_kept_plus_one_expert(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": ""},
     )
     measured = json.loads(done.stdout)
-    assert measured["kept"] > 3.5 * measured["read"]
-    assert measured["peak"] <= 1.1 * measured["kept"] + 15e6
+    assert measured["kept"] <= 1.01 * measured["read"]
+    assert measured["peak"] <= measured["kept"] + 25e6

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.config import model_spec
 from antiphon.models.quantization import left_out
 from tests.models.float8_specimens import (
     FORMATS,
@@ -25,7 +25,8 @@ from tests.models.float8_specimens import (
 )
 
 INSTEAD = (
-    "use the model in bfloat16 or float16, or in FP8 (quant_method fp8, or compressed-tensors with float8 weights)"
+    "use the model in bfloat16, in FP8, or in 4 or 8 bits as compressed-tensors (pack-quantized), GPTQ, AWQ (gemm) or "
+    "GGUF"
 )
 
 
@@ -141,19 +142,25 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization", "expected"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method = 'awq'"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method = 'gptq'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "quant_method = 'awq' in the layout 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "quant_method = 'awq' without zero points"),
+        ({"quant_method": "gptq", "bits": 3}, "quant_method = 'gptq' with bits = 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "quant_method = 'gptq' with group_size = 0"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "quant_method = 'gptq' in the layout 'marlin'",
+        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method = 'modelopt'"),
         ({"bits": 4}, "quant_method = None"),
         (fp8_config([64, 64]), "quant_method = 'fp8' with weight_block_size = [64, 64]"),
         (
-            with_weights(num_bits=4, type="int", strategy="group") | {"format": "pack-quantized"},
-            "quant_method = 'compressed-tensors' with format = 'pack-quantized' and int4 weights",
+            with_weights(num_bits=2, type="int", strategy="group") | {"format": "pack-quantized"},
+            "quant_method = 'compressed-tensors' with format = 'pack-quantized', int2 weights by 'group'",
         ),
         (
-            with_weights(type="int") | {"format": "int-quantized"},
-            "quant_method = 'compressed-tensors' with format = 'int-quantized' and int8 weights",
+            with_weights(num_bits=4, type="int", strategy="group", group_size=-3) | {"format": "pack-quantized"},
+            "quant_method = 'compressed-tensors' with group_size = -3",
         ),
         (
             with_weights(num_bits=4) | {"format": "nvfp4-pack-quantized"},
@@ -192,14 +199,6 @@ def test_configs_of_another_shape(quantization: Any, what: str) -> None:
     assert message_of(lambda: model_spec(config)).startswith(f"config.json: {what}: an object is needed")
 
 
-def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "model-Q4_K_M.gguf"
-    file.write_bytes(b"GGUF")
-    expected = f"{file}: GGUF is not supported: use the checkpoint in Hugging Face format (.safetensors)"
-    assert message_of(lambda: load_model_spec(tmp_path)) == expected
-    assert message_of(lambda: load_model_spec(file)) == expected
-
-
 @pytest.mark.parametrize(
     ("quantization", "rounded"),
     [
@@ -214,5 +213,5 @@ def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_rounded_is_said(quantization: Any, rounded: str | None) -> None:
-    line = f"float8 for weights only: {rounded}, which this checkpoint would round too, are not rounded"
+    line = f"8 bits for weights only: {rounded}, which this checkpoint would round too, are not rounded"
     assert left_out(CONFIG | {"quantization_config": quantization}) == (rounded and line)

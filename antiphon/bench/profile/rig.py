@@ -36,9 +36,9 @@ from antiphon.bench.profile.orders import (
 from antiphon.kernels.api import HeadRows, KVCache
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.batch import BlockTables, make_attention_batch
-from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
@@ -89,7 +89,7 @@ class Rig:
         self.spec = load_model_spec(order.model)
         self.dtype = resolve_dtype(self.spec.dtype if order.dtype == "auto" else order.dtype)
         self.backend = make_backend(order.kernels, torch.device("cpu"), self.dtype)
-        checkpoint = Checkpoint(order.model)
+        checkpoint = open_weights(order.model)
         self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=order.max_context + 1)
         self._experts = load_expert_half(checkpoint, self.spec, self.backend)
         self.weight_bytes = self._half.weight_bytes + self._experts.num_bytes

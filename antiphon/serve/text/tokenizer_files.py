@@ -27,7 +27,9 @@ from tokenizers import AddedToken, Tokenizer, processors
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.models.files import brief, check_regular, read_json
+from antiphon.models.gguf.container import SUFFIX, gguf_files
 from antiphon.serve.text import tiktoken_file
+from antiphon.serve.text.gguf_tokenizer import load_gguf
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.text")
@@ -49,7 +51,10 @@ _PROBES = ("Hello world", "a  b\n\n\tc", "é ñ ü", "日本語 中文", "🙂",
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Read the tokenizer of the checkpoint in `folder`; `CheckpointError` when it has none that can be read."""
+    """Read the tokenizer of the checkpoint in `folder`, or of a GGUF file; `CheckpointError` when it has none that can
+    be read."""
+    if folder.suffix == SUFFIX or (not any(os.path.lexists(folder / name) for name in _FILES) and gguf_files(folder)):
+        return _load_gguf(folder)
     main = next((folder / name for name in _FILES if os.path.lexists(folder / name)), None)
     if main is None:
         raise CheckpointError(f"{folder} has no tokenizer: expected {_FILES[0]} there; copy it from the model's source")
@@ -72,6 +77,20 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be read: {reason[0]}: copy its files from the model's source"
         ) from error
+
+
+def _load_gguf(path: Path) -> TextTokenizer:
+    try:
+        backend, config = load_gguf(path)
+        named = _named_tokens(config)
+        _set_post_processor(backend, config, named)
+        templates = _named_templates(config.get("chat_template"), path.name)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library's own type is Exception; a file may hold anything
+        raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}: download the file again") from error
+    template = templates["default"] if templates.keys() == {"default"} else templates or None
+    return TextTokenizer(backend, template, {name: str(token) for name, token in named.items()})
 
 
 def _check_file(path: Path) -> None:

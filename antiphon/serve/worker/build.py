@@ -22,6 +22,7 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
@@ -135,7 +136,7 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
         endpoints=Endpoints(configure),
         backend=backend,
         spec=load_model_spec(configure.model, configure.rope_scaling),
-        checkpoint=Checkpoint(configure.model),
+        checkpoint=open_weights(configure.model),
         recorder=SpanRecorder(configure.trace),
         progress=progress,
         say=say,

@@ -1,0 +1,317 @@
+"""Weights as they are stored in 4 or 8 bits: what a format is, and one matrix of it in plain tensors.
+
+A matrix [R rows (outputs), C columns (inputs)] is codes and scales. A scale belongs to a group of consecutive columns
+of one row, of several rows or of all. The value of a code q is exact in float32 up to one rounding:
+
+    int8    scale * q                      q signed
+    int4    scale * (q - 8)                q is the nibble, 0 to 15
+    mxfp4   scale * e2m1(q)                e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign
+    fp8     scale * q                      q in float8_e4m3fn
+    offset="zeros"    scale * (q - zero)   int8 and int4, a zero point for each scale
+    offset="offsets"  scale * q + offset   int8 and int4, a float for each scale (GGUF's minimums, negated)
+
+Checkpoint readers make such matrices, back-ends lay them out (`KernelBackend.pack_linear`, `PackedExperts.set_expert`).
+Rejected: a class for each format; readers, slices and tests would be written several times over.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+CodeKind = Literal["int8", "int4", "mxfp4", "fp8"]
+OffsetKind = Literal["none", "zeros", "offsets"]
+CODE_DTYPES: dict[CodeKind, torch.dtype] = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "mxfp4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+}
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How a weight is stored. `columns_per_scale` and `rows_per_scale`: None means all of the matrix."""
+
+    codes: CodeKind
+    columns_per_scale: int | None
+    rows_per_scale: int | None = 1
+    scale_dtype: torch.dtype = torch.float32
+    offset: OffsetKind = "none"
+
+    def __post_init__(self) -> None:
+        if self.codes not in CODE_DTYPES:
+            raise ValueError(f"codes {self.codes!r} are not known: use one of {', '.join(CODE_DTYPES)}")
+        if self.scale_dtype not in SCALE_DTYPES:
+            names = ", ".join(str(dtype) for dtype in SCALE_DTYPES)
+            raise ValueError(f"scales in {self.scale_dtype} are not known: use one of {names}")
+        if self.offset != "none" and self.codes not in ("int8", "int4"):
+            raise ValueError(f"{self.codes} codes take no {self.offset}: only int8 and int4 do")
+        for name, count in (("columns", self.columns_per_scale), ("rows", self.rows_per_scale)):
+            if count is not None and count < 1:
+                raise ValueError(f"{count} {name} per scale: at least 1 is needed")
+
+    @property
+    def nibbles(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.codes in ("int4", "mxfp4")
+
+    def scale_shape(self, num_rows: int, num_columns: int) -> tuple[int, int]:
+        rows, columns = self.rows_per_scale or num_rows, self.columns_per_scale or num_columns
+        return math.ceil(num_rows / max(1, rows)), math.ceil(num_columns / max(1, columns))
+
+    def in_bytes(self) -> "WeightFormat":
+        """The format of `QuantizedWeight.in_bytes`: int8 codes and float32 scales instead of 4-bit codes."""
+        offset: OffsetKind = "zeros" if self.codes == "int4" and self.offset == "none" else self.offset
+        return replace(self, codes="int8", scale_dtype=torch.float32, offset=offset)
+
+    def num_bytes(self, num_rows: int, num_columns: int) -> int:
+        """Bytes of a matrix as stored: codes, scales, zero points or offsets."""
+        code_bytes = num_rows * (math.ceil(num_columns / 2) if self.nibbles else num_columns)
+        extra = {"none": 0, "zeros": 1, "offsets": 4}[self.offset]
+        return code_bytes + math.prod(self.scale_shape(num_rows, num_columns)) * (self.scale_dtype.itemsize + extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """One matrix [num_rows, num_columns]. `codes` is [R, C], or uint8 [R, ceil(C / 2)] with the even column in the low
+    nibble. `scales` is `format.scale_shape(R, C)`; so are `zeros` (int8 for int8 codes, uint8 for int4) and `offsets`
+    (float32). Tensors may be views; a back-end copies what it keeps. `ValueError` if a part does not fit.
+    """
+
+    format: WeightFormat
+    num_columns: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    offsets: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        form = self.format
+        width = math.ceil(self.num_columns / 2) if form.nibbles else self.num_columns
+        _check("codes", self.codes, (self.num_rows, width), CODE_DTYPES[form.codes])
+        scale_shape = form.scale_shape(*self.shape)
+        _check("scales", self.scales, scale_shape, form.scale_dtype)
+        zero_dtype = torch.uint8 if form.codes == "int4" else torch.int8
+        for kind, tensor, dtype in (("zeros", self.zeros, zero_dtype), ("offsets", self.offsets, torch.float32)):
+            if (tensor is not None) != (form.offset == kind):
+                raise ValueError(
+                    f"{kind} are {'missing' if tensor is None else 'given'}, the format says {form.offset}"
+                )
+            if tensor is not None:
+                _check(kind, tensor, scale_shape, dtype)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.num_columns
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scales, self.zeros, self.offsets)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def rows(self, start: int, end: int) -> "QuantizedWeight":
+        """Rows [start, end). Where a block of rows is cut, every row of the result has its own scale."""
+        per_scale = self.format.rows_per_scale
+        if per_scale == 1:
+            return self._with_scales(self.format, self.codes[start:end], slice(start, end))
+        if per_scale is None or (start % per_scale == 0 and (end % per_scale == 0 or end == self.num_rows)):
+            last = None if per_scale is None else math.ceil(end / per_scale)
+            first = 0 if per_scale is None else start // per_scale
+            return self._with_scales(self.format, self.codes[start:end], slice(first, last))
+        return self.with_scale_per_row().rows(start, end)
+
+    def columns(self, start: int, end: int) -> "QuantizedWeight":
+        """Columns [start, end). A group that straddles `start` is cut into equal smaller groups with the same scale;
+        their width divides `start`."""
+        count, form = end - start, self.format
+        per_scale = form.columns_per_scale
+        codes = _nibble_columns(self.codes, start, end) if form.nibbles else self.codes[:, start:end]
+        if per_scale is None:
+            return replace(self, num_columns=count, codes=codes)
+        width = math.gcd(start, per_scale)
+        group = torch.arange(start, end, width, device=codes.device) // per_scale
+        parts = {
+            name: None if part is None else _bits(part).index_select(1, group).view(part.dtype)
+            for name, part in (("scales", self.scales), ("zeros", self.zeros), ("offsets", self.offsets))
+        }
+        cut = replace(form, columns_per_scale=width)
+        assert parts["scales"] is not None
+        return QuantizedWeight(format=cut, num_columns=count, codes=codes, **parts)  # type: ignore[arg-type]
+
+    def with_scale_per_row(self) -> "QuantizedWeight":
+        """The same values, with scales repeated for every row."""
+        per_scale = self.format.rows_per_scale
+        if per_scale == 1:
+            return self
+        row = torch.arange(self.num_rows, device=self.codes.device) // (per_scale or max(1, self.num_rows))
+        return self._with_scales(replace(self.format, rows_per_scale=1), self.codes, row)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix multiplied out, [R, C]: computed in float32, rounded once to `dtype`."""
+        weight = self.with_scale_per_row()
+        scales = weight._spread(weight.scales.float())
+        codes = _code_values(self.format.codes, self.codes)[:, : self.num_columns]
+        if weight.zeros is not None:
+            codes = codes - weight._spread(weight.zeros.float())
+        elif self.format.codes == "int4" and weight.offsets is None:
+            codes = codes - 8
+        values = codes * scales
+        if weight.offsets is not None:
+            values += weight._spread(weight.offsets)
+        return values.to(dtype)
+
+    def in_bytes(self) -> "QuantizedWeight":
+        """The same values from int8 codes; only for 4-bit codes. Twice an E2M1 value is a whole number."""
+        form, scales, zeros = self.format, self.scales.float(), self.zeros
+        if form.codes == "mxfp4":
+            values, scales = 2 * _code_values("mxfp4", self.codes), scales / 2
+        else:
+            values = unpack_nibbles(self.codes)
+            zeros = torch.full_like(_bits(self.scales), 8) if form.offset == "none" else zeros
+        codes = values[:, : self.num_columns].to(torch.int8)
+        zeros = None if zeros is None else zeros.to(torch.int8)
+        return replace(self, format=form.in_bytes(), codes=codes, scales=scales, zeros=zeros)
+
+    def is_finite(self) -> bool:
+        """Whether every value is a number. Integers always are."""
+        if self.format.codes == "fp8" and bool((self.codes.view(torch.uint8) & 127 == 127).any()):
+            return False
+        offsets_finite = self.offsets is None or bool(self.offsets.isfinite().all())
+        return offsets_finite and bool(self.scales.float().isfinite().all())
+
+    def own_copy(self, device: torch.device) -> "QuantizedWeight":
+        """A copy on `device` that shares nothing with a memory-mapped source."""
+
+        def copy(part: Tensor | None) -> Tensor | None:
+            return None if part is None else torch.empty(part.shape, dtype=part.dtype, device=device).copy_(part)
+
+        codes, scales = copy(self.codes), copy(self.scales)
+        assert codes is not None
+        assert scales is not None
+        return replace(self, codes=codes, scales=scales, zeros=copy(self.zeros), offsets=copy(self.offsets))
+
+    def _with_scales(self, form: WeightFormat, codes: Tensor, chosen: slice | Tensor) -> "QuantizedWeight":
+        """The chosen rows of scales, zero points and offsets."""
+        scales, zeros, offsets = (
+            None if part is None else _bits(part)[chosen].view(part.dtype)
+            for part in (self.scales, self.zeros, self.offsets)
+        )
+        assert scales is not None
+        return replace(self, format=form, codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+
+    def _spread(self, per_group: Tensor) -> Tensor:
+        """One value a group [R, G] as one value a column: broadcastable where the group is the whole row."""
+        width = self.format.columns_per_scale
+        return per_group if width is None else per_group.repeat_interleave(width, dim=1)[:, : self.num_columns]
+
+
+def _check(name: str, part: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if tuple(part.shape) != shape or part.dtype != dtype:
+        raise ValueError(f"{name} are {part.dtype} {tuple(part.shape)}, expected {dtype} {shape}")
+
+
+def _bits(part: Tensor) -> Tensor:
+    """Scales of one byte as integers: PyTorch indexes few of its 8-bit floats."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
+
+
+def _nibble_columns(codes: Tensor, start: int, end: int) -> Tensor:
+    """Columns [start, end) of packed nibbles, packed again where they begin in the middle of a byte."""
+    if start % 2 == 0:
+        return codes[:, start // 2 : (end + 1) // 2]
+    return pack_nibbles(unpack_nibbles(codes)[:, start:end])
+
+
+def unpack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [R, n] to uint8 [R, 2 n], low nibble first."""
+    return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """uint8 [R, C] of 0 to 15 to uint8 [R, ceil(C / 2)], low nibble first, the last high nibble 0 if C is odd."""
+    if nibbles.shape[1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+@cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.tensor(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), device=device)
+
+
+def _code_values(kind: CodeKind, codes: Tensor) -> Tensor:
+    """Every code as a float32 of its own, before scale and zero point."""
+    if kind == "int4":
+        return unpack_nibbles(codes).float()
+    if kind == "mxfp4":
+        return _e2m1_table(codes.device)[unpack_nibbles(codes).int()]
+    return codes.float()
+
+
+def quantize(weight: Tensor, form: WeightFormat, clip: Tensor | float = 1.0) -> QuantizedWeight:
+    """Round-to-nearest. A group's range is `clip` (a number, or one for each group [R, G]) times its largest magnitude,
+    or times its extremes with zero points or offsets. Scales are rounded first, so that codes are nearest to what is
+    stored. Only for formats with a scale per row."""
+    if form.rows_per_scale != 1:
+        raise ValueError("quantize makes scales of single rows")
+    num_rows, num_columns = weight.shape
+    width = form.columns_per_scale or max(1, num_columns)
+    padded = torch.nn.functional.pad(weight.float(), (0, -num_columns % width)).view(num_rows, -1, width)
+    shift: Tensor | None = None
+    if form.offset == "none":
+        limit = {"int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "fp8": 448.0}[form.codes]
+        scales = padded.abs().amax(2) * clip / limit
+    else:
+        top, bottom = padded.amax(2).clamp(min=0) * clip, padded.amin(2).clamp(max=0) * clip
+        scales = (top - bottom) / (15 if form.codes == "int4" else 255)
+        shift = bottom
+    stored = _rounded_scales(scales, form.scale_dtype)
+    safe = stored.float().masked_fill(stored.float() == 0, 1.0)
+    zeros, offsets = None, None
+    lowest = 0 if form.codes == "int4" else -128
+    if form.offset == "zeros":
+        assert shift is not None
+        zero = (lowest - shift / safe).round().clamp(lowest, lowest + (15 if form.codes == "int4" else 255))
+        zeros, units = zero.to(torch.uint8 if form.codes == "int4" else torch.int8), padded / safe[:, :, None]
+        units = units + zero[:, :, None]
+    elif form.offset == "offsets":
+        assert shift is not None
+        offsets = shift - lowest * safe
+        units = (padded - offsets[:, :, None]) / safe[:, :, None]
+    else:
+        units = padded / safe[:, :, None] + (8 if form.codes == "int4" else 0)
+    codes = _codes_of(units.flatten(1)[:, :num_columns], form.codes)
+    return QuantizedWeight(
+        format=form, num_columns=num_columns, codes=codes, scales=stored, zeros=zeros, offsets=offsets
+    )
+
+
+def _rounded_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.float8_e8m0fnu:
+        return scales.to(dtype)
+    # The smallest power of two that clips nothing, as an exponent with bias 127.
+    exponent = torch.ceil(torch.log2(scales.clamp(min=2.0**-126))).clamp(-127, 127)
+    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _codes_of(units: Tensor, kind: CodeKind) -> Tensor:
+    """Weights in units of their scales (zero point added) to the nearest codes."""
+    if kind == "int8":
+        return units.round().clamp(-128, 127).to(torch.int8)
+    if kind == "int4":
+        return pack_nibbles(units.round().clamp(0, 15).to(torch.uint8))
+    if kind == "fp8":
+        return units.clamp(-448, 448).to(torch.float8_e4m3fn)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=units.device)
+    magnitude = torch.bucketize(units.abs(), middles).to(torch.uint8)
+    return pack_nibbles(magnitude | (units < 0).to(torch.uint8) << 3)

@@ -1,0 +1,60 @@
+#include "bind/bind.h"
+
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace nb = nanobind;
+
+namespace antiphon::bind {
+
+namespace {
+
+using kernels::CodeKind;
+using kernels::OffsetKind;
+using kernels::PackedFormat;
+using kernels::ScaleKind;
+
+template <class Kind, size_t count>
+Kind kind_named(const std::string& name, const char* const (&names)[count]) {
+    for (size_t i = 0; i < count; ++i) {
+        if (name == names[i]) return static_cast<Kind>(i);
+    }
+    throw std::invalid_argument("'" + name + "' is not a part of a format known to the cpu back-end");
+}
+
+PackedFormat quantized_format(const std::string& codes, const std::string& scales, const std::string& offset,
+                              int64_t group) {
+    PackedFormat format;
+    format.codes = kind_named<CodeKind>(codes, {"floats", "int8", "int4", "mxfp4", "fp8"});
+    format.scales = kind_named<ScaleKind>(scales, {"float32", "bfloat16", "float16", "float8_e8m0fnu"});
+    format.offset = kind_named<OffsetKind>(offset, {"none", "zeros", "offsets"});
+    format.type = kernels::ElementType::fp32;
+    format.group = group;
+    if (group < 1 || (format.has_nibbles() && group % 8 != 0)) {
+        throw std::invalid_argument("a group of " + std::to_string(group) + " columns does not fit " + codes);
+    }
+    return format;
+}
+
+PackedFormat float_format(bool is_bf16) {
+    PackedFormat format;
+    format.type = element_type(is_bf16);
+    return format;
+}
+
+}  // namespace
+
+void bind_formats(nb::module_& module) {
+    nb::class_<PackedFormat>(module, "PackedFormat")
+        .def_static("floats", &float_format, nb::arg("is_bf16"))
+        .def_static("quantized", &quantized_format, nb::arg("codes"), nb::arg("scales"), nb::arg("offset"),
+                    nb::arg("group"));
+    nb::class_<SourceAddresses>(module, "SourceAddresses")
+        .def(nb::init<uintptr_t, int64_t, uintptr_t, uintptr_t, int64_t>(), nb::arg("data_address"),
+             nb::arg("row_bytes"), nb::arg("scales_address") = 0, nb::arg("offsets_address") = 0,
+             nb::arg("scale_stride") = 0);
+}
+
+}  // namespace antiphon::bind

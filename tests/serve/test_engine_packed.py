@@ -1,0 +1,54 @@
+"""Checkpoints in few bits through whole engines: texts are those of what they multiply out to, in both layouts."""
+
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
+
+from tests.models.gguf_specimens import all_of, write_gguf
+from tests.models.packed_specimens import PACKED, pack_checkpoint
+from tests.serve.engine_harness import TinyModel, complete, config, kill, random_prompts, running, save_tiny_model
+
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("compressed-tensors int4", "1"),
+        ("compressed-tensors int4", "1+2/m2"),
+        ("GPTQ, zero points", "1t2+1t3/m2"),
+        ("AWQ", "1t2"),
+        ("compressed-tensors int8", "2t2*1"),
+    ],
+)
+def test_texts_of_packed_weights(form: str, layout: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "checkpoint", **SIZES, intermediate_size=48).folder
+    wide_folder = pack_checkpoint(folder, PACKED[form])
+    wide = TinyModel(folder, AutoModelForCausalLM.from_pretrained(wide_folder, attn_implementation="eager").eval())
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    expected = wide.greedy(prompts)
+    with running(config(wide, layout)) as engine:
+        assert complete(engine, prompts) == expected
+
+
+@pytest.mark.parametrize("layout", ["1", "1+2/m2"])
+def test_texts_of_a_gguf_file(layout: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "checkpoint", **SIZES, decoder_sparse_step=1)
+    write_gguf(model.folder, tmp_path / "model.gguf", all_of(Kind.F32))
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    expected = model.greedy(prompts)
+    with running(config(TinyModel(tmp_path / "model.gguf", model.model), layout)) as engine:
+        assert complete(engine, prompts) == expected
+
+
+def test_an_expert_worker_of_packed_experts_that_dies(tmp_path: Path) -> None:
+    """Its successor reads the same bytes."""
+    folder = save_tiny_model(tmp_path / "checkpoint", **SIZES, decoder_sparse_step=1).folder
+    write_gguf(folder, tmp_path / "model.gguf", all_of(Kind.Q8_0))
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    with running(config(TinyModel(tmp_path / "model.gguf", None), "1+2/m2")) as engine:
+        before = complete(engine, prompts)
+        kill(engine, "experts", 1)
+        assert complete(engine, prompts) == before
