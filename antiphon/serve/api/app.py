@@ -1,11 +1,13 @@
 """Puts the server together: one engine, one tokenizer, the routes, the key check, the OpenAPI description."""
 
 import hmac
+import re
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from antiphon import __version__
@@ -17,6 +19,7 @@ from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.guard.harmless import harmless_properties
 from antiphon.serve.api.guard.sites import SiteMiddleware
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.request_ids import RequestIdMiddleware
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,7 +36,8 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 _log = get_logger("serve.api")
 
 _REQUEST_MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json", "/dashboard"})  # need no API key
+# They need no API key.
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
 
 
 class ApiKeyMiddleware:
@@ -78,6 +82,11 @@ def create_app(
     `grammars`: the compiler the engine takes its matchers from, see `build_grammars`; None: this model cannot follow
     grammars, and requests for structured output are refused.
     """
+    if settings.own_chat_template is not None:
+        tokenizer.template_sources = settings.own_chat_template
+    for name in settings.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.chat_template):
+            raise UserError(f"--chat-template-kwargs sets {name!r}: the model's chat template does not read it")
     app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = ApiContext(
         engine=engine,
@@ -92,7 +101,16 @@ def create_app(
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
-    app.add_middleware(SiteMiddleware, settings=settings)  # the outermost: the last that is added
+    app.add_middleware(SiteMiddleware, settings=settings)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    app.add_middleware(RequestIdMiddleware)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app

@@ -19,7 +19,7 @@ from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
-from antiphon.serve.api.prompts import chat_prompt
+from antiphon.serve.api.prompts import bad_word_ids, chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
@@ -85,7 +85,8 @@ async def create_chat_completion(request: Request) -> Response:
         tools = tool_use(context, body)
         prompt = await chat_prompt(context, client_of(request), body, offers_tools=tools is not None)
         grammar = await compile_grammar(context, body, client_of(request), tools)
-        params = chat_sampling(context, body, len(prompt.token_ids), grammar)
+        bad_words = await bad_word_ids(context, client_of(request), body.bad_words)
+        params = chat_sampling(context, body, len(prompt.token_ids), grammar, bad_words)
         check_answer_size(context, body, [prompt], [params])
         await generation.submit([prompt], [params], body, tools=tools)
         shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs))

@@ -82,7 +82,8 @@ class ApiContext:
         self.large_body = asyncio.Lock()
         self.metrics = metrics
         self.grammars = grammars
-        self.model_name = settings.served_model_name or engine.info.model_name
+        self.model_names = settings.served_model_names or (engine.info.model_name,)
+        self.model_name = self.model_names[0]
         self.dashboard = Dashboard(engine, metrics, self.model_name)
         self.started_at_s = int(time.time())
         self.draining = False

@@ -32,6 +32,7 @@ from antiphon.serve.text.tool_calls import ToolCallReader, ToolFormat, tool_form
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
+BadWords = tuple[tuple[int, ...], ...]
 _GRAMMAR_PATIENCE_S = 60.0
 _NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
@@ -56,7 +57,10 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
         )
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream to be true", param="stream_options")
-    context.limits.check_token_ids(request.stop_token_ids or [], "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        context.limits.check_token_ids(getattr(request, name) or [], name)
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs is not sent in streams: leave out stream or prompt_logprobs", param="stream")
     bias = request.logit_bias or {}
     if len(bias) > settings.max_logit_bias:
         raise bad_request(f"logit_bias has {len(bias)} entries: at most {settings.max_logit_bias}", param="logit_bias")
@@ -178,9 +182,18 @@ async def _compiled(compiling: Future[str], param: str) -> str:
 
 
 def completion_sampling(
-    context: ApiContext, request: CompletionRequest, num_prompt_tokens: int, grammar: str | None
+    context: ApiContext, request: CompletionRequest, num_prompt_tokens: int, grammar: str | None, bad_words: BadWords
 ) -> SamplingParams:
     max_tokens = request.max_tokens
+    of_prompt = request.logprobs if request.echo else None
+    if request.prompt_logprobs is not None:
+        if of_prompt not in (None, request.prompt_logprobs):
+            raise bad_request(
+                f"prompt_logprobs is {request.prompt_logprobs}, and echo reports logprobs ({of_prompt}) of the prompt:"
+                " send the same number, or one of the two",
+                param="prompt_logprobs",
+            )
+        of_prompt = request.prompt_logprobs
     if max_tokens is None:
         max_tokens = min(_DEFAULT_COMPLETION_TOKENS, _room(context, num_prompt_tokens))
     return _sampling(
@@ -189,13 +202,18 @@ def completion_sampling(
         num_prompt_tokens,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=of_prompt,
         grammar=grammar,
+        bad_words=bad_words,
     )
 
 
 def chat_sampling(
-    context: ApiContext, request: ChatCompletionRequest, num_prompt_tokens: int, grammar: str | None
+    context: ApiContext,
+    request: ChatCompletionRequest,
+    num_prompt_tokens: int,
+    grammar: str | None,
+    bad_words: BadWords,
 ) -> SamplingParams:
     if None not in (request.max_tokens, request.max_completion_tokens):
         raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
@@ -213,8 +231,9 @@ def chat_sampling(
         num_prompt_tokens,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        prompt_logprobs=None,
+        prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,
+        bad_words=bad_words,
     )
 
 
@@ -232,7 +251,11 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str | None,
+    bad_words: BadWords,
 ) -> SamplingParams:
+    reported_ids = tuple(dict.fromkeys(request.logprob_token_ids or ()))
+    if reported_ids and logprobs is None:
+        raise bad_request("logprob_token_ids needs logprobs", param="logprob_token_ids")
     limit = context.engine.info.max_model_len
     if num_prompt_tokens + max_tokens > limit:
         raise too_long(
@@ -256,8 +279,12 @@ def _sampling(
         logit_bias=request.logit_bias or {},
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
-        logprobs=logprobs,
+        logprobs=len(reported_ids) if reported_ids else logprobs,
         prompt_logprobs=prompt_logprobs,
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        bad_words=bad_words,
+        logprob_token_ids=reported_ids,
+        priority=request.priority or 0,
         grammar=grammar,
     )
 

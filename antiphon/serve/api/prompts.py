@@ -58,6 +58,15 @@ async def encode_texts(
     return encoded
 
 
+async def bad_word_ids(context: ApiContext, client: str, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """What each of `words` is in tokens, within a word and at its beginning."""
+    if not words:
+        return ()
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    encoded = await encode_texts(context, client, texts, "bad_words", add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
+
+
 async def completion_prompts(context: ApiContext, client: str, request: CompletionRequest) -> list[TokenizedPrompt]:
     """The request's prompts in order, truncated if it asked for that, none too long or empty."""
     num_kept = request.truncate_prompt_tokens
@@ -162,7 +171,9 @@ async def render_conversation(
         max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
         add_generation_prompt=not continues and options.add_generation_prompt is not False,
         tools=_described(names, options.tools) if options.tools and offers_tools else None,
-        template_kwargs=_variables(names, options.chat_template_kwargs or {}, reasoning_effort),
+        template_kwargs=_variables(
+            names, options.chat_template_kwargs or {}, context.settings.chat_template_kwargs, reasoning_effort
+        ),
     )
     turns = [_turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
@@ -204,7 +215,9 @@ def _described(names: frozenset[str], tools: list[Tool]) -> list[dict[str, Any]]
     return described
 
 
-def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
+def _variables(
+    names: frozenset[str], asked: dict[str, Any], defaults: dict[str, Any], reasoning_effort: str | None
+) -> dict[str, Any]:
     settable = settable_variables(names)
     for name in asked:
         if name not in settable:
@@ -214,6 +227,9 @@ def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: s
                 f" set are: {readable}",
                 param="chat_template_kwargs",
             )
+    if "reasoning_effort" not in asked and reasoning_effort is not None:
+        defaults = {name: value for name, value in defaults.items() if name != "reasoning_effort"}
+    asked = defaults | asked
     if reasoning_effort is None or "reasoning_effort" in asked:
         return asked
     if "reasoning_effort" in settable:

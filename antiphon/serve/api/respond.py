@@ -9,6 +9,7 @@ grows. Whatever takes long takes turns with other requests (`Pace`).
 
 import asyncio
 from contextlib import aclosing
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from antiphon.serve.api.answer_json import (
     AnswerInTheMaking,
     Encoded,
     LogprobsJson,
+    PromptLogprobsJson,
     TokenJson,
     encode_json,
     encoded_list,
@@ -32,8 +34,10 @@ from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.outbox import BATCH_BYTES, ClientGone, Outbox, SlowReader, WholeAnswer, until_disconnect
 from antiphon.serve.api.requests import GenerationRequest
+from antiphon.specs.sampling import PromptLogprobs
 
 _log = get_logger("serve.api")
+_ENTRIES_A_TURN = 32  # half a millisecond with twenty alternatives each
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -86,10 +90,15 @@ async def _whole(
     """The answer, made in turns with other requests; `ApiError` as soon as one of its choices fails."""
     answers = [AnswerInTheMaking(index, shape.logprobs()) for index in range(generation.num_choices)]
     num_bytes = 0
+    of_prompts: dict[int, Encoded] = {}
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             _raise_failure(delta)
             answer = answers[delta.index]
+            if delta.prompt_logprobs is not None and body.prompt_logprobs is not None:
+                tokens = token_json(context, body)
+                of_prompts[delta.index] = await _prompt_logprobs(generation, tokens, delta.prompt_logprobs)
+                num_bytes += len(of_prompts[delta.index])
             num_bytes -= answer.num_bytes
             parts = delta.slices()
             while True:
@@ -104,20 +113,37 @@ async def _whole(
     choices = []
     for answer in answers:
         async with generation.pace:
-            choices.append(_whole_choice(shape, answer, body))
+            choices.append(_whole_choice(shape, answer, body, of_prompts.get(answer.index)))
     fields = header | {"object": shape.object_name, "choices": encoded_list(choices), "usage": generation.usage()}
     if body.return_token_ids and shape.prompt_ids_beside_choices:
         fields["prompt_token_ids"] = answers[0].prompt_token_ids
+    if body.prompt_logprobs is not None and shape.prompt_ids_beside_choices:
+        fields["prompt_logprobs"] = of_prompts.get(0)
     return encoded_object(fields)
 
 
-def _whole_choice(shape: AnswerShape, answer: AnswerInTheMaking, body: GenerationRequest) -> Encoded:
+async def _prompt_logprobs(generation: Generation, tokens: TokenJson, logprobs: PromptLogprobs) -> Encoded:
+    """A prompt's log-probabilities, some at a time."""
+    made = PromptLogprobsJson(tokens)
+    entries = iter(logprobs)
+    while part := list(islice(entries, _ENTRIES_A_TURN)):
+        async with generation.pace:
+            for entry in part:
+                made.add(entry)
+    return made.encoded()
+
+
+def _whole_choice(
+    shape: AnswerShape, answer: AnswerInTheMaking, body: GenerationRequest, of_prompt: Encoded | None
+) -> Encoded:
     choice = shape.whole(answer)
     choice["logprobs"] = None if answer.logprobs is None else answer.logprobs.take()
     if body.return_token_ids:
         choice["token_ids"] = answer.token_ids
         if not shape.prompt_ids_beside_choices:
             choice["prompt_token_ids"] = answer.prompt_token_ids
+    if body.prompt_logprobs is not None and not shape.prompt_ids_beside_choices:
+        choice["prompt_logprobs"] = of_prompt
     return encoded_object(choice)
 
 
@@ -163,7 +189,7 @@ class EventStream(Response):
         self._header = header | {"object": shape.chunk_object_name}
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
         self._reports_ids = bool(body.return_token_ids)
         self._was_large = False
 
