@@ -90,9 +90,7 @@ class HttpOptions:
     ] = None
     served_model_names: Annotated[
         str | None,
-        typer.Option(
-            "--served-model-name", metavar="NAME", show_default="the folder's", help="Its name, or several: a,b."
-        ),
+        typer.Option("--served-model-name", metavar="NAME", show_default="the folder's", help="Its names, a,b."),
     ] = None
     cors_origins: Annotated[
         str | None,

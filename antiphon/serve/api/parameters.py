@@ -15,7 +15,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.answer_limits import num_affordable_tokens
-from antiphon.serve.api.chat_messages import FunctionDefinition, NamedToolChoice
+from antiphon.serve.api.chat_messages import AllowedToolsChoice, FunctionDefinition, NamedToolChoice
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request, from_user_error, too_busy
 from antiphon.serve.api.guard.input_limits import too_long
@@ -101,6 +101,9 @@ def tool_use(context: ApiContext, request: ChatCompletionRequest) -> ToolUse | N
     if isinstance(choice, NamedToolChoice):
         functions = {choice.function.name: functions[choice.function.name]}
         at_most_one = forced = True
+    elif isinstance(choice, AllowedToolsChoice):
+        functions = {tool.function.name: functions[tool.function.name] for tool in choice.allowed_tools.tools}
+        forced = choice.allowed_tools.mode == "required"
     return ToolUse(
         form, frozenset(functions), at_most_one, _rules(context, request, form, functions, forced, at_most_one)
     )
@@ -110,11 +113,15 @@ def _check_names(request: ChatCompletionRequest, functions: dict[str, FunctionDe
     choice = request.tool_choice
     if len(functions) < len(request.tools or ()):
         raise bad_request("tools has two functions of the same name: give each its own", param="tools")
-    wants_call = isinstance(choice, NamedToolChoice) or choice == "required"
+    wants_call = isinstance(choice, NamedToolChoice | AllowedToolsChoice) or choice == "required"
     if wants_call and not functions:
         raise bad_request("tool_choice wants a call: send tools to choose from", param="tool_choice")
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in functions:
-        raise bad_request(f"tool_choice names {choice.function.name!r}: it is not among tools", param="tool_choice")
+    named = [choice] if isinstance(choice, NamedToolChoice) else []
+    if isinstance(choice, AllowedToolsChoice):
+        named = choice.allowed_tools.tools
+    for tool in named:
+        if tool.function.name not in functions:
+            raise bad_request(f"tool_choice names {tool.function.name!r}: it is not among tools", param="tool_choice")
 
 
 def _rules(

@@ -14,7 +14,15 @@ from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
+from antiphon.serve.api.chat_messages import (
+    AssistantMessage,
+    Content,
+    Message,
+    TemplateOptions,
+    TextPart,
+    Tool,
+    ToolMessage,
+)
 from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
@@ -24,6 +32,7 @@ from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.chat_rendering import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
+_USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_NAMES_SHOWN = 32
 # Stands behind the last message while it is rendered, so that the text can be cut there.
 _CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
@@ -175,6 +184,7 @@ async def render_conversation(
             names, options.chat_template_kwargs or {}, context.settings.chat_template_kwargs, reasoning_effort
         ),
     )
+    _check_names(tokenizer, messages)
     turns = [_turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
         _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
@@ -251,29 +261,55 @@ def _turn_of(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMess
     role: str = message.role
     if role == "developer" and not tokenizer.template_reads("developer"):
         role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
+    if role not in _USUAL_ROLES and not tokenizer.template_reads(role):
+        raise bad_request(
+            f"{param}.role is {role!r}: this model's chat template does not know it; use {', '.join(_USUAL_ROLES)}",
+            param=f"{param}.role",
+        )
     turn: ChatMessage = {"role": role, "content": _text(message.content)}
     if isinstance(message, ToolMessage):
         if not tokenizer.template_reads("tool"):
             raise _not_read(f"{param}.role", "results of tools")
         turn["tool_call_id"] = message.tool_call_id
-    elif isinstance(message, AssistantMessage) and message.tool_calls:
+    elif isinstance(message, AssistantMessage):
+        _add_answered(tokenizer, message, turn, param)
+    if message.name is not None and tokenizer.template_reads("name"):
+        turn["name"] = message.name
+    return turn
+
+
+def _add_answered(tokenizer: TextTokenizer, message: AssistantMessage, turn: ChatMessage, param: str) -> None:
+    """What only the model says: refusals, calls, reasoning. Templates that read no reasoning are of models that do not
+    see that of earlier turns; others choose the turns whose reasoning they write."""
+    if message.refusal is not None:
+        turn["content"] += ("\n" if turn["content"] else "") + message.refusal
+    if message.tool_calls:
         if not tokenizer.template_reads("tool_calls"):
             raise _not_read(f"{param}.tool_calls", "calls of tools")
         turn["tool_calls"] = _calls(message, param)
-    elif message.content is None:
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        turn["reasoning_content"] = reasoning
+    if message.content is message.refusal is reasoning is None and not message.tool_calls:
         raise bad_request(f"{param}.content is missing: send a text, or tool_calls", param=f"{param}.content")
-    if message.name is not None:
-        if tokenizer.template_reads("name"):
-            turn["name"] = message.name
-        elif not isinstance(message, ToolMessage):  # the call's id says it too
-            raise _not_read(f"{param}.name", "names")
-    return turn
+
+
+def _check_names(tokenizer: TextTokenizer, messages: list[Message]) -> None:
+    """Names tell those apart who speak in one role. `ApiError` 400 where that would be lost."""
+    if tokenizer.template_reads("name"):
+        return
+    first: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        if message.name is None or isinstance(message, ToolMessage):  # the call's id says it too
+            continue
+        if first.setdefault(message.role, message.name) != message.name:
+            raise _not_read(f"messages[{number}].name", "names, and two of one role differ")
 
 
 def _text(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
 def _not_read(param: str, what: str) -> Exception:
