@@ -14,6 +14,9 @@ from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.api import chat, completions, placement, status, tokens
+from antiphon.serve.api.anthropic import routes as anthropic
+from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.guard.harmless import harmless_properties
@@ -35,13 +38,20 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.api")
 
-_REQUEST_MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+_REQUEST_MODELS: tuple[type[RequestModel], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 # They need no API key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
 
 
 class ApiKeyMiddleware:
-    """401 unless the request carries ``Authorization: Bearer`` and one of the keys.
+    """401 unless the request carries ``Authorization: Bearer``, or ``x-api-key``, and one of the keys.
 
     Asks before anything else happens: before the body is read, before the route is looked up. Open without a key are
     the paths that machines poll and that reveal nothing of what users do (`OPEN_PATHS`)."""
@@ -56,15 +66,17 @@ class ApiKeyMiddleware:
             return
         refusal = ApiError(
             401,
-            "missing or wrong API key: send it as Authorization: Bearer <key>",
+            "missing or wrong API key: send it as Authorization: Bearer <key>, or as x-api-key",
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
-        await refusal.response()(scope, receive, send)
+        await refusal.response(scope["path"])(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = header.partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if b"authorization" not in headers:  # as Anthropic's clients send it
+            scheme, key = b"bearer", headers.get(b"x-api-key", b"")
         # Compare with every key in constant time: timing must not tell how much of a key was right.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
@@ -97,7 +109,7 @@ def create_app(
         grammars=grammars,
     )
     install_error_handlers(app)
-    for routes in (chat.router, completions.router, tokens.router, placement.router, status.router):
+    for routes in (chat.router, completions.router, anthropic.router, tokens.router, placement.router, status.router):
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)

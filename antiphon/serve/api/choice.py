@@ -46,6 +46,7 @@ class ChoiceDelta:
 
     index: int
     text: str = ""
+    reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None

@@ -154,7 +154,8 @@ def client_of(request: Request) -> str:
     """Whose request it is, where clients take turns: the API key where keys are used, else the peer's address, of
     IPv6 the half that names its network."""
     if context_of(request).settings.api_keys:
-        return request.headers.get("authorization", "").partition(" ")[2].strip()
+        key = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+        return key.strip()
     host = request.client.host if request.client is not None else ""
     try:
         address = ipaddress.ip_address(host)

@@ -257,4 +257,4 @@ class DetokenizeRequest(RequestModel):
     tokens: list[TokenId] = Field(fail_fast=True)
 
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", bound=RequestModel)

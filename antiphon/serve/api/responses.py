@@ -195,6 +195,12 @@ def described_answer(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}
 
 
+def described_stream() -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's description of a 200 whose JSON the vendor's own description has, whole or as server-sent events."""
+    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "object"}}}
+    return {200: {"description": "As the vendor describes it.", "content": content}}
+
+
 def described_generation(request: type[AnyRequest], answer: type[BaseModel]) -> dict[str, Any]:
     """What the route of a generating endpoint says of itself: its body, its answer, its errors."""
     return {

@@ -20,7 +20,7 @@ from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.guard.input_limits import InputLimits, StructureCount, body_too_large
 from antiphon.serve.api.request_ids import request_id_of
-from antiphon.serve.api.requests import AnyRequest, GenerationRequest
+from antiphon.serve.api.requests import AnyRequest
 from antiphon.specs.checked import TYPE_NAMES, describe, first_mistake
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -33,9 +33,9 @@ async def read_request(context: ApiContext, request: Request, model: type[AnyReq
     """The validated request; `ApiError` 400, 404 (not the served model), 408, 413 or 415 with a message that names the
     parameter."""
     body = await _read_body(context, request, model)
-    check_model_name(context, body.model)
-    if isinstance(body, GenerationRequest) and body.request_id is None:
-        body.request_id = request_id_of(request.scope)
+    check_model_name(context, getattr(body, "model", None))
+    if getattr(body, "request_id", "") is None:
+        body.request_id = request_id_of(request.scope)  # type: ignore[attr-defined]
     return body
 
 
