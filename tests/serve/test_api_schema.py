@@ -52,6 +52,8 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/tokenize",
         "/detokenize",
         "/tokenizer_info",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/health",

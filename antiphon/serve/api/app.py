@@ -22,6 +22,8 @@ from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.guard.harmless import harmless_properties
 from antiphon.serve.api.guard.sites import SiteMiddleware
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.openai_responses import routes as openai_responses
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest
 from antiphon.serve.api.request_ids import RequestIdMiddleware
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
@@ -41,6 +43,7 @@ _log = get_logger("serve.api")
 _REQUEST_MODELS: tuple[type[RequestModel], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
     TokenizeRequest,
@@ -109,7 +112,15 @@ def create_app(
         grammars=grammars,
     )
     install_error_handlers(app)
-    for routes in (chat.router, completions.router, anthropic.router, tokens.router, placement.router, status.router):
+    for routes in (
+        chat.router,
+        completions.router,
+        anthropic.router,
+        openai_responses.router,
+        tokens.router,
+        placement.router,
+        status.router,
+    ):
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)

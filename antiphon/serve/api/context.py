@@ -17,6 +17,7 @@ from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy
 from antiphon.serve.api.guard.input_limits import BodyMemory, input_limits
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.openai_responses.store import ResponseStore
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.structured import GrammarCompiler
@@ -80,6 +81,7 @@ class ApiContext:
         self.trimmer = MemoryTrimmer()
         self.body_memory = BodyMemory(self.limits.max_body_bytes, self.trimmer)
         self.large_body = asyncio.Lock()
+        self.response_store = ResponseStore()
         self.metrics = metrics
         self.grammars = grammars
         self.model_names = settings.served_model_names or (engine.info.model_name,)
