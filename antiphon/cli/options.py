@@ -3,6 +3,7 @@
 `planned_config` makes it of options and a plan (`--plan`), or says in a line why both cannot be obeyed.
 """
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -322,6 +323,31 @@ def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
 def words_of(text: str) -> list[str]:
     """``"a, b,"`` -> ``["a", "b"]``."""
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
+    """The object in ``'{"enable_thinking": false}'``; none for None."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{option} {str(text)[:80]!r} is no JSON object: write for example '{{\"enable_thinking\": false}}'"
+        )
+    return value
+
+
+def read_text_file(option: str, path: Path, max_bytes: int) -> str:
+    """The text of a file that an option names; `UserError` when it is none, or longer than `max_bytes`."""
+    try:
+        if not path.is_file():
+            raise UserError(f"{option} {path}: there is no such file")
+        if (size := path.stat().st_size) > max_bytes:
+            raise UserError(f"{option} {path} has {size} bytes: at most {max_bytes} are read")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path} cannot be read: {error}") from error
 
 
 def check_count(option: str, value: int | None, most: int) -> None:

@@ -34,6 +34,7 @@ from antiphon.serve.prepare import prepare
 from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.served_plan import ServedPlan
+from antiphon.serve.text.chat_rendering import MAX_TEMPLATE_CHARACTERS
 from antiphon.serve.text.tokenizer_reading import read_tokenizer
 
 
@@ -87,8 +88,20 @@ class HttpOptions:
     allowed_hosts: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Names of this server, a,b; others: 403.", hidden=True)
     ] = None
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
+    served_model_names: Annotated[
+        str | None,
+        typer.Option("--served-model-name", metavar="NAME", show_default="the folder's", help="Its names, a,b."),
+    ] = None
+    cors_origins: Annotated[
+        str | None,
+        typer.Option("--cors-origin", metavar="ORIGINS", help="Pages that may use it, a,b or *.", hidden=True),
+    ] = None
+    own_chat_template: Annotated[
+        Path | None,
+        typer.Option("--chat-template", metavar="FILE", show_default="the model's", help="Jinja file.", hidden=True),
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Variables of the chat template.", hidden=True)
     ] = None
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = (
         ServerSettings.max_streams
@@ -118,13 +131,21 @@ class HttpOptions:
     def settings(self) -> ServerSettings:
         """The validated settings; `UserError` for a wrong value or key file."""
         options.check_not_empty("--host", self.host)  # would be every address of this machine
-        options.check_not_empty("--served-model-name", self.served_model_name)
+        options.check_not_empty("--served-model-name", self.served_model_names)
+        options.check_not_empty("--cors-origin", self.cors_origins)
         options.check_not_empty("--allowed-hosts", self.allowed_hosts)
         parsed: dict[str, Any] = {
             "api_keys": read_api_keys(self.api_keys) if self.api_keys else (),
             "allowed_hosts": tuple(options.words_of(self.allowed_hosts or "")),
+            "served_model_names": tuple(options.words_of(self.served_model_names or "")),
+            "cors_origins": tuple(options.words_of(self.cors_origins or "")),
+            "chat_template_kwargs": options.parse_json_object("--chat-template-kwargs", self.chat_template_kwargs),
             "max_answer_bytes": options.parse_size("--max-answer-bytes", self.max_answer_bytes),
         }
+        if self.own_chat_template is not None:
+            parsed["own_chat_template"] = options.read_text_file(
+                "--chat-template", self.own_chat_template, MAX_TEMPLATE_CHARACTERS
+            )
         if self.max_body_bytes is not None:
             parsed["max_body_bytes"] = options.parse_size("--max-body-bytes", self.max_body_bytes)
         return ServerSettings(**(vars(self) | parsed))
@@ -182,7 +203,7 @@ def serve(
     check_output_file("--timeline", timeline)
     asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
     config = join.by_plan(served).add_to(asked)
-    settings = http.settings()
+    settings = replace(http.settings(), model_root=str(model))
     if served is not None:
         if config.join_address:
             tell(join_lines(config), json=json)

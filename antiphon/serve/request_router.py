@@ -56,7 +56,7 @@ class RequestRouter:
     def add(self, requests: Sequence[Request]) -> None:
         """These requests have no worker, or none any more."""
         self._unassigned.extend(requests)
-        self._unassigned.sort(key=lambda request: request.arrival)
+        self._unassigned.sort(key=lambda request: request.turn)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """Take a request out of wherever it is and send its sink the last output. Unknown ids are ignored."""

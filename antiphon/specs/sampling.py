@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen, as frozen data shared by API, policy and workers. No torch."""
+"""How one request's tokens are chosen and how urgent it is, as frozen data of API, policy and workers. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,9 @@ class SamplingParams:
     Stop *strings* are the API's business (it owns the text); everything here is about token ids.
     `logprobs`: how many alternatives to report per sampled token (0: only the sampled one), None: none at all.
     `prompt_logprobs`: the same for prompt tokens. `seed` None: the engine draws one and keeps it, so that a request
-    that is preempted or recomputed continues with the same choices.
+    that is preempted or recomputed continues with the same choices. `allowed_token_ids` empty: all are.
+    `bad_words`: sequences of tokens that must not come. `logprob_token_ids`: these are reported in place of the
+    likeliest alternatives, `logprobs` of them. `priority`: smaller goes first, in the line and when memory is short.
     """
 
     max_tokens: int = 16
@@ -31,6 +33,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
+    priority: int = 0
     grammar: str | None = None  # serialized grammar for the structured-output library, None: free text
 
     def __post_init__(self) -> None:
@@ -56,6 +62,13 @@ class SamplingParams:
                 "prompt_logprobs",
                 self.prompt_logprobs,
                 "between 0 and 20",
+            ),
+            (all(self.bad_words), "bad_words", self.bad_words, "words of at least one token"),
+            (
+                not self.logprob_token_ids or self.logprobs == len(self.logprob_token_ids),
+                "logprobs",
+                self.logprobs,
+                f"the number of logprob_token_ids ({len(self.logprob_token_ids)})",
             ),
         )
         for holds, name, value, limit in checks:

@@ -125,16 +125,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "valid list"),
     ({"messages": "hi"}, "messages", "valid list"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "'assistant', 'tool'"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "chat template does not know it"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
     ({"messages": ["x"]}, "messages[0]", ""),
-    ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name", "does not read names"),
+    ({"messages": [{"role": "user", "content": "x", "name": "bob"}, {"role": "user", "content": "x", "name": "ann"}]},
+     "messages[1].name", "does not read names"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls", "unknown parameter"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", ""),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]",
+     "it is of type 'image_url': this server reads text only"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text",
+     "string"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
+    ({"messages": [{"role": "user", "content": "x", "image": "y"}]}, "messages[0].image", "unknown parameter"),
     ({"use_beam_search": True}, "use_beam_search", "beam search is not supported; leave it out or send null or false"),
     ({"use_beam_search": 0}, "use_beam_search", "send null or false"),
-    ({"priority": False}, "priority", "send null or 0"),
+    ({"priority": False}, "priority", "valid integer"),
     ({"metadata": {"run": "a"}}, "metadata", "metadata is an object: requests are not stored"),
     ({"audio": {}}, "audio", "leave it out or send null"),
     ({"prompt": "x"}, "prompt", "unknown parameter"),
@@ -144,7 +150,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "at least 1 token"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "send one of them"),
     ({"max_completion_tokens": 1000}, "max_tokens", "the model's context is 256"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS)

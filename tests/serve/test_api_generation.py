@@ -323,10 +323,16 @@ def test_models_health_version(server: Live) -> None:
 
 
 def test_the_served_name_can_differ_from_the_models() -> None:
-    with live(fake_engine(), served_model_name="org/moe") as server:
+    with live(fake_engine(), served_model_names=("org/moe", "moe")) as server:
         assert server.openai.models.retrieve("org/moe").id == "org/moe"
         assert server.complete(model="org/moe", max_tokens=1).json()["model"] == "org/moe"
+        assert server.complete(model="moe", max_tokens=1).json()["model"] == "org/moe"
         assert server.complete(model="fake-moe", max_tokens=1).status_code == 404
+        cards = server.http.get("/v1/models").json()["data"]
+    assert [(card["id"], card["root"], card["max_model_len"]) for card in cards] == [
+        ("org/moe", "fake-moe", 256),
+        ("moe", "fake-moe", 256),
+    ]
 
 
 def sample(metrics: httpx.Response, name: str) -> float | None:

@@ -72,8 +72,8 @@ def test_chat_accepts_no_alternatives_without_logprobs(server: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("include_usage", [False, True])
-def test_continuous_usage_is_in_every_event(server: Live, path: str, include_usage: bool) -> None:
+@pytest.mark.parametrize("include_usage", [None, True])
+def test_continuous_usage_is_in_every_event(server: Live, path: str, include_usage: bool | None) -> None:
     prompt: dict[str, Any] = {"prompt": "hello"} if path == "/v1/completions" else {"messages": HELLO}
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
     received = events(server, path, **prompt, max_tokens=4, stream_options=options)
@@ -84,7 +84,14 @@ def test_continuous_usage_is_in_every_event(server: Live, path: str, include_usa
     for event in received:
         assert event["usage"]["prompt_tokens"] == num_prompt
         assert event["usage"]["total_tokens"] == num_prompt + event["usage"]["completion_tokens"]
-    assert (received[-1]["choices"] == []) == include_usage
+    assert (received[-1]["choices"] == []) == bool(include_usage)
+
+
+def test_no_usage_is_sent_when_it_is_switched_off(server: Live) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": False}
+    received = events(server, "/v1/completions", prompt="hello", max_tokens=2, stream_options=options)
+    assert received
+    assert all("usage" not in event for event in received)
 
 
 def test_continuous_usage_counts_each_answer_alone(server: Live) -> None:

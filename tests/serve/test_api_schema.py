@@ -51,7 +51,14 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/v1/chat/completions",
         "/tokenize",
         "/detokenize",
+        "/tokenizer_info",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/health",
+        "/ping",
+        "/load",
         "/version",
         "/metrics",
         "/dashboard",
@@ -90,13 +97,20 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "include_stop_str_in_output",
         "skip_special_tokens",
         "add_special_tokens",
+        "prompt_logprobs",
+        "allowed_token_ids",
+        "bad_words",
+        "logprob_token_ids",
+        "priority",
+        "request_id",
+        "safety_identifier",
         *HARMLESS,
     }
     assert set(components["CompletionRequest"]["properties"]) == promised | {"prompt", "echo"}
     chat_only = {"messages", "max_completion_tokens", "top_logprobs"}  # and what HARMLESS has, obeyed by chats
     chat = components["ChatCompletionRequest"]["properties"]
     assert "enum" not in str(chat["tools"])
-    assert {"$ref": "#/components/schemas/NamedToolChoice"} in chat["tool_choice"]["anyOf"]
+    assert {"$ref": "#/components/schemas/NamedToolChoice"} in chat["tool_choice"]["anyOf"][0]["oneOf"]
     assert set(components["ChatCompletionRequest"]["properties"]) == promised | chat_only
     assert components["CompletionRequest"]["properties"]["tools"]["enum"] == [[], None]
     for path, operations in description["paths"].items():

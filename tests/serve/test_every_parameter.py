@@ -8,7 +8,7 @@ import ast
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,9 @@ class Row:
     effect: Callable[[Seen], object]
     base: dict[str, Any] = field(default_factory=dict)
 
+    def with_base(self, base: dict[str, Any]) -> "Row":
+        return replace(self, base=base)
+
 
 def param(name: str, value: Any, **base: Any) -> Row:
     """A value that reaches the engine as it is."""
@@ -106,6 +109,15 @@ BOTH = {
     "return_token_ids": Row(True, lambda seen: seen.choice.get("token_ids") == [*ids(SAID), eos_id()]),
     "return_tokens_as_token_ids": Row(True, lambda seen: f'"token_id:{ids("a")[0]}"' in seen.text, {"logprobs": 1}),
     "user": Row("somebody-7", lambda seen: "somebody-7" in seen.log),
+    "safety_identifier": Row("somebody-8", lambda seen: "somebody-8" in seen.log),
+    "prompt_logprobs": Row(
+        2, lambda seen: seen.params.prompt_logprobs == 2 and '"prompt_logprobs":[null,{"' in seen.text
+    ),
+    "allowed_token_ids": Row([5, 6], lambda seen: seen.params.allowed_token_ids == (5, 6)),
+    "bad_words": Row(["a"], lambda seen: set(seen.params.bad_words) == {tuple(ids("a")), tuple(ids(" a"))}),
+    "logprob_token_ids": Row([5, 6], lambda seen: seen.params.logprob_token_ids == (5, 6), {"logprobs": 1}),
+    "priority": param("priority", -3),
+    "request_id": Row("mine-7", lambda seen: seen.answer["id"].endswith("-mine-7")),
 }
 CHANGES_NOTHING = {"prompt_cache_key"}  # and says so
 PROMPTS = {  # a tokenizer of chats and of /tokenize
@@ -135,6 +147,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Row]]] = {
         BOTH
         | PROMPTS
         | {
+            "logprob_token_ids": BOTH["logprob_token_ids"].with_base({"logprobs": True}),
             "return_tokens_as_token_ids": Row(
                 True, lambda seen: f'"token_id:{ids("a")[0]}"' in seen.text, {"logprobs": True}
             ),

@@ -7,7 +7,7 @@ import pytest
 from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.text_messages import CompileTemplate, TextConfigure
-from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest, WaitingCount
+from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest, WaitingBytes
 
 LARGE = 1024 * 1024
 
@@ -76,24 +76,27 @@ def test_an_empty_line_waits_and_a_closed_one_does_not() -> None:
 
 
 def test_what_waits_is_bounded_for_one_client_and_for_all() -> None:
-    count = WaitingCount(max_requests=2, max_bytes=100)
+    """A small text counts as 4 KiB."""
+    count = WaitingBytes(8 * 1024)
     for client in ("a", "b", "c", "d"):
         for _ in range(2):
             count.add(client, 1, "the tokenizer")
-        with pytest.raises(QueueFull, match="2 requests of this client wait for the tokenizer, the limit is 2: try"):
+        with pytest.raises(
+            QueueFull, match=r"of this client of 8\.0 KiB wait for the tokenizer, the limit is 8\.0 KiB: try"
+        ):
             count.add(client, 1, "the tokenizer")
-    with pytest.raises(QueueFull, match="8 requests of all clients wait for the tokenizer, the limit is 8"):
+    with pytest.raises(QueueFull, match=r"of all clients of 32\.0 KiB wait for the tokenizer, the limit is 32\.0 KiB"):
         count.add("e", 1, "the tokenizer")
     count.remove("a", 1)
     count.add("e", 1, "the tokenizer")
 
 
-def test_what_waits_is_bounded_in_bytes_but_one_request_alone_may_be_larger() -> None:
-    count = WaitingCount(max_requests=64, max_bytes=100)
-    count.add("a", 1000, "the tokenizer")
-    with pytest.raises(QueueFull, match="requests of this client of 1000 B wait for the tokenizer, the limit is 100 B"):
+def test_one_request_alone_may_be_larger_than_the_limit() -> None:
+    count = WaitingBytes(8 * 1024)
+    count.add("a", 100_000, "the tokenizer")
+    with pytest.raises(QueueFull, match=r"requests of this client of 97\.7 KiB wait for the tokenizer"):
         count.add("a", 1, "the tokenizer")
-    with pytest.raises(QueueFull, match="requests of all clients of 1000 B wait"):
+    with pytest.raises(QueueFull, match=r"requests of all clients of 97\.7 KiB wait"):
         count.add("b", 1, "the tokenizer")
-    count.remove("a", 1000)
-    count.add("a", 100, "the tokenizer")
+    count.remove("a", 100_000)
+    count.add("a", 8 * 1024, "the tokenizer")

@@ -307,3 +307,27 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         simulation(max_batch_tokens=3)
     with pytest.raises(UserError, match="block_size is 0"):
         simulation(block_size=0)
+
+
+def test_a_smaller_priority_goes_first_and_gives_way_last() -> None:
+    sim = simulation(max_running=1, max_batch_tokens=32)
+    urgent, patient = (dataclasses.replace(FREE, priority=priority) for priority in (-1, 5))
+    sim.submit("a", [3] * 4, FREE)
+    sim.step()
+    for name, params in (("patient", patient), ("b", FREE), ("urgent", urgent), ("urgent too", urgent)):
+        sim.submit(name, [7] * 4, params)
+    sim.run()
+    first_steps = [step.request_id for plan in sim.plans for step in plan.sequences if step.start == 0]
+    assert first_steps == ["a", "urgent", "urgent too", "b", "patient"]
+
+
+def test_memory_is_taken_from_the_largest_priority() -> None:
+    sim = simulation(num_blocks=5, block_size=4, max_running=2, max_model_len=16)
+    sim.submit("patient", [3] * 8, dataclasses.replace(FREE, priority=5))
+    sim.step()
+    sim.submit("urgent", [7] * 7, FREE)
+    sim.run()
+    assert sim.scheduler.book.counters.num_preemptions > 0
+    assert sim.scheduler.requests == {}
+    last = {step.request_id: number for number, plan in enumerate(sim.plans) for step in plan.sequences}
+    assert last["urgent"] < last["patient"]

@@ -331,3 +331,40 @@ def test_tied_alternatives_come_in_order_of_token_id_and_share_a_rank() -> None:
     ((report,),) = token_logprobs(logits, [2], [4])
     assert [token for token, _ in report.top] == [1, 2, 0, 3]
     assert report.rank == 1
+
+
+def test_nothing_but_allowed_tokens_comes_and_bad_words_do_not() -> None:
+    states = [
+        state(allowed_token_ids=(7, 9)),
+        state([5, 3], allowed_token_ids=(7, 9), bad_words=((7,), (3, 9))),  # nothing is left: the words give way
+        state([5, 3, 4], bad_words=((3, 4, 8), (6, 10), (11,))),
+        state([5, 4], bad_words=((3, 4, 8), (6, 10))),
+    ]
+    before = random_logits(4)
+    after = before.clone()
+    edit_logits(after, states, [0, 1, 2, 1], None)
+    banned = [set((row == -math.inf).nonzero().flatten().tolist()) for row in after]
+    assert banned == [set(range(VOCAB)) - {7, 9}, set(range(VOCAB)) - {7, 9}, {8, 11}, set()]
+    assert torch.equal(after[0, [7, 9]], before[0, [7, 9]])
+
+
+def test_a_bad_word_is_seen_when_its_tokens_came_one_at_a_time() -> None:
+    seen = state(bad_words=((3, 4, 8),))
+    for position, token_id in enumerate([3, 4], 1):
+        assert seen.banned_ids() == set()
+        seen.observe(position, [token_id])
+        seen.observe(position, [token_id])  # the step is run again
+    assert seen.banned_ids() == {8}
+
+
+def test_log_probabilities_of_named_tokens_are_reported_in_their_order() -> None:
+    logits = random_logits(2)
+    states = [state(temperature=0.0, logprobs=2, logprob_token_ids=(50, 3)), state(temperature=0.0, logprobs=1)]
+    sampled = sample_tokens(logits, states, [0, 0])
+    assert sampled.logprobs is not None
+    (named,), (usual,) = (list(report or ()) for report in sampled.logprobs)
+    expected = torch.log_softmax(logits[0], dim=-1)
+    assert [token_id for token_id, _ in named.top] == [50, 3]
+    assert [value for _, value in named.top] == pytest.approx(expected[[50, 3]].tolist())
+    assert (named.token_id, named.rank) == (int(logits[0].argmax()), 1)
+    assert usual.top[0][0] == sampled.token_ids[1]

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.base.units import format_bytes
 from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, ShuttingDown
 from antiphon.serve.text import text_queue
-from antiphon.serve.text.text_queue import TextLimits
+from antiphon.serve.text.text_queue import TextLimits, WaitingBytes
 from antiphon.serve.text.text_service import TextService
 from tests.serve.api_harness import fake_engine, live, small_tokenizer
 from tests.serve.fork_server import PROGRAMS
@@ -101,20 +102,36 @@ def test_the_limit_on_memory_names_itself_and_ends_one_request_only() -> None:
         assert encode(service, "hello " * 6000)
 
 
-def test_more_than_may_wait_are_refused_and_nobody_waits_for_ever() -> None:
+def test_more_than_may_wait_are_refused_and_no_request_waits_without_an_end() -> None:
     async def flood(service: TextService) -> list[object]:
         asked = [service.encode([SLOW], add_special_tokens=False, max_tokens=None) for _ in range(5)]
         return list(await asyncio.gather(*asked, return_exceptions=True))
 
-    limits = {"tokenizer_timeout_s": 1.0, "max_waiting": 3, "max_wait_s": 0.5}
+    size = len(SLOW)
+    limits = {"tokenizer_timeout_s": 1.0, "max_waiting_bytes": 3 * size, "max_wait_s": 0.5}
     with Running(small_tokenizer(), **limits) as service:
         wait_until(lambda: is_ready(service), "the processes have started")
         errors = asyncio.run(flood(service))
         full = [error for error in errors if isinstance(error, QueueFull)]
-        assert any("requests of this client wait for the tokenizer, the limit is 3" in str(error) for error in full)
+        limit = format_bytes(3 * size)
+        refusal = f"requests of this client of {limit} wait for the tokenizer, the limit is {limit}"
+        assert sum(refusal in str(error) for error in full) == 2
         assert any("s for the tokenizer, the limit is 0.5 s" in str(error) for error in full)
         assert sum("took longer than 1 s" in str(error) for error in errors) == 1
         wait_until(lambda: is_ready(service), "the process is replaced")
+
+
+def test_the_line_is_limited_by_memory_and_not_by_a_number_of_texts() -> None:
+    """At most 64 of these could wait, whatever the limit on requests was."""
+    waiting = WaitingBytes(64 * 2**20)
+    for _ in range(1024):
+        waiting.add("a", 50_000, "a template")
+    waiting.add("b", 200, "a template")
+    with pytest.raises(QueueFull, match=r"of this client of 48\.8 MiB wait for a template, the limit is 64\.0 MiB"):
+        waiting.add("a", 16 * 2**20, "a template")
+    for _ in range(1024):
+        waiting.remove("a", 50_000)
+    waiting.add("a", 10**8, "a template")  # alone
 
 
 def test_one_client_with_thirty_texts_delays_another_by_one_of_them() -> None:

@@ -174,6 +174,29 @@ class ChatLogprobsJson:
         return encoded_object({"content": Encoded([b"[", content, b"]"]), "refusal": None})
 
 
+class PromptLogprobsJson:
+    """A list with an object for each token of a prompt: it and its alternatives by their ids, as vLLM writes them."""
+
+    def __init__(self, tokens: TokenJson) -> None:
+        self._text = tokens.text
+        self._list = bytearray()
+
+    def add(self, logprob: TokenLogprob | None) -> None:
+        if logprob is None:
+            self._list += b"null,"
+            return
+        ranked = {token_id: (value, rank) for rank, (token_id, value) in enumerate(logprob.top, 1)}
+        ranked[logprob.token_id] = (logprob.logprob, logprob.rank)
+        entries = (
+            f'"{token_id}":{{"logprob":{_number(value)},"rank":{rank},"decoded_token":{self._text(token_id)}}}'
+            for token_id, (value, rank) in ranked.items()
+        )
+        self._list += f"{{{','.join(entries)}}},".encode()
+
+    def encoded(self) -> Encoded:
+        return Encoded([b"[", self._list[:-1], b"]"])
+
+
 class AnswerInTheMaking:
     """A whole answer, of which the pieces come one after the other. `logprobs` None: they were not asked for."""
 

@@ -17,6 +17,7 @@ _ID_BYTES = 7
 _COMPLETION_BYTES = 24  # of an alternative, beside its token: quotes and number
 _COMPLETION_ENTRY_BYTES = 40  # of a token beside its alternatives
 _CHAT_BYTES = 64
+_PROMPT_ENTRY_BYTES = 72
 _DIGITS_OF_A_BYTE = 4  # in a chat's list of bytes
 
 
@@ -37,6 +38,9 @@ def check_answer_size(
         return
     per_token = _bytes_per_token(context, request, params[0].logprobs)
     per_prompt_token = per_token if echo else _ID_BYTES if request.return_token_ids else 0
+    if request.prompt_logprobs is not None:
+        length = 1.5 * context.tokenizer.mean_token_characters
+        per_prompt_token += (1 + request.prompt_logprobs) * (_PROMPT_ENTRY_BYTES + length)
     num_answers = request.n or 1
     total = num_answers * sum(
         per_prompt_token * len(prompt.token_ids) + per_token * each.max_tokens

@@ -1,22 +1,30 @@
 """Puts the server together: one engine, one tokenizer, the routes, the key check, the OpenAPI description."""
 
 import hmac
+import re
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.api import chat, completions, drain, placement, status, tokens
+from antiphon.serve.api.anthropic import routes as anthropic
+from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.guard.harmless import harmless_properties
 from antiphon.serve.api.guard.sites import SiteMiddleware
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.openai_responses import routes as openai_responses
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest
+from antiphon.serve.api.request_ids import RequestIdMiddleware
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -32,12 +40,21 @@ from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.api")
 
-_REQUEST_MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json", "/dashboard"})  # need no API key
+_REQUEST_MODELS: tuple[type[RequestModel], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+# They need no API key.
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
 
 
 class ApiKeyMiddleware:
-    """401 unless the request carries ``Authorization: Bearer`` and one of the keys.
+    """401 unless the request carries ``Authorization: Bearer``, or ``x-api-key``, and one of the keys.
 
     Asks before anything else happens: before the body is read, before the route is looked up. Open without a key are
     the paths that machines poll and that reveal nothing of what users do (`OPEN_PATHS`)."""
@@ -52,15 +69,17 @@ class ApiKeyMiddleware:
             return
         refusal = ApiError(
             401,
-            "missing or wrong API key: send it as Authorization: Bearer <key>",
+            "missing or wrong API key: send it as Authorization: Bearer <key>, or as x-api-key",
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
-        await refusal.response()(scope, receive, send)
+        await refusal.response(scope["path"])(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = header.partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if b"authorization" not in headers:  # as Anthropic's clients send it
+            scheme, key = b"bearer", headers.get(b"x-api-key", b"")
         # Compare with every key in constant time: timing must not tell how much of a key was right.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
@@ -78,6 +97,11 @@ def create_app(
     `grammars`: the compiler the engine takes its matchers from, see `build_grammars`; None: this model cannot follow
     grammars, and requests for structured output are refused.
     """
+    if settings.own_chat_template is not None:
+        tokenizer.template_sources = settings.own_chat_template
+    for name in settings.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.chat_template):
+            raise UserError(f"--chat-template-kwargs sets {name!r}: the model's chat template does not read it")
     app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = ApiContext(
         engine=engine,
@@ -88,11 +112,29 @@ def create_app(
         grammars=grammars,
     )
     install_error_handlers(app)
-    for routes in (chat.router, completions.router, tokens.router, placement.router, drain.router, status.router):
+    for routes in (
+        chat.router,
+        completions.router,
+        anthropic.router,
+        openai_responses.router,
+        tokens.router,
+        placement.router,
+        drain.router,
+        status.router,
+    ):
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
-    app.add_middleware(SiteMiddleware, settings=settings)  # the outermost: the last that is added
+    app.add_middleware(SiteMiddleware, settings=settings)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    app.add_middleware(RequestIdMiddleware)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app

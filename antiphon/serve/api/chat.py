@@ -15,11 +15,11 @@ from antiphon.serve.api.answer_json import (
 )
 from antiphon.serve.api.answer_limits import check_answer_size
 from antiphon.serve.api.choice import ChoiceDelta
-from antiphon.serve.api.context import client_of, context_of
-from antiphon.serve.api.generation import generation_for
+from antiphon.serve.api.context import ApiContext, client_of, context_of
+from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
-from antiphon.serve.api.prompts import chat_prompt
+from antiphon.serve.api.prompts import bad_word_ids, chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
@@ -72,6 +72,18 @@ def _streamed_call(piece: CallPiece) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
+async def submit_chat(context: ApiContext, client: str, body: ChatCompletionRequest, generation: Generation) -> None:
+    """From the request to answers under way, for all endpoints that speak with the model in turns."""
+    check_request(context, body, 1)
+    tools = tool_use(context, body)
+    prompt = await chat_prompt(context, client, body, offers_tools=tools is not None)
+    grammar = await compile_grammar(context, body, client, tools)
+    bad_words = await bad_word_ids(context, client, body.bad_words)
+    params = chat_sampling(context, body, len(prompt.token_ids), grammar, bad_words)
+    check_answer_size(context, body, [prompt], [params])
+    await generation.submit([prompt], [params], body, tools=tools)
+
+
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation",
@@ -81,12 +93,6 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, ChatCompletionRequest)
     async with generation_for(context, body, "chatcmpl") as generation:
-        check_request(context, body, 1)
-        tools = tool_use(context, body)
-        prompt = await chat_prompt(context, client_of(request), body, offers_tools=tools is not None)
-        grammar = await compile_grammar(context, body, client_of(request), tools)
-        params = chat_sampling(context, body, len(prompt.token_ids), grammar)
-        check_answer_size(context, body, [prompt], [params])
-        await generation.submit([prompt], [params], body, tools=tools)
+        await submit_chat(context, client_of(request), body, generation)
         shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs))
         return await respond(context, request, generation, shape, body)

@@ -1,24 +1,55 @@
 """The messages and tools of a chat request, as pydantic models.
 
 A message's role says which kind it is. Fields that clients echo back from an answer may be there as long as they are
-null; calls and their results in earlier turns are given back to the model through its chat template.
+null; reasoning, calls and their results in earlier turns are given back to the model through its chat template.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+CacheControl = Annotated[
+    dict[str, Any] | None, Field(description="Changes nothing: prompts that begin alike share a cache.")
+]
+
+
 class TextPart(RequestModel):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+class RefusalPart(RequestModel):
+    """What the model said when it refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _check_part(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise PydanticCustomError(
+            "part", "it is of type {kind}: this server reads text only", {"kind": repr(kind[:40])}
+        )
+    return value
+
+
+def _kind_of_content(value: object) -> str:
+    return "parts" if isinstance(value, list) else "text"
+
+
+Part = Annotated[Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_check_part)]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
+    Discriminator(_kind_of_content),
+]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -26,6 +57,7 @@ class _Turn(RequestModel):
     """What the messages of all roles have in common."""
 
     name: str | None = None
+    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
@@ -34,9 +66,16 @@ class _Turn(RequestModel):
 
 
 class PlainMessage(_Turn):
-    """What the user or the program says."""
+    """What the user or the program says, or another role that the chat template knows."""
 
-    role: Literal["system", "developer", "user"]
+    role: Annotated[
+        str,
+        Field(
+            pattern="^[a-zA-Z0-9_-]{1,32}$",
+            description="system, developer, user, or a role that the chat template names.",
+            json_schema_extra={"not": {"enum": ["assistant", "tool"]}},
+        ),
+    ]
     content: Content
 
 
@@ -55,11 +94,14 @@ class ToolCall(RequestModel):
 
 
 class AssistantMessage(_Turn):
-    """What the model said earlier: text, calls or both."""
+    """What the model said earlier: reasoning, text, calls."""
 
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    reasoning_content: str | None = Field(None, description="For chat templates that read it.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    refusal: str | None = Field(None, description="What the model said when it refused.")
     annotations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = Field(
         None, description="Accepted when empty."
     )
@@ -73,7 +115,17 @@ class ToolMessage(_Turn):
     tool_call_id: Annotated[str, Field(max_length=128)]
 
 
-Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Discriminator("role")]
+def _kind_of_message(value: object) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return str(role) if role in ("assistant", "tool") else "other"
+
+
+Message = Annotated[
+    Annotated[PlainMessage, Tag("other")]
+    | Annotated[AssistantMessage, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")],
+    Discriminator(_kind_of_message),
+]
 
 
 class FunctionDefinition(RequestModel):
@@ -99,7 +151,30 @@ class NamedToolChoice(RequestModel):
     function: FunctionReference
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+class AllowedToolsChoice(RequestModel):
+    """Call some of the tools only. The model sees all of them, so that prompts go on beginning alike."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: object) -> str:
+    if not isinstance(value, dict):
+        return type(value).__name__ if isinstance(value, RequestModel) else "word"
+    return "AllowedToolsChoice" if value.get("type") == "allowed_tools" else "NamedToolChoice"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedToolChoice, Tag("NamedToolChoice")]
+    | Annotated[AllowedToolsChoice, Tag("AllowedToolsChoice")],
+    Discriminator(_kind_of_choice),
+]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 

@@ -42,10 +42,11 @@ class ChoiceDelta:
     gave up.
 
     `echoed`: entries of the prompt's tokens, which come before `entries` and are made while they are read. `token_ids`
-    and, in the first one, `prompt_token_ids`: if they are reported."""
+    and, in the first one, `prompt_token_ids`: if they are reported. `prompt_logprobs` comes once, if computed."""
 
     index: int
     text: str = ""
+    reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
@@ -54,6 +55,7 @@ class ChoiceDelta:
     echoed: Iterator[TokenEntry] | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def slices(self) -> Iterator["ChoiceDelta"]:
         """The same in parts of a bounded length, without `echoed`, each made when it is asked for."""
@@ -105,6 +107,7 @@ class ChoiceText:
         self._reports_ids = reports_ids
         self._pending_entries: list[TokenEntry] = []
         self._pending_ids: list[int] = []
+        self._pending_prompt_logprobs: PromptLogprobs | None = None
         self._pending_prompt_ids = prompt.token_ids if reports_ids else None
 
     def consume(self, output: EngineOutput) -> ChoiceDelta | None:
@@ -112,6 +115,7 @@ class ChoiceText:
         the engine does not know: the caller closes the engine's iterator."""
         delta = ChoiceDelta(self.index)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self._pending_prompt_logprobs = output.prompt_logprobs or self._pending_prompt_logprobs
         if self._echo_pending:
             self._echo_pending = False
             self._echo(output, delta)
@@ -199,3 +203,4 @@ class ChoiceText:
         delta.entries, self._pending_entries = self._pending_entries, []
         delta.token_ids, self._pending_ids = self._pending_ids, []
         delta.prompt_token_ids, self._pending_prompt_ids = self._pending_prompt_ids, None
+        delta.prompt_logprobs, self._pending_prompt_logprobs = self._pending_prompt_logprobs, None

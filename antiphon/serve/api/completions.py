@@ -11,7 +11,7 @@ from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import check_request, compile_grammar, completion_sampling
-from antiphon.serve.api.prompts import completion_prompts
+from antiphon.serve.api.prompts import bad_word_ids, completion_prompts
 from antiphon.serve.api.requests import CompletionRequest, split_prompts
 from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import CompletionResponse, described_generation
@@ -56,7 +56,8 @@ async def create_completion(request: Request) -> Response:
         check_request(context, body, len(split_prompts(body.prompt)))
         prompts = await completion_prompts(context, client_of(request), body)
         grammar = await compile_grammar(context, body, client_of(request))
-        params = [completion_sampling(context, body, len(prompt.token_ids), grammar) for prompt in prompts]
+        bad_words = await bad_word_ids(context, client_of(request), body.bad_words)
+        params = [completion_sampling(context, body, len(prompt.token_ids), grammar, bad_words) for prompt in prompts]
         check_answer_size(context, body, prompts, params)
         await generation.submit(prompts, params, body, echo=bool(body.echo))
         shape = CompletionShape(token_json(context, body), with_logprobs=body.logprobs is not None)

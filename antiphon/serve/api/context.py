@@ -17,6 +17,7 @@ from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.errors import shutting_down, too_busy
 from antiphon.serve.api.guard.input_limits import BodyMemory, input_limits
 from antiphon.serve.api.metrics import ServerMetrics
+from antiphon.serve.api.openai_responses.store import ResponseStore
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.structured import GrammarCompiler
@@ -80,9 +81,11 @@ class ApiContext:
         self.trimmer = MemoryTrimmer()
         self.body_memory = BodyMemory(self.limits.max_body_bytes, self.trimmer)
         self.large_body = asyncio.Lock()
+        self.response_store = ResponseStore()
         self.metrics = metrics
         self.grammars = grammars
-        self.model_name = settings.served_model_name or engine.info.model_name
+        self.model_names = settings.served_model_names or (engine.info.model_name,)
+        self.model_name = self.model_names[0]
         self.dashboard = Dashboard(engine, metrics, self.model_name)
         self.started_at_s = int(time.time())
         self.draining = False
@@ -153,7 +156,8 @@ def client_of(request: Request) -> str:
     """Whose request it is, where clients take turns: the API key where keys are used, else the peer's address, of
     IPv6 the half that names its network."""
     if context_of(request).settings.api_keys:
-        return request.headers.get("authorization", "").partition(" ")[2].strip()
+        key = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+        return key.strip()
     host = request.client.host if request.client is not None else ""
     try:
         address = ipaddress.ip_address(host)

@@ -19,6 +19,14 @@ _log = get_logger("serve.api")
 
 _MAX_PATH_CHARACTERS = 200
 _RESTART_S = 5
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 RETRY_AFTER_S = 1  # with every 429 and 503 that does not know better
 
 
@@ -53,8 +61,15 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def anthropic_body(self) -> dict[str, object]:
+        """The same in the shape of Anthropic's API, for its endpoints."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """For a request to `path`, which decides on the shape."""
+        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
 def _error_type(status: int) -> str:
@@ -97,13 +112,13 @@ def from_user_error(error: UserError) -> ApiError:
 def install_error_handlers(app: FastAPI) -> None:
     """Make every way out of the application, foreseen or not, speak the shape above."""
 
-    async def api_error(_request: Request, error: Exception) -> JSONResponse:
+    async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.scope["path"])
 
-    async def user_error(_request: Request, error: Exception) -> JSONResponse:
+    async def user_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, UserError)
-        return from_user_error(error).response()
+        return from_user_error(error).response(request.scope["path"])
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -113,18 +128,19 @@ def install_error_handlers(app: FastAPI) -> None:
         without_slash = path.rstrip("/")
         if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
             message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(path)
 
     async def system_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, NoRoom):
-            return no_room(str(error)).response()
+            return no_room(str(error)).response(request.scope["path"])
         _log.error("%s %s failed: the system refused something", request.method, request.url.path, exc_info=error)
         words = getattr(error, "strerror", None) or type(error).__name__
-        return no_room(f"the system has no room for this request now ({words})").response()
+        return no_room(f"the system has no room for this request now ({words})").response(request.scope["path"])
 
     async def bug(request: Request, error: Exception) -> JSONResponse:
         _log.error("%s %s failed: %r", request.method, request.url.path, error)
-        return ApiError(500, "internal error: the server's log has the details", code="internal_error").response()
+        refusal = ApiError(500, "internal error: the server's log has the details", code="internal_error")
+        return refusal.response(request.scope["path"])
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(UserError, user_error)

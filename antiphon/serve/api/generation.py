@@ -104,6 +104,7 @@ class Generation:
 
     def __init__(self, context: ApiContext, request_id: str) -> None:
         self.request_id = request_id
+        self._engine_id = uuid.uuid4().hex  # a client may give the same id twice
         self.created_s = int(time.time())
         self.prompts: list[TokenizedPrompt] = []
         self.num_answers = 1
@@ -145,9 +146,9 @@ class Generation:
                         reader=tools.reader() if tools is not None else None,
                         reports_ids=bool(request.return_token_ids),
                     )
-                    engine_id = f"{self.request_id}-{index}"
+                    engine_id = f"{self._engine_id}-{index}"
                     own_params = with_seed(prompt_params, request.seed, answer)
-                    outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self.request_id)
+                    outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self._engine_id)
                     clock = RequestClock(self._context.metrics, self._arrived_s)
                     self._requests.append(_EngineRequest(self._context, engine_id, choice, outputs, clock, self.pace))
 
@@ -242,9 +243,9 @@ async def generation_for(context: ApiContext, request: GenerationRequest, prefix
     none. `prefix` begins its id. A response that the caller returns closes it; only what goes wrong before is closed
     here."""
     context.enter()
-    generation = Generation(context, f"{prefix}-{uuid.uuid4().hex}")
-    if request.user is not None:
-        _log.info("request %s is from user %r", generation.request_id, request.user)
+    generation = Generation(context, f"{prefix}-{request.request_id or uuid.uuid4().hex}")
+    if (user := request.safety_identifier or request.user) is not None:
+        _log.info("request %s is from user %r", generation.request_id, user)
     try:
         yield generation
     except BaseException:  # cancellation, too: unread answers would keep their KV blocks

@@ -15,7 +15,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.answer_limits import num_affordable_tokens
-from antiphon.serve.api.chat_messages import FunctionDefinition, NamedToolChoice
+from antiphon.serve.api.chat_messages import AllowedToolsChoice, FunctionDefinition, NamedToolChoice
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request, from_user_error, too_busy
 from antiphon.serve.api.guard.input_limits import too_long
@@ -32,6 +32,7 @@ from antiphon.serve.text.tool_calls import ToolCallReader, ToolFormat, tool_form
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
+BadWords = tuple[tuple[int, ...], ...]
 _GRAMMAR_PATIENCE_S = 60.0
 _NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
@@ -56,7 +57,10 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
         )
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream to be true", param="stream_options")
-    context.limits.check_token_ids(request.stop_token_ids or [], "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        context.limits.check_token_ids(getattr(request, name) or [], name)
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs is not sent in streams: leave out stream or prompt_logprobs", param="stream")
     bias = request.logit_bias or {}
     if len(bias) > settings.max_logit_bias:
         raise bad_request(f"logit_bias has {len(bias)} entries: at most {settings.max_logit_bias}", param="logit_bias")
@@ -97,6 +101,9 @@ def tool_use(context: ApiContext, request: ChatCompletionRequest) -> ToolUse | N
     if isinstance(choice, NamedToolChoice):
         functions = {choice.function.name: functions[choice.function.name]}
         at_most_one = forced = True
+    elif isinstance(choice, AllowedToolsChoice):
+        functions = {tool.function.name: functions[tool.function.name] for tool in choice.allowed_tools.tools}
+        forced = choice.allowed_tools.mode == "required"
     return ToolUse(
         form, frozenset(functions), at_most_one, _rules(context, request, form, functions, forced, at_most_one)
     )
@@ -106,11 +113,15 @@ def _check_names(request: ChatCompletionRequest, functions: dict[str, FunctionDe
     choice = request.tool_choice
     if len(functions) < len(request.tools or ()):
         raise bad_request("tools has two functions of the same name: give each its own", param="tools")
-    wants_call = isinstance(choice, NamedToolChoice) or choice == "required"
+    wants_call = isinstance(choice, NamedToolChoice | AllowedToolsChoice) or choice == "required"
     if wants_call and not functions:
         raise bad_request("tool_choice wants a call: send tools to choose from", param="tool_choice")
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in functions:
-        raise bad_request(f"tool_choice names {choice.function.name!r}: it is not among tools", param="tool_choice")
+    named = [choice] if isinstance(choice, NamedToolChoice) else []
+    if isinstance(choice, AllowedToolsChoice):
+        named = choice.allowed_tools.tools
+    for tool in named:
+        if tool.function.name not in functions:
+            raise bad_request(f"tool_choice names {tool.function.name!r}: it is not among tools", param="tool_choice")
 
 
 def _rules(
@@ -178,9 +189,18 @@ async def _compiled(compiling: Future[str], param: str) -> str:
 
 
 def completion_sampling(
-    context: ApiContext, request: CompletionRequest, num_prompt_tokens: int, grammar: str | None
+    context: ApiContext, request: CompletionRequest, num_prompt_tokens: int, grammar: str | None, bad_words: BadWords
 ) -> SamplingParams:
     max_tokens = request.max_tokens
+    of_prompt = request.logprobs if request.echo else None
+    if request.prompt_logprobs is not None:
+        if of_prompt not in (None, request.prompt_logprobs):
+            raise bad_request(
+                f"prompt_logprobs is {request.prompt_logprobs}, and echo reports logprobs ({of_prompt}) of the prompt:"
+                " send the same number, or one of the two",
+                param="prompt_logprobs",
+            )
+        of_prompt = request.prompt_logprobs
     if max_tokens is None:
         max_tokens = min(_DEFAULT_COMPLETION_TOKENS, _room(context, num_prompt_tokens))
     return _sampling(
@@ -189,13 +209,18 @@ def completion_sampling(
         num_prompt_tokens,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=of_prompt,
         grammar=grammar,
+        bad_words=bad_words,
     )
 
 
 def chat_sampling(
-    context: ApiContext, request: ChatCompletionRequest, num_prompt_tokens: int, grammar: str | None
+    context: ApiContext,
+    request: ChatCompletionRequest,
+    num_prompt_tokens: int,
+    grammar: str | None,
+    bad_words: BadWords,
 ) -> SamplingParams:
     if None not in (request.max_tokens, request.max_completion_tokens):
         raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
@@ -213,8 +238,9 @@ def chat_sampling(
         num_prompt_tokens,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        prompt_logprobs=None,
+        prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,
+        bad_words=bad_words,
     )
 
 
@@ -232,7 +258,11 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str | None,
+    bad_words: BadWords,
 ) -> SamplingParams:
+    reported_ids = tuple(dict.fromkeys(request.logprob_token_ids or ()))
+    if reported_ids and logprobs is None:
+        raise bad_request("logprob_token_ids needs logprobs", param="logprob_token_ids")
     limit = context.engine.info.max_model_len
     if num_prompt_tokens + max_tokens > limit:
         raise too_long(
@@ -256,8 +286,12 @@ def _sampling(
         logit_bias=request.logit_bias or {},
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
-        logprobs=logprobs,
+        logprobs=len(reported_ids) if reported_ids else logprobs,
         prompt_logprobs=prompt_logprobs,
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        bad_words=bad_words,
+        logprob_token_ids=reported_ids,
+        priority=request.priority or 0,
         grammar=grammar,
     )
 

@@ -14,7 +14,15 @@ from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api.chat_messages import AssistantMessage, Content, Message, TemplateOptions, Tool, ToolMessage
+from antiphon.serve.api.chat_messages import (
+    AssistantMessage,
+    Content,
+    Message,
+    TemplateOptions,
+    TextPart,
+    Tool,
+    ToolMessage,
+)
 from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
@@ -24,6 +32,7 @@ from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.chat_rendering import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
+_USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_NAMES_SHOWN = 32
 # Stands behind the last message while it is rendered, so that the text can be cut there.
 _CUT_HERE = "\ue000\ue001cut here\ue001\ue000"
@@ -56,6 +65,15 @@ async def encode_texts(
         for token_ids in encoded:
             limits.check_num_tokens(len(token_ids), param)
     return encoded
+
+
+async def bad_word_ids(context: ApiContext, client: str, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """What each of `words` is in tokens, within a word and at its beginning."""
+    if not words:
+        return ()
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    encoded = await encode_texts(context, client, texts, "bad_words", add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
 
 async def completion_prompts(context: ApiContext, client: str, request: CompletionRequest) -> list[TokenizedPrompt]:
@@ -162,8 +180,11 @@ async def render_conversation(
         max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
         add_generation_prompt=not continues and options.add_generation_prompt is not False,
         tools=_described(names, options.tools) if options.tools and offers_tools else None,
-        template_kwargs=_variables(names, options.chat_template_kwargs or {}, reasoning_effort),
+        template_kwargs=_variables(
+            names, options.chat_template_kwargs or {}, context.settings.chat_template_kwargs, reasoning_effort
+        ),
     )
+    _check_names(tokenizer, messages)
     turns = [_turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
         _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
@@ -204,7 +225,9 @@ def _described(names: frozenset[str], tools: list[Tool]) -> list[dict[str, Any]]
     return described
 
 
-def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: str | None) -> dict[str, Any]:
+def _variables(
+    names: frozenset[str], asked: dict[str, Any], defaults: dict[str, Any], reasoning_effort: str | None
+) -> dict[str, Any]:
     settable = settable_variables(names)
     for name in asked:
         if name not in settable:
@@ -214,6 +237,9 @@ def _variables(names: frozenset[str], asked: dict[str, Any], reasoning_effort: s
                 f" set are: {readable}",
                 param="chat_template_kwargs",
             )
+    if "reasoning_effort" not in asked and reasoning_effort is not None:
+        defaults = {name: value for name, value in defaults.items() if name != "reasoning_effort"}
+    asked = defaults | asked
     if reasoning_effort is None or "reasoning_effort" in asked:
         return asked
     if "reasoning_effort" in settable:
@@ -235,29 +261,55 @@ def _turn_of(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMess
     role: str = message.role
     if role == "developer" and not tokenizer.template_reads("developer"):
         role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
+    if role not in _USUAL_ROLES and not tokenizer.template_reads(role):
+        raise bad_request(
+            f"{param}.role is {role!r}: this model's chat template does not know it; use {', '.join(_USUAL_ROLES)}",
+            param=f"{param}.role",
+        )
     turn: ChatMessage = {"role": role, "content": _text(message.content)}
     if isinstance(message, ToolMessage):
         if not tokenizer.template_reads("tool"):
             raise _not_read(f"{param}.role", "results of tools")
         turn["tool_call_id"] = message.tool_call_id
-    elif isinstance(message, AssistantMessage) and message.tool_calls:
+    elif isinstance(message, AssistantMessage):
+        _add_answered(tokenizer, message, turn, param)
+    if message.name is not None and tokenizer.template_reads("name"):
+        turn["name"] = message.name
+    return turn
+
+
+def _add_answered(tokenizer: TextTokenizer, message: AssistantMessage, turn: ChatMessage, param: str) -> None:
+    """What only the model says: refusals, calls, reasoning. Templates that read no reasoning are of models that do not
+    see that of earlier turns; others choose the turns whose reasoning they write."""
+    if message.refusal is not None:
+        turn["content"] += ("\n" if turn["content"] else "") + message.refusal
+    if message.tool_calls:
         if not tokenizer.template_reads("tool_calls"):
             raise _not_read(f"{param}.tool_calls", "calls of tools")
         turn["tool_calls"] = _calls(message, param)
-    elif message.content is None:
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        turn["reasoning_content"] = reasoning
+    if message.content is message.refusal is reasoning is None and not message.tool_calls:
         raise bad_request(f"{param}.content is missing: send a text, or tool_calls", param=f"{param}.content")
-    if message.name is not None:
-        if tokenizer.template_reads("name"):
-            turn["name"] = message.name
-        elif not isinstance(message, ToolMessage):  # the call's id says it too
-            raise _not_read(f"{param}.name", "names")
-    return turn
+
+
+def _check_names(tokenizer: TextTokenizer, messages: list[Message]) -> None:
+    """Names tell those apart who speak in one role. `ApiError` 400 where that would be lost."""
+    if tokenizer.template_reads("name"):
+        return
+    first: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        if message.name is None or isinstance(message, ToolMessage):  # the call's id says it too
+            continue
+        if first.setdefault(message.role, message.name) != message.name:
+            raise _not_read(f"messages[{number}].name", "names, and two of one role differ")
 
 
 def _text(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
 def _not_read(param: str, what: str) -> Exception:

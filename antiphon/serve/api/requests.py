@@ -108,6 +108,7 @@ TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 PositiveCount = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -188,7 +189,26 @@ class GenerationRequest(RequestModel):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write each token of logprobs as token_id:N. Default false."
     )
+    prompt_logprobs: NumLogprobs | None = Field(
+        None, description="Alternatives to report for each token of the prompt. Not with stream."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="No other tokens may come."
+    )
+    bad_words: Annotated[list[BadWord], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Texts that must not come, at the beginning of a word or elsewhere."
+    )
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=20, fail_fast=True)] | None = Field(
+        None, description="Report these tokens in place of the likeliest ones; needs logprobs."
+    )
+    priority: Annotated[int, Field(ge=-_INT32_MAX, le=_INT32_MAX)] | None = Field(
+        None, description="Requests with a smaller one go first. Default 0."
+    )
+    request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = Field(
+        None, description="Part of the answer's id. Default: the header X-Request-Id, or one that the server makes."
+    )
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = Field(None, description="The newer name of user.")
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
         None, description="Changes nothing: prompts that begin alike share a cache, whatever their keys."
     )
@@ -237,4 +257,4 @@ class DetokenizeRequest(RequestModel):
     tokens: list[TokenId] = Field(fail_fast=True)
 
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", bound=RequestModel)

@@ -9,6 +9,7 @@ grows. Whatever takes long takes turns with other requests (`Pace`).
 
 import asyncio
 from contextlib import aclosing
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from antiphon.serve.api.answer_json import (
     AnswerInTheMaking,
     Encoded,
     LogprobsJson,
+    PromptLogprobsJson,
     TokenJson,
     encode_json,
     encoded_list,
@@ -32,8 +34,10 @@ from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.outbox import BATCH_BYTES, ClientGone, Outbox, SlowReader, WholeAnswer, until_disconnect
 from antiphon.serve.api.requests import GenerationRequest
+from antiphon.specs.sampling import PromptLogprobs
 
 _log = get_logger("serve.api")
+_ENTRIES_A_TURN = 32  # half a millisecond with twenty alternatives each
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -72,7 +76,7 @@ async def respond(
     """The response for a submitted generation, which is closed when the response is out or the client gone."""
     header = {"id": generation.request_id, "created": generation.created_s, "model": context.model_name}
     if body.stream:
-        return EventStream(context, generation, shape, header, body)
+        return EventStream(context, generation, ChoiceEvents(generation, shape, header, body))
     whole = await until_disconnect(request.receive, _whole(context, generation, shape, header, body))
     await generation.close()
     if len(whole) < BATCH_BYTES:
@@ -86,10 +90,15 @@ async def _whole(
     """The answer, made in turns with other requests; `ApiError` as soon as one of its choices fails."""
     answers = [AnswerInTheMaking(index, shape.logprobs()) for index in range(generation.num_choices)]
     num_bytes = 0
+    of_prompts: dict[int, Encoded] = {}
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
-            _raise_failure(delta)
+            raise_failure(delta)
             answer = answers[delta.index]
+            if delta.prompt_logprobs is not None and body.prompt_logprobs is not None:
+                tokens = token_json(context, body)
+                of_prompts[delta.index] = await _prompt_logprobs(generation, tokens, delta.prompt_logprobs)
+                num_bytes += len(of_prompts[delta.index])
             num_bytes -= answer.num_bytes
             parts = delta.slices()
             while True:
@@ -104,20 +113,37 @@ async def _whole(
     choices = []
     for answer in answers:
         async with generation.pace:
-            choices.append(_whole_choice(shape, answer, body))
+            choices.append(_whole_choice(shape, answer, body, of_prompts.get(answer.index)))
     fields = header | {"object": shape.object_name, "choices": encoded_list(choices), "usage": generation.usage()}
     if body.return_token_ids and shape.prompt_ids_beside_choices:
         fields["prompt_token_ids"] = answers[0].prompt_token_ids
+    if body.prompt_logprobs is not None and shape.prompt_ids_beside_choices:
+        fields["prompt_logprobs"] = of_prompts.get(0)
     return encoded_object(fields)
 
 
-def _whole_choice(shape: AnswerShape, answer: AnswerInTheMaking, body: GenerationRequest) -> Encoded:
+async def _prompt_logprobs(generation: Generation, tokens: TokenJson, logprobs: PromptLogprobs) -> Encoded:
+    """A prompt's log-probabilities, some at a time."""
+    made = PromptLogprobsJson(tokens)
+    entries = iter(logprobs)
+    while part := list(islice(entries, _ENTRIES_A_TURN)):
+        async with generation.pace:
+            for entry in part:
+                made.add(entry)
+    return made.encoded()
+
+
+def _whole_choice(
+    shape: AnswerShape, answer: AnswerInTheMaking, body: GenerationRequest, of_prompt: Encoded | None
+) -> Encoded:
     choice = shape.whole(answer)
     choice["logprobs"] = None if answer.logprobs is None else answer.logprobs.take()
     if body.return_token_ids:
         choice["token_ids"] = answer.token_ids
         if not shape.prompt_ids_beside_choices:
             choice["prompt_token_ids"] = answer.prompt_token_ids
+    if body.prompt_logprobs is not None and not shape.prompt_ids_beside_choices:
+        choice["prompt_logprobs"] = of_prompt
     return encoded_object(choice)
 
 
@@ -132,7 +158,7 @@ def choice_object(answer: ChoiceDelta | AnswerInTheMaking, key: str, content: ob
     }
 
 
-def _raise_failure(delta: ChoiceDelta) -> None:
+def raise_failure(delta: ChoiceDelta) -> None:
     if delta.finish_reason == "abort":
         raise shutting_down()
     if delta.finish_reason == "grammar":
@@ -143,28 +169,108 @@ def _raise_failure(delta: ChoiceDelta) -> None:
         raise ApiError(500, message, code="engine_error")
 
 
-class EventStream(Response):
-    """Server-sent events of one generation, ended by ``[DONE]``. A failure on the way is one event with `error`."""
+class StreamedEvents(Protocol):
+    """How one endpoint spells a stream. Each method returns events as they are sent."""
+
+    last: bytes  # what ends every stream, failed or not
+
+    def opening(self) -> list[bytes]:
+        """Before anything has come."""
+
+    def piece(self, delta: ChoiceDelta) -> list[bytes]:
+        """What a piece of an answer adds."""
+
+    def ending(self) -> list[bytes]:
+        """Once all answers are complete."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """In place of the ending."""
+
+
+class ChoiceEvents:
+    """Streams of completions and chats: an event for each piece of a choice, ``[DONE]`` at the end."""
+
+    last = b"data: [DONE]\n\n"
 
     def __init__(
-        self,
-        context: ApiContext,
-        generation: Generation,
-        shape: AnswerShape,
-        header: dict[str, Any],
-        body: GenerationRequest,
+        self, generation: Generation, shape: AnswerShape, header: dict[str, Any], body: GenerationRequest
     ) -> None:
-        super().__init__(None, headers=_EVENT_HEADERS, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._context = context
         self._generation = generation
         self._shape = shape
         self._logprobs = shape.logprobs()
         self._header = header | {"object": shape.chunk_object_name}
         options = body.stream_options
         self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
         self._reports_ids = bool(body.return_token_ids)
+
+    def opening(self) -> list[bytes]:
+        openings = ((index, self._shape.opening(index)) for index in range(self._generation.num_choices))
+        return [self._opening(index, choice) for index, choice in openings if choice is not None]
+
+    def ending(self) -> list[bytes]:
+        if not self._include_usage:
+            return []
+        return [_event(self._header | {"choices": [], "usage": self._generation.usage()})]
+
+    def failure(self, error: ApiError) -> bytes:
+        return _event(error.body())
+
+    def _opening(self, index: int, choice: dict[str, Any]) -> bytes:
+        event = self._header | {"choices": [choice]}
+        if self._reports_ids:
+            choice["token_ids"] = []
+            if self._shape.prompt_ids_beside_choices:
+                event["prompt_token_ids"] = self._generation.prompt_ids_of(index) if index == 0 else None
+        return self._with_usage(event, index)
+
+    def piece(self, delta: ChoiceDelta) -> list[bytes]:
+        choice = self._shape.piece(delta)
+        if self._logprobs is not None:
+            for entry in delta.entries:
+                self._logprobs.add(entry)
+            choice["logprobs"] = msgspec.Raw(self._logprobs.take().joined())
+        if self._reports_ids:
+            choice["token_ids"] = delta.token_ids
+            if not self._shape.prompt_ids_beside_choices:
+                choice["prompt_token_ids"] = delta.prompt_token_ids
+        return [self._with_usage(self._header | {"choices": [choice]}, delta.index)]
+
+    def _with_usage(self, event: dict[str, Any], index: int) -> bytes:
+        if self._continuous_usage:
+            event["usage"] = self._generation.usage_of(index)
+        elif self._include_usage:
+            event["usage"] = None
+        return _event(event)
+
+
+async def whole_of(context: ApiContext, request: Request, generation: Generation, events: StreamedEvents) -> None:
+    """Let `events` take in a whole answer, for endpoints whose answer is what their events add up to. `ApiError` as
+    soon as it fails or is too large."""
+
+    async def take_all() -> None:
+        num_bytes = 0
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                raise_failure(delta)
+                async with generation.pace:
+                    num_bytes += sum(map(len, events.piece(delta)))
+                if num_bytes > 2 * context.settings.max_answer_bytes:
+                    raise answer_too_large(context, f"has {num_bytes} bytes already")
+        events.ending()
+
+    await until_disconnect(request.receive, take_all())
+
+
+class EventStream(Response):
+    """Server-sent events of one generation. A failure on the way is an event, too."""
+
+    def __init__(self, context: ApiContext, generation: Generation, events: StreamedEvents) -> None:
+        super().__init__(None, headers=_EVENT_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._context = context
+        self._generation = generation
+        self._events = events
         self._was_large = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,23 +295,21 @@ class EventStream(Response):
                 if isinstance(error, SlowReader):
                     self._context.metrics.slow_readers.inc()
                     _log.warning("request %s is cancelled: %s", self._generation.request_id, error.message)
-                last = _event(error.body())
+                last = self._events.failure(error)
             # The client may take its time over what waits for it, but nothing is computed for it any more.
             await self._generation.close()
-            outbox.finish(last + b"data: [DONE]\n\n")
+            outbox.finish(last + self._events.last)
             await delivering
         finally:
             delivering.cancel()
             await asyncio.gather(delivering, return_exceptions=True)
 
     async def _put_answers(self, outbox: Outbox) -> None:
-        for index in range(self._generation.num_choices):
-            opening = self._shape.opening(index)
-            if opening is not None:
-                await outbox.put(self._opening(index, opening))
+        for event in self._events.opening():
+            await outbox.put(event)
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                _raise_failure(delta)
+                raise_failure(delta)
                 is_large = delta.echoed is not None or delta.prompt_token_ids is not None
                 self._was_large |= is_large
                 parts = delta.slices()
@@ -214,39 +318,13 @@ class EventStream(Response):
                         part = next(parts, None)
                         if part is None:
                             break
-                        event = self._piece(part)
+                        made = self._events.piece(part)
                     if is_large:
                         await outbox.room()
-                    await outbox.put(event)
-        if self._include_usage:
-            await outbox.put(_event(self._header | {"choices": [], "usage": self._generation.usage()}))
-
-    def _opening(self, index: int, choice: dict[str, Any]) -> bytes:
-        event = self._header | {"choices": [choice]}
-        if self._reports_ids:
-            choice["token_ids"] = []
-            if self._shape.prompt_ids_beside_choices:
-                event["prompt_token_ids"] = self._generation.prompt_ids_of(index) if index == 0 else None
-        return self._with_usage(event, index)
-
-    def _piece(self, delta: ChoiceDelta) -> bytes:
-        choice = self._shape.piece(delta)
-        if self._logprobs is not None:
-            for entry in delta.entries:
-                self._logprobs.add(entry)
-            choice["logprobs"] = msgspec.Raw(self._logprobs.take().joined())
-        if self._reports_ids:
-            choice["token_ids"] = delta.token_ids
-            if not self._shape.prompt_ids_beside_choices:
-                choice["prompt_token_ids"] = delta.prompt_token_ids
-        return self._with_usage(self._header | {"choices": [choice]}, delta.index)
-
-    def _with_usage(self, event: dict[str, Any], index: int) -> bytes:
-        if self._continuous_usage:
-            event["usage"] = self._generation.usage_of(index)
-        elif self._include_usage:
-            event["usage"] = None
-        return _event(event)
+                    for event in made:
+                        await outbox.put(event)
+        for event in self._events.ending():
+            await outbox.put(event)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -122,6 +122,8 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str = Field(description="Where the model comes from: a folder that has its tokenizer, too.")
+    parent: None
     max_model_len: int
 
 
@@ -146,6 +148,21 @@ class HealthResponse(BaseModel):
 
     status: str
     missing: list[str] = Field(description="The workers that cannot compute now, for example experts[1].")
+
+
+class LoadResponse(BaseModel):
+    server_load: int
+
+
+class TokenizerInfoResponse(BaseModel):
+    """What a client needs to tokenize as this server does."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | dict[str, str] | None
+    special_tokens: dict[str, str]
+    added_tokens_decoder: dict[str, dict[str, Any]]
 
 
 class VersionResponse(BaseModel):
@@ -176,6 +193,12 @@ def described_answer(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
         "properties": {"data": {"type": "string", "description": "A piece of the answer as JSON; [DONE] at the end."}},
     }
     return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}
+
+
+def described_stream() -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's description of a 200 whose JSON the vendor's own description has, whole or as server-sent events."""
+    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "object"}}}
+    return {200: {"description": "As the vendor describes it.", "content": content}}
 
 
 def described_generation(request: type[AnyRequest], answer: type[BaseModel]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What the operator of the server decides: where it listens, who may use it, and how much one request may ask."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.config import MAX_TIMEOUT_S
@@ -11,7 +13,10 @@ from antiphon.specs.plan import Predicted
 class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
-    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `max_streams` counts
+    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `cors_origins`: pages of
+    other servers that may use this one, ``https://host``, or ``*``. `served_model_names`: the first is the one that
+    answers have; empty: the engine's. `model_root`: where the model comes from. `own_chat_template`: in place of the
+    checkpoint's. `chat_template_kwargs`: variables of the template, unless a request sets them. `max_streams` counts
     HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits prompts.
     `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes` limits one
     answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
@@ -27,7 +32,11 @@ class ServerSettings:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    served_model_name: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    model_root: str | None = None
+    own_chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
     header_timeout_s: float = 10.0
@@ -50,6 +59,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port is {self.port}: use 1 to 65535, or 0 for any free port")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise UserError(
+                    f"--cors-origin {origin!r} is no origin: write for example https://chat.example.com, or *"
+                )
         counts = (
             ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),
             ("--max-streams", self.max_streams),

@@ -18,7 +18,14 @@ from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.dashboard_reading import DashboardReading
 from antiphon.serve.api.errors import RETRY_AFTER_S
 from antiphon.serve.api.guard.body import check_model_name
-from antiphon.serve.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse, described_errors
+from antiphon.serve.api.responses import (
+    HealthResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    VersionResponse,
+    described_errors,
+)
 
 router = APIRouter(tags=["status"])
 
@@ -26,19 +33,22 @@ _SCRIPTS = ("dashboard.js", "dashboard_draw.js")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def _model_card(context: ApiContext) -> dict[str, Any]:
+def _model_card(context: ApiContext, name: str) -> dict[str, Any]:
     return {
-        "id": context.model_name,
+        "id": name,
         "object": "model",
         "created": context.started_at_s,
         "owned_by": "antiphon",
+        "root": context.settings.model_root or context.engine.info.model_name,
+        "parent": None,
         "max_model_len": context.engine.info.max_model_len,
     }
 
 
 @router.get("/v1/models", summary="The served model", response_model=ModelList, responses=described_errors(401))
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(context_of(request))]}
+    context = context_of(request)
+    return {"object": "list", "data": [_model_card(context, name) for name in context.model_names]}
 
 
 @router.get(
@@ -53,7 +63,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def get_model(request: Request) -> dict[str, Any]:
     context = context_of(request)
     check_model_name(context, request.path_params["model"])
-    return _model_card(context)
+    return _model_card(context, request.path_params["model"])
 
 
 @router.get(
@@ -70,6 +80,16 @@ async def health(request: Request) -> Response:
     headers = {} if serves else {"retry-after": str(RETRY_AFTER_S)}
     body = {"status": status, "missing": stats.missing}
     return JSONResponse(body, status_code=200 if serves else 503, headers=headers)
+
+
+@router.get("/ping", summary="200 while the server answers", response_class=Response)
+async def ping() -> Response:
+    return Response()
+
+
+@router.get("/load", summary="How many requests run", response_model=LoadResponse)
+async def load(request: Request) -> dict[str, int]:
+    return {"server_load": context_of(request).num_active}
 
 
 @router.get("/version", summary="Version and layout", response_model=VersionResponse)

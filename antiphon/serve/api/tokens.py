@@ -5,6 +5,7 @@ Both are held to the limits of other requests, in length and in number: what doe
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -18,12 +19,14 @@ from antiphon.serve.api.responses import (
     GENERATION_ERRORS,
     DetokenizeResponse,
     TokenizeResponse,
+    TokenizerInfoResponse,
     described_body,
     described_errors,
 )
 
 router = APIRouter(tags=["tokens"])
 
+_TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 _TOKENS_A_TURN = 256  # some hundred microseconds
 
 
@@ -42,7 +45,11 @@ async def tokenize(request: Request) -> Response:
             b'{"count":%d,"max_model_len":%d,"tokens":' % (len(token_ids), context.engine.info.max_model_len),
             *await _json_list(token_ids, int),
             b',"token_strs":',
-            *(await _json_list(token_ids, context.tokenizer.token_string) if body.return_token_strs else [b"null"]),
+            *(
+                await _json_list(token_ids, context.tokenizer.vocabulary_string)
+                if body.return_token_strs
+                else [b"null"]
+            ),
             b"}",
         ]
     return Response(b"".join(content), media_type="application/json")
@@ -71,6 +78,29 @@ async def _json_list(token_ids: list[int], described: Callable[[int], int | str]
         pieces += [b"," * (begin > 0), msgspec.json.encode(part)[1:-1]]
         await asyncio.sleep(0)
     return [*pieces, b"]"]
+
+
+@router.get(
+    "/tokenizer_info",
+    summary="The tokenizer's special tokens and the chat template",
+    response_model=TokenizerInfoResponse,
+    responses=described_errors(401),
+)
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    context = context_of(request)
+    tokenizer = context.tokenizer
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # of transformers, which reads any tokenizer.json
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": context.engine.info.max_model_len,
+        "chat_template": tokenizer.template_sources or None,
+        "special_tokens": tokenizer.special_tokens,
+        "added_tokens_decoder": {
+            str(token_id): {"content": token.content} | {name: getattr(token, name) for name in _TOKEN_FLAGS}
+            for token_id, token in sorted(added.items())
+        },
+    }
 
 
 @router.post(

@@ -1,11 +1,11 @@
 """Fills one step of one attention worker: continuous batching with chunked prefill under a token budget.
 
-1. Decodes (one token to compute), oldest first. One that needs a block when none is free pushes out the
-   latest-arrived running request, which goes back to the front of the waiting line and is recomputed later.
+1. Decodes (one token to compute), by their turn: the smallest priority first, then the oldest. One that needs a block
+   when none is free pushes out the running request whose turn is last, which waits again and is recomputed later.
 2. Prefills of the express lane (`ExpressLane`), and requests that enter it: small ones that would wait for the main
    way. They take at most half of the rows that decodes leave.
 3. Running prefills, oldest first, in chunks.
-4. Waiting requests, strictly in order of arrival, if blocks for *all* their known tokens are free beside those that
+4. Waiting requests, strictly by their turn, if blocks for *all* their known tokens are free beside those that
    running prefills have still to claim, with the watermark left over. Not in a step that preempted: that would only be
    pushed out again.
 
@@ -15,7 +15,7 @@ they cost at most as much as `max_batch_tokens` rows without a context (`chunk_c
 longer, as do rows that report log-probabilities, and all requests wait for a step.
 
 No request starves: the oldest running one can push out all others but the lane, only requests that fit beside the lane
-are queued, and no others overtake the head of the line. The latest-arrived request, when it finds no block,
+are queued, and of one priority no others overtake the head of the line. The last request, when it finds no block,
 waits in place: pushing itself out would cost its cache and win nothing.
 
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may

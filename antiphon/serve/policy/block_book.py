@@ -128,12 +128,13 @@ class BlockPool:
         self._digest_of = [None] * self.num_blocks
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _turn(request: Request) -> tuple[int, int]:
+    return request.turn
 
 
 class ArrivalQueue:
-    """Requests in order of arrival, oldest first. Iteration tolerates removal of requests behind the current one.
+    """Requests by priority, those of the same one in order of arrival. Iteration tolerates removal of requests behind
+    the current one.
 
     A sorted Python list: new requests append, preempted ones go back to the front, requests of a lost worker in
     between. All three are one binary search and one `memmove`. Rejected: a heap, which cannot be read in order or lose
@@ -154,20 +155,20 @@ class ArrivalQueue:
 
     def add(self, request: Request) -> None:
         requests = self._requests
-        if not requests or request.arrival > requests[-1].arrival:
+        if not requests or request.turn > requests[-1].turn:
             requests.append(request)
             return
-        index = bisect_left(requests, request.arrival, key=_arrival)
-        assert requests[index].arrival != request.arrival, f"two requests have arrival {request.arrival}"
+        index = bisect_left(requests, request.turn, key=_turn)
+        assert requests[index].turn != request.turn, f"two requests have arrival {request.arrival}"
         requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
-        index = bisect_left(self._requests, request.arrival, key=_arrival)
+        index = bisect_left(self._requests, request.turn, key=_turn)
         assert self._requests[index] is request, f"request {request.request_id} is not in the queue"
         del self._requests[index]
 
     def take_all(self) -> list[Request]:
-        """Empty the queue; the requests that were in it, oldest first."""
+        """Empty the queue; the requests that were in it, in their order."""
         requests, self._requests = self._requests, []
         return requests
 
@@ -214,7 +215,7 @@ class BlockBook:
         return self.pool.num_free - self.lane.num_kept
 
     def add(self, request: Request) -> None:
-        """Let it wait, in its order of arrival."""
+        """Let it wait for its turn."""
         request.status = RequestStatus.WAITING
         self.num_waiting_tokens += len(request.token_ids)
         self.waiting.add(request)
@@ -280,7 +281,7 @@ class BlockBook:
         request.arrives = False
 
     def preempt_later_than(self, request: Request, step_id: int) -> bool:
-        """Until a block is free, push out the latest arrival of the main way that step `step_id` does not compute yet.
+        """Until a block is free, push out the last in turn of the main way that step `step_id` does not compute yet.
 
         False if no request is left to push out. A request whose blocks are all shared frees none: go on. One whose keys
         and values arrive stays: others write to its blocks."""

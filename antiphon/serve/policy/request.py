@@ -74,6 +74,11 @@ class Request:
         return self.request_id if self.origin is None else self.origin.request_id
 
     @property
+    def turn(self) -> tuple[int, int]:
+        """Requests wait, and give up their memory for others, in this order: the smallest goes first."""
+        return self.params.priority, self.arrival
+
+    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -227,6 +232,9 @@ def _check_token_ids(request: Request, vocab_size: int) -> None:
         ("the prompt", request.token_ids),
         ("stop_token_ids", request.params.stop_token_ids),
         ("logit_bias", request.params.logit_bias),
+        ("allowed_token_ids", request.params.allowed_token_ids),
+        ("logprob_token_ids", request.params.logprob_token_ids),
+        ("bad_words", [token for word in request.params.bad_words for token in word]),
     )
     for name, ids in sources:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from antiphon.base.errors import UserError
 from antiphon.serve.text.tokenizer import ChatMessage
 
-_MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
+MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
 _MAX_VARIABLES = 1024
 # What the server itself gives to a template, or to the function that renders it.
 _NOT_FOR_REQUESTS = frozenset(
@@ -74,7 +74,7 @@ class ChatTemplate:
             raise UserError(f"the model has chat templates {', '.join(sorted(by_name))}, but none is named default")
         used = {name: by_name[name] for name in ("default", "tool_use") if name in by_name}
         num_characters = sum(map(len, used.values()))
-        if num_characters > (most := _MAX_TEMPLATE_CHARACTERS):
+        if num_characters > (most := MAX_TEMPLATE_CHARACTERS):
             raise UserError(f"the model's chat template has {num_characters} characters: at most {most} are read")
         environment = _environment()
         try:

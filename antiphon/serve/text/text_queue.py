@@ -45,6 +45,7 @@ _LOOK_S = 1.0  # between two looks, while no request comes, whether the process 
 _WALL_FACTOR = 5  # a job may take this many times its processor time, because others use the cores, too
 _BYTES_PER_S_OF_PATIENCE = 16 * 1024
 _MAX_PATIENCE_S = 10.0
+_MIN_WAITING_BYTES = 4096
 _FULL_CLIENTS = 4  # the limit of all clients together is that of this many
 WORK_PROGRAM, READ_PROGRAM = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_reading"
 
@@ -52,13 +53,12 @@ WORK_PROGRAM, READ_PROGRAM = "antiphon.serve.text.text_process", "antiphon.serve
 @dataclass(frozen=True, kw_only=True)
 class TextLimits:
     """What one request may take: seconds of its process's processor, and `memory_bytes` by which the process may grow.
-    `max_waiting` long texts of one client may wait (more of short ones), of `max_waiting_bytes` together, and none
-    longer than `max_wait_s`."""
+    Texts of one client that wait may have `max_waiting_bytes` together, each at least `_MIN_WAITING_BYTES`, which is
+    about what it takes beside its text; none waits longer than `max_wait_s`."""
 
     template_timeout_s: float = 2.0
     tokenizer_timeout_s: float = _TOKENIZER_TIMEOUT_S
     memory_bytes: int = _MEMORY_BYTES
-    max_waiting: int = 64
     max_waiting_bytes: int = 64 * 1024 * 1024
     max_wait_s: float = 30.0
 
@@ -98,44 +98,35 @@ class TextRequest:
         return len(self.answers) == len(self.jobs) or isinstance(self.answers[-1], TextRefused)
 
 
-class WaitingCount:
-    """How many requests of each client wait, and of how many bytes. For any thread."""
+class WaitingBytes:
+    """Of how many bytes the requests of each client are that wait. For any thread."""
 
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
-        """The limits of one client; all together may have some times as much."""
-        self._max_requests = max_requests
+    def __init__(self, max_bytes: int) -> None:
+        """The limit of one client; all together may have some times as much."""
         self._max_bytes = max_bytes
-        self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add(self, client: str, num_bytes: int, what: str) -> None:
-        """One more request of `client` waits for `what`; `QueueFull` when that is one too many, by number or by size.
-        A request alone is never too large."""
+        """One more request of `client` waits for `what`; `QueueFull` when it does not fit. One alone always does."""
+        counted = max(num_bytes, _MIN_WAITING_BYTES)
         with self._lock:
-            own = ("of this client", self._requests[client], self._bytes[client], 1)
-            total = ("of all clients", self._requests.total(), self._bytes.total(), _FULL_CLIENTS)
-            for whose, waiting, waiting_bytes, times in (own, total):
-                if waiting >= times * self._max_requests:
-                    limit = times * self._max_requests
-                    raise _full(f"{waiting} requests {whose} wait for {what}, the limit is {limit}")
-                if waiting and waiting_bytes + num_bytes > times * self._max_bytes:
+            own = ("of this client", self._bytes[client], 1)
+            total = ("of all clients", self._bytes.total(), _FULL_CLIENTS)
+            for whose, waiting_bytes, times in (own, total):
+                if waiting_bytes and waiting_bytes + counted > times * self._max_bytes:
                     size, limit_size = format_bytes(waiting_bytes), format_bytes(times * self._max_bytes)
-                    raise _full(f"requests {whose} of {size} wait for {what}, the limit is {limit_size}")
-            self._requests[client] += 1
-            self._bytes[client] += num_bytes
+                    raise QueueFull(
+                        f"requests {whose} of {size} wait for {what}, the limit is {limit_size}: try again later", 1.0
+                    )
+            self._bytes[client] += counted
 
     def remove(self, client: str, num_bytes: int) -> None:
         """The counterpart of `add`. What is zero is forgotten: clients are many."""
         with self._lock:
-            self._requests[client] -= 1
-            self._bytes[client] -= num_bytes
-            if self._requests[client] <= 0:
-                del self._requests[client], self._bytes[client]
-
-
-def _full(reason: str) -> QueueFull:
-    return QueueFull(f"{reason}: try again later", 1.0)
+            self._bytes[client] -= max(num_bytes, _MIN_WAITING_BYTES)
+            if self._bytes[client] <= 0:
+                del self._bytes[client]
 
 
 class TextQueue:
@@ -149,7 +140,7 @@ class TextQueue:
         self._line: FairLine[TextRequest] = FairLine()
         self._changed = threading.Condition()  # guards the line and `_closing`
         self._closing = False
-        self._waiting = WaitingCount(limits.max_waiting, limits.max_waiting_bytes)
+        self._waiting = WaitingBytes(limits.max_waiting_bytes)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None

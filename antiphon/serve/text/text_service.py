@@ -15,7 +15,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -51,19 +50,18 @@ _Answers = concurrent.futures.Future[list[Answer]]
 
 class _TextLane(NamedTuple):
     """What one process takes: inputs up to `max_bytes`, chat templates or not. `niceness`: long texts step back behind
-    the workers, which share the cores. The more requests may wait, the smaller they are."""
+    the workers, which share the cores."""
 
     name: str
     max_bytes: float
     renders: bool
     niceness: int
-    waiting_factor: int
 
 
 _LANES = (
-    _TextLane("short texts", 4 * 1024, False, 0, 32),
-    _TextLane("chats", 32 * 1024, True, 0, 8),
-    _TextLane("long texts", float("inf"), True, 5, 1),
+    _TextLane("short texts", 4 * 1024, False, 0),
+    _TextLane("chats", 32 * 1024, True, 0),
+    _TextLane("long texts", float("inf"), True, 5),
 )
 _CHATS = 1
 
@@ -184,8 +182,7 @@ class TextService:
 
     def _queue(self, lane: _TextLane, source: TokenizerSource) -> TextQueue:
         configure = TextConfigure(source=source, memory_bytes=self.limits.memory_bytes, niceness=lane.niceness)
-        max_waiting = lane.waiting_factor * self.limits.max_waiting
-        return TextQueue(lane.name, configure, replace(self.limits, max_waiting=max_waiting))
+        return TextQueue(lane.name, configure, self.limits)
 
     def _note_template(self, compiled: _Answers) -> None:
         """Remember what is wrong with the template. That its process did not start is another matter."""

@@ -61,6 +61,10 @@ class TextTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def vocabulary_string(self, token_id: int) -> str:
+        """One token as the vocabulary spells it; "" for an id without a token."""
+        return self.backend.id_to_token(token_id) or ""
+
     def detokenizer(self, *, skip_special_tokens: bool = True, shown: str = "") -> IncrementalDetokenizer:
         """A fresh incremental detokenizer for one sequence; the special token `shown` is not skipped."""
         return IncrementalDetokenizer(self.token_bytes, skip_special_tokens=skip_special_tokens, shown=shown)

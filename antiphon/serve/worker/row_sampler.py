@@ -248,8 +248,21 @@ def _report(
     reports = token_logprobs(logits_RV[rows], [token_ids[row] for row in rows], [count for _, count in wanted])
     result: list[PackedLogprobs | None] = [None] * len(states)
     for row, report in zip(rows, reports, strict=True):
-        result[row] = report
+        asked = states[row].params.logprob_token_ids
+        result[row] = _of_tokens(logits_RV[row], report, asked) if asked else report
     return result
+
+
+def _of_tokens(logits_V: Tensor, report: PackedLogprobs, token_ids: Sequence[int]) -> PackedLogprobs:
+    """`report` of one row with these tokens, in their order, in place of the best alternatives."""
+    values = torch.log_softmax(logits_V.float(), dim=-1)[list(token_ids)].cpu().numpy()
+    own_id, own_value = np.frombuffer(report.ids, np.int32)[:1], np.frombuffer(report.values, np.float32)[:1]
+    return PackedLogprobs(
+        num_top=len(token_ids),
+        ids=np.concatenate([own_id, np.array(token_ids, dtype=np.int32)]).tobytes(),
+        values=np.concatenate([own_value, values]).tobytes(),
+        ranks=report.ranks,
+    )
 
 
 def token_logprobs(

@@ -23,7 +23,7 @@ Gumbel noise per vocabulary entry (152k hashes a token).
 R rows   V vocabulary   C segments of the vocabulary   S tokens of a segment
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,8 +93,12 @@ class SamplingState:
         self.penalised = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        self.plain_greedy = params.greedy and not self.penalised and not params.logit_bias and params.logprobs is None
+        self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64)
+        has_edits = bool(self.penalised or params.logit_bias or params.allowed_token_ids or params.bad_words)
+        self.plain_greedy = params.greedy and not has_edits and params.logprobs is None
         self.token_counts = TokenCounts()
+        self._tail: list[int] = []  # the output's last tokens, as many as the longest bad word has before its own last
+        self._tail_length = max(map(len, params.bad_words), default=1) - 1
         self._num_seen = num_prompt
         if self.penalised and params.repetition_penalty != 1.0:
             self.token_counts.add_prompt(token_ids[:num_prompt])
@@ -102,10 +106,21 @@ class SamplingState:
 
     def observe(self, start: int, token_ids: Sequence[int]) -> None:
         """The tokens at positions `start` and on are known. Prompt tokens and those seen before are passed over."""
+        new_ids = token_ids[max(self._num_seen - start, 0) :]
         if self.penalised:
-            for token_id in token_ids[max(self._num_seen - start, 0) :]:
+            for token_id in new_ids:
                 self.token_counts.add_output(token_id)
+        if self._tail_length:
+            self._tail = [*self._tail, *new_ids][-self._tail_length :]
         self._num_seen = max(self._num_seen, start + len(token_ids))
+
+    def banned_ids(self) -> set[int]:
+        """Tokens that would complete one of the bad words."""
+        return {
+            word[-1]
+            for word in self.params.bad_words
+            if len(word) == 1 or tuple(self._tail[1 - len(word) :]) == word[:-1]
+        }
 
     def bans_stop_ids(self, output_index: int) -> bool:
         """Whether output token `output_index` (0 is the first) must not end the request."""
@@ -129,14 +144,17 @@ def edit_logits(
 
     In vLLM's order: logit bias; repetition penalty over prompt and output (logit divided by it if positive, multiplied
     if not: Keskar et al. 2019, eq. 1.4); frequency and presence penalty over the output (OpenAI's API reference,
-    `mu[j] - c[j] * frequency - (c[j] > 0) * presence`); grammar; ban on ending before `min_tokens`.
+    `mu[j] - c[j] * frequency - (c[j] > 0) * presence`); allowed tokens; grammar; bad words; ban on ending before
+    `min_tokens`. A grammar or a list of allowed tokens that leaves nothing but bad words has its way.
 
     Rows without an edit are not touched; each edit is one gather and one scatter over the concerned (row, token) pairs.
     """
     _add_bias(logits_RV, states)
     _apply_penalties(logits_RV, states)
+    _keep_allowed(logits_RV, states)
     if grammar is not None and len(grammar.rows):
         _apply_grammar(logits_RV, grammar)
+    _ban(logits_RV, {row: sorted(state.banned_ids()) for row, state in enumerate(states) if state.params.bad_words})
     _ban_stop_ids(logits_RV, states, output_indices)
 
 
@@ -178,15 +196,29 @@ def _apply_grammar(logits_RV: Tensor, grammar: GrammarMask) -> None:
 
 
 def _ban_stop_ids(logits_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int]) -> None:
-    """Where nothing else is allowed (a grammar that is complete), the ban is lifted: the request must end."""
-    rows = [row for row, state in enumerate(states) if state.bans_stop_ids(output_indices[row])]
+    banned = {row: state.stop_ids for row, state in enumerate(states) if state.bans_stop_ids(output_indices[row])}
+    _ban(logits_RV, banned)
+
+
+def _keep_allowed(logits_RV: Tensor, states: Sequence[SamplingState]) -> None:
+    for row, state in enumerate(states):
+        if len(state.allowed_ids):
+            allowed_ids = state.allowed_ids.to(logits_RV.device)
+            kept = logits_RV[row, allowed_ids]
+            logits_RV[row] = -torch.inf
+            logits_RV[row, allowed_ids] = kept
+
+
+def _ban(logits_RV: Tensor, ids_of_rows: Mapping[int, Sequence[int]]) -> None:
+    """Where nothing else is allowed (a grammar that is complete), the ban is lifted: a token must come."""
+    rows = [row for row, ids in ids_of_rows.items() if ids]
     if not rows:
         return
-    pairs = _row_of_each(rows, [torch.tensor(states[row].stop_ids) for row in rows], logits_RV.device)
+    pairs = _row_of_each(rows, [torch.tensor(ids_of_rows[row]) for row in rows], logits_RV.device)
     before = logits_RV[pairs]
     logits_RV[pairs] = -torch.inf
     nothing_left = logits_RV[rows].amax(dim=1) == -torch.inf
-    lengths = torch.tensor([len(states[row].stop_ids) for row in rows], device=logits_RV.device)
+    lengths = torch.tensor([len(ids_of_rows[row]) for row in rows], device=logits_RV.device)
     logits_RV[pairs] = torch.where(nothing_left.repeat_interleave(lengths), before, -torch.inf)
 
 

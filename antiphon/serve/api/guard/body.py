@@ -19,6 +19,7 @@ from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.guard.input_limits import InputLimits, StructureCount, body_too_large
+from antiphon.serve.api.request_ids import request_id_of
 from antiphon.serve.api.requests import AnyRequest
 from antiphon.specs.checked import TYPE_NAMES, describe, first_mistake
 
@@ -32,16 +33,19 @@ async def read_request(context: ApiContext, request: Request, model: type[AnyReq
     """The validated request; `ApiError` 400, 404 (not the served model), 408, 413 or 415 with a message that names the
     parameter."""
     body = await _read_body(context, request, model)
-    check_model_name(context, body.model)
+    check_model_name(context, getattr(body, "model", None))
+    if getattr(body, "request_id", "") is None:
+        body.request_id = request_id_of(request.scope)  # type: ignore[attr-defined]
     return body
 
 
 def check_model_name(context: ApiContext, name: str | None) -> None:
-    """`ApiError` 404 unless `name` is the served model or absent."""
-    if name is not None and name != context.model_name:
+    """`ApiError` 404 unless `name` is one of the served model's or absent."""
+    if name is not None and name not in context.model_names:
+        served = ", ".join(map(repr, context.model_names))
         raise ApiError(
             404,
-            f"the model {name[:200]!r} does not exist here: this server serves {context.model_name!r}",
+            f"the model {name[:200]!r} does not exist here: this server serves {served}",
             param="model",
             code="model_not_found",
         )

@@ -36,7 +36,7 @@ _TRUNCATED_CHARACTERS = 1024 * 1024
 _MAX_MESSAGES = 2048
 _MAX_OBJECTS = 2 * _MAX_MESSAGES
 _MAX_FREE_OBJECTS = 16 * 1024  # in what no model validates object by object
-_FREE = frozenset({"response_format", "tools", "chat_template_kwargs"})
+_FREE = frozenset({"response_format", "tools", "chat_template_kwargs", "text", "output_config"})
 _MAX_OBJECT_NAMES = 8 * 1024
 
 
@@ -74,12 +74,10 @@ class InputLimits:
                 )
         elif name in ("prompt", "tokens") and not truncated:
             self.check_num_tokens(len(value), name)
-        elif name == "messages" and len(value) > self.max_messages:
-            raise bad_request(
-                f"messages has {len(value)} messages: at most {self.max_messages} a request", param="messages"
-            )
-        elif name == "stop" and len(value) > self.max_stop_strings:
-            raise bad_request(f"stop has {len(value)} texts: at most {self.max_stop_strings}", param="stop")
+        elif name in ("messages", "input") and len(value) > self.max_messages:
+            raise bad_request(f"{name} has {len(value)} messages: at most {self.max_messages} a request", param=name)
+        elif name in ("stop", "stop_sequences") and len(value) > self.max_stop_strings:
+            raise bad_request(f"{name} has {len(value)} texts: at most {self.max_stop_strings}", param=name)
 
     def _check_objects(self, name: str, value: object) -> None:
         """Every object below `value`. Lists of texts or numbers are not walked through."""

@@ -7,7 +7,7 @@ A browser on this machine, or in its network, reaches servers that the page's au
    loopback names, its `--host` and `--allowed-hosts`. On other addresses the check is on if `--allowed-hosts` is given:
    the names of such a machine are not known here.
 2. *Origin.* A request that changes something and comes from a page of another origin is refused, by `Origin` and by
-   `Sec-Fetch-Site`, which pages cannot set. Programs send neither.
+   `Sec-Fetch-Site`, which pages cannot set. Programs send neither. Pages of `--cors-origin` may, and read the answers.
 
 Rejected: a token in the page, which the clients of this API would have to fetch first; trusting that bodies are JSON
 alone, which the routes check as well: browsers ask before they send JSON elsewhere, but not every one always did.
@@ -40,6 +40,7 @@ class SiteMiddleware:
             self._names |= _LOOPBACK_NAMES | {_plain_name(settings.host)}
         if ANY_HOST in self._names:
             self._names = frozenset()
+        self._origins = frozenset(origin.lower().rstrip("/") for origin in settings.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -64,14 +65,14 @@ class SiteMiddleware:
             return ApiError(
                 403,
                 f"this request comes from a page of {shown}: only programs and pages of this server may send it; "
-                "--allowed-hosts allows the pages of a host",
+                "--cors-origin allows the pages of an origin",
                 code="origin_not_allowed",
             )
         return None
 
     def _is_foreign(self, origin: str | None, host: str | None) -> bool:
         """Whether a page of another origin asks. Behind a proxy the page's host may be one of `--allowed-hosts`."""
-        if origin is None:
+        if origin is None or "*" in self._origins or origin.lower() in self._origins:
             return False
         scheme, _, page_host = origin.lower().partition("://")
         is_own = host is not None and page_host == host.lower()

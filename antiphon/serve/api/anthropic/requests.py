@@ -1,0 +1,275 @@
+"""A request of Anthropic's Messages API, and the chat that it is.
+
+Turns are made of blocks. A user's turn may hold results of tools, which become messages of their own in the order in
+which they stand; the model's turn is text, thinking and calls in one message. What Anthropic's own machines would do
+(read images, run tools) is refused, by name. Thinking that another server encrypted cannot be read and is left out.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from antiphon.serve.api.chat_messages import CacheControl, FunctionName, RequestModel
+from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
+
+
+class TextBlock(RequestModel):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(RequestModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    cache_control: CacheControl = None
+
+
+class RedactedThinkingBlock(RequestModel):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(RequestModel):
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1, max_length=128)]
+    name: FunctionName
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: dict[str, Any] | None = Field(None, description="Changes nothing.")
+
+
+_READ = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _check_block(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in _READ:
+        raise PydanticCustomError(
+            "block",
+            "it is a block of type {kind}: this server reads text, thinking, tool_use and tool_result",
+            {"kind": repr(kind[:40])},
+        )
+    return value
+
+
+def _kind_of_content(value: object) -> str:
+    return "blocks" if isinstance(value, list) else "text"
+
+
+def _content(blocks: Any) -> Any:
+    """A text, or a list of `blocks`."""
+    listed = Annotated[list[Annotated[blocks, BeforeValidator(_check_block)]], Field(fail_fast=True), Tag("blocks")]
+    return Annotated[Annotated[str, Tag("text")] | listed, Discriminator(_kind_of_content)]
+
+
+_Text = _content(TextBlock)
+
+
+class ToolResultBlock(RequestModel):
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(min_length=1, max_length=128)]
+    content: _Text | None = None  # type: ignore[valid-type]
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+
+
+_Any = _content(
+    Annotated[
+        TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    ]
+)
+
+
+class AnthropicMessage(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: _Any  # type: ignore[valid-type]
+
+
+class AnthropicTool(RequestModel):
+    """A function. Tools of other types would run on Anthropic's machines."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = Field(None, description="Arguments must fit the schema even when the model may choose.")
+    cache_control: CacheControl = None
+    eager_input_streaming: bool | None = Field(None, description="Changes nothing: arguments always stream.")
+    input_examples: list[Any] | None = Field(None, description="Changes nothing.")
+
+
+class AnthropicToolChoice(RequestModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = Field(None, description="Changes nothing.")
+    display: str | None = Field(None, description="Changes nothing.")
+
+
+class AnthropicOutputFormat(RequestModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class AnthropicOutput(RequestModel):
+    effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="For chat templates that read reasoning_effort; changes nothing for others."
+    )
+    format: AnthropicOutputFormat | None = Field(None, description="JSON that follows a schema is enforced.")
+
+
+class AnthropicMetadata(RequestModel):
+    user_id: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
+
+
+def _check_tool(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise PydanticCustomError(
+            "tool",
+            "it is of type {kind}: this server runs no tools itself; leave it out, or describe it by input_schema",
+            {"kind": repr(kind[:40])},
+        )
+    return value
+
+
+class CountTokensRequest(RequestModel):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str | None = Field(None, description="The served model's name. Default: the served model.")
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
+    system: _Text | None = None  # type: ignore[valid-type]
+    tools: (
+        Annotated[list[Annotated[AnthropicTool, BeforeValidator(_check_tool)]], Field(max_length=128, fail_fast=True)]
+        | None
+    ) = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = Field(
+        None, description="Switches thinking where the chat template can; changes nothing for others."
+    )
+    output_config: AnthropicOutput | None = None
+    cache_control: CacheControl = None
+    context_management: dict[str, Any] | None = Field(
+        None, description="Changes nothing: what is sent is what is read."
+    )
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="Default 1; 0 is greedy.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    stop_sequences: StopField | None = None
+    stream: bool | None = None
+    metadata: AnthropicMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
+    inference_geo: str | None = Field(None, description="Changes nothing.")
+
+
+# --- the chat that it is ----------------------------------------------------------------------------------------------
+
+
+def as_chat(body: CountTokensRequest, settable: frozenset[str]) -> ChatCompletionRequest:
+    """The same as a chat request. `settable`: variables of the chat template that requests can set."""
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        **_tool_choice(body.tool_choice, bool(body.tools)),
+        "chat_template_kwargs": _thinking_variables(body.thinking, settable) or None,
+    }
+    if body.output_config is not None:
+        if body.output_config.effort is not None and "reasoning_effort" in settable:
+            chat["reasoning_effort"] = body.output_config.effort
+        if body.output_config.format is not None:
+            schema = {"name": "answer", "schema": body.output_config.format.schema_}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        chat |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream", "request_id")}
+        chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+        chat["user"] = body.metadata.user_id if body.metadata is not None else None
+    return ChatCompletionRequest.model_validate({name: value for name, value in chat.items() if value is not None})
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    for message in body.messages:
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            messages.append(_answered(message.content))
+        else:
+            messages += _asked(message.role, message.content)
+    return messages
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content)
+
+
+def _answered(blocks: list[Any]) -> dict[str, Any]:
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": _text([b for b in blocks if isinstance(b, TextBlock)])}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _asked(role: str, blocks: list[Any]) -> Iterator[dict[str, Any]]:
+    """Results of tools, and what is said before, between and after them."""
+    said: list[TextBlock] = []
+    for block in [*blocks, None]:
+        if isinstance(block, TextBlock):
+            said.append(block)
+            continue
+        if said:
+            yield {"role": role, "content": _text(said)}
+            said = []
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content)
+            text = f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    function = {"name": tool.name, "parameters": tool.input_schema, "strict": tool.strict}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: AnthropicToolChoice | None, has_tools: bool) -> dict[str, Any]:
+    if choice is None or (choice.type in ("auto", "none") and not has_tools):
+        return {}
+    named = {"type": "function", "function": {"name": choice.name or ""}}
+    chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    return {"tool_choice": chosen, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+
+def _thinking_variables(thinking: Thinking | None, settable: frozenset[str]) -> dict[str, Any]:
+    if thinking is None:
+        return {}
+    return {name: thinking.type != "disabled" for name in ("enable_thinking", "thinking") if name in settable}

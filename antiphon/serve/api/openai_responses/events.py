@@ -1,0 +1,221 @@
+"""An answer as OpenAI's Responses API spells it: items of reasoning, messages and calls, whole or as events.
+
+An item is open at a time; whatever is of another kind closes it. The whole answer is what the events add up to, so the
+two cannot differ. Each event has a number, and the stream ends with the event that holds the whole response.
+"""
+
+import math
+import secrets
+from typing import Any
+
+from antiphon.serve.api.answer_json import encode_json
+from antiphon.serve.api.choice import ChoiceDelta, TokenEntry
+from antiphon.serve.api.context import ApiContext
+from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.generation import Generation
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest, encrypted_content
+from antiphon.serve.api.requests import ChatCompletionRequest
+from antiphon.serve.text.tool_calls import CallPiece
+
+_IMPOSSIBLE = -9999.0
+_PART = {"message": "output_text", "reasoning": "reasoning_text"}
+_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ResponseEvents:
+    """The events of one answer, and the response that they make up."""
+
+    last = b""
+
+    def __init__(
+        self, context: ApiContext, generation: Generation, body: ResponsesRequest, chat: ChatCompletionRequest
+    ) -> None:
+        self._context = context
+        self._generation = generation
+        self._included = frozenset(body.include or ())
+        self._number = -1
+        self._text: list[str] | None = None  # of the open item
+        self._logprobs: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come
+        self._is_complete = True
+        self.response = _new_response(context, generation, body, chat)
+
+    # --- what a stream consists of ---
+
+    def opening(self) -> list[bytes]:
+        return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
+
+    def piece(self, delta: ChoiceDelta) -> list[bytes]:
+        events: list[bytes] = []
+        if "message.output_text.logprobs" in self._included:
+            self._pending += map(self._logprob, delta.entries)
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
+            if text:
+                events += self._add(kind, text)
+        for call in delta.calls:
+            events += self._add_call(call)
+        if delta.finish_reason is not None:
+            self._is_complete = delta.finish_reason != "length"
+            events += self._close()
+        return events
+
+    def ending(self) -> list[bytes]:
+        usage: Any = self._generation.usage()
+        reasoning: dict[str, int] = usage.get("completion_tokens_details") or {}
+        self.response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning.get("reasoning_tokens", 0)},
+            "total_tokens": usage["total_tokens"],
+        }
+        self.response["status"] = "completed" if self._is_complete else "incomplete"
+        if not self._is_complete:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return [self._event(f"response.{self.response['status']}", response=self.response)]
+
+    def failure(self, error: ApiError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
+        failed = self.response | {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self._event("response.failed", response=failed)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        content = encode_json({"type": kind, "sequence_number": self._number, **fields})
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), content)
+
+    # --- items ---
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        item: dict[str, Any] = self.response["output"][-1]
+        return item
+
+    def _place(self, *, in_part: bool) -> dict[str, Any]:
+        place = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
+        return place | ({"content_index": 0} if in_part else {})
+
+    def _add(self, kind: str, text: str) -> list[bytes]:
+        events = []
+        if self._text is None or self._item["type"] != kind:
+            fields = {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
+            events = self._open(kind, fields)
+            part = self._part("")
+            events.append(self._event("response.content_part.added", **self._place(in_part=True), part=part))
+        assert self._text is not None
+        self._text.append(text)
+        news: dict[str, Any] = {"delta": text}
+        if kind == "message":
+            news["logprobs"], self._pending = self._pending, []
+            self._logprobs += news["logprobs"]
+        return [*events, self._event(f"response.{_PART[kind]}.delta", **self._place(in_part=True), **news)]
+
+    def _add_call(self, call: CallPiece) -> list[bytes]:
+        events = []
+        if call.id is not None:
+            events = self._open("function_call", {"call_id": call.id, "name": call.name, "arguments": ""})
+        if call.arguments:
+            assert self._text is not None
+            self._text.append(call.arguments)
+            place = self._place(in_part=False)
+            events.append(self._event("response.function_call_arguments.delta", **place, delta=call.arguments))
+        return events
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> list[bytes]:
+        events = self._close()
+        item = {"id": f"{_PREFIX[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
+        self.response["output"].append(item)
+        self._text, self._logprobs = [], []
+        index = len(self.response["output"]) - 1
+        return [*events, self._event("response.output_item.added", output_index=index, item=item)]
+
+    def _close(self) -> list[bytes]:
+        """Complete the open item, if there is one."""
+        if self._text is None:
+            return []
+        item, text, kind = self._item, "".join(self._text), self._item["type"]
+        self._text = None
+        item["status"] = "completed" if self._is_complete else "incomplete"
+        if kind == "function_call":
+            item["arguments"] = text
+            done = self._event(
+                "response.function_call_arguments.done", **self._place(in_part=False), name=item["name"], arguments=text
+            )
+            events = [done]
+        else:
+            place = self._place(in_part=True)
+            item["content"] = [self._part(text)]
+            logprobs = {"logprobs": self._logprobs} if kind == "message" else {}
+            events = [
+                self._event(f"response.{_PART[kind]}.done", **place, text=text, **logprobs),
+                self._event("response.content_part.done", **place, part=item["content"][0]),
+            ]
+        if kind == "reasoning" and "reasoning.encrypted_content" in self._included:
+            item["encrypted_content"] = encrypted_content(text)
+        index = len(self.response["output"]) - 1
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _part(self, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": _PART[self._item["type"]], "text": text}
+        if self._item["type"] == "message":
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
+
+    def _logprob(self, entry: TokenEntry) -> dict[str, Any]:
+        assert entry.logprob is not None
+        tops = [self._token(token_id, value) for token_id, value in entry.logprob.top]
+        return self._token(entry.token_id, entry.logprob.logprob) | {"top_logprobs": tops}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self._context.tokenizer
+        return {
+            "token": tokenizer.token_string(token_id),
+            "logprob": logprob if math.isfinite(logprob) else _IMPOSSIBLE,
+            "bytes": list(tokenizer.token_bytes.of(token_id)),
+        }
+
+
+def _new_response(
+    context: ApiContext, generation: Generation, body: ResponsesRequest, chat: ChatCompletionRequest
+) -> dict[str, Any]:
+    """Before anything has come. It repeats what was asked for, with defaults; as OpenAI's clients read it."""
+    form = body.text.format if body.text is not None else None
+    effort = chat.reasoning_effort
+    return {
+        "id": generation.request_id,
+        "object": "response",
+        "created_at": generation.created_s,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": context.model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {
+            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
+            "verbosity": "medium",
+        },
+        "tool_choice": _dumped(body.tool_choice) or "auto",
+        "tools": [{"strict": None, **_dumped(tool)} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _dumped(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else value.model_dump(exclude_none=True)

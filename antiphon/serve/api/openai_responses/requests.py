@@ -1,0 +1,332 @@
+"""A request of OpenAI's Responses API, and the chat that it is.
+
+The input is a list of items. Messages, reasoning and calls of the model that stand next to each other are one turn of
+a chat; the output of a call is a message of the role tool. Built-in tools would run on OpenAI's machines: they are
+refused, by name, as are items that such tools leave behind. `reasoning.encrypted_content` holds the reasoning itself,
+so that a client which keeps nothing else can send it back; it hides nothing.
+"""
+
+import base64
+import binascii
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from antiphon.serve.api.chat_messages import FunctionName, RequestModel
+from antiphon.serve.api.requests import (
+    ChatCompletionRequest,
+    Count,
+    NumLogprobs,
+    Penalty,
+    PositiveCount,
+    StopField,
+    TextFormat,
+)
+
+_REASONING_MARK = "antiphon:"
+_INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+
+
+def check_kind(known: tuple[str, ...], advice: str) -> BeforeValidator:
+    """Refuses an object of another `type`, by its name."""
+
+    def check(value: object) -> object:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            shown = {"kind": repr(kind[:40]), "advice": advice}
+            raise PydanticCustomError("kind", "it is of type {kind}: {advice}", shown)
+        return value
+
+    return BeforeValidator(check)
+
+
+class ItemPart(RequestModel):
+    """Text within an item; an answer's has annotations and logprobs, which are not looked at."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
+    text: str = ""
+    refusal: str = ""
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+ItemParts = Annotated[
+    list[Annotated[ItemPart, check_kind(_PARTS, "this server reads text only")]], Field(fail_fast=True), Tag("parts")
+]
+ItemContent = Annotated[
+    Annotated[str, Tag("text")] | ItemParts, Discriminator(lambda value: "parts" if isinstance(value, list) else "text")
+]
+
+
+class InputItem(RequestModel):
+    """What all items have: clients send an answer's items back as they came."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(InputItem):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemContent
+    phase: str | None = None
+
+
+class ReasoningItem(InputItem):
+    type: Literal["reasoning"]
+    summary: ItemParts = Field(default_factory=list)
+    content: ItemParts | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(InputItem):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(max_length=128)]
+    name: FunctionName
+    arguments: str
+
+
+class FunctionOutputItem(InputItem):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(max_length=128)]
+    output: ItemContent
+
+
+def _kind_of_item(value: object) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
+    return kind if isinstance(kind, str) else "message"
+
+
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+Item = Annotated[
+    Annotated[
+        Annotated[MessageItem, Tag("message")]
+        | Annotated[ReasoningItem, Tag("reasoning")]
+        | Annotated[FunctionCallItem, Tag("function_call")]
+        | Annotated[FunctionOutputItem, Tag("function_call_output")],
+        Discriminator(_kind_of_item),
+    ],
+    check_kind(_ITEMS, f"this server reads {', '.join(_ITEMS)}"),
+]
+InputField = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("items")],
+    Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
+]
+
+
+class ResponseTool(RequestModel):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Arguments must fit the schema even when the model may choose.")
+
+
+_NO_BUILT_IN = "this server has no built-in tools; leave it out, or describe a function"
+
+
+class NamedFunction(RequestModel):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedFunctions(RequestModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+class ResponseSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="The schema is always followed, whatever this says.")
+
+
+class ResponseObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class ResponseText(RequestModel):
+    format: Annotated[TextFormat | ResponseObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(RequestModel):
+    effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="For chat templates that read reasoning_effort; the answer says null where none was used."
+    )
+    summary: str | None = Field(None, description="Changes nothing: the reasoning itself is sent.")
+    generate_summary: str | None = Field(None, description="Changes nothing.")
+
+
+class ResponseStreamOptions(RequestModel):
+    include_obfuscation: bool | None = Field(None, description="Events are never padded.")
+
+
+def _kind_of_tool_choice(value: object) -> str:
+    if not isinstance(value, dict):
+        return "word"
+    return "allowed" if value.get("type") == "allowed_tools" else "named"
+
+
+class ResponsesRequest(RequestModel):
+    """`POST /v1/responses`."""
+
+    model: str | None = Field(None, description="The served model's name. Default: the served model.")
+    input: InputField
+    instructions: str | None = Field(None, description="A system message before the input; not kept for later turns.")
+    previous_response_id: Annotated[str, Field(max_length=200)] | None = Field(
+        None, description="Go on after this answer, which the server keeps unless store was false."
+    )
+    store: bool | None = Field(None, description="Default true: the answer can be asked for and gone on from.")
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: Literal[False] | None = None
+    max_output_tokens: PositiveCount | None = Field(None, description="Default: the rest of the context.")
+    max_tool_calls: PositiveCount | None = Field(None, description="Changes nothing: it counts built-in tools.")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="Default 1; 0 is greedy.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: NumLogprobs | None = Field(None, description="Needs message.output_text.logprobs in include.")
+    tools: (
+        Annotated[
+            list[Annotated[ResponseTool, check_kind(("function",), _NO_BUILT_IN)]],
+            Field(max_length=128, fail_fast=True),
+        ]
+        | None
+    ) = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("word")]
+            | Annotated[NamedFunction, Tag("named")]
+            | Annotated[AllowedFunctions, Tag("allowed")],
+            Discriminator(_kind_of_tool_choice),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[_INCLUDED], Field(max_length=16)] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: turns are left out at the beginning until the rest fits. Default disabled."
+    )
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back.")
+    client_metadata: dict[str, Any] | None = Field(None, description="Changes nothing.")
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(None, description="Changes nothing.")
+    # Not OpenAI's, as vLLM takes them:
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: StopField | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+_SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier", "top_k", "min_p",
+    "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
+    "priority", "request_id", "chat_template_kwargs",
+)  # fmt: skip
+
+
+def as_chat(
+    body: ResponsesRequest, earlier: list[dict[str, Any]], settable: frozenset[str]
+) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
+    """The chat that goes on from the messages `earlier`, and its messages without the instructions. `settable`:
+    variables of the chat template that requests can set."""
+    kept = [*earlier, *_messages(body.input)]
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    chat |= {"messages": [*instructions, *kept], "max_completion_tokens": body.max_output_tokens}
+    if body.tools:
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    if body.tool_choice is not None and (body.tools or body.tool_choice not in ("none", "auto")):
+        chat["tool_choice"] = _tool_choice(body.tool_choice)
+    if not body.tools:
+        chat["parallel_tool_calls"] = None
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        kind = form.pop("type")
+        chat["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
+    if body.reasoning is not None and body.reasoning.effort is not None and "reasoning_effort" in settable:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if "message.output_text.logprobs" in (body.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return ChatCompletionRequest.model_validate({key: item for key, item in chat.items() if item is not None}), kept
+
+
+def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, NamedFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+
+
+def _messages(given: str | list[Any]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for item in given:
+        if isinstance(item, FunctionOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _text(item.content)})
+        else:
+            _add_answered(messages, item)
+    return messages
+
+
+def _add_answered(messages: list[dict[str, Any]], item: MessageItem | ReasoningItem | FunctionCallItem) -> None:
+    """Add to the model's turn at the end, or begin one. Reasoning and text begin another after calls."""
+    turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if turn is None or ("tool_calls" in turn and not isinstance(item, FunctionCallItem)):
+        turn = {"role": "assistant", "content": ""}
+        messages.append(turn)
+    if isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+    elif isinstance(item, ReasoningItem):
+        reasoning = _text(item.content or []) or _reasoning_of(item.encrypted_content) or _text(item.summary)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
+    else:
+        turn["content"] += ("\n" if turn["content"] else "") + _text(item.content)
+
+
+def _text(content: str | list[ItemPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
+
+
+def encrypted_content(reasoning: str) -> str:
+    """The reasoning as clients carry it that keep no other form of it."""
+    return base64.b64encode((_REASONING_MARK + reasoning).encode()).decode()
+
+
+def _reasoning_of(encrypted: str | None) -> str:
+    """The counterpart; "" for what another server encrypted."""
+    try:
+        text = base64.b64decode(encrypted or "", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+    return text.removeprefix(_REASONING_MARK) if text.startswith(_REASONING_MARK) else ""

@@ -1,0 +1,177 @@
+"""`POST /v1/responses`, and the answers it keeps: a chat, in the words of OpenAI's newer API."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from antiphon.serve.api.chat import submit_chat
+from antiphon.serve.api.chat_messages import Message
+from antiphon.serve.api.context import ApiContext, client_of, context_of
+from antiphon.serve.api.errors import ApiError, bad_request
+from antiphon.serve.api.generation import Generation, generation_for
+from antiphon.serve.api.guard.body import read_request
+from antiphon.serve.api.openai_responses.events import ResponseEvents
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat
+from antiphon.serve.api.requests import ChatCompletionRequest
+from antiphon.serve.api.respond import EventStream, whole_of
+from antiphon.serve.api.responses import (
+    GENERATION_ERRORS,
+    described_body,
+    described_errors,
+    described_stream,
+)
+from antiphon.serve.text.chat_rendering import settable_variables
+
+router = APIRouter(tags=["Responses"])
+
+_BY_ID = {
+    "parameters": [
+        {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    ]
+}
+# What a refusal of the chat calls a parameter, and what this API calls it.
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+
+
+class KeptEvents(ResponseEvents):
+    """Keeps the response when it is complete, unless the client does not want that."""
+
+    def __init__(
+        self,
+        context: ApiContext,
+        generation: Generation,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        client: str,
+        messages: list[dict[str, Any]],
+    ) -> None:
+        super().__init__(context, generation, body, chat)
+        self._owner = client
+        self._messages = messages
+
+    def ending(self) -> list[bytes]:
+        events = super().ending()
+        if self.response["store"]:
+            self._context.response_store.add(self._owner, [*self._messages, *self._turns()], self.response)
+        return events
+
+    def _turns(self) -> list[dict[str, Any]]:
+        """The answer as the next request's history has it."""
+        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+        for item in self.response["output"]:
+            if item["type"] == "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                turn.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
+            elif item["type"] == "reasoning":
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + item["content"][0]["text"]
+            else:
+                turn["content"] += item["content"][0]["text"]
+        return [turn] if self.response["output"] else []
+
+
+@router.post(
+    "/v1/responses",
+    summary="Answer a conversation, as OpenAI's Responses API does",
+    responses={**described_stream(), **described_errors(*GENERATION_ERRORS)},
+    openapi_extra=described_body(ResponsesRequest),
+)
+async def create_response(request: Request) -> Response:
+    context, client = context_of(request), client_of(request)
+    body = await read_request(context, request, ResponsesRequest)
+    if body.top_logprobs and "message.output_text.logprobs" not in (body.include or ()):
+        raise bad_request("top_logprobs needs message.output_text.logprobs in include", param="top_logprobs")
+    earlier = _earlier(context, client, body.previous_response_id)
+    chat, messages = as_chat(body, earlier, settable_variables(await context.texts.template_names()))
+    async with generation_for(context, chat, "resp") as generation:
+        await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
+        events = KeptEvents(context, generation, body, chat, client, messages)
+        if body.stream:
+            return EventStream(context, generation, events)
+        await whole_of(context, request, generation, events)
+        await generation.close()
+        return JSONResponse(events.response)
+
+
+def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[dict[str, Any]]:
+    if response_id is None:
+        return []
+    stored = context.response_store.get(client, response_id)
+    if stored is None:
+        raise ApiError(
+            400,
+            f"previous_response_id {response_id[:80]!r} is not kept here (any more): send the conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return stored.messages
+
+
+async def _submit(
+    context: ApiContext, client: str, chat: ChatCompletionRequest, generation: Generation, *, truncates: bool
+) -> None:
+    """`submit_chat`, with errors in this API's words. `truncates`: without some of the oldest turns, if the
+    conversation does not fit; twice as many each time that the rest is still too long."""
+    shorter = _without_oldest(chat.messages) if truncates else iter(())
+    while True:
+        try:
+            await submit_chat(context, client, chat, generation)
+            return
+        except ApiError as error:
+            rest = next(shorter, None) if error.code == "context_length_exceeded" else None
+            if rest is None:
+                raise _in_these_words(error) from error
+            chat.messages = rest
+
+
+def _without_oldest(messages: list[Message]) -> Iterator[list[Message]]:
+    """The conversation from its second user's turn on, from its third, fifth, and at last from its last one;
+    instructions are kept."""
+    begins = [number for number, message in enumerate(messages) if message.role == "user"]
+    num_cut = 1
+    while num_cut < len(begins):
+        begin = begins[num_cut]
+        yield [each for each in messages[:begin] if each.role in ("system", "developer")] + messages[begin:]
+        num_cut = len(begins) if num_cut == len(begins) - 1 else min(2 * num_cut, len(begins) - 1)
+
+
+def _in_these_words(error: ApiError) -> ApiError:
+    param = error.param or ""
+    name = next((name for name in _NAMES if param == name or param.startswith((f"{name}[", f"{name}."))), None)
+    if name is None:
+        return error
+    new_name = _NAMES[name]
+    message = error.message.replace(name, new_name)
+    return ApiError(error.status, message, param=new_name, code=error.code, headers=error.headers)
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="An answer that is kept",
+    responses=described_errors(401, 404),
+    openapi_extra=_BY_ID,
+)
+async def get_response(request: Request) -> Response:
+    response_id: str = request.path_params["response_id"]
+    stored = context_of(request).response_store.get(client_of(request), response_id)
+    if stored is None:
+        raise _not_kept(response_id)
+    return JSONResponse(stored.response)
+
+
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Forget an answer",
+    responses=described_errors(401, 404),
+    openapi_extra=_BY_ID,
+)
+async def delete_response(request: Request) -> Response:
+    response_id: str = request.path_params["response_id"]
+    if not context_of(request).response_store.remove(client_of(request), response_id):
+        raise _not_kept(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _not_kept(response_id: str) -> ApiError:
+    return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", param="response_id")

@@ -1,0 +1,60 @@
+"""The answers that can be gone on from: in memory, the newest, up to a limit of bytes.
+
+An entry is the conversation up to its answer, and the answer as it was sent. It belongs to its client: an API key, or
+an address where there are no keys. A server that ends, or another one behind the same name, does not have them; clients
+that must not lose a conversation send it along (`store: false`). Rejected: a file, which would keep on disk what users
+say.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from antiphon.serve.api.answer_json import encode_json
+
+_MAX_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """`messages`: the chat without instructions, the answer its last turn. `response`: as it was sent."""
+
+    client: str
+    messages: list[dict[str, Any]]
+    response: dict[str, Any]
+    num_bytes: int
+
+
+class ResponseStore:
+    """Answers by their ids, the oldest first. Used from the event loop's thread only."""
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def add(self, client: str, messages: list[dict[str, Any]], response: dict[str, Any]) -> None:
+        """Keep an answer. The oldest go where it does not fit; one that is larger than the limit is not kept."""
+        num_bytes = len(encode_json([messages, response]))
+        if num_bytes > self._max_bytes:
+            return
+        self.remove(client, response["id"])
+        self._stored[response["id"]] = StoredResponse(client, messages, response, num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def get(self, client: str, response_id: str) -> StoredResponse | None:
+        """The client's answer with this id, if it is still kept."""
+        found = self._stored.get(response_id)
+        return found if found is not None and found.client == client else None
+
+    def remove(self, client: str, response_id: str) -> bool:
+        """Forget an answer; False if the client has none of this id."""
+        found = self.get(client, response_id)
+        if found is None:
+            return False
+        del self._stored[response_id]
+        self._num_bytes -= found.num_bytes
+        return True

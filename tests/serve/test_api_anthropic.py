@@ -1,0 +1,177 @@
+"""Anthropic's Messages API: what its requests mean to the model, and how answers are spelled, whole and streamed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.api_harness import Live, fake_engine, ids, live, small_tokenizer
+from tests.serve.test_api_tools import HERMES, says
+
+LOOK = {
+    "name": "look",
+    "description": "Looks.",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    "cache_control": {"type": "ephemeral"},
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call>'
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def send(server: Live, **body: Any) -> Any:
+    return server.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 150, **body})
+
+
+def streamed(server: Live, **body: Any) -> list[dict[str, Any]]:
+    with server.http.stream(
+        "POST", "/v1/messages", json={"messages": HELLO, "stream": True, "max_tokens": 150, **body}
+    ) as response:
+        assert response.status_code == 200, response.read()
+        blocks = response.read().decode().split("\n\n")
+    events = []
+    for block in filter(None, blocks):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a stream, as the protocol says."""
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    message: dict[str, Any] = events[0]["message"]
+    arguments = ""
+    for event in events[1:-1]:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            arguments = ""
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            if delta["type"] == "input_json_delta":
+                arguments += delta["partial_json"]
+            else:
+                key = delta["type"].removesuffix("_delta")
+                block[key] += delta[key]
+        elif event["type"] == "content_block_stop" and message["content"][event["index"]]["type"] == "tool_use":
+            message["content"][event["index"]]["input"] = json.loads(arguments)
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    return message
+
+
+def test_a_text_is_answered_and_streamed_alike() -> None:
+    with live(says("Grüß Gott")) as server:
+        whole = send(server).json()
+        other = added_up(streamed(server))
+        prompt = server.engine.submissions[0].prompt_token_ids
+    assert whole["content"] == [{"type": "text", "text": "Grüß Gott"}]
+    assert (whole["type"], whole["role"], whole["stop_reason"], whole["stop_sequence"]) == (
+        "message", "assistant", "end_turn", None,
+    )  # fmt: skip
+    usage = whole["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
+    assert usage["output_tokens"] == len(ids("Grüß Gott")) + 1
+    assert whole.pop("id") != other.pop("id")
+    assert whole == other
+
+
+def test_why_an_answer_ended_is_said() -> None:
+    with live(says("one two")) as server:
+        cut = send(server, max_tokens=1).json()
+        stopped = send(server, stop_sequences=["two"]).json()
+        streams = added_up(streamed(server, stop_sequences=["two"]))
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
+    assert (streams["stop_reason"], streams["stop_sequence"]) == ("stop_sequence", "two")
+
+
+def test_calls_are_blocks_and_the_conversation_goes_back() -> None:
+    with live(says(f"Well.{CALL}"), chat_template=HERMES) as server:
+        whole = send(server, tools=[LOOK]).json()
+        other = added_up(streamed(server, tools=[LOOK]))
+        for message in (whole, other):
+            (text, call) = message["content"]
+            assert text == {"type": "text", "text": "Well."}
+            assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": "the sky"})
+            assert message["stop_reason"] == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "blue"}]}
+        turns = [*HELLO, {"role": "assistant", "content": whole["content"]}, {"role": "user", "content": [result]}]
+        server.engine.submissions.clear()
+        assert send(server, messages=turns, system="be kind", tools=[LOOK]).status_code == 200
+        prompt = small_tokenizer().decode(server.engine.submissions[0].prompt_token_ids, skip_special_tokens=False)
+    for part in ("be kind", "Looks.", '"at": "the sky"', "blue"):
+        assert part in prompt
+    assert prompt.index("the sky") < prompt.index("blue")
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_forced"),
+    [({"type": "auto"}, False), ({"type": "any"}, True), ({"type": "tool", "name": "look"}, True)],
+)
+def test_a_call_can_be_forced(choice: dict[str, Any], is_forced: bool) -> None:
+    with live(says("x"), chat_template=HERMES) as server:
+        send(server, tools=[LOOK], tool_choice=choice)
+        assert (server.engine.submissions[0].params.grammar is not None) == is_forced
+
+
+def test_tokens_are_counted_as_they_are_sent(server: Live) -> None:
+    body = {"messages": HELLO, "system": [{"type": "text", "text": "be kind"}]}
+    counted = server.http.post("/v1/messages/count_tokens", json=body).json()
+    send(server, **body)
+    assert counted == {"input_tokens": len(server.engine.submissions[0].prompt_token_ids)}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "message"),
+    [
+        ({"model": "claude-x"}, 404, "not_found_error", "does not exist here"),
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400,
+         "invalid_request_error", "messages[0].content[0]: it is a block of type 'image'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error",
+         "tools[0]: it is of type 'web_search_20250305'"),
+        ({"unheard_of": 1}, 400, "invalid_request_error", "unknown parameter: unheard_of"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "invalid_request_error", "shorten it"),
+    ],
+)  # fmt: skip
+def test_refusals_have_the_shape_of_this_api(
+    server: Live, body: dict[str, Any], status: int, kind: str, message: str
+) -> None:
+    response = send(server, **body)
+    assert response.status_code == status
+    answer = response.json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+    assert message in answer["error"]["message"]
+
+
+def test_keys_may_come_as_this_api_sends_them() -> None:
+    with live(fake_engine(), api_keys=("secret",)) as server:
+        body = {"messages": HELLO, "max_tokens": 1}
+        for key, status in (("secret", 200), ("other", 401)):
+            headers = {"x-api-key": key}
+            request = server.http.build_request("POST", "/v1/messages", json=body, headers=headers)
+            del request.headers["authorization"]
+            answer = server.http.send(request)
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_a_failure_on_the_way_is_an_event() -> None:
+    engine = fake_engine()
+    engine.fail_after_tokens = 2
+    with live(engine) as server:
+        with server.http.stream(
+            "POST", "/v1/messages", json={"messages": HELLO, "max_tokens": 5, "stream": True}
+        ) as answer:
+            last = answer.read().decode().split("\n\n")[-2]
+        assert send(server).json()["error"]["type"] == "api_error"
+    assert last.startswith("event: error\n")
+    assert "lost experts[1]" in last
+
+
+def test_arguments_that_are_no_json_are_not_lost() -> None:
+    broken = CALL.replace('{"at": "the sky"}', '{"at": sky}')
+    with live(says(broken), chat_template=HERMES) as server:
+        (call,) = send(server, tools=[LOOK]).json()["content"]
+    assert call["input"] == {"INVALID_JSON": '{"at": sky}'}

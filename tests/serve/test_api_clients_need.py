@@ -1,0 +1,123 @@
+"""What stock clients need beside answers: ids, several names, pages of other origins, probes, the tokenizer."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.api.app import create_app
+from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.text.tokenizer import TextTokenizer
+from tests.serve.api_harness import CHAT_TEMPLATE, Live, fake_engine, ids, live, says, small_tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def own_tokenizer() -> TextTokenizer:
+    """One that a test may change."""
+    return TextTokenizer(small_tokenizer().backend, CHAT_TEMPLATE, {"eos_token": "<|im_end|>"})
+
+
+def test_a_request_has_one_id_for_client_answer_and_engine(server: Live) -> None:
+    headers = {"x-request-id": "trace-7"}
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
+        twice = [server.http.post(path, json={"max_tokens": 1, **body}, headers=headers) for _ in range(2)]
+        assert [answer.headers["x-request-id"] for answer in twice] == ["trace-7"] * 2
+        assert {answer.json()["id"].partition("-")[2] for answer in twice} == {"trace-7"}
+    assert len({submission.request_id for submission in server.engine.submissions}) == 4
+    given = server.complete(max_tokens=1)
+    assert given.json()["id"] == f"cmpl-{given.headers['x-request-id']}"
+    strange = server.http.get("/health", headers={"x-request-id": "a b"})
+    assert strange.headers["x-request-id"] != "a b"
+    assert server.complete(max_tokens=-1).headers["x-request-id"]  # refusals, too
+
+
+def test_pages_of_other_origins_may_use_the_server_when_they_are_named() -> None:
+    page = "https://chat.example.com"
+    asks = {"origin": page, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    with live(fake_engine(), cors_origins=(page,), api_keys=("secret",)) as server:
+        preflight = server.http.options("/v1/chat/completions", headers=asks | {"authorization": ""})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == page
+        answer = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": page})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page)
+        unknown = server.http.get("/v1/models", headers={"authorization": "", "origin": page})
+        assert (unknown.status_code, unknown.headers["access-control-allow-origin"]) == (401, page)
+        other = {"origin": "https://evil.example"}
+        refused = server.http.post("/v1/completions", json={"prompt": "a"}, headers=other)
+        assert (refused.status_code, refused.headers.get("access-control-allow-origin")) == (403, None)
+        assert "--cors-origin" in refused.json()["error"]["message"]
+    with pytest.raises(UserError, match=r"--cors-origin 'chat.example.com' is no origin"):
+        ServerSettings(cors_origins=("chat.example.com",))
+
+
+def test_probes_say_that_the_server_answers_and_how_much_it_does(server: Live) -> None:
+    assert server.http.get("/ping").status_code == 200
+    assert server.http.get("/load").json() == {"server_load": 0}
+    server.engine.hold_after_tokens = 0
+    with server.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}):
+        assert server.http.get("/load").json() == {"server_load": 1}
+        server.engine.release()
+
+
+def test_the_tokenizer_describes_itself() -> None:
+    with live(fake_engine(), tokenizer=own_tokenizer()) as server:
+        info = server.http.get("/tokenizer_info").json()
+    assert info["chat_template"] == CHAT_TEMPLATE
+    assert info["special_tokens"] == {"eos_token": "<|im_end|>"}
+    (end,) = ids("<|im_end|>")
+    assert info["added_tokens_decoder"][str(end)]["content"] == "<|im_end|>"
+
+
+def test_token_strings_are_those_of_the_vocabulary(server: Live) -> None:
+    answer = server.http.post("/tokenize", json={"prompt": "a bü", "return_token_strs": True}).json()
+    backend = small_tokenizer().backend
+    assert answer["token_strs"] == [backend.id_to_token(token_id) for token_id in answer["tokens"]]
+    assert any("Ġ" in token for token in answer["token_strs"])
+
+
+def test_another_template_and_its_variables_may_be_given_at_the_start() -> None:
+    template = "{{ mood }}{{ messages[-1]['content'] }}"
+    settings: dict[str, Any] = {"own_chat_template": template, "chat_template_kwargs": {"mood": "calm "}}
+    with live(fake_engine(), tokenizer=own_tokenizer(), **settings) as server:
+        server.chat(max_tokens=1)
+        server.chat(max_tokens=1, chat_template_kwargs={"mood": "wild "})
+        prompts = [submission.prompt_token_ids for submission in server.engine.submissions]
+    assert prompts == [ids("calm hello"), ids("wild hello")]
+    with pytest.raises(UserError, match=r"--chat-template-kwargs sets 'mood'"):
+        create_app(fake_engine(), own_tokenizer(), ServerSettings(chat_template_kwargs={"mood": "calm"}))
+
+
+def test_prompt_logprobs_have_a_place_for_each_token_of_the_prompt(server: Live) -> None:
+    chat = server.chat(max_tokens=1, prompt_logprobs=2).json()
+    choice = server.complete(max_tokens=1, prompt_logprobs=2, n=2).json()["choices"][1]
+    for logprobs, submission in (
+        (chat["prompt_logprobs"], server.engine.submissions[0]),
+        (choice["prompt_logprobs"], server.engine.submissions[1]),
+    ):
+        prompt = submission.prompt_token_ids
+        assert len(logprobs) == len(prompt)
+        assert logprobs[0] is None
+        for token_id, entry in zip(prompt[1:], logprobs[1:], strict=True):
+            own = entry[str(token_id)]
+            assert (own["logprob"], own["rank"]) == (-0.25, 1)
+            assert own["decoded_token"] == small_tokenizer().token_string(token_id)
+    assert server.complete(prompt_logprobs=1, stream=True).json()["error"]["param"] == "stream"
+    assert server.complete(prompt_logprobs=1, echo=True, logprobs=2).json()["error"]["param"] == "prompt_logprobs"
+    assert server.complete(logprob_token_ids=[5]).json()["error"]["param"] == "logprob_token_ids"
+
+
+@pytest.mark.slow
+def test_a_thousand_chats_at_once_are_below_the_limits() -> None:
+    async def ask(server: Live) -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits, verify=False) as http:
+            text = "hello " * 40
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+            answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(1000)))
+        return [answer.status_code for answer in answers]
+
+    with live(says("a"), max_connections=2000) as server:
+        assert set(asyncio.run(ask(server))) == {200}

@@ -1,0 +1,208 @@
+"""OpenAI's Responses API: with its own client, what requests mean to the model, and what is kept."""
+
+import json
+from typing import Any
+
+import pytest
+
+from antiphon.serve.api.openai_responses.store import ResponseStore
+from tests.serve.api_harness import Live, fake_engine, ids, live, small_tokenizer
+from tests.serve.test_api_tools import HERMES, says
+
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks.",
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"type": "string"}},
+        "required": ["at"],
+        "additionalProperties": False,
+    },
+    "strict": False,
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call>'
+
+
+def send(server: Live, **body: Any) -> Any:
+    return server.http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 150, **body})
+
+
+def prompt_of(server: Live, number: int = -1) -> str:
+    token_ids = server.engine.submissions[number].prompt_token_ids
+    return small_tokenizer().decode(token_ids, skip_special_tokens=False)
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    """What two answers to one question share."""
+    items = [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in response["output"]]
+    return response | {"output": items, "id": "", "created_at": 0}
+
+
+def test_a_text_is_answered_and_streamed_alike() -> None:
+    with live(says("Grüß Gott")) as server:
+        whole = server.openai.responses.create(model="fake-moe", input="hello", instructions="be kind")
+        events = list(
+            server.openai.responses.create(model="fake-moe", input="hello", instructions="be kind", stream=True)
+        )
+        assert prompt_of(server, 0).startswith("<|im_start|>system\nbe kind")
+        num_prompt = len(server.engine.submissions[0].prompt_token_ids)
+    assert whole.output_text == "Grüß Gott"
+    assert (whole.status, whole.object, whole.error) == ("completed", "response", None)
+    assert whole.usage is not None
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (num_prompt, len(ids("Grüß Gott")) + 1)
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Grüß Gott"
+    assert events[-1].type == "response.completed"
+    assert without_ids(events[-1].response.model_dump()) == without_ids(whole.model_dump())
+
+
+def test_the_clients_own_reading_of_a_stream_agrees() -> None:
+    with live(says(f"Well.{CALL}"), chat_template=HERMES) as server:
+        with server.openai.responses.stream(model="fake-moe", input="hello", tools=[LOOK]) as stream:  # type: ignore[list-item]
+            for _ in stream:
+                pass
+            final = stream.get_final_response()
+        whole = server.openai.responses.create(model="fake-moe", input="hello", tools=[LOOK])  # type: ignore[list-item]
+    for response in (final, whole):
+        text, call = response.output
+        assert text.type == "message"
+        assert response.output_text == "Well."
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments), call.status) == ("look", {"at": "the sky"}, "completed")
+
+
+def test_an_agent_sends_everything_back() -> None:
+    with live(says(f"Well.{CALL}"), chat_template=HERMES) as server:
+        first = send(server, tools=[LOOK], store=False).json()
+        call = first["output"][-1]
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "blue"}
+        turns = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}, *first["output"], output]
+        assert send(server, input=turns, tools=[LOOK], store=False).status_code == 200
+        prompt = prompt_of(server)
+    assert "Looks." in prompt
+    assert prompt.index("hello") < prompt.index("Well.") < prompt.index('"at": "the sky"') < prompt.index("blue")
+    assert prompt.count("<|im_start|>assistant") == 2
+
+
+def test_an_answer_is_gone_on_from_until_it_is_forgotten() -> None:
+    with live(says("yes"), chat_template=HERMES) as server:
+        first = send(server, instructions="be kind").json()
+        second = send(server, input="and then?", previous_response_id=first["id"]).json()
+        assert prompt_of(server).count("<|im_end|>") == 3
+        assert "be kind" not in prompt_of(server)
+        assert second["previous_response_id"] == first["id"]
+        with server.openai.responses.create(
+            model="fake-moe", input="so?", previous_response_id=second["id"], stream=True
+        ) as stream:
+            third = next(event.response for event in stream if event.type == "response.completed")
+        assert prompt_of(server).count("<|im_end|>") == 5
+        assert server.openai.responses.retrieve(third.id).output_text == "yes"
+        server.openai.responses.delete(third.id)
+        gone = send(server, previous_response_id=third.id)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (400, "previous_response_not_found")
+        assert server.http.get(f"/v1/responses/{third.id}").status_code == 404
+        unkept = send(server, store=False).json()
+        assert send(server, previous_response_id=unkept["id"]).status_code == 400
+
+
+def test_one_client_does_not_see_anothers_answers() -> None:
+    with live(fake_engine(), api_keys=("one", "two")) as server:
+        kept = send(server, max_output_tokens=1).json()
+        other = {"authorization": "Bearer two"}
+        assert server.http.get(f"/v1/responses/{kept['id']}").status_code == 200
+        assert server.http.get(f"/v1/responses/{kept['id']}", headers=other).status_code == 404
+
+
+def test_the_store_keeps_the_newest_within_its_limit() -> None:
+    store = ResponseStore(max_bytes=1000)
+    for number in range(10):
+        store.add("a", [], {"id": f"r{number}", "text": "x" * 200})
+    kept = [number for number in range(10) if store.get("a", f"r{number}")]
+    assert kept == [6, 7, 8, 9]
+    store.add("a", [], {"id": "large", "text": "x" * 2000})
+    assert store.get("a", "large") is None
+    assert store.get("a", "r9") is not None
+    assert store.get("b", "r9") is None
+    assert not store.remove("b", "r9")
+
+
+def test_output_follows_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    with live(fake_engine()) as server:
+        answer = send(server, text={"format": form}).json()
+    assert json.loads(answer["output"][0]["content"][0]["text"]) == {"a": 1}
+    assert answer["text"]["format"] == form
+
+
+def test_what_was_cut_off_is_incomplete_and_logprobs_come_when_they_are_included() -> None:
+    with live(says("one two three")) as server:
+        body = {"max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        answer = send(server, **body).json()
+        assert server.engine.submissions[0].params.logprobs == 2
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    (part,) = answer["output"][0]["content"]
+    assert len(part["logprobs"]) == 2
+    assert len(part["logprobs"][0]["top_logprobs"]) == 2
+
+
+def test_the_oldest_turns_are_left_out_when_asked_for(server: Live) -> None:
+    turns = [
+        {"role": role, "content": f"{number} " + "long words here " * 6}
+        for number in range(5)
+        for role in ("user", "assistant")
+    ]
+    turns.append({"role": "user", "content": "last"})
+    refused = send(server, input=turns, max_output_tokens=50)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    answer = send(server, input=turns, max_output_tokens=50, truncation="auto", instructions="be kind")
+    assert answer.status_code == 200
+    assert "be kind" in prompt_of(server)
+    assert "last" in prompt_of(server)
+    assert "0 long" not in prompt_of(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "of type 'web_search': this server has no built-in tools"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]", "it is of type 'computer_call'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]",
+         "it is of type 'input_image': this server reads text only"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "reasoning.encrypted_content"),
+        ({"top_logprobs": 2}, "top_logprobs", "include"),
+        ({"background": True}, "background", "False"),
+        ({"tool_choice": "required"}, "tool_choice", "send tools"),
+        ({"input": "x" * 100_000}, "input", "shorten it"),
+        ({"messages": []}, "messages", "unknown parameter"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(server: Live, body: dict[str, Any], param: str, message: str) -> None:
+    response = send(server, **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_a_failure_on_the_way_is_an_event() -> None:
+    engine = fake_engine()
+    engine.fail_after_tokens = 2
+    with live(engine) as server:
+        events = list(server.openai.responses.create(model="fake-moe", input="x", stream=True, max_output_tokens=5))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "lost experts[1]" in events[-1].response.error.message
