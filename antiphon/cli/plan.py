@@ -27,14 +27,16 @@ from antiphon.report.page import html
 from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
 from antiphon.report.terminal import rendered
 from antiphon.report.training import training_page, training_pieces
+from antiphon.sim.promise import checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import Plan, plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
+from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
 SERVING_ONLY = (
-    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin"),
-    *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit"),
+    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin", "prefer"),
+    *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit", "no_check"),
 )
 TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
 Emitter = Literal["vllm", "sglang", "k8s"]
@@ -100,6 +102,7 @@ class AnswerOptions:
 
     size: Annotated[bool, typer.Option("--size", help="Smallest cluster for the rate, not all of it.")] = False
     explain: Annotated[bool, typer.Option("--explain", help="Also say why, in detail.")] = False
+    no_check: Annotated[bool, typer.Option("--no-check", help="Do not simulate whether targets are kept.")] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None
     emit: Annotated[
         Emitter | None, typer.Option(metavar="NAME", help="Print settings instead: vllm, sglang or k8s.")
@@ -148,7 +151,9 @@ def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
     given = given_options(context, others)
     if wrong := [f"--{name.replace('_', '-')}" for name in others if name in given]:
         where = "plans to serve" if trains else f"--phase {TRAIN}"
-        raise UserError(f"{wrong[0]} is for {where}, not for --phase {search.phase}: leave it out or change --phase")
+        raise UserError(
+            f"{wrong[0]} is for {where}, not for --phase {search.phase or 'serve'}: leave it out or change --phase"
+        )
 
 
 def _training(
@@ -166,7 +171,7 @@ def _serving(
     model: str, search: SearchOptions, overrides: OverrideOptions, answer: AnswerOptions, json: str | None
 ) -> None:
     inputs = read_inputs(model, search, overrides)
-    result = find_plan(inputs, smallest=answer.size)
+    result = find_plan(inputs, smallest=answer.size, check=not answer.no_check)
     emit_json(json, plan_to_json(result.plan))
     if answer.emit is not None:
         show(emitted(answer.emit, result.plan, inputs))
@@ -181,15 +186,15 @@ def _serving(
         write_whole("--html", answer.html, html(plan_page(report, launch(result.plan, inputs))))
 
 
-def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
-    """Search, with progress where it lasts; the plan knows the `config.json` it was made for."""
+def find_plan(inputs: PlanInputs, *, smallest: bool, check: bool = False) -> PlanResult:
+    """Search, with progress where it lasts; the plan knows the `config.json` it was made for. `check`: its promise is
+    simulated before it is believed."""
     profile = None if inputs.profile is None else read_serving_profile(inputs.profile)
     if profile is not None and profile.model_config:
         refuse_other_model(profile.model_config, inputs.model, f"--profile {inputs.profile}")
     options: dict[str, Any] = {
         "model_name": inputs.model_name,
         "cluster": inputs.cluster,
-        "workload": inputs.workload,
         "phases": inputs.phases,
         "layouts": inputs.layouts,
         "objective": inputs.objective,
@@ -198,12 +203,17 @@ def find_plan(inputs: PlanInputs, *, smallest: bool) -> PlanResult:
         "limits": inputs.limits,
     }
     with progress("planning") as report:
-        if smallest:
-            result = _smallest(inputs, options | {"on_progress": report})
-        else:
-            result = make_plan(inputs.model, **options, on_progress=report)
+
+        def search(workload: WorkloadSpec) -> PlanResult:
+            given = options | {"on_progress": report, "workload": workload}
+            return _smallest(inputs, given) if smallest else make_plan(inputs.model, **given)
+
+        result = checked(search, inputs.workload) if check else search(inputs.workload)
     phases = {name: replace(phase, notes=(*phase.notes, *inputs.notes)) for name, phase in result.plan.phases.items()}
-    return replace(result, plan=replace(result.plan, model_config=inputs.config, phases=phases))
+    asked = workload_to_json(inputs.workload)  # a check may have searched for tighter targets
+    plan = replace(result.plan, model_config=inputs.config, phases=phases, workload_config=asked)
+    settings = {name: replace(setting, workload=inputs.workload) for name, setting in result.settings.items()}
+    return replace(result, plan=plan, settings=settings)
 
 
 def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:

@@ -33,6 +33,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
     "decode": ("decode",),
     "prefill": ("prefill",),
     "both": ("prefill", "decode"),
+    "serve": ("prefill", "decode", "serve"),  # servers that do both, beside pools
 }
 TRAIN = "train"
 CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"  # of `antiphon profile`, in one folder
@@ -57,9 +58,16 @@ class SearchOptions:
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
     routing: Annotated[Path | None, typer.Option(metavar="FILE", help="Popularity by serve.", hidden=True)] = None
     phase: Annotated[
-        Literal["decode", "prefill", "both", "train"],
-        typer.Option(metavar="NAME", help="decode, prefill, both or train."),
-    ] = "decode"
+        Literal["decode", "prefill", "both", "serve", "train"] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="serve with a rate or a TTFT target, else decode",
+            help="serve, decode, prefill, both or train.",
+        ),
+    ] = None
+    prefer: Annotated[
+        Literal["best", "simple"], typer.Option(metavar="NAME", help="best, or simple where that is a tie.")
+    ] = "best"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
@@ -89,10 +97,18 @@ class SearchOptions:
         """Whether the plan is one to train."""
         return self.phase == TRAIN
 
-    def phases(self) -> tuple[PhaseName, ...]:
-        """The phases of a plan to serve."""
+    def phases(self, workload: WorkloadSpec) -> tuple[PhaseName, ...]:
+        """The phases of a plan to serve: with requests that come at a rate, or wait for a first token, all of it."""
         assert not self.trains()
-        return PHASES[self.phase]
+        online = workload.requests_per_s is not None or workload.slo.ttft_s is not None
+        phases = PHASES[self.phase or ("serve" if online else "decode")]
+        if self.pins().batch is not None and len(phases) > 1:
+            if self.phase in ("both", "prefill"):
+                raise UserError(
+                    "--pin batch=... means requests in decode and tokens in prefill: plan one phase at a time"
+                )
+            return ("serve",)
+        return phases
 
     def cluster_spec(self) -> ClusterSpec:
         if self.nodes is not None:
@@ -127,10 +143,7 @@ class SearchOptions:
 
     def pins(self) -> Pins:
         """What was fixed of a layout."""
-        found = parse_pins(split_list(self.pin))
-        if found.batch is not None and len(self.phases()) > 1:
-            raise UserError("--pin batch=... means requests in decode and tokens in prefill: plan one phase at a time")
-        return found
+        return parse_pins(split_list(self.pin))
 
     def search_limits(self) -> SearchLimits:
         pins = self.pins()
@@ -143,6 +156,7 @@ class SearchOptions:
             expert_workers=pins.only("expert_ep"),
             pp=pins.only("pp"),
             overlapped=not self.runnable_here,  # the engine computes a micro-batch whole
+            prefer_simple=self.prefer == "simple",
             servable=self.runnable_here,
             pins=pins,
         )
@@ -231,7 +245,7 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
         path=path,
         cluster=cluster,
         workload=workload,
-        phases=search.phases(),
+        phases=search.phases(workload),
         layouts=search.layouts(),
         objective=search.objective,
         precision=parse_precision(split_list(search.precision)),

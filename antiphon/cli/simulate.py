@@ -18,6 +18,7 @@ from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
 from antiphon.cost.ping_pong import iteration
+from antiphon.report.emit_k8s import chosen_phase
 from antiphon.sim.gantt import write_trace
 from antiphon.sim.ping_pong import plan_pipeline, simulate_ping_pong
 from antiphon.sim.pools import Pool
@@ -101,7 +102,7 @@ def notes_of(
             "the plan has no prefill phase: prompts are computed in the steps, which the prediction leaves out "
             "(--prefill elsewhere leaves them out here too)"
         )
-    side_by_side = sum(pool.phase.batch * pool.phase.num_instances for pool in pools if pool.name == "decode")
+    side_by_side = sum(pool.phase.batch * pool.phase.num_instances for pool in pools if pool.name != "prefill")
     if result.arrival_rate is None and result.num_requests < 2 * side_by_side:
         notes.append(
             f"the plan runs {side_by_side:,} requests side by side: with fewer than twice that it is soon empty"
@@ -122,7 +123,7 @@ def notes_of(
 
 def show_pipeline(plan: Plan, perfetto: Path | None, json: str | None) -> None:
     """Pipeline level: one iteration of the decode phase, without chance."""
-    phase = plan.phases.get("decode") or next(iter(plan.phases.values()))
+    phase = chosen_phase(plan)[1]
     model = plan_model(plan)
     result = simulate_ping_pong(plan_pipeline(phase, model.num_moe_layers))
     workers = (phase.parallel.attention_dp, phase.parallel.expert_workers)
@@ -187,12 +188,14 @@ def comparison(result: ServingResult) -> RenderableType:
 
 def _comparison(result: ServingResult, pool: PoolResult) -> Iterator[Cells]:
     predicted, percentile = pool.predicted, f"p{result.slo.percentile * 100:g}"
-    if pool.name == "decode":
+    if pool.name != "prefill":
         yield _times(pool, f"time per output token, {percentile}", predicted.tpot_s, result.tpot_at_percentile_s)
         yield _times(pool, "one step at the simulated batch", pool.predicted_step_at_batch_s, pool.step_s)
         yield _numbers(pool, "output tokens/s", predicted.tokens_per_s, result.steady_tokens_per_s)
         yield _numbers(pool, "requests in an instance's step", pool.predicted_batch, pool.batch)
-    else:
+    if pool.name == "serve":
+        yield _times(pool, f"time to first token, {percentile}", predicted.ttft_s, result.ttft_at_percentile_s)
+    if pool.name == "prefill":
         yield _times(pool, f"time to first token, {percentile}", predicted.ttft_s, result.ttft_at_percentile_s)
         yield _numbers(pool, "prompt tokens/s", predicted.tokens_per_s, result.prompt_tokens_per_s)
         yield _numbers(pool, "tokens of a pass", pool.predicted_batch, pool.batch)

@@ -125,7 +125,7 @@ class SystemOptions:
             model=plan_model(plan),
             cluster=_cluster(self.cluster, plan),
             workload=workload,
-            phase="decode" if "decode" in plan.phases else "prefill",
+            phase=next(name for name in ("serve", "decode", "prefill") if name in plan.phases),
             precision=parse_precision(parts) if parts else plan.precision,
             profile=None if self.profile is None else read_serving_profile(self.profile),
         )
@@ -134,7 +134,8 @@ class SystemOptions:
         """The plan's pools. Prompts of a decode plan come computed, as its prediction assumes, unless `--prefill mixed`
         or `--max-batch-tokens`, which bounds a mixed step, says otherwise."""
         alone = list(plan.phases) == ["decode"]
-        if self.max_batch_tokens is not None and (not alone or self.prefill == "elsewhere"):
+        serves = "serve" in plan.phases
+        if self.max_batch_tokens is not None and not serves and (not alone or self.prefill == "elsewhere"):
             raise UserError("--max-batch-tokens does not apply: no prompt is computed in a decode step; leave it out")
         default: Prefill = "elsewhere" if alone and self.max_batch_tokens is None else "mixed"
         prefill = self.prefill or default

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.exchange import Degrees
-from antiphon.cost.layers import attention_decode, expert_feed_forward, output_head, prompt_scores
+from antiphon.cost.layers import attention_mixed, expert_feed_forward, output_head
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.roofline import Roofs, roofs, row_bytes_of
@@ -35,7 +35,6 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
 
 IndexArray = NDArray[np.int64]
-_NO_CONTEXT = 1e-9
 LONGEST_CHUNK = 8192
 """Tokens of prompts that engines put into one step at most, by default."""
 
@@ -86,15 +85,11 @@ def step_work(
     sequences = np.maximum(decoding + prompt_tokens / np.maximum(prompt, 1.0), 1e-9)
     row_bytes = model.hidden_size * row_bytes_of(precision)
     num_dense = model.num_layers - model.num_moe_layers
-    of_layers = 1 - model.num_state_layers / model.num_layers  # that have attention
-    scores = of_layers * prompt_scores(model, unit_roofs, prompt_tokens, prompt, tp, precision)
 
     def layer(*, moe: bool) -> Parts:
-        def decode(number: Number, length: Number, queries: Number = 1.0) -> Parts:
-            return attention_decode(model, unit_roofs, number, length, tp, precision, queries=queries, moe_layer=moe)
-
-        at_context = decode(decoding, context) + -1.0 * decode(decoding, _NO_CONTEXT)
-        return decode(sequences, _NO_CONTEXT, rows / sequences) + at_context + scores
+        return attention_mixed(
+            model, unit_roofs, decoding, context, prompt_tokens, prompt, tp, precision, moe_layer=moe
+        )
 
     pairs = rows * degrees.attention_dp * model.router.top_k
     fullest = expected_max_rows(pairs, float(degrees.expert_ep)) if degrees.expert_ep > 1 else pairs

@@ -61,12 +61,8 @@ def attention_decode(
 
     `queries`: rows of each sequence that read its context together (the new token and proposed ones). `moe_layer`: with
     gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
-    attention = model.attention
-    visible = visible_tokens(attention, context)
-    read_bytes = batch * visible * attended_width(attention, tp) * precision.kv_bytes
     rows = batch * queries
-    scores = _scores(model, roofs, rows, rows * visible, read_bytes, tp, precision, absorbed=True, queries=queries)
-    scores = scores + indexing(model, roofs, rows, rows * context, batch * context, precision)
+    scores = _decoding_scores(model, roofs, batch, context, tp, precision, queries)
     return _mixed(
         model, roofs, rows, batch, tp, precision, _projections(model, roofs, rows, tp, precision) + scores
     ) + _rest(model, roofs, rows, tp, precision, moe_layer, with_shared)
@@ -81,6 +77,7 @@ def attention_prefill(
     precision: PrecisionSpec,
     *,
     past: Number = 0.0,
+    halved: bool = False,
     moe_layer: bool = True,
     with_shared: bool = True,
 ) -> Parts:
@@ -88,7 +85,7 @@ def attention_prefill(
 
     Of prompts of unequal length `context` is the mean a *token* sees, E[X^2] / E[X], not the mean length."""
     num_sequences = tokens / np.maximum(context, 1e-9)
-    scores = prompt_scores(model, roofs, tokens, context, tp, precision, past=past)
+    scores = prompt_scores(model, roofs, tokens, context, tp, precision, past=past, halved=halved)
     attended = _projections(model, roofs, tokens, tp, precision) + scores
     return _mixed(model, roofs, tokens, num_sequences, tp, precision, attended) + _rest(
         model, roofs, tokens, tp, precision, moe_layer, with_shared
@@ -104,8 +101,16 @@ def prompt_scores(
     precision: PrecisionSpec,
     *,
     past: Number = 0.0,
+    halved: bool = False,
 ) -> Parts:
-    """Of `attention_prefill`, what a layer with attention takes over its projections: scores, values, an indexer."""
+    """Of `attention_prefill`, what a layer with attention takes over its projections: scores, values, an indexer.
+    `halved`: prompts come in two pieces, so that half of their tokens see cached ones."""
+    if halved:
+        half = context / 2
+        first, second = (
+            prompt_scores(model, roofs, tokens, half, tp, precision, past=cached) for cached in (past, past + half)
+        )
+        return 0.5 * (first + second)
     attention = model.attention
     visible = visible_tokens(attention, past + (context + 1) / 2)
     num_sequences = tokens / np.maximum(context, 1e-9)
@@ -116,6 +121,55 @@ def prompt_scores(
     expanded = _scores(model, roofs, tokens, tokens * visible, read_bytes, tp, precision, absorbed=False)
     pairs = tokens * (past + (context + 1) / 2)
     return select(whole, expanded, absorbed) + indexing(model, roofs, tokens, pairs, cached, precision)
+
+
+def attention_mixed(
+    model: ModelSpec,
+    roofs: Roofs,
+    decoding: Number,
+    context: Number,
+    prompt_tokens: Number,
+    prompt: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    queries: Number = 1,
+    past: Number = 0.0,
+    halved: bool = False,
+    moe_layer: bool = True,
+) -> Parts:
+    """One layer of a step that decodes and computes prompts at once: `decoding` sequences of `context` tokens,
+    `queries` rows each, beside `prompt_tokens` of prompts of `prompt` new tokens after `past` cached ones.
+
+    Products take all rows together, so weights are read once; scores over the cache are apart."""
+    decoding_rows = decoding * queries
+    rows = decoding_rows + np.asarray(prompt_tokens, dtype=np.float64)
+    sequences = decoding + prompt_tokens / np.maximum(prompt, 1.0)
+    scores = _decoding_scores(model, roofs, decoding, context, tp, precision, queries)
+    of_layers = 1 - model.num_state_layers / model.num_layers  # that have attention
+    of_prompts = of_layers * prompt_scores(model, roofs, prompt_tokens, prompt, tp, precision, past=past, halved=halved)
+    projected = _projections(model, roofs, rows, tp, precision)
+    return (
+        _mixed(model, roofs, rows, sequences, tp, precision, projected + scores)
+        + of_prompts
+        + _rest(model, roofs, rows, tp, precision, moe_layer, True)
+    )
+
+
+def _decoding_scores(
+    model: ModelSpec,
+    roofs: Roofs,
+    batch: Number,
+    context: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    queries: Number,
+) -> Parts:
+    """Of `attention_decode`, what it takes over its projections."""
+    visible, rows = visible_tokens(model.attention, context), batch * queries
+    read_bytes = batch * visible * attended_width(model.attention, tp) * precision.kv_bytes
+    scores = _scores(model, roofs, rows, rows * visible, read_bytes, tp, precision, absorbed=True, queries=queries)
+    return scores + indexing(model, roofs, rows, rows * context, batch * context, precision)
 
 
 def dense_feed_forward(

@@ -69,7 +69,9 @@ MOST_PINNED = 10**9
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
     """Equal-length columns. `attention_kind`, `expert_kind`: index of the cluster's group; equal if colocated.
-    `slots`: experts that the fullest expert worker (EP rank) holds. `piece_devices`: 0 if disaggregated."""
+    `slots`: experts that the fullest expert worker (EP rank) holds. `piece_devices`: 0 if disaggregated.
+    `step_tokens`: most rows of an attention worker's step that computes prompts, too; 0: it computes none. `chunk`,
+    `longest_chunk`: tokens of prompts that one of its micro-batches has, of the mean and of the slowest worker."""
 
     layout: IntArray
     attention_kind: IntArray
@@ -83,6 +85,9 @@ class Candidates:
     micro_batches: IntArray
     piece_devices: IntArray
     batch: IntArray
+    step_tokens: IntArray
+    chunk: IntArray
+    longest_chunk: IntArray
 
     def __len__(self) -> int:
         return int(self.layout.size)
@@ -92,8 +97,11 @@ class Candidates:
         return type(self)(**{name: getattr(self, name)[index] for name in COLUMNS})
 
     def with_batch(self, batch: IntArray) -> Self:
-        columns = {name: getattr(self, name) for name in COLUMNS}
-        return type(self)(**{**columns, "batch": batch})
+        return self.having(batch=batch)
+
+    def having(self, **changed: IntArray) -> Self:
+        """With these columns instead of its own."""
+        return type(self)(**{**{name: getattr(self, name) for name in COLUMNS}, **changed})
 
     @property
     def is_disaggregated(self) -> BoolArray:
@@ -146,8 +154,8 @@ COLUMNS = tuple(column.name for column in fields(Candidates))
 
 
 def candidates_of(**columns: IntArray | FloatArray | int) -> Candidates:
-    """Candidates from arrays and single values, broadcast against each other and flattened."""
-    arrays = np.broadcast_arrays(*(np.asarray(columns[name], dtype=np.int64) for name in COLUMNS))
+    """Candidates from arrays and single values, broadcast against each other and flattened; columns left out are 0."""
+    arrays = np.broadcast_arrays(*(np.asarray(columns.get(name, 0), dtype=np.int64) for name in COLUMNS))
     return Candidates(**{name: array.reshape(-1) for name, array in zip(COLUMNS, arrays, strict=True)})
 
 

@@ -201,7 +201,7 @@ def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, ite
         return f" (on {names[0]} against {names[1]})"
     if item == "experts":
         batches = [float(table.one(index).instance_batch[0] / _devices(table.one(index))) for index in (loser, winner)]
-        if batches[0] < batches[1] * 0.95 and setting.phase == "decode":
+        if batches[0] < batches[1] * 0.95 and setting.decodes:
             return f" ({batches[0]:.3g} requests per device share the reading of weights, against {batches[1]:.3g})"
     if item == "communication":
         return f" ({_slowest_network(setting, one)})"

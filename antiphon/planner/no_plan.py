@@ -41,7 +41,7 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
     phase, slo, code = setting.phase, setting.workload.slo, int(table.why_not[index])
     name = table.candidates.layout_of(index)
     if code == RATE:
-        tokens = setting.lengths.output if phase == "decode" else setting.lengths.prompt
+        tokens = setting.tokens_of_request
         most = float(table.tokens_per_s[index]) / tokens * (1 - 1e-3)
         return NoPlan(
             f"{phase}: {setting.workload.requests_per_s:g} requests/s are too many for {setting.cluster.name}: "

@@ -12,6 +12,9 @@ Decode: the largest batch under memory and promise, then instances for the rate.
 Rejected: a queue in front of decode. Prefill's is the one that requests wait in; decode admits or the plan has too few
 instances, which is what step 2 decides.
 
+Serve: as decode, with the time per token of steps that compute prompts, too (`planner.mixed_steps`); instances are
+added until first tokens are in time as well.
+
 Prefill: tokens of a pass, waiting before it, time to the first token, instances for the rate.
 
 1. A pass takes `batch` tokens per attention worker and micro-batch; a prompt longer than that needs several passes.
@@ -30,12 +33,21 @@ import math
 import numpy as np
 
 from antiphon.cost.memory import kv_bytes_per_token
-from antiphon.cost.parts import FloatArray, Number
+from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
+from antiphon.planner.mixed_steps import MixedStep, first_token_s, mixed_step, own_s
+from antiphon.planner.queueing import instances_for, mean_in_flight, mg1_wait, tail_of_wait_s
+from antiphon.planner.room import MOST_STEP_TOKENS, fed_sequences
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepTimes, step_times
 from antiphon.planner.table import RATE, TPOT, TTFT, Outcome
 
+STEP_TOKENS = (2048, MOST_STEP_TOKENS)
+"""Limits of a worker's step that are tried where prompts and tokens share steps."""
+MOST_FED = 0.98
+"""The most of a step's room for prompts that they may take on average."""
+NEAR = 64
+"""Where steps compute prompts, too, a batch is found to this part of it: its time is a mean, no sharper than that."""
 FEW = 1000
 """Candidates up to which several batches are tried at once."""
 PROMPTS_PER_PASS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -45,6 +57,8 @@ _BISECTIONS = 40
 def best_outcome(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
     """What the candidates do at the best batch for the setting's phase. `limits`: of the batch of a worker and
     micro-batch by memory, at least 1; `instances`: how many fit, at least 1."""
+    if setting.phase == "serve":
+        return _best_of_serve(setting, candidates, limits, instances)
     if setting.limits.pins.batch is not None:
         return outcome_at(setting, candidates.with_batch(limits), instances)
     if setting.phase == "prefill":
@@ -55,7 +69,7 @@ def best_outcome(setting: Setting, candidates: Candidates, limits: IntArray, ins
 
 def outcome_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
     """What the candidates do at their own batch, in the setting's phase."""
-    evaluate = _decode_at if setting.phase == "decode" else _prefill_at
+    evaluate = {"decode": _decode_at, "prefill": _prefill_at, "serve": _serve_at}[setting.phase]
     return evaluate(setting, candidates, instances)
 
 
@@ -75,8 +89,8 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         tokens_per_s = capacity * used
     else:
         tokens = workload.requests_per_s * lengths.output
-        each = _mean_in_flight(in_flight, lengths.tail_z) / tpot_s
-        used, too_few = _instances_for(tokens, each, instances)
+        each = mean_in_flight(in_flight, lengths.tail_z) / tpot_s
+        used, too_few = instances_for(tokens, each, instances)
         tokens_per_s = np.where(too_few, each * used, tokens)
     nothing = np.full(len(candidates), np.nan)
     return Outcome(
@@ -92,19 +106,8 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         capacity=capacity,
         tokens_per_s=tokens_per_s,
         why_not=np.where(too_slow, TPOT, np.where(too_few, RATE, 0)).astype(np.int64),
+        step_tokens=candidates.step_tokens,
     )
-
-
-def _instances_for(rate: float, each: FloatArray, most: IntArray) -> tuple[IntArray, BoolArray]:
-    """Whole instances that together take `rate`, at most `most`; and where more would be needed."""
-    needed = np.clip(np.ceil(rate / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
-    return np.minimum(needed, most), needed > most
-
-
-def _mean_in_flight(places: FloatArray, tail_z: float) -> FloatArray:
-    """The mean N of a Poisson number whose tail N + z sqrt(N) still fits into `places`."""
-    root = (-tail_z + np.sqrt(tail_z**2 + 4 * places)) / 2
-    return np.asarray(root**2)
 
 
 def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) -> IntArray:
@@ -115,11 +118,11 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
         return limits.copy()
     target_s = target_s * setting.workload.tokens_per_step  # of a step
     result = np.zeros(len(candidates), dtype=np.int64)
-    at_limit_s = step_times(setting, candidates.with_batch(limits)).step_s
+    at_limit_s = _token_step_s(setting, candidates.with_batch(limits))
     result[at_limit_s <= target_s] = limits[at_limit_s <= target_s]
     open_index = np.flatnonzero((at_limit_s > target_s) & (limits > 1))
     rest = candidates.take(open_index)
-    at_one_s = step_times(setting, rest.with_batch(np.ones(len(rest), dtype=np.int64))).step_s
+    at_one_s = _token_step_s(setting, rest.with_batch(np.ones(len(rest), dtype=np.int64)))
     possible = at_one_s <= target_s
     open_index, rest = open_index[possible], rest.take(possible)
     low, low_s = np.ones(len(rest), dtype=np.int64), at_one_s[possible]
@@ -127,7 +130,7 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
     turn = 0
     while len(rest):
         result[open_index] = low
-        going = high - low > 1
+        going = high - low > (1 if setting.phase != "serve" else np.maximum(low // NEAR, 1))
         open_index, rest, low, low_s = open_index[going], rest.take(going), low[going], low_s[going]
         high, high_s = high[going], high_s[going]
         if not len(rest):
@@ -135,13 +138,21 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
         guesses = _guesses(low, low_s, high, high_s, target_s, turn)
         each = np.repeat(np.arange(len(rest)), len(guesses))
         tried = rest.take(each).with_batch(guesses.T.reshape(-1))
-        guesses_s = step_times(setting, tried).step_s.reshape(len(rest), -1).T
+        guesses_s = _token_step_s(setting, tried).reshape(len(rest), -1).T
         for guess, guess_s in zip(guesses, guesses_s, strict=True):
             rises, falls = (guess_s <= target_s) & (guess > low), (guess_s > target_s) & (guess < high)
             low, low_s = np.where(rises, guess, low), np.where(rises, guess_s, low_s)
             high, high_s = np.where(falls, guess, high), np.where(falls, guess_s, high_s)
         turn += 1
     return result
+
+
+def _token_step_s(setting: Setting, candidates: Candidates) -> FloatArray:
+    """The step that a token takes at the promise's percentile."""
+    if setting.phase != "serve":
+        return step_times(setting, candidates).step_s
+    step = mixed_step(setting, candidates)
+    return step.times.step_s * step.late
 
 
 def _guesses(
@@ -156,6 +167,107 @@ def _guesses(
     else:
         guesses = [line - 1, line, line + 1, line + 2, middle, (low + middle) // 2, (middle + high) // 2]
     return np.clip(np.stack(guesses), low + 1, high - 1)
+
+
+def _best_of_serve(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
+    """At the best limit of a step's rows and the largest batch under it that keeps the promises. A longer step is tried
+    where a short one holds the batch down, or breaks a promise."""
+    short, long = STEP_TOKENS
+    most = _fed(setting, candidates, limits, short)
+    best = _with_step_of(setting, candidates, short, most, instances)
+    open_index = np.flatnonzero((best.batch >= most) & (most < limits) | (best.why_not == TTFT))
+    if open_index.size:
+        rest = candidates.take(open_index)
+        most = _fed(setting, rest, limits[open_index], long)
+        found = _with_step_of(setting, rest, long, most, instances[open_index])
+        better = _is_better(found, best.take(open_index))
+        best.put(open_index[better], found.take(better))
+    return best
+
+
+def _fed(setting: Setting, candidates: Candidates, limits: IntArray, tokens: int) -> IntArray:
+    """`limits`, and what steps of `tokens` rows feed with prompts; a pinned batch stays."""
+    if setting.limits.pins.batch:
+        return limits
+    return np.minimum(limits, fed_sequences(setting, candidates, tokens).astype(np.int64))
+
+
+def _with_step_of(
+    setting: Setting, candidates: Candidates, tokens: int, limits: IntArray, instances: IntArray
+) -> Outcome:
+    """With steps of up to `tokens` rows of a worker, one more than it decodes at least."""
+    most = np.maximum(limits, 1)
+    tried = candidates.having(step_tokens=np.maximum(tokens, most * candidates.micro_batches + 1))
+    if not setting.limits.pins.batch:
+        most = np.maximum(largest_batch(setting, tried, most), 1)
+    return _soon_enough(setting, tried.with_batch(most), instances)
+
+
+def _soon_enough(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
+    """At the candidates' batch; at a part of it where only that delivers first tokens in time."""
+    best = _serve_at(setting, candidates, instances)
+    for part in () if setting.limits.pins.batch else (2, 8, 32):
+        late = np.flatnonzero(best.why_not == TTFT)
+        if not late.size:
+            break
+        less = candidates.take(late)
+        found = _serve_at(setting, less.with_batch(np.maximum(less.batch // part, 1)), instances[late])
+        better = _is_better(found, best.take(late))
+        best.put(late[better], found.take(better))
+    return best
+
+
+def _serve_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
+    step, lengths, workload = mixed_step(setting, candidates), setting.lengths, setting.workload
+    in_flight = candidates.instance_batch.astype(np.float64)
+    mean_s = step.times.step_s / workload.tokens_per_step
+    tpot_s, slo = mean_s * step.late, workload.slo
+    capacity = in_flight / mean_s
+    if workload.max_batch is not None:  # of the whole system
+        instances = np.clip(workload.max_batch // candidates.instance_batch, 1, instances)
+    # a request holds its place before its first token, too
+    decoding = lengths.output * mean_s / (lengths.output * mean_s + own_s(setting, step))
+    places = mean_in_flight(in_flight, lengths.tail_z) / in_flight if setting.is_online else np.ones(len(candidates))
+    most = np.minimum(places * decoding, MOST_FED / np.maximum(step.fed, 1e-12))
+    load, too_late = _most_load(setting, step, most)
+    rate = workload.requests_per_s
+    each = np.maximum(capacity * load, 1e-12)
+    used, too_few = instances, np.zeros(len(candidates), dtype=bool)
+    tokens_per_s: FloatArray = each * used
+    if rate is not None:
+        used, too_few = instances_for(rate * lengths.output, each, instances)
+        tokens_per_s = np.where(too_few, each * used, rate * lengths.output)
+    wait_s, first_s = first_token_s(setting, step, tokens_per_s / (capacity * used))
+    too_slow = tpot_s > (math.inf if slo.tpot_s is None else slo.tpot_s)
+    return Outcome(
+        batch=candidates.batch.copy(),
+        num_instances=used,
+        step_s=step.times.step_s,
+        t_a_s=step.times.t_a_s,
+        t_e_s=step.times.t_e_s,
+        t_c_s=step.times.t_c_s,
+        tpot_s=tpot_s,
+        ttft_s=np.where(too_late, own_s(setting, step), first_s),
+        queueing_s=wait_s,
+        capacity=capacity,
+        tokens_per_s=tokens_per_s,
+        why_not=np.where(too_slow, TPOT, np.where(too_late, TTFT, np.where(too_few, RATE, 0))).astype(np.int64),
+        step_tokens=candidates.step_tokens,
+    )
+
+
+def _most_load(setting: Setting, step: MixedStep, most: FloatArray) -> tuple[FloatArray, BoolArray]:
+    """The largest part, up to `most`, of what a full batch brings at which first tokens are in time, and where there is
+    none."""
+    target_s = setting.workload.slo.ttft_s
+    if target_s is None:
+        return most, np.zeros(most.size, dtype=bool)
+    low, high = np.zeros(most.size), most.copy()
+    for _ in range(_BISECTIONS // 2):
+        middle = (low + high) / 2
+        keeps = first_token_s(setting, step, middle)[1] <= target_s
+        low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
+    return low, np.asarray(low <= 0)
 
 
 def _best_of_prefill(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
@@ -192,10 +304,13 @@ def _is_better(tried: Outcome, best: Outcome) -> BoolArray:
 
 
 def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
-    times, lengths, workload = step_times(setting, candidates), setting.lengths, setting.workload
-    tokens = candidates.instance_batch.astype(np.float64)
+    lengths, workload = setting.lengths, setting.workload
+    # a pass is limited in rows that see nothing; with a queue that never ends it is taken as it is
+    row_cost = setting.prompt_row_cost if setting.is_online else 1.0
+    full = candidates.with_batch(np.maximum((candidates.batch / row_cost).astype(np.int64), 1))
+    times, tokens = step_times(setting, full), full.instance_batch.astype(np.float64)
     capacity = tokens / times.step_s / (1 - workload.prefix_hit)  # cached tokens of prompts count as done
-    passes = np.maximum(setting.new_tokens(lengths.tail_prompt) / candidates.batch, 1.0)
+    passes = np.maximum(setting.new_tokens(lengths.tail_prompt) / full.batch, 1.0)
     service_s = passes * times.step_s + transfer_s(setting, candidates)
     rho = most_utilization(setting, times, capacity, service_s)
     rate = workload.requests_per_s
@@ -205,7 +320,7 @@ def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -
         tokens_per_s = capacity * used * rho
     else:
         prompt_rate = rate * lengths.prompt
-        used, too_few = _instances_for(prompt_rate, np.maximum(capacity * rho, 1e-12), instances)
+        used, too_few = instances_for(prompt_rate, np.maximum(capacity * rho, 1e-12), instances)
         utilization = prompt_rate / (capacity * used)
         tokens_per_s = np.where(too_few, capacity * used * rho, prompt_rate)
     offline = rate is None and workload.slo.ttft_s is None
@@ -226,6 +341,7 @@ def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -
         capacity=capacity,
         tokens_per_s=np.where(too_late, capacity * used, tokens_per_s),
         why_not=np.where(too_late, TTFT, np.where(too_few, RATE, 0)).astype(np.int64),
+        step_tokens=candidates.step_tokens,
     )
 
 
@@ -247,25 +363,6 @@ def mean_wait_s(setting: Setting, times: StepTimes, capacity: FloatArray, utiliz
     mean_square = prompt_s**2 * (1 + lengths.prompt_cv**2)
     queue_s = mg1_wait(utilization / prompt_s, prompt_s, mean_square)
     return np.asarray(queue_s + np.minimum(utilization, 1.0) * times.step_s / 2)
-
-
-def mg1_wait(arrivals_per_s: Number, mean_s: Number, mean_square_s2: Number) -> FloatArray:
-    """Mean wait before a service whose time has that mean and mean square (Pollaczek-Khinchine): infinite at
-    or above saturation, where clipping rho would make a plan that cannot keep up look slow instead of impossible."""
-    rho = np.asarray(arrivals_per_s * mean_s, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        wait = np.where(rho < 1, arrivals_per_s * mean_square_s2 / (2 * (1 - rho)), np.inf)
-    return np.asarray(wait)
-
-
-def tail_of_wait_s(setting: Setting, wait_s: FloatArray, utilization: FloatArray) -> FloatArray:
-    """The promise's percentile of the wait, at least the mean: P(W > t) = rho exp(-rho t / mean)."""
-    percentile = setting.lengths.percentile
-    if percentile <= 0.5:
-        return wait_s
-    rho = np.clip(utilization, 1e-9, 1.0)
-    tail = wait_s / rho * np.log(np.maximum(rho / (1 - percentile), 1.0))
-    return np.asarray(np.maximum(wait_s, tail))
 
 
 def most_utilization(setting: Setting, times: StepTimes, capacity: FloatArray, service_s: FloatArray) -> FloatArray:

@@ -30,6 +30,7 @@ from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
 from antiphon.placement.balance import balance, placement_of
 from antiphon.planner.candidates import Candidates, candidates_of, piece_of, real
+from antiphon.planner.mixed_steps import with_prompts
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.room import BLOCK_SIZE, weight_bytes, widest_domain
 from antiphon.planner.setting import Setting
@@ -49,6 +50,7 @@ def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instance
         num_instances=instances,
         micro_batches=int(one.micro_batches[0]),
         batch=int(one.instance_batch[0]),
+        step_tokens=int(one.step_tokens[0]) or None,
         two_batches=bool(np.any(step_parts_of(setting, one).in_halves)),
         collectives=collectives_of(setting, one),
         devices=devices_of(setting, one, instances),
@@ -108,6 +110,7 @@ def candidate_of(setting: Setting, plan: PhasePlan) -> Candidates:
         micro_batches=plan.micro_batches,
         piece_devices=0 if apart else piece_of(stage, widest_domain(setting.groups[kind])),
         batch=plan.batch // (plan.micro_batches * parallel.attention_dp),
+        step_tokens=plan.step_tokens or 0,
     )
 
 
@@ -117,7 +120,9 @@ def predict(setting: Setting, plan: PhasePlan) -> Predicted:
 
 
 def step_parts_of(setting: Setting, one: Candidates) -> StepParts:
-    """The parts of a single candidate."""
+    """The parts of a single candidate's step; of one with prompts, where they share it with what decodes."""
+    if setting.phase == "serve":
+        one = with_prompts(setting, one)[1]
     return step_parts(setting, one, group_of(setting, one))
 
 
@@ -161,7 +166,7 @@ def memory_of(setting: Setting, one: Candidates) -> dict[str, float]:
     """Weights and KV in use on the fullest device of each role."""
     weights = weight_bytes(setting, one)
     tokens = float(one.micro_batches[0] * one.batch[0])
-    if setting.phase == "decode":
+    if setting.decodes:
         state = float(np.max(tokens_of_state(setting.model, real(one.attention_tp), setting.precision)))
         tokens *= blocks_of(math.ceil(setting.lengths.held_tokens + state), BLOCK_SIZE) * BLOCK_SIZE
     cache = tokens * float(
@@ -195,7 +200,7 @@ BY_SIMPLICITY: tuple[Layout, ...] = ("tp_pp", "dp_ep", "hybrid", "disaggregated"
 
 def parts_spread(setting: Setting, one: Candidates) -> float:
     """Relative spread of a single candidate's step by those of its parts."""
-    parts = step_parts(setting, one, group_of(setting, one))
+    parts = step_parts_of(setting, one)
     apart = bool(one.is_disaggregated[0])
     exchange = parts.dispatch.total_s + parts.combine.total_s if apart else parts.exposed_s
     products = max(PRODUCTS_SPREAD, ATTENTION_SPREAD)  # an attention layer is mostly products
@@ -226,10 +231,10 @@ def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tupl
         apart = NORMAL_80_PERCENT * math.hypot(mine, _spread_of(setting, table, index))
         if gain <= apart:
             better = table.candidates.layout_of(best)
-            return index, (
-                f"a tie: {better} is predicted {gain:.1%} better, less than the {apart:.0%} by which the model can "
-                f"tell two layouts apart; {layout} is simpler, and recommended"
-            )
+            said = f"{gain:.1%} better, less than the {apart:.0%} by which the model can tell two layouts apart"
+            if setting.limits.prefer_simple:
+                return index, f"a tie: {better} is predicted {said}; {layout} is simpler, and taken (--prefer simple)"
+            return index, f"a tie: {better} is predicted {said}; {layout} is simpler (--prefer simple takes it)"
     return best, ""
 
 

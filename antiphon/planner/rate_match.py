@@ -35,12 +35,14 @@ _MOST_TRIED = 200
 @dataclass(frozen=True, kw_only=True)
 class Match:
     """By phase: place in its table, instances, what to say about it, and the best pair with each layout in that phase,
-    its score as a share of this one's (layouts without a pair that fits are left out)."""
+    its score as a share of this one's (layouts without a pair that fits are left out). `score`: requests/s by unit of
+    the objective's resource."""
 
     index: dict[PhaseName, int]
     num_instances: dict[PhaseName, int]
     notes: dict[PhaseName, tuple[str, ...]]
     share_of_layout: dict[PhaseName, dict[Layout, float]]
+    score: float
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ def _match(
         share_of_layout={
             name: {layout: value / score for layout, value in by_layout.items()} for name, by_layout in best.items()
         },
+        score=score,
     )
 
 

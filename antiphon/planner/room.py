@@ -42,6 +42,10 @@ Domains = tuple[tuple[int, int], ...]
 """(devices, how many such domains), widest first."""
 BLOCK_SIZE = 16
 """Tokens of a KV block, as the engine's default."""
+MOST_STEP_TOKENS = 8192
+"""The most rows of a step of one attention worker that computes prompts, too."""
+FED = 1.25
+"""Room for prompts in a step over what they take on average: without it they queue ever longer."""
 
 
 def domains_of(group: NodeGroup) -> Domains:
@@ -175,10 +179,26 @@ def _reserve(setting: Setting, kinds: IntArray) -> FloatArray:
 def batch_limits(setting: Setting, candidates: Candidates) -> IntArray:
     """The largest batch of one attention worker and micro-batch; 0 where the weights leave no room for one sequence."""
     limit = np.minimum(_cache_limit(setting, candidates), activation_limit(setting, candidates))
-    if setting.workload.max_batch is not None and setting.phase == "decode":
+    if setting.phase == "serve":
+        limit = np.minimum(limit, fed_sequences(setting, candidates, MOST_STEP_TOKENS))
+    if setting.workload.max_batch is not None and setting.decodes:
         limit = np.minimum(limit, setting.workload.max_batch // (candidates.micro_batches * candidates.attention_dp))
     limit = np.where(missing_bytes(setting, candidates) > 0, 0, limit)
     return np.asarray(np.floor(limit), dtype=np.int64)
+
+
+def fed_sequences(setting: Setting, candidates: Candidates, step_tokens: int) -> FloatArray:
+    """Sequences of one worker and micro-batch beside which a step of `step_tokens` rows computes as many prompts as
+    they end: more would wait for their prompts, not decode."""
+    rows = np.minimum(step_tokens / candidates.micro_batches, activation_limit(setting, candidates, in_rows=True))
+    return np.asarray(
+        rows / (setting.workload.rows_per_step + FED * prompt_tokens_each(setting) * setting.prompt_row_cost)
+    )
+
+
+def prompt_tokens_each(setting: Setting) -> float:
+    """New tokens of prompts that come into each step for every sequence that decodes, in steady state."""
+    return setting.new_tokens(setting.lengths.prompt) / setting.lengths.output * setting.workload.tokens_per_step
 
 
 def sequences_that_fit(setting: Setting, candidates: Candidates, tokens_each: float) -> FloatArray:
@@ -194,18 +214,19 @@ def sequences_that_fit(setting: Setting, candidates: Candidates, tokens_each: fl
 
 def _cache_limit(setting: Setting, candidates: Candidates) -> FloatArray:
     lengths, m = setting.lengths, candidates.micro_batches
-    if setting.phase == "decode":
+    if setting.decodes:
         return sequences_that_fit(setting, candidates, lengths.held_tokens) // m
     fitting = sequences_that_fit(setting, candidates, lengths.tail_prompt)
     return np.where(fitting >= m, np.floor(fitting * setting.new_tokens(lengths.tail_prompt) / m), 0.0)
 
 
-def activation_limit(setting: Setting, candidates: Candidates) -> FloatArray:
-    """Rows of one micro-batch whose activations fit into the reserve. Both sides count a row's share of pairs."""
+def activation_limit(setting: Setting, candidates: Candidates, *, in_rows: bool = False) -> FloatArray:
+    """Sequences (prefill, `in_rows`: rows) of one micro-batch whose activations fit into the reserve. Both sides count
+    a row's share of pairs."""
     model, precision = setting.model, setting.precision
     of_attention = attention_activation_bytes(model, 1.0, real(candidates.attention_tp), precision)
     share = setting.busiest_each(candidates.expert_ep, candidates.slots)
-    per_sequence = setting.workload.rows_per_step if setting.phase == "decode" else 1
+    per_sequence = setting.workload.rows_per_step if setting.decodes and not in_rows else 1
     pairs_per_row = candidates.attention_dp * model.router.top_k * share
     of_experts = expert_activation_bytes(model, pairs_per_row, real(candidates.expert_tp), precision)
     apart = candidates.is_disaggregated

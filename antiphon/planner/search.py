@@ -1,8 +1,9 @@
 """`make_plan`: from model, cluster and workload to a plan, with every layout that lost and why.
 
 1. By phase: the space (devices, then memory), all candidates' numbers at once, the best by objective.
-2. One phase: the simplest layout that the model cannot tell from the best (`planner.predict`). Both phases: numbers of
-   prefill and decode instances that keep each other busy (`planner.rate_match`).
+2. One phase: the best candidate; a simpler layout that the model cannot tell from it is named beside it
+   (`planner.predict`), and taken with `SearchLimits.prefer_simple`. Both phases: numbers of prefill and decode
+   instances that keep each other busy (`planner.rate_match`). `serve`: servers that do both, or pools.
 3. The best candidate of every other layout is explained against the winner (`planner.explain`).
 4. Nothing feasible: `NoPlan` with the nearest promise, rate or size.
 
@@ -11,21 +12,26 @@ Rejected: a solver. The space is a product of a few small degrees; columns of 10
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
-from antiphon.planner.explain import rejected_layouts
+from antiphon.planner.candidates import IntArray, joined
+from antiphon.planner.explain import RESOURCES, rejected_layouts
 from antiphon.planner.no_plan import NoPlan, no_plan
 from antiphon.planner.outcome import best_outcome
 from antiphon.planner.predict import phase_plan, simplest_of_ties
 from antiphon.planner.rate_match import Match, rate_match
+from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.space import Space, make_space
-from antiphon.planner.table import CandidateTable
+from antiphon.planner.table import RATE, CandidateTable, Outcome
 from antiphon.specs.cluster import ClusterSpec, cluster_to_json
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan, Plan
+from antiphon.specs.plan import LAYOUTS, MAX_INSTANCES, PHASES, Layout, Objective, PhaseName, PhasePlan, Plan
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
@@ -72,9 +78,9 @@ def make_plan(
         profile=profile,
         limits=limits,
     )
-    tables = {name: evaluate_phase(setting, layouts, on_progress) for name, setting in settings.items()}
-    chosen, ties = _choose(settings, tables)
-    plans = {name: _explained(settings[name], tables[name], chosen, ties, name, layouts) for name in settings}
+    tables = evaluate_phases(settings, layouts, on_progress)
+    chosen = _choose(settings, tables)
+    plans = {name: _explained(settings[name], tables[name], chosen, name, layouts) for name in chosen.index}
     plan = Plan(
         model=model_name,
         cluster=cluster.name,
@@ -112,24 +118,39 @@ def settings_of(
             precision=precision or PrecisionSpec(),
             profile=profile,
             limits=limits or SearchLimits(),
-            transfers_kv=len(phases) > 1,
+            transfers_kv=name != "serve" and {"prefill", "decode"} <= set(phases),
         )
         for name in phases
     }
 
 
 def _check(phases: tuple[PhaseName, ...], layouts: tuple[Layout, ...]) -> None:
-    if not phases or len(set(phases)) != len(phases) or not set(phases) <= {"prefill", "decode"}:
-        raise UserError(f"phases are {phases}: give prefill, decode, or both, each once")
+    if not phases or len(set(phases)) != len(phases) or not set(phases) <= set(PHASES):
+        raise UserError(f"phases are {phases}: give some of {', '.join(PHASES)}, each once")
     unknown = [layout for layout in layouts if layout not in LAYOUTS]
     if unknown or not layouts:
         raise UserError(f"layouts are {tuple(layouts)}: give some of {', '.join(LAYOUTS)}")
 
 
+def evaluate_phases(
+    settings: dict[PhaseName, Setting], layouts: tuple[Layout, ...] = LAYOUTS, on_progress: Progress | None = None
+) -> dict[PhaseName, CandidateTable]:
+    """The table of each phase."""
+    tables: dict[PhaseName, CandidateTable] = {}
+    for name in sorted(settings, key=PHASES.index):  # decode before serve, which it bounds
+        if name == "serve":
+            tables[name] = _serving_table(settings[name], layouts, tables.get("decode"), on_progress)
+        else:
+            tables[name] = evaluate_phase(settings[name], layouts, on_progress)
+    return tables
+
+
 def evaluate_phase(
     setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS, on_progress: Progress | None = None
 ) -> CandidateTable:
-    """All candidates of `layouts` with their numbers."""
+    """All candidates of `layouts` with their numbers; of servers that compute prompts, too, the most promising."""
+    if setting.phase == "serve":
+        return _serving_table(setting, layouts, None, on_progress)
     space = make_space(setting, layouts)
     total = int(space.num_considered.sum())
     if on_progress is not None:
@@ -138,6 +159,56 @@ def evaluate_phase(
     if on_progress is not None:
         on_progress(total, total)
     return table
+
+
+BLOCK, MOST_BLOCKS = 256, 8
+"""Candidates of a layout that are evaluated together, and how many times at most."""
+
+
+def _serving_table(
+    setting: Setting, layouts: tuple[Layout, ...], decoded: CandidateTable | None, on_progress: Progress | None
+) -> CandidateTable:
+    """Candidates of phase `serve`, each layout's from the best in decode alone downwards: what a candidate decodes
+    beside prompts is never more. Enough when none that is left can beat what was found."""
+    if decoded is None:
+        decoded = evaluate_phase(replace(setting, phase="decode"), layouts, on_progress)
+    scores = _promise_of(setting, decoded)
+    parts: list[CandidateTable] = []
+    for code in np.unique(decoded.candidates.layout):
+        order = np.flatnonzero(decoded.candidates.layout == code)
+        order = order[np.argsort(-scores[order], kind="stable")]
+        best = -np.inf
+        for start in range(0, min(order.size, BLOCK * MOST_BLOCKS), BLOCK):
+            block = order[start : start + BLOCK]
+            if scores[block[0]] <= best or (start and not decoded.feasible[block[0]]):
+                break
+            table = _again(setting, decoded, block)
+            parts.append(table)
+            reached = np.where(table.feasible, np.nan_to_num(table.score(setting.objective)), -np.inf)
+            best = max(best, float(reached.max(initial=-np.inf)))
+    if not parts:
+        return table_of(setting, make_space(setting, layouts))
+    columns = {one.name: np.concatenate([getattr(part.outcome, one.name) for part in parts]) for one in fields(Outcome)}
+    return replace(decoded, candidates=joined([part.candidates for part in parts]), outcome=Outcome(**columns))
+
+
+def _promise_of(setting: Setting, decoded: CandidateTable) -> FloatArray:
+    """How promising candidates are by what they do in decode alone: by score; then those that only a rate is too high
+    for, by tokens/s; then by their step."""
+    most = np.maximum(decoded.tokens_per_s, 1e-9)
+    beyond = np.where(decoded.why_not == RATE, -1 / most, -1e12 - decoded.outcome.step_s)
+    return np.where(decoded.feasible, np.nan_to_num(decoded.score(setting.objective)), beyond)
+
+
+def _again(setting: Setting, table: CandidateTable, index: IntArray) -> CandidateTable:
+    """Some of a table's candidates in another phase of the same cluster."""
+    candidates = table.candidates.take(index)
+    limits = setting.limits.pins.batches(candidates, batch_limits(setting, candidates))
+    candidates, limits = candidates.take(limits > 0), limits[limits > 0]
+    instances = instances_that_fit(setting.cluster, candidates)
+    if setting.limits.servable:
+        instances = np.minimum(instances, MAX_INSTANCES)
+    return replace(table, candidates=candidates, outcome=best_outcome(setting, candidates, limits, instances))
 
 
 def table_of(setting: Setting, space: Space) -> CandidateTable:
@@ -156,40 +227,85 @@ def table_of(setting: Setting, space: Space) -> CandidateTable:
     )
 
 
-def _choose(
-    settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]
-) -> tuple[Match | dict[PhaseName, int], dict[PhaseName, str]]:
-    """What is recommended, and what is to be said of ties: one phase alone takes the simplest of them."""
-    best: dict[PhaseName, int] = {}
+def _choose(settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]) -> Match:
+    """What is recommended, and what is to be said of what comes near it. With `serve` among the phases, servers that do
+    both or a pool for each, whichever is better by the objective."""
+    if "serve" not in tables:
+        return rate_match(settings, tables) if len(tables) > 1 else _best_of(settings, tables)
+    found: dict[str, Match] = {}
+    missing: dict[str, NoPlan] = {}
+    for kind, names in (("servers", SERVERS), ("pools", POOLS)):
+        if set(names) <= set(tables):
+            of_kind: dict[PhaseName, CandidateTable] = {name: tables[name] for name in names}
+            try:
+                _check_feasible(settings, of_kind)
+                found[kind] = rate_match(settings, of_kind) if len(names) > 1 else _best_of(settings, of_kind)
+            except NoPlan as error:
+                missing[kind] = error
+    if not found:  # where both say which rate they take, the larger one
+        raise max(missing.values(), key=lambda error: error.nearest.get("requests_per_s", 0.0))
+    best = max(found, key=lambda kind: (found[kind].score, kind == "servers"))
+    if settings["serve"].limits.prefer_simple and "servers" in found:
+        near = found["servers"].score >= found[best].score * (1 - TIE_OF_KINDS)
+        best = "servers" if near else best
+    other = next((kind for kind in KINDS if kind != best), best)
+    said = _other_kind(settings["serve"], best, found[best], found.get(other), missing.get(other))
+    chosen = found[best]
+    return replace(chosen, notes={name: (*said, *notes) for name, notes in chosen.notes.items()})
+
+
+SERVERS: tuple[PhaseName, ...] = ("serve",)
+POOLS: tuple[PhaseName, ...] = ("prefill", "decode")
+KINDS = {"servers": "servers that decode and compute prompts", "pools": "pools for prefill and decode"}
+TIE_OF_KINDS = 0.1
+"""Servers and pools closer than that are alike as far as the model can tell."""
+
+
+def _other_kind(
+    setting: Setting, best: str, chosen: Match, other: Match | None, missing: NoPlan | None
+) -> tuple[str, ...]:
+    name = next((KINDS[kind] for kind in KINDS if kind != best), "")
+    if missing is not None:
+        return (f"{name}: not possible: {missing}",)
+    if other is None:
+        return ()
+    unit = RESOURCES[setting.objective][0].replace("tokens", "requests")
+    ratio = other.score / chosen.score
+    tie = ", as near as the model can tell" if ratio >= 1 - TIE_OF_KINDS else ""
+    simple = "; simpler: --prefer simple" if tie and best == "pools" else ""
+    return (f"{name} would give {ratio:.0%} of the {unit} of {KINDS[best]}{tie}{simple}",)
+
+
+def _check_feasible(settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]) -> None:
     for name, table in tables.items():
-        index = table.best(settings[name].objective)
-        if index is None:
+        if table.best(settings[name].objective) is None:
             raise no_plan(settings[name], table)
-        best[name] = index
-    if len(tables) > 1:
-        return rate_match(settings, tables), {}
-    ((name, index),) = best.items()
-    simplest, said = simplest_of_ties(settings[name], tables[name], index)
-    return {name: simplest}, {name: said} if said else {}
+
+
+def _best_of(settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]) -> Match:
+    """Of one phase alone."""
+    _check_feasible(settings, tables)
+    ((name, table),) = tables.items()
+    setting = settings[name]
+    index = table.best(setting.objective)
+    assert index is not None
+    simplest, said = simplest_of_ties(setting, table, index)
+    index = simplest if setting.limits.prefer_simple else index
+    return Match(
+        index={name: index},
+        num_instances={name: int(table.outcome.num_instances[index])},
+        notes={name: (said,) if said else ()},
+        share_of_layout={},
+        score=float(table.score(setting.objective)[index]) / setting.tokens_of_request,
+    )
 
 
 def _explained(
-    setting: Setting,
-    table: CandidateTable,
-    chosen: Match | dict[PhaseName, int],
-    ties: dict[PhaseName, str],
-    name: PhaseName,
-    layouts: tuple[Layout, ...],
+    setting: Setting, table: CandidateTable, chosen: Match, name: PhaseName, layouts: tuple[Layout, ...]
 ) -> PhasePlan:
-    if isinstance(chosen, Match):
-        index, instances, notes = chosen.index[name], chosen.num_instances[name], chosen.notes[name]
-        pairs = chosen.share_of_layout[name]
-    else:
-        index, instances, notes, pairs = chosen[name], None, (), None
-    plan = phase_plan(setting, table, index, instances)
-    rejected = rejected_layouts(setting, table, index, layouts, pairs)
-    tie = [ties[name]] if name in ties else []
-    return replace(plan, rejected=rejected, notes=(*notes, *tie, *_notes_of(setting, plan)))
+    plan = phase_plan(setting, table, chosen.index[name], chosen.num_instances[name])
+    rejected = rejected_layouts(setting, table, chosen.index[name], layouts, chosen.share_of_layout.get(name))
+    return replace(plan, rejected=rejected, notes=(*chosen.notes[name], *_notes_of(setting, plan)))
 
 
 def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:

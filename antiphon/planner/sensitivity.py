@@ -68,13 +68,13 @@ def base_value(setting: Setting, table: CandidateTable, over: Over) -> float:
     if over == "context":
         return setting.workload.input_tokens.median
     slo = setting.workload.slo
-    promised = slo.tpot_s if setting.phase == "decode" else slo.ttft_s
+    promised = slo.tpot_s if setting.decodes else slo.ttft_s
     if promised is not None:
         return promised
     best = table.best(setting.objective)
     if best is None:
         raise UserError("there is no promise and no feasible candidate: give the values")
-    return float((table.tpot_s if setting.phase == "decode" else table.ttft_s)[best])
+    return float((table.tpot_s if setting.decodes else table.ttft_s)[best])
 
 
 def _best(setting: Setting, table: CandidateTable, layout: Layout) -> float | None:
@@ -118,7 +118,7 @@ def _changed(setting: Setting, over: Over, value: float) -> Setting:
     workload = setting.workload
     if over == "context":
         return replace(setting, workload=with_prompts(workload, value))
-    key = "tpot_s" if setting.phase == "decode" else "ttft_s"
+    key = "tpot_s" if setting.decodes else "ttft_s"
     changes: dict[str, float] = {key: value}
     return replace(setting, workload=replace(workload, slo=replace(workload.slo, **changes)))
 

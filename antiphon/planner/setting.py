@@ -31,10 +31,18 @@ from antiphon.cost.skew import zipf_shares
 from antiphon.placement.balance import balance, busiest_share
 from antiphon.planner.candidates import IntArray, Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import OBJECTIVES, Collectives, Objective, PhaseName
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
+
+SHORT = 0.1
+
+
+def most_ranks(num_experts: int) -> int:
+    """EP ranks that are tried: some more than experts, whose slots hold copies, as DeepSeek runs 256 experts on 320."""
+    return num_experts + num_experts // 4
 
 
 def mean_cube(lengths: LengthSpec) -> float:
@@ -59,7 +67,8 @@ class LengthFacts:
     `context`: behind a running sequence, on average (the new token included), `context_cv` its coefficient of
     variation among running sequences. `held_tokens`: what admission counts on for a sequence. `prompt`, `output`:
     means. `prompt_by_token`: mean prompt that a prompt *token* is part of, E[X^2] / E[X]. `prompt_cv`: of the prompts.
-    `tail_prompt`: the prompt at the promise's percentile; the mean up to the median. `tail_z`: its normal quantile, 0
+    `tail_prompt`: the prompt at the promise's percentile; the mean up to the median. `short_output`: nine of ten are
+    longer. `tail_z`: its normal quantile, 0
     up to the median. `percentile`: of the promise.
     """
 
@@ -71,6 +80,7 @@ class LengthFacts:
     prompt_by_token: float
     prompt_cv: float
     tail_prompt: float
+    short_output: float
     tail_z: float
     percentile: float
 
@@ -96,6 +106,7 @@ def length_facts(workload: WorkloadSpec) -> LengthFacts:
         prompt_by_token=min(prompts.mean_square / prompts.mean, longest),
         prompt_cv=math.sqrt(max(prompts.mean_square / prompts.mean**2 - 1, 0.0)),
         tail_prompt=min(tail_prompt, longest),
+        short_output=max(min(quantile(outputs, SHORT), output), 1.0),
         tail_z=tail_z,
         percentile=percentile,
     )
@@ -109,7 +120,8 @@ class SearchLimits:
     out the rows they send to experts. `overlapped`: whether colocated layouts may hide an exchange behind arithmetic.
     `per_node`: whether rows may travel once per node and be forwarded there. `whole_prompts`: passes of prefill take
     prompts as they come, though no rate and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`:
-    replicas of experts per worker that are tried. `servable`: only layouts that `antiphon serve` runs
+    replicas of experts per worker that are tried. `prefer_simple`: a simpler layout that the model cannot tell from the
+    best is taken. `servable`: only layouts that `antiphon serve` runs
     (`planner/candidates`). `pins`: what is fixed for every layout."""
 
     max_micro_batches: int = 4
@@ -125,6 +137,7 @@ class SearchLimits:
     per_node: bool = True
     whole_prompts: bool = False
     extra_slots: tuple[int, ...] = (0, 1)
+    prefer_simple: bool = False
     servable: bool = False
     pins: Pins = field(default_factory=Pins)
 
@@ -184,18 +197,41 @@ class Setting:
     @property
     def tokens_of_request(self) -> float:
         """Mean tokens of a request that this phase computes: of its output, or of its prompt."""
-        return self.lengths.output if self.phase == "decode" else self.lengths.prompt
+        return self.lengths.output if self.decodes else self.lengths.prompt
+
+    @property
+    def decodes(self) -> bool:
+        """Whether steps give tokens: all but prefill alone."""
+        return self.phase != "prefill"
+
+    @property
+    def is_online(self) -> bool:
+        """Whether requests come at random: at a rate, or so that a promise to the first token means something."""
+        return self.workload.requests_per_s is not None or self.workload.slo.ttft_s is not None
 
     def new_tokens(self, prompt: float) -> float:
         """Tokens of a prompt that are not in the prefix cache."""
         return prompt * (1 - self.workload.prefix_hit)
 
+    @cached_property
+    def prompt_row_cost(self) -> float:
+        """What a prompt's token takes of a step's limit of rows: the engine counts rows that see much as more."""
+        lengths = self.lengths
+        new = self.new_tokens(lengths.prompt_by_token)
+        return 1 + (lengths.prompt_by_token - new / 2) / context_tokens_per_row(self.model)
+
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether prompts come in pieces that share steps with others, as the engine's admission has it. Latent
+        attention takes longer for tokens that see cached ones; for other models it makes no difference."""
+        whole_service = self.phase == "serve" or (self.phase == "prefill" and self.transfers_kv)
+        return whole_service and self.is_online and self.model.attention.latent is not None
+
     @property
     def takes_whole_prompts(self) -> bool:
         """Whether a pass of prefill takes the prompts that are there, and workers with shorter ones wait. With a queue
         that never ends (no rate, no promise) chunks fill every worker's pass."""
-        online = self.workload.requests_per_s is not None or self.workload.slo.ttft_s is not None
-        return online or self.limits.whole_prompts
+        return self.is_online or self.limits.whole_prompts
 
     @cached_property
     def roofs(self) -> tuple[Roofs, ...]:
@@ -229,7 +265,7 @@ class Setting:
         """Expected destinations of a row, by number of expert workers, or of nodes that share the experts out (index 0
         is not used)."""
         router = self.model.router
-        counts = np.maximum(np.arange(router.num_experts + 1), 1)
+        counts = np.maximum(np.arange(most_ranks(router.num_experts) + 1), 1)
         return np.asarray(
             expected_distinct(
                 router.num_experts,

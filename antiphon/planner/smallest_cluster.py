@@ -11,6 +11,7 @@ Rejected: searching over numbers of nodes. It repeats the same search for every 
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.no_plan import NoPlan, no_plan
 from antiphon.planner.predict import resource_weights
 from antiphon.planner.rate_match import pools_fit
-from antiphon.planner.search import PlanResult, evaluate_phase, make_plan, settings_of
+from antiphon.planner.search import POOLS, SERVERS, PlanResult, evaluate_phase, evaluate_phases, make_plan, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import CandidateTable
 from antiphon.specs.cluster import ClusterSpec
@@ -75,7 +76,7 @@ def smallest_cluster(
     for factor in GROWTH:
         larger = scaled(cluster, factor)
         settings = settings_of(model, larger, workload, phases=phases, **options)
-        tables = {name: evaluate_phase(setting, layouts, progress) for name, setting in settings.items()}
+        tables = evaluate_phases(settings, layouts, progress)
         nodes = _fewest_nodes(settings, tables)
         if nodes is not None:
             chosen = with_nodes(larger, nodes)
@@ -115,14 +116,11 @@ def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:
 def _fewest_nodes(
     settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]
 ) -> tuple[int, ...] | None:
-    if not all(table.feasible.any() for table in tables.values()):
-        return None
     setting = next(iter(settings.values()))
     weights = resource_weights(setting)
     node_weight = [weight * group.devices_per_node for weight, group in zip(weights, setting.groups, strict=True)]
-    shortlists = [_cheapest(settings[name], table) for name, table in tables.items()]
     best: tuple[float, tuple[int, ...]] | None = None
-    for pools in itertools.product(*shortlists):
+    for pools in _sets_of_pools(settings, tables):
         nodes = nodes_for(setting.cluster, list(pools))
         if nodes is None:
             continue
@@ -130,6 +128,16 @@ def _fewest_nodes(
         if best is None or weight < best[0]:
             best = weight, nodes
     return None if best is None else best[1]
+
+
+def _sets_of_pools(
+    settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]
+) -> Iterator[tuple[Pool, ...]]:
+    """What may run side by side: one of every phase; servers that do both, or a pool for each."""
+    kinds = (SERVERS, POOLS) if set(tables) == {*SERVERS, *POOLS} else (tuple(tables),)
+    for names in kinds:
+        if all(tables[name].feasible.any() for name in names):
+            yield from itertools.product(*(_cheapest(settings[name], tables[name]) for name in names))
 
 
 def _cheapest(setting: Setting, table: CandidateTable) -> list[Pool]:

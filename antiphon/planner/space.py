@@ -38,7 +38,7 @@ from antiphon.planner.room import (
     num_workers_that_fit,
     widest_domain,
 )
-from antiphon.planner.setting import Setting
+from antiphon.planner.setting import Setting, most_ranks
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup
 from antiphon.specs.plan import LAYOUTS, MAX_INSTANCES, Layout
@@ -269,7 +269,7 @@ def _stage_degrees(setting: Setting, kind: int, group: NodeGroup, piece: int, nu
     stages = _wanted_or(stages, limits.pp, model.num_layers)
     grids = np.meshgrid(
         _only(tp_heads, limits.attention_tp),
-        _only(tp_width[stage // tp_width <= model.router.num_experts], limits.expert_tp),
+        _only(tp_width[stage // tp_width <= most_ranks(model.router.num_experts)], limits.expert_tp),
         stages[stages * stage <= group.num_devices],
         _extra_slots(setting),
         indexing="ij",

@@ -84,7 +84,7 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     measured = setting.profile is not None and setting.profile.engine is not None
     network = OnNetwork.empty(len(candidates)) if measured else None
     # each proposed token takes one more layer
-    drafts = setting.workload.draft_tokens if setting.phase == "decode" else 0
+    drafts = setting.workload.draft_tokens if setting.decodes else 0
     drafting = 1 + drafts / setting.model.num_layers
     for group, where in groups_of(setting, candidates):
         parts = step_parts(setting, candidates.take(where), group)
@@ -240,16 +240,27 @@ def _best_schedule(
     serial = computed + exchange.total_s
     if not setting.limits.overlapped:
         return serial, np.zeros(len(candidates))
-    overlap, has_rows = setting.cluster.efficiency.overlap, candidates.expert_ep > 1
+    overlap, has_rows = setting.cluster.efficiency.overlap, _sends_rows(setting, candidates)
     beside = beside_dispatch_s(
         serial, shared_expert_s(setting, candidates, group.attention_kind), exchange.total_s, overlap
     )
-    first, second, third = _colocated_work(setting, candidates.with_batch((candidates.batch + 1) // 2), group)
+    first, second, third = _colocated_work(setting, _half(candidates), group)
     half_s = (first.moe_layer.total_s + second.total_s) * _slowed_by_exchange(setting, group)
     # the fixed part of an exchange is its kernels' own work on the device: only the wire's part can be hidden
     halves = two_batches_s(half_s + third.fixed_s, third.total_s - third.fixed_s, overlap)
     best = np.where(has_rows, np.minimum(beside, halves), serial)
     return best, np.where(has_rows & (np.asarray(halves) < beside), 1.0, 0.0)
+
+
+def _sends_rows(setting: Setting, candidates: Candidates) -> BoolArray:
+    """Whether rows go to the ranks of their experts. One attention group has all rows on all of its devices already:
+    other engines compute each device's own experts and add up, as with experts in slices; this one sends rows."""
+    return np.asarray((candidates.expert_ep > 1) & ((candidates.attention_dp > 1) | setting.limits.servable))
+
+
+def _half(candidates: Candidates) -> Candidates:
+    halves = {name: (getattr(candidates, name) + 1) // 2 for name in ("batch", "chunk", "longest_chunk")}
+    return candidates.having(**halves)
 
 
 def _slowed_by_exchange(setting: Setting, group: CandidateGroup) -> float:
@@ -294,6 +305,12 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: CandidateGr
         busiest=fullest / (tokens_each * distinct),
     )
     if setting.limits.collectives != "auto":
-        return of_form(fused=setting.limits.collectives == "fused")
-    fused, synchronous = of_form(fused=True), of_form(fused=False)
-    return select(np.asarray(fused.total_s <= synchronous.total_s), fused, synchronous)
+        sent = of_form(fused=setting.limits.collectives == "fused")
+    else:
+        fused, synchronous = of_form(fused=True), of_form(fused=False)
+        sent = select(np.asarray(fused.total_s <= synchronous.total_s), fused, synchronous)
+    summed = (candidates.expert_ep > 1) & ~_sends_rows(setting, candidates)
+    if not summed.any():
+        return sent
+    row_bytes = model.hidden_size * row_bytes_of(precision)
+    return select(summed, 2 * net.all_reduce(slowest_rows(setting, candidates) * row_bytes, degrees.attention_tp), sent)

@@ -24,7 +24,8 @@ TPOT, TTFT, RATE = 1, 2, 3
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Columns of one phase. `step_s`: a decode iteration or prefill pass. Rates are of all instances; `capacity` is one
-    instance's most tokens/s. nan: not known (TTFT in decode, TPOT in prefill, prices)."""
+    instance's most tokens/s. `step_tokens`: see `Candidates`. nan: not known (TTFT in decode, TPOT in prefill,
+    prices)."""
 
     batch: IntArray
     num_instances: IntArray
@@ -38,6 +39,7 @@ class Outcome:
     capacity: FloatArray
     tokens_per_s: FloatArray
     why_not: IntArray
+    step_tokens: IntArray
 
     def take(self, index: IntArray | BoolArray) -> Self:
         return type(self)(**{column.name: getattr(self, column.name)[index] for column in fields(self)})
@@ -67,7 +69,8 @@ class CandidateTable:
 
     def one(self, index: int) -> Candidates:
         """A candidate at its batch."""
-        return self.candidates.take(np.array([index])).with_batch(self.outcome.batch[index : index + 1])
+        where, outcome = np.array([index]), self.outcome
+        return self.candidates.take(where).having(batch=outcome.batch[where], step_tokens=outcome.step_tokens[where])
 
     @property
     def attention_device(self) -> NDArray[np.str_]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from antiphon.cost.layers import (
     attention_decode,
+    attention_mixed,
     attention_prefill,
     dense_feed_forward,
     expert_feed_forward,
@@ -42,16 +43,18 @@ class AttentionTimes:
 
 def rows_each(setting: Setting, candidates: Candidates) -> FloatArray:
     """Rows of one micro-batch and attention worker, on average: tokens in prefill; in decode sequences, and rows for
-    their proposed tokens."""
-    per_step = setting.workload.rows_per_step if setting.phase == "decode" else 1
-    return real(candidates.batch) * per_step
+    their proposed tokens; what the step computes of prompts besides."""
+    per_step = setting.workload.rows_per_step if setting.decodes else 1
+    return real(candidates.batch) * per_step + candidates.chunk
 
 
 def slowest_rows(setting: Setting, candidates: Candidates) -> FloatArray:
     """Rows of one micro-batch on the attention worker that the others wait for. A pass of whole prompts has as many
     tokens as they happen to have: the longest sum of all workers' (and, in a pipeline, micro-batches') prompts."""
     rows, lengths = rows_each(setting, candidates), setting.lengths
-    if setting.phase == "decode" or not setting.takes_whole_prompts:
+    if setting.decodes:
+        return rows + candidates.longest_chunk - candidates.chunk
+    if not setting.takes_whole_prompts:
         return rows
     cv = lengths.prompt_cv / np.sqrt(np.maximum(rows / setting.new_tokens(lengths.prompt), 1.0))
     return np.asarray(rows * barrier_factor(real(candidates.attention_dp * candidates.pp), cv))
@@ -77,6 +80,8 @@ def attention_times(setting: Setting, candidates: Candidates, kind: int, *, gath
     rows = batch
     if setting.phase == "prefill":
         rows = np.maximum(batch / setting.new_tokens(setting.lengths.prompt), 1.0)
+    elif setting.phase == "serve":
+        rows = batch - candidates.longest_chunk * (1 - 1 / max(setting.new_tokens(setting.lengths.prompt), 1.0))
     return AttentionTimes(moe_layer=moe, dense_layer=dense, head=_head(setting, rows, kind, tp))
 
 
@@ -84,6 +89,8 @@ def attention_layer(setting: Setting, candidates: Candidates, kind: int, layer: 
     """One layer without synchronisation, on the slowest attention worker."""
     tp, batch, lengths = real(candidates.attention_tp), slowest_rows(setting, candidates), setting.lengths
     is_moe = layer == "moe"
+    if setting.phase == "serve":
+        return _serving_layer(setting, candidates, kind, layer)
     if setting.phase == "decode":
         context: Number = decode_context(setting, candidates)
         modelled = attention_decode(
@@ -106,6 +113,7 @@ def attention_layer(setting: Setting, candidates: Candidates, kind: int, layer: 
             tp,
             setting.precision,
             past=lengths.prompt_by_token - context,
+            halved=setting.cuts_prompts,
             moe_layer=is_moe,
         )
     if setting.profile is None:
@@ -114,6 +122,37 @@ def attention_layer(setting: Setting, candidates: Candidates, kind: int, layer: 
         table = setting.profile.attention_table(setting.phase, layer, int(degree))
         if table is not None:
             measured = profiled_attention(table, batch, np.asarray(context))
+            modelled = select(np.asarray(tp == degree), measured, modelled)
+    return modelled
+
+
+def _serving_layer(setting: Setting, candidates: Candidates, kind: int, layer: LayerKind) -> Parts:
+    """As `attention_layer`, of a step that decodes and computes prompts. A profile knows the two apart."""
+    tp, lengths = real(candidates.attention_tp), setting.lengths
+    context, prompt = decode_context(setting, candidates), setting.new_tokens(lengths.prompt_by_token)
+    modelled = attention_mixed(
+        setting.model,
+        setting.roofs[kind],
+        real(candidates.batch),
+        context,
+        real(candidates.longest_chunk),
+        prompt,
+        tp,
+        setting.precision,
+        queries=setting.workload.rows_per_step,
+        past=lengths.prompt_by_token - prompt,
+        halved=setting.cuts_prompts,
+        moe_layer=layer == "moe",
+    )
+    if setting.profile is None:
+        return modelled
+    for degree in np.unique(tp):
+        tables = [setting.profile.attention_table(name, layer, int(degree)) for name in ("decode", "prefill")]
+        if tables[0] is not None and tables[1] is not None:
+            measured = profiled_attention(tables[0], real(candidates.batch), context)
+            tokens = np.maximum(real(candidates.longest_chunk), 1.0)
+            of_prompts = profiled_attention(tables[1], tokens, np.minimum(tokens, prompt))
+            measured = measured + np.where(candidates.longest_chunk > 0, 1.0, 0.0) * of_prompts
             modelled = select(np.asarray(tp == degree), measured, modelled)
     return modelled
 

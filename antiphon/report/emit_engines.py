@@ -81,8 +81,8 @@ class Target:
 class Colocated:
     """A colocated deployment of one phase.
 
-    `batch`: requests at once (decode), tokens of a pass (prefill). `num_experts`: of the model, 0 if the plan does not
-    say. `placement` empty: the engine's own. `why_not`: the promise it breaks, empty if it keeps all of them."""
+    `batch`: requests at once (decode, serve), tokens of a pass (prefill). `num_experts`: of the model, 0 if the plan
+    does not say. `placement` empty: the engine's own. `why_not`: the promise it breaks, empty if it keeps all."""
 
     phase: PhaseName
     layout: Layout
@@ -91,6 +91,7 @@ class Colocated:
     micro_batches: int
     devices: tuple[DeviceUse, ...]
     predicted: Predicted
+    step_tokens: int | None = None
     num_experts: int = 0
     placement: Placement = ()
     why_not: str = ""
@@ -135,6 +136,7 @@ def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
             layout=phase.layout,
             parallel=phase.parallel,
             batch=phase.batch,
+            step_tokens=phase.step_tokens,
             micro_batches=phase.micro_batches,
             devices=phase.devices,
             predicted=phase.predicted,
@@ -156,6 +158,7 @@ def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
         layout=best.layout,
         parallel=best.parallel,
         batch=best.batch or 1,
+        step_tokens=phase.step_tokens,
         micro_batches=best.micro_batches or 1,
         num_experts=len(phase.placement),
         devices=best.devices,
@@ -342,8 +345,8 @@ def _vllm_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
         options.append(("--data-parallel-size", parallel.attention_dp))
     if parallel.expert_ep > 1:
         options += [("--enable-expert-parallel", None), *_vllm_experts(nearest, target, nodes)]
-    if nearest.phase == "decode":
-        tokens = max(nearest.per_rank, LEAST_BATCHED_TOKENS)
+    if nearest.phase != "prefill":
+        tokens = max(nearest.per_rank, nearest.step_tokens or LEAST_BATCHED_TOKENS)
         options += [("--max-num-seqs", nearest.per_rank), ("--max-num-batched-tokens", tokens)]
     else:
         options.append(("--max-num-batched-tokens", nearest.per_rank))
@@ -356,7 +359,7 @@ def _vllm_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
     options: Options = []
     library = _exchange_library(nodes)
     if nearest.is_exchanged and library:
-        mode = "low_latency" if nearest.phase == "decode" else "high_throughput"
+        mode = "low_latency" if nearest.phase == "decode" else "high_throughput"  # a serving step has prompts, too
         options.append(("--all2all-backend", f"{library}_{mode}"))
         if nearest.overlaps_two_batches and library == "deepep":
             options.append(("--enable-dbo", None))
@@ -423,8 +426,12 @@ def _sglang_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
         options += [("--ep-size", parallel.expert_ep), *_sglang_experts(nearest, target, nodes)]
     if parallel.pp > 1:
         options.append(("--pp-size", parallel.pp))
-    limit = "--max-running-requests" if nearest.phase == "decode" else "--chunked-prefill-size"
-    options += [(limit, nearest.batch), ("--mem-fraction-static", f"{target.memory_used:.2f}")]
+    if nearest.phase != "prefill":
+        options.append(("--max-running-requests", nearest.batch))
+    if nearest.phase != "decode":
+        each_step = (nearest.step_tokens or LEAST_BATCHED_TOKENS) * nearest.parallel.attention_dp
+        options.append(("--chunked-prefill-size", nearest.batch if nearest.phase == "prefill" else each_step))
+    options += [("--mem-fraction-static", f"{target.memory_used:.2f}")]
     return options + format_options(target.precision, "fp8_e4m3")
 
 
@@ -433,7 +440,7 @@ def _sglang_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
     options: Options = []
     library = _exchange_library(nodes)
     if nearest.is_exchanged and library and nearest.parallel.expert_tp == 1:
-        mode = "low_latency" if nearest.phase == "decode" else "normal"
+        mode = {"decode": "low_latency", "prefill": "normal", "serve": "auto"}[nearest.phase]
         options += [("--moe-a2a-backend", library), ("--deepep-mode", mode)]
         if nearest.overlaps_two_batches:
             options.append(("--enable-two-batch-overlap", None))

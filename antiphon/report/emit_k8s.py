@@ -50,8 +50,9 @@ def kubernetes_manifest(plan: Plan, *, model: str, num_experts: int, device_kind
 
 
 def chosen_phase(plan: Plan) -> tuple[PhaseName, PhasePlan]:
-    """The phase that one engine for both is configured for: decode if it was planned."""
-    name: PhaseName = "decode" if "decode" in plan.phases else "prefill"
+    """The phase that one engine for both is configured for: the one that gives tokens, if it was planned."""
+    names: tuple[PhaseName, ...] = ("serve", "decode", "prefill")
+    name = next(name for name in names if name in plan.phases)
     return name, plan.phases[name]
 
 

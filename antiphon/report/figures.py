@@ -47,13 +47,13 @@ HIGHEST = 1.5
 
 def frontier_chart(contents: PhaseContents, objective: Objective, slo: SloSpec) -> LineChart:
     """Both axes linear, cut where no marked point is near. Latencies in milliseconds."""
-    target_s = slo.tpot_s if contents.name == "decode" else slo.ttft_s
+    target_s = slo.ttft_s if contents.name == "prefill" else slo.tpot_s
     spots = _spots(contents, objective)
     centre = target_s * 1e3 if target_s else max((spot.x for spot in spots), default=1.0)
     shown = tuple(spot for spot in spots if spot.is_chosen or spot.x <= WINDOW[1] * centre)
     low = min([WINDOW[0] * centre, *(0.8 * spot.x for spot in shown)])
     high = max([WINDOW[1] * centre, *(1.1 * spot.x for spot in shown)])
-    latency = "Time per output token (ms)" if contents.name == "decode" else "Time to first token (ms)"
+    latency = "Time to first token (ms)" if contents.name == "prefill" else "Time per output token (ms)"
     lines = tuple(_front(points, high) for points in contents.fronts if points.scores)
     reached = [rate for line in lines for x, rate in zip(line.x, line.y, strict=True) if rate and x <= high]
     best = max((spot.y for spot in shown), default=0.0)

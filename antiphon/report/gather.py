@@ -97,7 +97,7 @@ def _phase(result: PlanResult, name: PhaseName, for_page: bool) -> PhaseContents
     return PhaseContents(
         name=name,
         phase=phase,
-        tokens_per_request=setting.lengths.output if name == "decode" else setting.lengths.prompt,
+        tokens_per_request=setting.tokens_of_request,
         fronts=frontier(setting, table) if for_page else (),
         bars=bars,
         bars_title=title,
@@ -195,9 +195,9 @@ def sensitivity_of(result: PlanResult, name: PhaseName, over: Over) -> Sensitivi
     setting, table = result.settings[name], result.tables[name]
     points = sensitivity(setting, table, over=over)
     what, scale = AXES[over]
-    is_promised = (setting.workload.slo.tpot_s if name == "decode" else setting.workload.slo.ttft_s) is not None
+    is_promised = (setting.workload.slo.tpot_s if setting.decodes else setting.workload.slo.ttft_s) is not None
     current = base_value(setting, table, over) / scale if over != "slo" or is_promised else None
-    latency = "time per output token" if name == "decode" else "time to first token"
+    latency = "time per output token" if setting.decodes else "time to first token"
     return Sensitivity(
         title=f"{PHASE_TITLES[name]}: {TITLES[over]}",
         axis=what.format(latency=latency[0].upper() + latency[1:]),
@@ -235,7 +235,7 @@ def swept(setting: Setting, table: CandidateTable, layout: Layout) -> CandidateT
         batch = np.maximum(limits // 2**step, 1)
         if step and not np.any(limits >= 2**step):
             break
-        candidates = base.with_batch(batch)
+        candidates = base.having(batch=batch, step_tokens=table.outcome.step_tokens[chosen])
         parts.append((candidates, outcome_at(setting, candidates, instances)))
     columns = {
         column.name: np.concatenate([getattr(outcome, column.name) for _, outcome in parts])

@@ -122,7 +122,7 @@ def _losers_grid(contents: PhaseContents, objective: Objective) -> Grid:
     for loser in contents.phase.rejected:
         layout, sizes, devices, latency, rate, against = summary.loser_row(loser, contents, objective)
         rows.append([layout, latency, rate, against, sizes, devices])
-    latency_name = "TPOT" if contents.name == "decode" else "TTFT"
+    latency_name = "TTFT" if contents.name == "prefill" else "TPOT"
     return Grid(columns=["layout", latency_name, "rate", "of plan", "sizes", "devices"], rows=rows, right=(1, 2, 3))
 
 

@@ -1,5 +1,6 @@
 """What a plan says in words and rows: sentences, facts, why layouts lost, what it takes, sources."""
 
+import math
 import re
 from datetime import UTC, datetime
 
@@ -29,6 +30,7 @@ FACTS = (
     "devices",
     "micro-batches",
     "batch of one instance",
+    "rows of a worker's step",
     "time per output token",
     "time to first token",
     "of it in the queue",
@@ -62,21 +64,34 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
     others = _other_side(phase)
     if not others:
         return ""
-    mine = score(phase.predicted, objective)
     if phase.layout != "disaggregated":
-        theirs = score(others[0].predicted, objective) if others[0].predicted else None
-        near = mine is not None and theirs is not None and theirs >= NEARLY_EQUAL * mine
-        return f"{'To disaggregate gains nothing here' if near else 'Do not disaggregate here'}: {others[0].reason}"
+        return f"{_call(phase, others[0], objective, 'Do not disaggregate here')}: {others[0].reason}"
+    mine = score(phase.predicted, objective)
     rates = [(rate, loser) for loser in others if loser.predicted and (rate := score(loser.predicted, objective))]
     if not rates or mine is None:
         return "Disaggregate here: no colocated layout meets the constraints"
     best, loser = max(rates, key=lambda pair: pair[0])
-    unit = OBJECTIVE_UNITS[objective]
     if mine < best:
         other = LAYOUT_TITLES[loser.layout]
         return f"Disaggregate here, beside the other phase; alone {other} gives {best / mine:.2f} times as much"
-    gain = f"{mine / best:.2f} times the best {LAYOUT_TITLES[loser.layout]} in {unit}"
-    return f"Disaggregate here: {gain}" if best <= NEARLY_EQUAL * mine else f"To disaggregate gains little here: {gain}"
+    gain = f"{mine / best:.2f} times the best {LAYOUT_TITLES[loser.layout]} in {OBJECTIVE_UNITS[objective]}"
+    return f"{_call(phase, loser, objective, 'Disaggregate here')}: {gain}"
+
+
+def _call(phase: PhasePlan, loser: Rejected, objective: Objective, advice: str) -> str:
+    """`advice`, unless the band of the difference between attention and experts apart and together spans zero.
+
+    All of both predictions' spread counts, not that of their parts: the one public measurement of experts apart beside
+    wide expert parallelism has the other sign than this model, whose pipeline has no stalls."""
+    mine, theirs = score(phase.predicted, objective), loser.predicted and score(loser.predicted, objective)
+    if not mine or not theirs or loser.predicted is None:
+        return advice
+    spread = math.hypot(phase.predicted.band or 0.0, loser.predicted.band or 0.0) / math.sqrt(2)
+    low, high = theirs / mine / (1 + spread) - 1, theirs / mine * (1 + spread) - 1
+    if not low < 0 < high:
+        return advice
+    other = "together" if phase.layout == "disaggregated" else "apart"
+    return f"Too close to call whether to disaggregate ({other}, between {low:+.0%} and {high:+.0%} four times of five)"
 
 
 def _other_side(phase: PhasePlan) -> list[Rejected]:
@@ -88,7 +103,7 @@ def _other_side(phase: PhasePlan) -> list[Rejected]:
 def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
     """A phase of a plan as (name, value)."""
     predicted = phase.predicted
-    unit = "requests" if name == "decode" else "tokens"
+    unit = "tokens" if name == "prefill" else "requests"
     rows = [
         ("layout", LAYOUT_TITLES[phase.layout]),
         ("instances", f"{phase.num_instances:,}"),
@@ -96,6 +111,7 @@ def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
         ("devices", devices_text(phase.devices)),
         ("micro-batches", f"{phase.micro_batches}"),
         ("batch of one instance", f"{phase.batch:,} {unit}"),
+        *([("rows of a worker's step", f"{phase.step_tokens:,} at most")] if phase.step_tokens else []),
         *latencies(phase),
         ("tokens/s", number(predicted.tokens_per_s)),
         ("  per device", number(predicted.per_gpu)),
@@ -182,7 +198,11 @@ def scope(report: Report) -> str:
     names: list[PhaseName] = [contents.name for contents in report.phases]
     if len(names) > 1:
         return "End to end: prefill and decode, each with its own devices, sized for the same requests/s"
-    return "Decode only: prefill is not counted" if names == ["decode"] else "Prefill only: decode is not counted"
+    return {
+        "decode": "Decode only: prefill is not counted",
+        "prefill": "Prefill only: decode is not counted",
+        "serve": "End to end: prompts and tokens in the same steps, on the same devices",
+    }[names[0]]
 
 
 def given(report: Report) -> str:
@@ -263,7 +283,7 @@ def three_numbers(report: Report) -> Pairs:
     (contents,) = report.phases
     predicted = contents.phase.predicted
     return [
-        ("a token" if contents.name == "decode" else "to the first token", milliseconds(latency_s(predicted))),
+        ("to the first token" if contents.name == "prefill" else "a token", milliseconds(latency_s(predicted))),
         ("tokens/s", number(predicted.tokens_per_s)),
         (OBJECTIVE_UNITS[objective], number(score(predicted, objective))),
     ]

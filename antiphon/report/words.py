@@ -11,7 +11,7 @@ LAYOUT_TITLES: dict[Layout, str] = {
     "tp_pp": "TP + PP",
     "dp_ep": "DP + EP",
 }
-PHASE_TITLES: dict[PhaseName, str] = {"prefill": "Prefill", "decode": "Decode"}
+PHASE_TITLES: dict[PhaseName, str] = {"prefill": "Prefill", "decode": "Decode", "serve": "Serve"}
 OBJECTIVE_UNITS: dict[Objective, str] = {
     "per-gpu": "tokens/s per device",
     "per-cost": "tokens/s per unit of price",

@@ -116,10 +116,12 @@ class ServedPlan:
 
 def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     """`plan`, read from `file`, for the model `spec`. `UserError` says what keeps it from being run here."""
-    phase = plan.phases.get("decode")
+    phase = plan.phases.get("decode") or plan.phases.get("serve")
     if phase is None:
         phases = " and ".join(plan.phases) or "no phase"
-        raise UserError(f"{file} plans {phases} only: serving needs a decode phase, plan with --phase decode or both")
+        raise UserError(
+            f"{file} plans {phases} only: serving needs a phase that decodes, plan with --phase decode, both or serve"
+        )
     check_planned_for(spec, plan.model_config, plan.model, file)
     served = _served_phase(plan, phase, spec, file)
     prefill = plan.phases.get("prefill")

@@ -3,7 +3,8 @@
 1. KV blocks of an attention worker: what the planner's memory model leaves beside the weights, in the engine's blocks.
 2. Running requests of a worker: its share of the plan's batch, as `antiphon serve --plan` takes it.
 3. Decode alone: prompts are computed in the same steps, as the engine does (`mixed`), or come computed (`elsewhere`).
-   Prefill alone: a request ends with its first token. Both: the cache goes from one pool to the other.
+   `serve`: always in the same steps. Prefill alone: a request ends with its first token. Both: the cache goes from one
+   pool to the other.
 
 Blocks that no request of this run can ever touch are not made: with 100 workers they would fill this machine's memory.
 """
@@ -25,7 +26,7 @@ from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.serving_options import WorkerCounts
 from antiphon.specs.counts import context_tokens_per_row
-from antiphon.specs.plan import PhaseName, PhasePlan, Plan
+from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
 Prefill = Literal["mixed", "elsewhere"]
 _MOST_PREFILLS = 256
@@ -80,7 +81,7 @@ def pools_of(
     if both and prefill == "elsewhere":
         raise UserError("prefill elsewhere: the plan has a prefill phase of its own, whose pool computes the prompts")
     pools = []
-    for name in ("prefill", "decode"):
+    for name in PHASES:
         found = plan.phases.get(name)
         if found is not None:
             one_setting = replace(setting, phase=name, transfers_kv=both)
@@ -109,8 +110,10 @@ def _pool(
     config = _config(name, phase, setting, demand, total_blocks)
     if kv_arrives:  # what arrives is not computed, and enters whole
         config = replace(config, max_batch_tokens=config.num_blocks * BLOCK_SIZE + config.max_running)
-    elif max_batch_tokens is not None and name == "decode":
+    elif max_batch_tokens is not None and name != "prefill":
         config = replace(config, max_batch_tokens=max_batch_tokens)
+    elif phase.step_tokens is not None:
+        config = replace(config, max_batch_tokens=phase.step_tokens)
     apart = phase.layout == "disaggregated"
     return Pool(
         name=name,

@@ -193,7 +193,7 @@ def _pool_result(run: ServingRun, index: int, live: LivePool) -> PoolResult:
         num_instances=phase.num_instances,
         num_steps=totals.num_steps,
         stepping_ratio=totals.step_s / (max(run.end_s, 1e-300) * phase.num_instances),
-        batch=(totals.decode_rows_weighted if live.pool.name == "decode" else totals.rows_weighted) / rows,
+        batch=(totals.decode_rows_weighted if live.pool.name != "prefill" else totals.rows_weighted) / rows,
         step_s=totals.step_s_weighted / rows,
         t_a_s=totals.t_a_weighted / rows,
         t_e_s=totals.t_e_weighted / rows,
@@ -217,7 +217,7 @@ def _pool_result(run: ServingRun, index: int, live: LivePool) -> PoolResult:
 def _predicted_at(live: LivePool, batch: float) -> float | None:
     """The planner's time per output token at the batch that was met, rounded to whole sequences per micro-batch."""
     pool, phase = live.pool, live.pool.phase
-    if pool.name != "decode" or batch <= 0:
+    if pool.name == "prefill" or batch <= 0:
         return None
     each = phase.micro_batches * phase.parallel.attention_dp
     return predict(pool.setting, replace(phase, batch=max(round(batch / each), 1) * each)).tpot_s

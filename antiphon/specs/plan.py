@@ -36,7 +36,8 @@ from antiphon.specs.precision import PrecisionSpec
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
-PhaseName = Literal["prefill", "decode"]
+# `serve`: prompts and tokens in the same steps, on the same devices.
+PhaseName = Literal["prefill", "decode", "serve"]
 # Of a hybrid phase: rows between nodes and inside them at the same time, one after the other, or as measured.
 Collectives = Literal["fused", "synchronous", "auto"]
 COLLECTIVES: tuple[Collectives, ...] = ("fused", "synchronous", "auto")
@@ -122,7 +123,8 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """How one phase is run. `batch`: requests in flight per instance (decode) or tokens of a pass (prefill).
+    """How one phase is run. `batch`: requests in flight per instance (decode, serve) or tokens of a pass (prefill).
+    `step_tokens`: the most rows of an attention worker's step where prompts are computed beside decoding (serve).
     `two_batches`: each micro-batch is cut in halves, of which one computes while the other's rows are exchanged
     (colocated layouts). `collectives`: the form of the exchange that the prediction is of; `auto` where it makes no
     difference. `placement[e]` lists (expert worker or EP rank, fraction of expert e's tokens), fractions
@@ -133,6 +135,7 @@ class PhasePlan:
     num_instances: Count = 1
     micro_batches: Count
     batch: Count
+    step_tokens: Count | None = None
     two_batches: Flag = False
     collectives: Collectives = "auto"
     devices: tuple[DeviceUse, ...] = ()
@@ -216,6 +219,7 @@ def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:
         "num_instances": phase.num_instances,
         "micro_batches": phase.micro_batches,
         "batch": phase.batch,
+        **({} if phase.step_tokens is None else {"step_tokens": phase.step_tokens}),
         "two_batches": phase.two_batches,
         "collectives": phase.collectives,
         "devices": [asdict(use) for use in phase.devices],

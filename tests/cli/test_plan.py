@@ -153,8 +153,9 @@ def test_the_smallest_cluster_says_its_nodes(antiphon: PlanCommand, odd_cluster:
     assert nodes is not None
     counts = {device: int(count) for count, device in re.findall(r"(\d+) of (\S+)", nodes.group(1))}
     per_node = {"H20": 7, "L40S": 5}
-    for use in read_plan(file).phases["decode"].devices:
-        assert use.num_devices <= counts[use.device] * per_node[use.device]
+    for phase in read_plan(file).phases.values():
+        for use in phase.devices:
+            assert use.num_devices <= counts[use.device] * per_node[use.device]
 
 
 def test_overrides_reach_the_search(antiphon: PlanCommand) -> None:
@@ -205,7 +206,7 @@ WRONG: list[tuple[int, str, str]] = [
     (2, "model 'mixtrl' is unknown: did you mean mixtral-8x.*", "mixtrl --cluster msi-hetero"),
     (2, "workload 'chatt' is unknown: did you mean chat.*", "mixtral-8x22b --cluster msi-hetero --workload chatt"),
     (2, "none.toml: there is no such file: give a cluster file, or one of .*", "dbrx --cluster none.toml"),
-    (2, "--phase is tran: it must be one of decode, prefill, both, train", "dbrx --cluster msi-hetero --phase tran"),
+    (2, "--phase is tran: it must be one of decode, prefill, both, serve, train", "dbrx --cluster msi-hetero --phase tran"),
     (2, "--layout apart does not exist: use auto or .*", "dbrx --cluster msi-hetero --layout hybrid,apart"),
     (2, "--objective is speed: it must be one of .*", "dbrx --cluster msi-hetero --objective speed"),
     (2, "--max-micro-batches is 0: it must be at least 1", "dbrx --cluster msi-hetero --max-micro-batches 0"),

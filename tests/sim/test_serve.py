@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.planner.outcome import mg1_wait
+from antiphon.planner.queueing import mg1_wait
 from antiphon.reproduce.mix import mm1_wait
 from antiphon.sim.arrivals import draw_demand
 from antiphon.sim.pools import pools_of
