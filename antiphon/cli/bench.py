@@ -1,4 +1,4 @@
-"""`antiphon bench`: Antiphon beside other engines, libraries and loops, on one machine.
+"""`antiphon bench`: Antiphon beside other engines and loops; long because every benchmark's options are read here.
 
 What a benchmark can be asked for stands in the frozen dataclass of its case, as options; a command checks their limits,
 runs the benchmark and shows its columns. Options that several values share, written as one text, are read here.
@@ -23,6 +23,7 @@ from antiphon.bench import balance as balancing
 from antiphon.bench import collectives as collecting
 from antiphon.bench import dispatch as dispatching
 from antiphon.bench import hybrid as two_levels
+from antiphon.bench import pools as pooling
 from antiphon.bench import serve as serving
 from antiphon.bench import train as training
 from antiphon.bench import training_ladder
@@ -36,7 +37,7 @@ from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
 from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
 from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
-from antiphon.cli.output import JsonOption, check_output_file, show_bench, table, whole_file, write_whole
+from antiphon.cli.output import JsonOption, check_output_file, show, show_bench, table, whole_file, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.serve.balancer import POLICIES
@@ -436,5 +437,30 @@ def parse_ranks(text: str) -> list[int]:
     return found
 
 
-for command in (m2n, train, dispatch, collectives, balance, hybrid, serve):  # in the order of the help
+@takes_groups
+def pools(
+    model: options.ModelFolder,
+    prompts: Annotated[str, typer.Option(metavar="N,N", help="Lengths of long prompts.")] = "512,2048,8192",
+    *,
+    case: pooling.PoolsCase,
+    json: JsonOption = None,
+) -> None:
+    """Time one pool of workers against prefill and decode apart, on the same cores."""
+    check_limits(case)
+    lengths = [_prompt_length(text) for text in _words("--prompts", prompts)]
+    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
+        rows = pooling.bench_pools(model, lengths, case, _say)
+    said = pooling.verdicts(rows)
+    show_rows("pools", pooling.COLUMNS, rows, json, about={"verdicts": said})
+    show("\n".join(said), json=json)
+
+
+def _prompt_length(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"--prompts has {text!r}: write numbers, for example 512,2048")
+    check_count("--prompts", int(text), MOST_TOKENS)
+    return int(text)
+
+
+for command in (m2n, train, dispatch, collectives, balance, hybrid, serve, pools):  # in the order of the help
     app.command(context_settings=CONTEXT_SETTINGS)(command)

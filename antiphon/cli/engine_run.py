@@ -134,6 +134,8 @@ def machine_name(device: str) -> str:
 
 def join_lines(config: ServeConfig) -> str:
     """What to start on the other machines."""
+    if config.prefill is not None:
+        return "\n".join(line for pool in reversed(config.pools) if (line := join_lines(pool)))
     role, here = "attention" if config.layout == "disaggregated" else "replica", config.ranks_here
     attention = config.num_instances * config.joined_attention * config.attention_ranks
     experts = config.num_instances * config.joined_experts * config.expert_tp

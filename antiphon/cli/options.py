@@ -141,7 +141,8 @@ class WorkerOptions:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
         if self.prefill is None and self.decode is None:
             return self._one_pool(self._layout_fields(), capacity, model, trace=trace)
-        decode, prefill = (parse_layout(f"--{name}", text) for name, text in self._pool_layouts().items())
+        layouts = self._pool_layouts().items()
+        decode, prefill = (parse_layout(f"--{name}", text) | {"pool": name} for name, text in layouts)
         return replace(
             self._one_pool(decode, capacity, model, trace=trace),
             prefill=self._one_pool(prefill, capacity, model, trace=trace),
@@ -270,7 +271,8 @@ def planned_config(
     config = _obey(served, workers, capacity, model, room, trace=trace)
     if served.prefill is None:
         return config, served
-    return replace(config, prefill=_obey(served.prefill, workers, capacity, model, room, trace=trace)), served
+    prefill = replace(_obey(served.prefill, workers, capacity, model, room, trace=trace), pool="prefill")
+    return replace(config, prefill=prefill, pool="decode"), served
 
 
 def _obey(

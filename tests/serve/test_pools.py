@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.serve.engine_harness import (
     running,
     wait_until_idle,
 )
+from tests.serve.poisoned_worker import SEED, poison
 from tests.waiting import wait_until
 
 LAYOUTS = ("1>1", "2>1+1/m2")
@@ -153,6 +155,24 @@ def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_m
         assert [each.token_ids for each in finished] == tiny_model.greedy(prompts, 24)
         wait_until(lambda: engine.complete, "all workers back")
         assert complete(engine, prompts, params) == tiny_model.greedy(prompts, 24)
+        wait_until_idle(engine)
+
+
+@pytest.mark.parametrize("way", ["die", pytest.param("error", marks=pytest.mark.slow)])
+def test_a_prompt_that_breaks_workers_ends_alone(
+    way: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks prefill workers first; then a decode worker computes it, where the search for suspects finds it."""
+    poison(tmp_path, monkeypatch, way)
+    prompts = random_prompts([60, 70], seed=12)
+    (poisonous,) = random_prompts([80], seed=13)
+    with running(config(tiny_model, "1>1")) as engine:
+        run = Run(engine, [prompts[0], poisonous, prompts[1]], [GREEDY, replace(GREEDY, seed=SEED), GREEDY])
+        first, victim, last = run.finish()
+        assert [first.token_ids, last.token_ids] == tiny_model.greedy(prompts)
+        assert victim.last.finish_reason == "error"
+        assert "the server has given the request up" in str(victim.error)
+        assert engine.fatal is None
         wait_until_idle(engine)
 
 
