@@ -26,7 +26,7 @@ from antiphon.report.charts import BATCH_COLOURS, HEAT_COLOURS
 from antiphon.serve.api.dashboard_reading import DashboardReading, LastSteps, WorkerSpans
 from antiphon.serve.api.key_file import read_api_keys
 
-_PATIENCE_S = 6.0
+PATIENCE_S = 6.0
 _MOST_LAYERS = 8
 _MOST_EVENTS = 6
 _NAME_WIDTH = 22
@@ -51,7 +51,7 @@ def top(
     """Show what the server at URL does, until Ctrl-C: throughput, waiting, the last step, load of experts, events."""
     key = read_api_keys(api_key_file)[0] if api_key_file is not None else None
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(headers=headers, timeout=_PATIENCE_S, trust_env=False) as client:  # no proxy knows our servers
+    with httpx.Client(headers=headers, timeout=PATIENCE_S, trust_env=False) as client:  # no proxy knows our servers
         reading = read(client, url)
         if once or json is not None:
             show(frame(reading, ""), json=json)
@@ -76,22 +76,28 @@ def _readings(client: httpx.Client, url: str, interval_s: float) -> Iterator[tup
 
 def read(client: httpx.Client, url: str) -> DashboardReading:
     """One reading; `UserError` if the server does not give it."""
-    try:
-        answer = client.get(f"{url.rstrip('/')}/dashboard/data")
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeError) as error:
-        raise UserError(f"{url!r} is not a server's address: write for example http://127.0.0.1:8000") from error
-    except httpx.TimeoutException as error:
-        raise UserError(f"the server at {url} has not answered for {_PATIENCE_S:.0f} s") from error
-    except httpx.HTTPError as error:
-        raise UserError(f"no server answers at {url} ({error}); `antiphon serve MODEL` starts one") from error
-    if answer.status_code == 401:
-        raise UserError(f"the server at {url} asks for an API key: give --api-key-file FILE with one that it knows")
+    answer = ask(url, lambda: client.get(f"{url.rstrip('/')}/dashboard/data"))
     try:
         if answer.status_code != 200:
             raise ValueError(f"status {answer.status_code}")
         return DashboardReading.model_validate_json(answer.content)
     except (ValueError, pydantic.ValidationError) as error:
         raise UserError(f"{url} answers, but not as this version of `antiphon serve` does: see its /version") from error
+
+
+def ask(url: str, send: Callable[[], httpx.Response]) -> httpx.Response:
+    """What the server at `url` answers; `UserError` if it does not, or asks for a key."""
+    try:
+        answer = send()
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeError) as error:
+        raise UserError(f"{url!r} is not a server's address: write for example http://127.0.0.1:8000") from error
+    except httpx.TimeoutException as error:
+        raise UserError(f"the server at {url} has not answered for {PATIENCE_S:.0f} s") from error
+    except httpx.HTTPError as error:
+        raise UserError(f"no server answers at {url} ({error}); `antiphon serve MODEL` starts one") from error
+    if answer.status_code == 401:
+        raise UserError(f"the server at {url} asks for an API key: give --api-key-file FILE with one that it knows")
+    return answer
 
 
 def frame(reading: DashboardReading, problem: str) -> RenderableType:

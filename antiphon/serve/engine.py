@@ -67,7 +67,8 @@ class Engine:
         kv_ends: KVEnds | None = None,
     ) -> None:
         """`launch` starts a worker, at first and again after a death. `make_matcher`: the place of a new sequence in
-        the grammar of that text; None: requests with a grammar are refused. `kv_ends`: there are prefill workers."""
+        the grammar of that text; None: requests with a grammar are refused. `kv_ends`: workers hand keys and
+        values to each other."""
         self.info = info
         self._make_matcher = make_matcher
         self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, launch=launch)
@@ -82,6 +83,7 @@ class Engine:
         self._new: dict[str, TrackedRequest] = {}
         self._aborts: list[str] = []
         self._placements: list[ExpertPlacement] = []  # asked for, newest last
+        self._drains: dict[WorkerName, bool] = {}  # asked for: begin, or end
         self._arrivals = 0
         self._events: deque[Event] = deque()
         self._setbacks = _Setbacks()
@@ -219,6 +221,16 @@ class Engine:
         self._fleet.wake()
         return sum(num_moves(each.current, placement) for each in placing)
 
+    def drain_worker(self, worker: str, *, undo: bool) -> str:
+        """See `AsyncEngine.drain_worker`."""
+        with self._lock:
+            self._refuse_if_ending()
+            name = self.workforce.find_drainable(worker)
+            self._drains[name] = not undo
+        self._fleet.wake()
+        num_left = len(self.workforce.schedulers[name].requests)
+        return "ready" if undo else f"draining, {num_left} requests left" if num_left else "drained"
+
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         """See `AsyncEngine.call_when_given_up`."""
         self._given_up.add_done_callback(lambda _: callback())
@@ -291,7 +303,7 @@ class Engine:
             group.start_step()
         if self._handovers is not None:
             self._handovers.begin()
-        for group in self.workforce.prefill_groups:
+        for group in self.workforce.groups if self._handovers else ():  # of those, some may compute for others now
             group.start_step()
         self._router.note_first_schedules()
         self._router.count_waiting()
@@ -310,8 +322,11 @@ class Engine:
             self._router.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
             placements, self._placements = self._placements, []
+            drains, self._drains = self._drains, {}
             for tracked in arrived:
                 self._router.tracked.add(tracked)
+        for name, begins in drains.items():
+            (self.workforce.drained.add if begins else self.workforce.drained.discard)(name)
         self._router.add([tracked.request for tracked in arrived])
         for request_id in aborts:
             self._router.end(request_id, "abort", None)

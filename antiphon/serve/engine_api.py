@@ -184,6 +184,11 @@ class AsyncEngine(Protocol):
         """Move experts to `placement` while serving. Returns how many have to be loaded for it, at once; `UserError` if
         it is not of this model, these workers and their slots."""
 
+    def drain_worker(self, worker: str, *, undo: bool) -> str:
+        """From now on the worker gets no requests, and those that it has move to others, with their keys and values; or
+        `undo` that. Ends with the process, too. Returns how far it is, as in `EngineStats.workers`. `UserError` if no
+        such worker takes requests, or no other."""
+
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         """What the workers of this machine did in their last steps, by name; at most 8 attention and 8 expert
         workers. Waits until they answer, so not on the event loop: as long as a step, at most `timeout_s`."""

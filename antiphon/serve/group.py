@@ -72,7 +72,7 @@ class _Part:
 
 
 class PrefillOwner(Protocol):
-    """Who a group of prefill workers computes for."""
+    """Who workers compute prompts for that others decode."""
 
     def offers(self, plan: StepPlan) -> list[KVOffer]:
         """Where the keys and values of requests that start with this step go."""
@@ -103,7 +103,7 @@ class StepGroup:
         should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, and
         the experts that its rows chose and were expected to choose.
 
-        Workers of the prefill pool compute for an `owner`, which is set before the first step."""
+        An `owner`, of requests that are computed here for other workers, is set before the first step."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))
         self.placing = placing

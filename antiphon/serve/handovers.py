@@ -13,6 +13,10 @@ there is one; the second time, or when no prefill worker lives, the decode worke
 a prompt that kills its workers ends where suspects are tried (`policy/suspects`). Only requests that were in the step
 in which a prefill worker failed are charged.
 
+A worker that is drained hands its requests over the same way: each leaves for another worker, and its old one, which
+has all but the last tokens in its prefix cache, computes for the new one like a prefill worker. Rejected: to send its
+pages as they are. It would save one step of a few rows, and need blocks that outlive their request.
+
 Rejected: one `Request` in two schedulers. It has blocks, a slot and progress on both sides. A deadline while a prompt
 waits or is computed: a prefill worker that hangs is found by its own steps; what counts is how long a prompt that is
 computed takes to arrive.
@@ -102,7 +106,7 @@ class Handovers:
         self._computing: dict[str, _Awaited] = {}  # by the name of what the prefill worker computes
         self._num_prefills = 0
         self._to_clear: set[StepGroup] = set()
-        for group in workforce.prefill_groups:
+        for group in workforce.groups:
             group.owner = self
 
     def __len__(self) -> int:
@@ -115,13 +119,18 @@ class Handovers:
         """The prefill workers that can step now."""
         schedulers = self._workforce.schedulers
         groups = [group for group in self._workforce.prefill_groups if group not in self._to_clear]
-        return {name: schedulers[name] for group in groups for name in group.live_attention}
+        live = [name for group in groups for name in group.live_attention]
+        return {name: schedulers[name] for name in live if name not in self._workforce.drained}
 
     def wanted_for(self, request: Request) -> bool:
         """Whether a prefill worker is to compute its prompt once a decode worker has admitted it."""
         return request.num_lost_handovers < _MAX_LOST and self._find_source(request) is not None
 
     def _find_source(self, request: Request) -> WorkerName | None:
+        """The worker that is drained of it, and has all but its last tokens cached; else a prefill worker."""
+        for name in self._workforce.drained if request.had_by else ():
+            if str(name) == request.had_by and name in self._workforce.group_of(name).live_attention:
+                return name
         num_blocks = blocks_of(len(request.token_ids) + 1, self._block_size)
         able = {name: each for name, each in self._live().items() if num_blocks <= each.config.num_main_blocks}
         index = choose_attention_worker(request, dict(enumerate(able.values())))
@@ -132,7 +141,7 @@ class Handovers:
         return next(iter(self._workforce.schedulers.values())).config.block_size
 
     def begin(self) -> None:
-        """Give what decode workers have admitted to prefill workers."""
+        """Give what decode workers have admitted to prefill workers, or to those that are drained of it."""
         for target, scheduler in self._workforce.request_schedulers.items():
             for origin in scheduler.take_arriving():
                 if origin.status is RequestStatus.FINISHED:
@@ -163,6 +172,7 @@ class Handovers:
             now_s=self._fleet.clock.now_s,
             timeout_s=_NO_DEADLINE_S,
         )
+        origin.had_by = ""  # should it fail, there are prefill workers, or none
         arrival = _Awaited(origin=origin, prefill=prefill, source=source, target=target, handover=handover)
         self._arrivals[handover.number] = self._computing[prefill.request_id] = arrival
         self._expect(arrival)
@@ -215,10 +225,12 @@ class Handovers:
         """A prefill worker has computed a step: what it says belongs to the requests that it computes for."""
         said: dict[str, Sampled] = {}
         for request_id, entry in sampled.items():
-            if (arrival := self._computing.get(request_id)) is not None:
+            if (arrival := self._computing.get(request_id)) is None:
+                said[request_id] = entry
+            else:
                 said[arrival.origin.request_id] = msgspec.structs.replace(entry, request_id=arrival.origin.request_id)
                 arrival.origin.num_prompt_logprobs = arrival.prefill.num_prompt_logprobs
-        origins = []
+        origins = [request for request in progress if request.origin is None]  # of a worker that decodes
         for prefill in progress:
             if (arrival := self._computing.pop(prefill.request_id, None)) is not None:
                 self._go_on(arrival)
@@ -262,11 +274,13 @@ class Handovers:
                 self._book.withdraw(arrival.handover.number, "the request has ended")
 
     def clear(self, group: StepGroup) -> None:
-        """Requests that arrive at these decode workers are to leave them."""
+        """Requests that arrive at these decode workers are to leave them, and what these hand over has no end."""
         for arrival in self._arrivals.values():
             if arrival.target in group.schedulers:
                 arrival.leaves = True
                 self._book.withdraw(arrival.handover.number, "its worker is wanted for others")
+            elif arrival.source in group.schedulers:
+                self._book.withdraw(arrival.handover.number, "its worker gives up what it computes")
 
     def on_failure(self, failure: StepFailure) -> None:
         """A step of prefill workers came to nothing. It is tried again as it was, unless that has failed before."""

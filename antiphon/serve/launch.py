@@ -113,7 +113,7 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         groups.append(group)
         first_expert += pool.config.num_expert_parts if here is not None else 0
     pool_of = {pool.config.pool: pool for pool in run.pools}
-    ends = None if run.prefill is None else kv_ends(run)
+    ends = kv_ends(run) if sum(len(group.schedulers) for group in groups) > 1 else None
 
     def launch(name: WorkerName) -> None:
         pool, present = pool_of[name.pool], placing.get((name.pool, name.instance))
@@ -137,7 +137,7 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
 
 
 def kv_ends(run: PreparedEngine) -> KVEnds:
-    """The processes of both pools that cache keys and values."""
+    """The processes of all pools that cache keys and values."""
     parts = {name: _cache_part(pool, name) for pool in run.pools for name in pool.cache_names()}
     return KVEnds(
         layout=layout_digest(run.spec, resolve_dtype(run.config.own("attention").dtype)),
@@ -162,7 +162,7 @@ def _kv_transfer(pool: PreparedEngine, ends: KVEnds, name: WorkerName) -> KVTran
         secret=pool.secret,
         source=ends.sources[name].number,
         num_sources=len(ends.sources),
-        receives=config.pool == "decode",
+        receives=config.pool != "prefill",
         layout=ends.layout,
     )
 

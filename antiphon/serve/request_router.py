@@ -14,16 +14,18 @@ others are idle.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.handovers import Handovers
 from antiphon.serve.outputs import TrackedRequests
-from antiphon.serve.policy.request import Request
-from antiphon.serve.policy.scheduler import choose_attention_worker
+from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker, has_room
 from antiphon.serve.policy.suspects import Suspects, Verdict
 from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
 
 _log = get_logger("engine")
@@ -94,21 +96,43 @@ class RequestRouter:
     def assign(self) -> None:
         """Give requests without a worker to the best live one that they may have; the others wait here."""
         self._clear_groups()
-        if not self._unassigned:
-            return
-        live = [(group, name) for group in self._workforce.other_groups for name in group.live_attention]
-        schedulers = {index: self._workforce.schedulers[name] for index, (_, name) in enumerate(live)}
-        reserved = {index for index, (group, _) in enumerate(live) if group is self._trial_group}
+        self._drain_workers()
         unassigned, self._unassigned = self._unassigned, []
         for request in unassigned:
-            index = choose_attention_worker(
-                request, {i: s for i, s in schedulers.items() if self._may_use(request, i in reserved)}
-            )
-            if index is None:
+            scheduler = self._best_for(request)
+            if scheduler is None:
                 self._unassigned.append(request)
             else:
                 request.prefills_apart = self._handovers is not None and self._handovers.wanted_for(request)
-                schedulers[index].add(request)
+                scheduler.add(request)
+
+    def _best_for(self, request: Request) -> Scheduler | None:
+        live = [(group, name) for group in self._workforce.other_groups for name in group.live_attention]
+        able = {
+            index: self._workforce.schedulers[name]
+            for index, (group, name) in enumerate(live)
+            if name not in self._workforce.drained and self._may_use(request, group is self._trial_group)
+        }
+        index = choose_attention_worker(request, able)
+        return None if index is None else able[index]
+
+    def _drain_workers(self) -> None:
+        """Move what drained workers have to others: what waits at once, what runs when one has room for it."""
+        for name in self._workforce.drained & self._workforce.request_schedulers.keys():
+            scheduler = self._workforce.schedulers[name]
+            for request in [] if scheduler.is_stepping else list(scheduler.requests.values()):
+                if request.origin is None and request.status is RequestStatus.WAITING:
+                    scheduler.let_go(request)
+                    self.add([request])
+                elif request.origin is None and not (request.arrives or request.awaits_mask or request.suspect_group):
+                    self._move(request, name, scheduler)
+
+    def _move(self, request: Request, name: WorkerName, scheduler: Scheduler) -> None:
+        target = self._best_for(request)
+        if target is not None and has_room(request, target):
+            scheduler.let_go(request)
+            request.had_by, request.prefills_apart = str(name), self._handovers is not None
+            target.add(request)
 
     def _may_use(self, request: Request, is_reserved: bool) -> bool:
         if request.suspect_group:
@@ -126,7 +150,7 @@ class RequestRouter:
             self._to_clear.remove(group)
             if self._handovers is not None:
                 self._handovers.clear(group)
-            self.add(group.take_back())
+            self.add([request for request in group.take_back() if request.origin is None])
 
     # --- when steps fail -------------------------------------------------------------------------------------------
 
@@ -136,6 +160,11 @@ class RequestRouter:
 
     def on_failure(self, failure: StepFailure) -> None:
         """A step came to nothing: it is tried again as it was, unless that has failed before."""
+        if any(request.origin for request in failure.blamed):  # it computed for other workers: they do that themselves
+            self._to_clear.add(self._workforce.group_of(failure.worker))
+            failure = replace(failure, blamed={r: tokens for r, tokens in failure.blamed.items() if r.origin is None})
+            if not failure.blamed:
+                return
         verdict = self._suspects.charge(failure.blamed, reported=failure.reported)
         if verdict is Verdict.REPEAT:
             return

@@ -52,6 +52,7 @@ class Workforce:
             self.schedulers |= group.schedulers
         # Those that requests are routed to; prefill workers compute for them.
         self.request_schedulers = {name: each for group in self.other_groups for name, each in group.schedulers.items()}
+        self.drained: set[WorkerName] = set()  # they get no requests, and those that they have move to others
         self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
         self._statistics = statistics
@@ -162,11 +163,28 @@ class Workforce:
             healthy=fatal is None and self.ready,
             status=fatal or ("draining" if draining else self._status()),
             missing=tuple(map(str, missing)),
-            workers={str(name): missing.get(name, "ready") for name in self.names},
+            workers={str(name): missing.get(name) or self._drains(name) or "ready" for name in self.names},
             events=statistics.events.newest(),
             handovers=msgspec.structs.replace(statistics.handovers),
             pools=self._pools(),
         )
+
+    def _drains(self, name: WorkerName) -> str:
+        """How far a worker is drained; empty if it is not to be."""
+        if name.leader not in self.drained:
+            return ""
+        num_left = len(self.schedulers[name.leader].requests)
+        return f"draining, {num_left} requests left" if num_left else "drained"
+
+    def find_drainable(self, worker: str) -> WorkerName:
+        """The worker of that name. `UserError` if there is none, or none that could take its requests."""
+        found = next((name for name in self.schedulers if str(name) == worker), None)
+        if found is None:
+            raise UserError(f"no worker {worker!r} has requests: drain one of {', '.join(map(str, self.schedulers))}")
+        others = self.request_schedulers.keys() - self.drained - {found}
+        if found in self.request_schedulers and not others:
+            raise UserError(f"{worker} is the only worker left that takes requests: add another one first")
+        return found
 
     def _pools(self) -> dict[str, PoolState]:
         """Of each pool, where prefill and decode are apart."""
@@ -227,6 +245,7 @@ class Workforce:
     def on_death(self, event: Event) -> tuple[StepFailure | None, list[Request]]:
         """Note that a worker is gone. Returns the failure of the step it was in, and its requests."""
         group = self._group_of[event.worker.name]
+        self.drained.discard(event.worker.name.leader)  # what comes back is another process
         self._statistics.events.note("lost", event.reason, str(event.worker.name))
         failure, homeless = group.on_death(event.worker, event.reason)
         if failure is not None:

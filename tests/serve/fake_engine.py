@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from antiphon.base.errors import UserError
 from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, PrefetchCounts, ShuttingDown
 from antiphon.serve.statistics import EventLog
@@ -76,6 +77,7 @@ class FakeEngine:
         self.num_looks = 0  # at the last steps
         self.event_log = EventLog()
         self.placement = contiguous_placement(4, 2, [0])
+        self.drained: set[str] = set()
         self._queue_times_s = [0.02]
         self.on_giving_up: Callable[[], None] = lambda: None
         self._released = threading.Event()
@@ -234,6 +236,12 @@ class FakeEngine:
     def _take_queue_times(self) -> list[float]:
         taken, self._queue_times_s = self._queue_times_s, []
         return taken
+
+    def drain_worker(self, worker: str, *, undo: bool) -> str:
+        if worker not in ("attention[0]", "prefill/replica[0]"):
+            raise UserError(f"no worker {worker!r} has requests: drain one of attention[0], prefill/replica[0]")
+        self.drained = set() if undo else {worker}
+        return "ready" if undo else "draining, 3 requests left"
 
     def place(self, placement: ExpertPlacement) -> int:
         placement.check_fits([0], 4, 2, 3)

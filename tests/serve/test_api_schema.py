@@ -57,6 +57,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/dashboard",
         "/dashboard/data",
         "/placement",
+        "/drain/{worker}",
     }
     components = description["components"]["schemas"]
     promised = {

@@ -18,11 +18,9 @@ from antiphon.serve.policy.handover import (
     KVDrained,
     KVFailed,
     KVLanded,
-    KVMoved,
     KVOffer,
     KVSource,
     KVTarget,
-    MoveKV,
     WithdrawKV,
 )
 from antiphon.serve.worker import kv_transfer
@@ -240,15 +238,15 @@ def test_nothing_lands_after_a_withdrawal() -> None:
         assert pair.wrong() == []
 
 
-def test_everything_at_once_for_a_worker_that_is_drained() -> None:
+def test_what_the_source_had_cached_goes_with_what_it_computes() -> None:
     with handing(GQA, heads((0,), (1,)), heads((0, 1)), tokens=(16, 61), transport="tcp") as pair:
         pair.start_senders()
         pair.expect()
         for giver, sender in zip(pair.givers, pair.senders, strict=True):
+            sender.open([pair.offer()])
             for layer in range(3):
-                giver.fill(layer, 0, 61)
-            sender.move(MoveKV(pair.offer(), giver.blocks.tolist()))
-        assert [pair.sent.next() for _ in range(2)] == [KVMoved(1)] * 2
+                giver.fill(layer, 0, 48)
+        pair.compute([61])
         assert pair.heard.next() == KVLanded(1)
         assert pair.wrong() == []
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import chat, completions, placement, status, tokens
+from antiphon.serve.api import chat, completions, drain, placement, status, tokens
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, install_error_handlers
 from antiphon.serve.api.guard.harmless import harmless_properties
@@ -88,7 +88,7 @@ def create_app(
         grammars=grammars,
     )
     install_error_handlers(app)
-    for routes in (chat.router, completions.router, tokens.router, placement.router, status.router):
+    for routes in (chat.router, completions.router, tokens.router, placement.router, drain.router, status.router):
         app.include_router(routes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)

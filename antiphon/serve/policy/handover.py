@@ -90,13 +90,6 @@ class WithdrawKV(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class MoveKV(msgspec.Struct, tag=True, frozen=True):
-    """To each process of the source: all tokens of the offer are there, in these blocks. Answered by `KVMoved`."""
-
-    offer: KVOffer
-    blocks: list[int]
-
-
 class KVLanded(msgspec.Struct, tag=True, frozen=True):
     """From a process of the target: all its pages of the offer are whole."""
 
@@ -112,12 +105,6 @@ class KVFailed(msgspec.Struct, tag=True, frozen=True):
 
 class KVDrained(msgspec.Struct, tag=True, frozen=True):
     """From a process of the target: it writes nothing of this offer any more."""
-
-    number: int
-
-
-class KVMoved(msgspec.Struct, tag=True, frozen=True):
-    """From a process of the source: everything has left its pages."""
 
     number: int
 
@@ -194,7 +181,7 @@ class HandoverBook:
         now_s: float,
         timeout_s: float,
     ) -> Handover:
-        """Begin; the caller then sends `ExpectKV` to the target, and after it `KVOffer` or `MoveKV` to the source."""
+        """Begin; the caller then sends `ExpectKV` to the target, and after it `KVOffer` to the source."""
         assert 0 <= first < end, f"no tokens in [{first}, {end})"
         self._last_number += 1
         handover = Handover(

@@ -59,6 +59,7 @@ class Request:
     # Where prefill and decode are apart (`serve/handovers`):
     prefills_apart: bool = False  # a prefill worker is to compute what is missing when it is admitted
     arrives: bool = False  # keys and values are being handed over: no step takes it, and its blocks stay with it
+    had_by: str = ""  # the worker that has its keys and values, and hands them over to the next one
     num_lost_handovers: int = 0  # of the tokens known by now
     origin: "Request | None" = None  # the request that this one computes the keys and values for, on a prefill worker
     # While steps with it fail, see `suspects`:

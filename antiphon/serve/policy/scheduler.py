@@ -149,6 +149,18 @@ class Scheduler:
         self.book.give_up(request)
         del self.requests[request.request_id]
 
+    @property
+    def is_stepping(self) -> bool:
+        """A plan is in flight."""
+        return self._in_flight is not None
+
+    def let_go(self, request: Request) -> None:
+        """It leaves for another worker, and what it has computed stays to be found. Only while no plan is in flight and
+        nothing arrives for it."""
+        assert self._in_flight is None, "a plan is in flight"
+        assert not request.arrives, f"the blocks of {request.request_id} are written to"
+        self._leave(request)
+
     def take_back(self, *, cache_lost: bool = False) -> list[Request]:
         """Hand over all requests, oldest first, for schedulers to `add`. A plan in flight is void: the worker must have
         ended it, or never have seen it. Requests whose keys and values arrive stay until `give_up`.
@@ -205,6 +217,11 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
     """
     ranked = [(*_burden(request, scheduler), index) for index, scheduler in live_schedulers.items()]
     return min(ranked)[-1] if ranked else None
+
+
+def has_room(request: Request, scheduler: Scheduler) -> bool:
+    """It could run there beside everything that the worker has accepted already."""
+    return not _burden(request, scheduler)[0]
 
 
 def _burden(request: Request, scheduler: Scheduler) -> tuple[bool, int, int]:

@@ -46,9 +46,7 @@ from antiphon.serve.policy.handover import (
     KVDrained,
     KVFailed,
     KVLanded,
-    KVMoved,
     KVOffer,
-    MoveKV,
     WithdrawKV,
 )
 from antiphon.serve.policy.handover_ends import LandingBook, SendingBook, heads_between
@@ -62,7 +60,8 @@ SLOTS = 16  # of each pair: a layer of a few hundred tokens may be under way whi
 _CONNECT_S = 2.0
 _CREDIT_S = 5.0  # a target that takes nothing for so long is given up
 _LOOK_S = 0.05  # a wait for a slot looks this often whether the offer was withdrawn
-_IDLE_S = 0.2
+_IDLE_S = 60.0
+_PARKED_LOOK_S = 0.2
 _PARKED_S = 2.0  # a run waits so long for its `ExpectKV`
 _STEP_BITS = 48  # of a message's number, which counts the messages of one source
 
@@ -100,9 +99,9 @@ class _Run:
 
 
 class KVSender:
-    """Writes what this process computes, or has, into the inboxes of others.
+    """Writes what this process computes, or has cached, into the inboxes of others.
 
-    `open`, `layer_done`, `flush` and `move` are for the thread that runs steps, `withdraw` for any. Failures are said
+    `open`, `layer_done` and `flush` are for the thread that runs steps, `withdraw` for any. Failures are said
     (`KVFailed`), never raised: a step does not fail because its keys and values cannot go elsewhere."""
 
     def __init__(
@@ -147,15 +146,6 @@ class KVSender:
         after some seconds, and with it all that goes there."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not (self._runs or self._busy))
-
-    def move(self, order: MoveKV) -> None:
-        """Everything of a request that is here, at once; blocks until it has left the pages."""
-        self.open([order.offer])
-        blocks = torch.tensor(order.blocks, dtype=torch.int32)
-        for layer in range(self._part.first_layer, self._part.last_layer):
-            self.layer_done(order.offer.request_id, layer, order.offer.end, lambda: blocks)
-        self.flush()
-        self._say(KVMoved(order.offer.number))
 
     def withdraw(self, number: int) -> None:
         """Any thread: nothing more of this offer is written; a wait for its sake ends."""
@@ -316,7 +306,7 @@ class KVReceiver:
     def _work(self) -> None:
         while not self._closed:
             try:
-                step = self._inbox.wait_complete(_IDLE_S)
+                step = self._inbox.wait_complete(_PARKED_LOOK_S if self._parked else _IDLE_S)
             except Interrupted:
                 step = None
             except PeerLost as error:

@@ -1,9 +1,9 @@
 """What engine and workers say to each other. Plain data; every field is checked when a message is decoded.
 
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
-`PreparePlacement`, `Place` and `Retire` when experts move, `ExpectKV`, `WithdrawKV` and `MoveKV` when keys and values
+`PreparePlacement`, `Place` and `Retire` when experts move, `ExpectKV` and `WithdrawKV` when keys and values
 do, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`, `StepResult` or `StepFailed` per step, `ResetDone`,
-`Prepared`, `KVLanded`, `KVFailed`, `KVDrained`, `KVMoved`, and from time to time `ExpertReport`, `ExchangeReport`.
+`Prepared`, `KVLanded`, `KVFailed`, `KVDrained`, and from time to time `ExpertReport`, `ExchangeReport`.
 """
 
 from typing import Literal
@@ -17,9 +17,7 @@ from antiphon.serve.policy.handover import (
     KVDrained,
     KVFailed,
     KVLanded,
-    KVMoved,
     KVOffer,
-    MoveKV,
     WithdrawKV,
 )
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
@@ -297,7 +295,6 @@ ToWorker = (
     | Retire
     | ExpectKV
     | WithdrawKV
-    | MoveKV
     | TakeSpans
     | Shutdown
 )
@@ -313,7 +310,6 @@ FromWorker = (
     | KVLanded
     | KVFailed
     | KVDrained
-    | KVMoved
     | Spans
     | WorkerFailure
 )

@@ -22,7 +22,7 @@ from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.serve import signals
-from antiphon.serve.policy.handover import ExpectKV, MoveKV, WithdrawKV
+from antiphon.serve.policy.handover import ExpectKV, WithdrawKV
 from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, Follower, LoadedWorker, build_worker
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import (
@@ -236,8 +236,6 @@ def _obey_any(worker: LoadedWorker, channel: Channel, message: object) -> bool:
         worker.moves.prepare(message.placement)
     elif worker.moves is not None and isinstance(message, Retire):
         worker.moves.retire(message.version)
-    elif isinstance(message, MoveKV) and not isinstance(worker, ExpertWorker) and worker.kv is not None:
-        worker.kv.sender.move(message)
     return not isinstance(message, Shutdown)
 
 

@@ -1,0 +1,60 @@
+"""`antiphon drain`: take an attention worker of a running server out of service without losing work.
+
+The worker gets no new requests, and hands those that it has to others, with their keys and values. Once it is drained
+its process, or its machine, may end. What takes its place, or the same again after `--undo`, gets requests.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import httpx
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.cli.output import JsonOption, emit_json, show
+from antiphon.cli.top import PATIENCE_S, ask
+from antiphon.serve.api.key_file import read_api_keys
+
+_LOOK_S = 0.5
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As /health and top name it: attention[1].")],
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="The server.")] = "http://127.0.0.1:8000",
+    undo: Annotated[bool, typer.Option("--undo", help="Let the worker have requests again.")] = False,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="S", min=0, max=1e6, help="Seconds until the worker must be drained.")
+    ] = 600.0,
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Move all requests of WORKER to others, and wait until it has none."""
+    key = read_api_keys(api_key_file)[0] if api_key_file is not None else None
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    deadline = time.monotonic() + wait
+    with httpx.Client(headers=headers, timeout=PATIENCE_S, trust_env=False) as client:
+        state = _state(client, url, worker, undo=undo)
+        while state.startswith("draining") and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            state = _state(client, url, worker, undo=undo)
+    if state.startswith("draining"):
+        raise UserError(f"{worker} is not drained after {wait:g} s ({state}): it goes on; ask again, or --undo")
+    show(f"{worker}: {state}", json=json)
+    emit_json(json, {"worker": worker, "state": state})
+
+
+def _state(client: httpx.Client, url: str, worker: str, *, undo: bool) -> str:
+    """How far the worker is, after asking for it."""
+    address = f"{url.rstrip('/')}/drain/{quote(worker, safe='/')}"
+    answer = ask(url, lambda: client.request("DELETE" if undo else "PUT", address))
+    try:
+        body = answer.json()
+        if answer.status_code == 400:
+            raise UserError(body["error"]["message"])
+        return str(body["state"])
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{url} does not know /drain: see its /version") from error

@@ -1,0 +1,99 @@
+"""A worker is taken out of service while it decodes: its requests go on elsewhere, with the same text."""
+
+from collections.abc import Callable
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.serve.engine import Engine
+from tests.serve.engine_harness import (
+    GREEDY,
+    NUM_TOKENS,
+    Run,
+    TinyModel,
+    complete,
+    config,
+    kill,
+    random_prompts,
+    running,
+    wait_until_idle,
+)
+from tests.waiting import wait_until
+
+PROMPTS = random_prompts([20, 45, 33, 70, 18, 50], seed=9)
+
+
+def is_drained(engine: Engine, worker: str) -> bool:
+    return engine.stats().workers[worker] == "drained"
+
+
+class Drain:
+    """Drains the worker when a third of all tokens is out; `then` is called right after that."""
+
+    def __init__(self, engine: Engine, worker: str, then: Callable[[], object] = lambda: None) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._then = then
+        self._is_due = True
+
+    def __call__(self, num_tokens: int) -> None:
+        if self._is_due and num_tokens > len(PROMPTS) * NUM_TOKENS // 3:
+            self._is_due = False
+            self._engine.drain_worker(self._worker, undo=False)
+            self._then()
+
+
+@pytest.mark.parametrize(
+    ("layout", "worker"),
+    [
+        ("2", "replica[1]"),
+        pytest.param("2+1/m2", "attention[0]", marks=pytest.mark.slow),
+        pytest.param("2t2", "replica[0]", marks=pytest.mark.slow),
+        pytest.param("1>2", "decode/replica[0]", marks=pytest.mark.slow),
+    ],
+)
+def test_requests_of_a_drained_worker_go_on_with_their_keys_and_values(
+    layout: str, worker: str, tiny_model: TinyModel
+) -> None:
+    with running(config(tiny_model, layout)) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        before = engine.stats().handovers
+        finished = Run(engine, PROMPTS, GREEDY).finish(Drain(engine, worker))
+        assert [request.token_ids for request in finished] == tiny_model.greedy(PROMPTS)
+        counts = engine.stats().handovers
+        assert counts.num_done - before.num_done >= 2
+        assert counts.num_failed == counts.num_recomputed == 0
+        wait_until(lambda: is_drained(engine, worker), "a drained worker")
+        assert complete(engine, PROMPTS) == tiny_model.greedy(PROMPTS)
+        assert is_drained(engine, worker)
+        wait_until_idle(engine)
+
+
+def test_a_worker_that_was_drained_serves_again(tiny_model: TinyModel) -> None:
+    """Once that is undone, or another process has taken its place."""
+    with running(config(tiny_model, "2")) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        assert engine.drain_worker("replica[0]", undo=False) == "drained"
+        wait_until(lambda: is_drained(engine, "replica[0]"), "a drained worker")
+        with pytest.raises(UserError, match="only worker left"):
+            engine.drain_worker("replica[1]", undo=False)
+        with pytest.raises(UserError, match=r"replica\[0\], replica\[1\]"):
+            engine.drain_worker("experts[0]", undo=False)
+        engine.drain_worker("replica[0]", undo=True)
+        wait_until(lambda: engine.stats().workers["replica[0]"] == "ready", "the end of it")
+        engine.drain_worker("replica[0]", undo=False)
+        wait_until(lambda: is_drained(engine, "replica[0]"), "a drained worker")
+        kill(engine, "replica", 0)
+        wait_until(lambda: engine.stats().workers["replica[0]"] != "drained", "its death")
+        wait_until(lambda: engine.complete, "all workers")
+        assert complete(engine, PROMPTS) == tiny_model.greedy(PROMPTS)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_death_while_a_worker_is_drained_costs_nothing(victim: int, tiny_model: TinyModel) -> None:
+    with running(config(tiny_model, "2")) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        drain = Drain(engine, "replica[0]", then=lambda: kill(engine, "replica", victim))
+        finished = Run(engine, PROMPTS, GREEDY).finish(drain)
+        assert [request.token_ids for request in finished] == tiny_model.greedy(PROMPTS)
+        wait_until_idle(engine)
