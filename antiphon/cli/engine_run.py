@@ -151,6 +151,8 @@ def plan_lines(served: ServedPlan, machine: str) -> str:
     """What the banner says of a plan. A GPU's own name holds the plan's: ``NVIDIA H20`` is an ``H20``."""
     predicted = served.predicted
     promises = []
+    if served.prefill is not None and predicted.ttft_s is not None:
+        promises.append(f"{format_seconds(predicted.ttft_s)} to the first token")
     if predicted.tpot_s is not None:
         promises.append(f"{format_seconds(predicted.tpot_s)} a token")
     if predicted.tokens_per_s:
