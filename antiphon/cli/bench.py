@@ -1,13 +1,11 @@
-"""`antiphon bench`: Antiphon beside other engines, libraries and loops, on one machine.
+"""`antiphon bench`: Antiphon beside other engines and loops; long because every benchmark's options are read here.
 
 What a benchmark can be asked for stands in the frozen dataclass of its case, as options; a command checks their limits,
 runs the benchmark and shows its columns. Options that several values share, written as one text, are read here.
 """
 
 import json as jsonlib
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +21,7 @@ from antiphon.bench import collectives as collecting
 from antiphon.bench import dispatch as dispatching
 from antiphon.bench import hybrid as two_levels
 from antiphon.bench import load as loading
+from antiphon.bench import pools as pooling
 from antiphon.bench import serve as serving
 from antiphon.bench import train as training
 from antiphon.bench import training_ladder
@@ -30,22 +29,28 @@ from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladder
 from antiphon.bench.m2n import cases
 from antiphon.bench.m2n import contest as m2n_contest
-from antiphon.bench.openai_peer import OpenAIPeer
-from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
-from antiphon.cli.bench_load import serve_load
 from antiphon.cli.bench_rows import check_limits, show_rows
+from antiphon.cli.bench_serve import (
+    MOST_TOKENS,
+    check_sizes,
+    device_name,
+    other_engines,
+    own_engines,
+    say,
+    serve_load,
+    workload_sizes,
+)
 from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
 from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
-from antiphon.cli.output import JsonOption, check_output_file, whole_file, write_whole
+from antiphon.cli.output import JsonOption, check_output_file, show, whole_file, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.signals import sigterm_exits
-from antiphon.specs.model import ModelSpec
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
-MOST_REQUESTS, MOST_TOKENS, MOST_TURNS, MOST_ROUNDS = 65_536, 10_000_000, 1000, 1_000_000  # more is a slip
+MOST_TURNS, MOST_ROUNDS = 1000, 1_000_000  # more is a slip
 MOST_SEQUENCES, MOST_POSITIONS, MOST_RANKS, MOST_NODES = 65_536, 1_000_000, 64, 16
 MOST_TENSOR_BYTES = 1 << 30
 
@@ -55,10 +60,6 @@ def root(context: typer.Context) -> None:
     """Measure Antiphon beside other engines."""
     if context.invoked_subcommand is None:
         print(context.get_help())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 # --- communication
@@ -247,86 +248,12 @@ def serve(
     if not contestants:
         raise UserError("nobody to measure: give --layouts, --peers or --against-url")
     with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
-        rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=_say, device=device)
+        rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     measured = jsonlib.loads(jsonlib.dumps(asdict(limits)))
     about = {"device": device_name(device), "torch": torch.__version__, "limits": measured}
     show_rows("serve", serving.COLUMNS, rows, json, about=about)
-
-
-def workload_sizes(concurrency: str, input_tokens: int, output_tokens: int, prefill: str) -> list[serving.WorkloadSize]:
-    """What to measure, from the options' texts; `UserError` when that is nothing."""
-    check_count("--input-tokens", input_tokens, MOST_TOKENS)
-    check_count("--output-tokens", output_tokens, MOST_TOKENS)
-    sizes = [serving.WorkloadSize(count, input_tokens, output_tokens) for count in parse_counts(concurrency)]
-    sizes += [serving.WorkloadSize(count, tokens, 1) for count, tokens in parse_prefill(prefill)]
-    if not sizes:
-        raise UserError("nothing to measure: give --concurrency or --prefill")
-    return sizes
-
-
-def check_sizes(sizes: Sequence[serving.WorkloadSize], spec: ModelSpec) -> None:
-    """`UserError` for a request that the model's context cannot hold."""
-    for size in sizes:
-        if size.input_tokens + size.output_tokens > spec.max_position:
-            raise UserError(
-                f"{size.input_tokens} input and {size.output_tokens} output tokens are more than the model's context "
-                f"of {spec.max_position}: lower --input-tokens, --output-tokens or --prefill"
-            )
-
-
-def own_engines(
-    layouts: str, model: Path, sizes: Sequence[serving.WorkloadSize], device: str, threads: int | None
-) -> list[Peer]:
-    """One engine of ours for each layout, with room for the largest size."""
-    max_concurrency = max(size.concurrency for size in sizes)
-    max_tokens = max(size.input_tokens + size.output_tokens for size in sizes)
-    return [
-        serving.AntiphonEngine(
-            name, model, max_concurrency=max_concurrency, max_tokens=max_tokens, device=device, threads=threads
-        )
-        for name in layouts.split(",")
-        if name
-    ]
-
-
-def other_engines(peers: str | None, against_url: str | None, model: Path, device: str) -> list[Peer]:
-    """The engines to compare with: those that `--peers` names, and a server that runs already."""
-    names = default_peers(device, _say) if peers is None else peers.split(",")
-    found = [make_peer(name, model, device) for name in names if name]
-    if against_url is not None:
-        found.append(OpenAIPeer(against_url))
-    return found
-
-
-def parse_counts(text: str) -> list[int]:
-    """``"1,8"`` -> ``[1, 8]``."""
-    try:
-        counts = [int(part) for part in text.split(",") if part]
-    except ValueError as error:
-        raise UserError(f"--concurrency {text!r} is not a list of numbers: write for example 1,8,32") from error
-    for count in counts:
-        check_count(f"--concurrency {text!r}: a number", count, MOST_REQUESTS)
-    return counts
-
-
-def parse_prefill(text: str) -> list[tuple[int, int]]:
-    """``"8x512"`` -> ``[(8, 512)]``."""
-    try:
-        numbers = [tuple(int(number) for number in part.split("x")) for part in text.split(",") if part]
-        pairs = [(count, tokens) for count, tokens in numbers]
-    except ValueError as error:
-        raise UserError(f"--prefill {text!r} is not a list like 1x512,8x512") from error
-    for count, tokens in pairs:
-        check_count(f"--prefill {text!r}: a number of prompts", count, MOST_REQUESTS)
-        check_count(f"--prefill {text!r}: a prompt's length", tokens, MOST_TOKENS)
-    return pairs
-
-
-def device_name(device: str) -> str:
-    """``cpu``, or the accelerator's own name behind its kind."""
-    return device if device == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
 
 
 # --- training
@@ -384,7 +311,7 @@ def train(
         case.check_sizes(load_model_spec(case.folder))
     torch.set_num_threads(cores)
     with progress("timing training steps") as report:
-        rows = training.bench_train(cases, _say, report)
+        rows = training.bench_train(cases, say, report)
     show_rows("train", training.COLUMNS, rows, json, torch=torch.__version__)
 
 
@@ -424,5 +351,30 @@ def parse_ranks(text: str) -> list[int]:
     return found
 
 
-for command in (m2n, train, dispatch, collectives, balance, hybrid, serve):  # in the order of the help
+@takes_groups
+def pools(
+    model: options.ModelFolder,
+    prompts: Annotated[str, typer.Option(metavar="N,N", help="Lengths of long prompts.")] = "512,2048,8192",
+    *,
+    case: pooling.PoolsCase,
+    json: JsonOption = None,
+) -> None:
+    """Time one pool of workers against prefill and decode apart, on the same cores."""
+    check_limits(case)
+    lengths = [_prompt_length(text) for text in _words("--prompts", prompts)]
+    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
+        rows = pooling.bench_pools(model, lengths, case, say)
+    said = pooling.verdicts(rows)
+    show_rows("pools", pooling.COLUMNS, rows, json, about={"verdicts": said})
+    show("\n".join(said), json=json)
+
+
+def _prompt_length(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"--prompts has {text!r}: write numbers, for example 512,2048")
+    check_count("--prompts", int(text), MOST_TOKENS)
+    return int(text)
+
+
+for command in (m2n, train, dispatch, collectives, balance, hybrid, serve, pools):  # in the order of the help
     app.command(context_settings=CONTEXT_SETTINGS)(command)

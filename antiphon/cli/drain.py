@@ -47,8 +47,8 @@ def drain(
 
 def _state(client: httpx.Client, url: str, worker: str, *, undo: bool) -> str:
     """How far the worker is, after asking for it."""
-    address = f"{url.rstrip('/')}/drain/{quote(worker, safe='/')}"
-    answer = ask(url, lambda: client.request("DELETE" if undo else "PUT", address))
+    order = "undrain" if undo else "drain"
+    answer = ask(url, lambda: client.put(f"{url.rstrip('/')}/{order}/{quote(worker, safe='/')}"))
     try:
         body = answer.json()
         if answer.status_code == 400:

@@ -134,6 +134,8 @@ def machine_name(device: str) -> str:
 
 def join_lines(config: ServeConfig) -> str:
     """What to start on the other machines."""
+    if config.prefill is not None:
+        return "\n".join(line for pool in reversed(config.pools) if (line := join_lines(pool)))
     role, here = "attention" if config.layout == "disaggregated" else "replica", config.ranks_here
     attention = config.num_instances * config.joined_attention * config.attention_ranks
     experts = config.num_instances * config.joined_experts * config.expert_tp
@@ -149,6 +151,8 @@ def plan_lines(served: ServedPlan, machine: str) -> str:
     """What the banner says of a plan. A GPU's own name holds the plan's: ``NVIDIA H20`` is an ``H20``."""
     predicted = served.predicted
     promises = []
+    if served.prefill is not None and predicted.ttft_s is not None:
+        promises.append(f"{format_seconds(predicted.ttft_s)} to the first token")
     if predicted.tpot_s is not None:
         promises.append(f"{format_seconds(predicted.tpot_s)} a token")
     if predicted.tokens_per_s:

@@ -128,10 +128,10 @@ class WorkerOptions:
     balance: Annotated[Policy, typer.Option(metavar="HOW", help="static, window, predict, paths.")] = "off"
     path_profile: Annotated[Path | None, rare_option(metavar="FILE", help="Of --balance paths.")] = None
     expert_slots: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
+        int | None, rare_option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
     record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
-    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
+    placement: Annotated[Path | None, rare_option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan, one phase or both.")] = None
     attention_device: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
     expert_device: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""
@@ -144,7 +144,8 @@ class WorkerOptions:
         """A validated configuration; options that do not apply to the layout are refused, not ignored."""
         if self.prefill is None and self.decode is None:
             return self._one_pool(self._layout_fields(), capacity, model, trace=trace)
-        decode, prefill = (parse_layout(f"--{name}", text) for name, text in self._pool_layouts().items())
+        layouts = self._pool_layouts().items()
+        decode, prefill = (parse_layout(f"--{name}", text) | {"pool": name} for name, text in layouts)
         return replace(
             self._one_pool(decode, capacity, model, trace=trace),
             prefill=self._one_pool(prefill, capacity, model, trace=trace),
@@ -280,7 +281,8 @@ def planned_config(
     config = _obey(served, workers, capacity, model, room, trace=trace)
     if served.prefill is None:
         return config, served
-    return replace(config, prefill=_obey(served.prefill, workers, capacity, model, room, trace=trace)), served
+    prefill = replace(_obey(served.prefill, workers, capacity, model, room, trace=trace), pool="prefill")
+    return replace(config, prefill=prefill, pool="decode"), served
 
 
 def _obey(

@@ -173,15 +173,29 @@ class JoinOptions:
     def add_to(self, config: ServeConfig) -> ServeConfig:
         """The configuration with these workers from outside; validated."""
         options.check_not_empty("--join-address", self.join_address)
-        counts = re.fullmatch(r"(\d+)\+(\d+)", self.join_workers)
-        if counts is None:
-            raise UserError(f"--join-workers is {self.join_workers}: write attention + experts, for example 0+2")
+        example = "0+2" if config.prefill is None else "1+0,0+2 (prefill, decode)"
+        pools = self.join_workers.split(",")
+        if len(pools) == 1 and self.join_workers == "0+0":
+            pools *= 1 if config.prefill is None else 2
+        counts = [re.fullmatch(r"(\d+)\+(\d+)", each.strip()) for each in pools]
+        if len(counts) != (1 if config.prefill is None else 2) or None in counts:
+            raise UserError(f"--join-workers is {self.join_workers}: write attention + experts, for example {example}")
+        if config.prefill is not None and self.ranks_here:
+            raise UserError(f"--ranks-here {self.ranks_here} does not apply with --prefill and --decode")
+        joined = [(int(each.group(1)), int(each.group(2))) for each in counts if each is not None]
+        if config.prefill is not None and self.join_address and not any(map(any, joined)):
+            raise UserError("--join-address without --join-workers: say how many workers of each pool join")
+        secret = read_join_secret(self.secret_file) if self.join_address else b""
+        prefill = None if config.prefill is None else self._joined(config.prefill, *joined[0], secret)
+        return replace(self._joined(config, *joined[-1], secret), prefill=prefill)
+
+    def _joined(self, config: ServeConfig, attention: int, experts: int, secret: bytes) -> ServeConfig:
         return replace(
             config,
             join_address=self.join_address or "",
-            join_secret=read_join_secret(self.secret_file) if self.join_address else b"",
-            joined_attention=int(counts.group(1)),
-            joined_experts=int(counts.group(2)),
+            join_secret=secret,
+            joined_attention=attention,
+            joined_experts=experts,
             ranks_here=self.ranks_here,
         )
 

@@ -237,7 +237,7 @@ class ServeConfig:
             )
         if num_joined and not self.join_address:
             raise UserError(f"{num_joined} workers are to join: say where with --join-address HOST:PORT")
-        if self.join_address and not num_joined:
+        if self.join_address and not num_joined and not self.pool:
             raise UserError("--join-address without --join-workers: say how many workers join")
         if self.join_address:
             refuse_wildcard("--join-address", self.join_address, split_address(self.join_address)[0])

@@ -194,12 +194,13 @@ class Engine:
         """See `AsyncEngine.drain`."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        while (unfinished := self._unfinished()) and time.monotonic() < deadline and not self.workforce.stuck:
+        while (unfinished := self.unfinished()) and time.monotonic() < deadline and not self.workforce.stuck:
             await asyncio.sleep(0.05)  # asked once in an engine's life: not worth a signal from its thread
         for request_id in unfinished:
             self.abort(request_id)
 
-    def _unfinished(self) -> list[str]:
+    def unfinished(self) -> list[str]:
+        """Ids of all requests that have not had their last output."""
         with self._lock:
             return [*self._new, *self._router.tracked.ids()]
 

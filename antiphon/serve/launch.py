@@ -119,7 +119,7 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         pool, present = pool_of[name.pool], placing.get((name.pool, name.instance))
         order = configure(pool, name, pool.placement if present is None else present.current, _cores(run, name))
         if ends is not None and name in ends.sources:
-            kv = _kv_transfer(pool, ends.sources[name].number, len(ends.sources))
+            kv = _kv_transfer(pool, ends, name)
             order = msgspec.structs.replace(order, kv=kv)
         fleet.launch(name, order)
 
@@ -153,16 +153,17 @@ def _cache_part(pool: PreparedEngine, name: WorkerName) -> CachePart:
     return cache_part(pool.spec, rank, config.attention_tp, layers)
 
 
-def _kv_transfer(pool: PreparedEngine, number: int, num_sources: int) -> KVTransferConfig:
-    """How a process with that number gives and takes keys and values."""
+def _kv_transfer(pool: PreparedEngine, ends: KVEnds, name: WorkerName) -> KVTransferConfig:
+    """How a process gives and takes keys and values."""
     config = pool.config
     return KVTransferConfig(
         transport=config.transport,
         host=config.exchange_host,
         secret=pool.secret,
-        source=number,
-        num_sources=num_sources,
+        source=ends.sources[name].number,
+        num_sources=len(ends.sources),
         receives=config.pool != "prefill",
+        layout=ends.layout,
     )
 
 

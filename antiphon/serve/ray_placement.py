@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -63,6 +64,12 @@ class RayPlacement:
     def __init__(self, config: ServeConfig, cluster: RayCluster, *, start_timeout_s: float = 60.0) -> None:
         if config.joined_attention or config.joined_experts:
             raise UserError("--ray places all workers itself: leave --join-workers and --join-address out")
+        prefill = config.prefill
+        if prefill is not None and (prefill.attention_ranks, prefill.expert_tp) != (
+            config.attention_ranks,
+            config.expert_tp,
+        ):
+            raise UserError("--ray places workers of equal size: give --prefill and --decode the same numbers of ranks")
         if ":" in config.device:
             raise UserError(f"--device {config.device}: with --ray, Ray chooses the GPUs; use cuda")
         self._asked = config
@@ -75,14 +82,14 @@ class RayPlacement:
         )
         self._start_timeout_s = start_timeout_s
         self._secret = secrets.token_hex(32).encode()
-        apart = config.layout == "disaggregated"
-        self._experts_of_each = config.num_experts if apart else 0
-        self._num_attention = config.num_instances * config.num_attention
-        self._num_experts = config.num_instances * self._experts_of_each
-        sides: list[tuple[JoinRole, int]] = [
-            ("attention" if apart else "replica", self._num_attention),
-            ("experts", self._num_experts),
-        ]
+        counts: Counter[JoinRole] = Counter()
+        for pool in config.pools:
+            is_apart = pool.layout == "disaggregated"
+            counts["attention" if is_apart else "replica"] += pool.num_instances * pool.num_attention
+            counts["experts"] += pool.num_instances * pool.num_experts if is_apart else 0
+        self._num_experts = counts.pop("experts")
+        self._num_attention = counts.total()
+        sides: list[tuple[JoinRole, int]] = [*counts.items(), ("experts", self._num_experts)]
         self._places = [
             _Place(side=side, index=index, num_ranks=self._needs.ranks(side))
             for side, count in sides
@@ -100,13 +107,9 @@ class RayPlacement:
         try:
             self._choose()
             address = self._reserve(host)
-            self.config = replace(
-                self._asked,
-                join_address=address,
-                join_secret=self._secret,
-                joined_attention=self._asked.num_attention,
-                joined_experts=self._experts_of_each,
-            )
+            prefill = self._asked.prefill
+            prefill = None if prefill is None else self._joined(prefill, address)
+            self.config = replace(self._joined(self._asked, address), prefill=prefill)
             for place in self._places:
                 self._start(place)
             self._keeper.start()
@@ -114,6 +117,16 @@ class RayPlacement:
             self._close(0.0)
             raise
         return self
+
+    def _joined(self, config: ServeConfig, address: str) -> ServeConfig:
+        """The configuration with all workers from outside."""
+        return replace(
+            config,
+            join_address=address,
+            join_secret=self._secret,
+            joined_attention=config.num_attention,
+            joined_experts=config.num_experts if config.layout == "disaggregated" else 0,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -156,7 +169,7 @@ class RayPlacement:
                 if self._num_experts:
                     whom += f" and {self._num_experts} expert workers of {config.expert_tp} ranks"
                 whom += f" need {each} for each rank, a worker's on one node"
-            others = " or --experts" if self._experts_of_each else ""
+            others = " or --experts" if self._num_experts else ""
             others = f", --instances{others}" if config.num_instances > 1 else others
             have = ", ".join(f"{node.num_cpus:g} CPUs and {node.num_gpus:g} GPUs" for node in nodes) or "nothing"
             raise ResourceError(

@@ -212,4 +212,7 @@ def _at(configure: Configure, peer: JoinedPeer, device_index: int) -> Configure:
     exchange = configure.exchange
     if exchange is not None:
         exchange = msgspec.structs.replace(exchange, host=peer.host, waiting="auto", local_processes=0, secret=b"")
-    return msgspec.structs.replace(configure, exchange=exchange, device_index=device_index)
+    kv = configure.kv
+    if kv is not None:
+        kv = msgspec.structs.replace(kv, host=peer.host, secret=b"")
+    return msgspec.structs.replace(configure, exchange=exchange, kv=kv, device_index=device_index)

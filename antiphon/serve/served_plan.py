@@ -125,7 +125,10 @@ def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     check_planned_for(spec, plan.model_config, plan.model, file)
     served = _served_phase(plan, phase, spec, file)
     prefill = plan.phases.get("prefill")
-    return served if prefill is None else replace(served, prefill=_prefill_pool(plan, prefill, spec, file))
+    if prefill is None:
+        return served
+    predicted = replace(served.predicted, ttft_s=prefill.predicted.ttft_s)
+    return replace(served, prefill=_prefill_pool(plan, prefill, spec, file), predicted=predicted)
 
 
 def _served_phase(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:

@@ -26,7 +26,8 @@ Intervals = NDArray[np.int64]  # [n, 2] start and end in ns, sorted, disjoint
 
 @dataclass(frozen=True)
 class TimelineSummary:
-    """Shares are of the time in which steps ran, `step_s`."""
+    """Shares are of the time in which steps ran, `step_s`. Of several pools: of each its own, and `step_s` of the
+    longest."""
 
     step_s: float
     attention_idle_ratio: dict[str, float]
@@ -63,7 +64,21 @@ def _event(spans: Spans, index: int, process: int, origin: int) -> dict[str, Any
 
 
 def summarise(spans: Mapping[WorkerName, Spans]) -> TimelineSummary:
-    """The four numbers. Workers without spans are left out."""
+    """The four numbers. Workers without spans are left out; pools, which step each for itself, are looked at apart."""
+    pools = [
+        _summarise_pool({name: s for name, s in spans.items() if name.pool == pool})
+        for pool in sorted({name.pool for name in spans})
+    ]
+    return TimelineSummary(
+        step_s=max((each.step_s for each in pools), default=0.0),
+        attention_idle_ratio=dict(item for each in pools for item in each.attention_idle_ratio.items()),
+        expert_idle_ratio=dict(item for each in pools for item in each.expert_idle_ratio.items()),
+        exposed_communication_s=sum(each.exposed_communication_s for each in pools),
+        rows_per_expert_worker=dict(item for each in pools for item in each.rows_per_expert_worker.items()),
+    )
+
+
+def _summarise_pool(spans: Mapping[WorkerName, Spans]) -> TimelineSummary:
     attention = {name: s for name, s in spans.items() if name.role != "experts" and s.starts_ns}
     experts = {name: s for name, s in spans.items() if name.role == "experts" and s.starts_ns}
     stepping = _union([_intervals(s, STEP) for s in attention.values()])

@@ -65,6 +65,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/dashboard/data",
         "/placement",
         "/drain/{worker}",
+        "/undrain/{worker}",
     }
     components = description["components"]["schemas"]
     promised = {

@@ -1,4 +1,4 @@
-"""What one request may ask for, in both layouts: the same answers, whatever runs where."""
+"""What one request may ask for, in all layouts and with prefill apart: the same answers, whatever runs where."""
 
 import asyncio
 import json
@@ -54,8 +54,15 @@ def disaggregated(tiny_model: TinyModel) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def both(colocated: Engine, disaggregated: Engine) -> list[Engine]:
-    return [colocated, disaggregated]
+def apart(tiny_model: TinyModel) -> Iterator[Engine]:
+    """Prefill and decode in workers of their own."""
+    with running(config(tiny_model, "1>1")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def both(colocated: Engine, disaggregated: Engine, apart: Engine) -> list[Engine]:
+    return [colocated, disaggregated, apart]
 
 
 def test_seeds_give_the_same_tokens_in_every_layout(both: list[Engine], prompts: Prompts) -> None:
@@ -72,8 +79,8 @@ def test_seeds_give_the_same_tokens_in_every_layout(both: list[Engine], prompts:
         )
         for index in range(len(prompts))
     ]
-    first, second = (complete(engine, prompts, params) for engine in both)
-    assert first == second
+    first, *others = (complete(engine, prompts, params) for engine in both)
+    assert all(tokens == first for tokens in others)
     assert len({tuple(tokens) for tokens in first}) == len(prompts), "seeds make a difference"
     assert complete(both[1], prompts, params) == first, "and nothing else does"
 
@@ -186,11 +193,11 @@ def test_grammars_are_followed_and_break_alone(
         with pytest.raises(UserError, match="'bad' is no number"):
             Run(engine, prompts[:1], params("bad"))
         results.append(Run(engine, prompts[:15], asked).finish())
-    for index, (first, second) in enumerate(zip(*results, strict=True)):
-        assert first.token_ids == second.token_ids
+    for index, (first, *others) in enumerate(zip(*results, strict=True)):
+        assert all(first.token_ids == other.token_ids for other in others)
         if index % 3 == 2:
             assert first.token_ids == reference[index][:20]
-        for request in (first, second):
+        for request in (first, *others):
             assert request.error == (None, "structured output broke off: no more even numbers", None)[index % 3]
             assert request.last.finish_reason == ("length", "grammar", "length")[index % 3]
             if index % 3 < 2:

@@ -98,6 +98,7 @@ class Load:
     [
         pytest.param("2+2/m2", CHAOS_S, id="disaggregated"),
         pytest.param("2", CHAOS_S / 2, id="colocated", marks=pytest.mark.slow),
+        pytest.param("2>1+1/m2", CHAOS_S, id="pools", marks=pytest.mark.slow),
         pytest.param("2+2/m2", 60.0, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

@@ -118,6 +118,16 @@ def test_the_form_of_a_plans_exchange_is_its_phases() -> None:
     assert served_plan_of(plan(replicas), SPEC, FILE).decode_collectives == "auto"
 
 
+def test_a_plan_with_both_phases_is_served_by_two_pools() -> None:
+    prefill = replace(TOGETHER, num_instances=3, batch=4096, predicted=Predicted(ttft_s=0.5))
+    served = served_plan_of(plan(APART, phases={"decode": APART, "prefill": prefill}), SPEC, FILE)
+    assert (served.layout, served.predicted.ttft_s) == ("disaggregated", 0.5)
+    assert served.prefill is not None
+    assert (served.prefill.layout, served.prefill.num_attention) == ("colocated", 3)
+    assert served.prefill.max_batch_tokens == 4096, "a prefill phase's batch counts tokens"
+    assert served.prefill.max_running == 256
+
+
 def over(num_nodes: int, devices_per_node: int, phase: PhasePlan) -> tuple[int, int, int]:
     """Who joins if this is served on such nodes."""
     core = device("this-core", kind="cpu", scale_up_domain=devices_per_node)

@@ -1,10 +1,12 @@
 """`antiphon serve --plan` as users run it: it obeys, refuses what contradicts, and measures against the prediction."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
@@ -12,7 +14,9 @@ from antiphon.cli.commands import single_command
 from antiphon.cli.engine_run import plan_lines
 from antiphon.cli.generate import generate
 from antiphon.cli.serve import serve as serve_command
+from antiphon.cli.top import frame
 from antiphon.models.config import load_model_spec, read_config
+from antiphon.serve.api.dashboard_reading import DashboardReading
 from antiphon.serve.served_plan import served_plan_of
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, plan_to_json
 from tests.serve.server_harness import ServerProcess, serve
@@ -139,3 +143,56 @@ def test_generate_obeys_a_plan_too(checkpoint: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert len(json.loads(out.read_text())["token_ids"]) == 2
+
+
+def test_a_plan_with_both_phases_starts_both_pools(checkpoint: Path, tmp_path: Path) -> None:
+    """By the command that a user types: names, a completion, what `/metrics` and the dashboard say of the hand-over."""
+    planned = make_plan(checkpoint)
+    decode = replace(planned.phases["decode"], predicted=Predicted(tpot_s=TPOT_S))
+    sizes = {"layout": "hybrid", "parallel": Parallel(), "micro_batches": 1, "batch": 64}
+    prefill = replace(decode, **sizes, placement=(((0, 1.0),),) * 8, predicted=Predicted(ttft_s=0.25))  # type: ignore[arg-type]
+    plan_path = tmp_path / "plan.json"
+    plan_path.write_text(json.dumps(plan_to_json(replace(planned, phases={"decode": decode, "prefill": prefill}))))
+    with serve(checkpoint, tmp_path, "--plan", str(plan_path)) as server:
+        names = [worker["name"] for worker in server.facts["workers"]]
+        assert names == ["decode/attention[0]", "decode/experts[0]", "decode/experts[1]", "prefill/replica[0]"]
+        assert server.facts["pools"]["prefill"]["layout"] == "colocated"
+        assert "250.00 ms to the first token and 500.00 ms a token" in server.log
+        assert server.complete(prompt=list(range(3, 53)), max_tokens=4).status_code == 200
+        metrics = server.metrics()
+        assert metrics["antiphon:handovers_total"] == 1
+        assert metrics["antiphon:handover_tokens_total"] == 50
+        assert metrics["antiphon:predicted_time_to_first_token_seconds"] == 0.25
+        assert metrics['antiphon:pool_requests{pool="decode",state="arriving"}'] == 0
+        reading = server.http.get("/dashboard/data").json()
+        assert [pool["name"] for pool in reading["pools"]] == ["prefill", "decode"]
+        assert reading["handovers"] == {"num_done": 1, "num_failed": 0, "num_recomputed": 0}
+        assert "hand-overs" in _text(frame(DashboardReading.model_validate(reading), ""))
+
+
+def _text(shown: RenderableType) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(shown)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--prefill 1", "--prefill without --decode: name the workers of both"),
+        ("--decode 1+1", "--decode without --prefill: name the workers of both"),
+        ("--prefill 1 --decode 2x", "--decode is '2x': write a layout, for example"),
+        ("--prefill 1*2+1 --decode 1", "--prefill is .*: replicas that share experts .* have no expert workers"),
+        ("--prefill 0 --decode 1", "--attention is 0: it must be at least 1"),
+        ("--prefill 1 --decode 1 --experts 2", "--experts does not apply with --prefill and --decode"),
+        ("--prefill 1 --decode 1 --tp 2", "--tp does not apply with --prefill and --decode"),
+        ("--prefill 1 --decode 1 --plan none.json", "--prefill and --decode do not apply with --plan"),
+        ("--prefill 1 --decode 1 --join-workers 0+1", "--join-workers is 0[+]1: .* for example 1[+]0,0[+]2"),
+        ("--prefill 1+1 --decode 1+1 --attention-dtype float16 --balance off --kv-bytes 1KiB", "--kv-bytes 1.0 KiB"),
+    ],
+)
+def test_what_pools_cannot_be_is_refused(checkpoint: Path, options: str, message: str) -> None:
+    result = CliRunner().invoke(single_command(serve_command), [str(checkpoint), "--port", "0", *options.split()])
+    assert isinstance(result.exception, UserError), result.output
+    with pytest.raises(UserError, match=message):
+        raise result.exception

@@ -4,10 +4,12 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.serve import prepare as prepare_module
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.prepare import prepare
@@ -26,6 +28,7 @@ from tests.serve.engine_harness import (
     running,
     wait_until_idle,
 )
+from tests.serve.poisoned_worker import SEED, poison
 from tests.waiting import wait_until
 
 LAYOUTS = ("1>1", "2>1+1/m2")
@@ -156,6 +159,24 @@ def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_m
         wait_until_idle(engine)
 
 
+@pytest.mark.parametrize("way", ["die", pytest.param("error", marks=pytest.mark.slow)])
+def test_a_prompt_that_breaks_workers_ends_alone(
+    way: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks prefill workers first; then a decode worker computes it, where the search for suspects finds it."""
+    poison(tmp_path, monkeypatch, way)
+    prompts = random_prompts([60, 70], seed=12)
+    (poisonous,) = random_prompts([80], seed=13)
+    with running(config(tiny_model, "1>1")) as engine:
+        run = Run(engine, [prompts[0], poisonous, prompts[1]], [GREEDY, replace(GREEDY, seed=SEED), GREEDY])
+        first, victim, last = run.finish()
+        assert [first.token_ids, last.token_ids] == tiny_model.greedy(prompts)
+        assert victim.last.finish_reason == "error"
+        assert "the server has given the request up" in str(victim.error)
+        assert engine.fatal is None
+        wait_until_idle(engine)
+
+
 def test_without_prefill_workers_the_decode_workers_compute_prompts(tiny_model: TinyModel) -> None:
     prompts = random_prompts([90, 120], seed=2)
     with running(config(tiny_model, "1>1")) as engine:
@@ -196,6 +217,14 @@ def test_pools_that_cannot_understand_each_other_are_refused(tiny_model: TinyMod
         replace(settings, prefill=replace(settings.prefill, model=tiny_model.folder.parent))
     with pytest.raises(UserError, match="--kv-bytes"):
         prepare(replace(settings, kv_bytes=1000, prefill=replace(settings.prefill, kv_bytes=1000)))
+
+
+def test_pools_that_do_not_fit_the_memory_are_refused(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "free_memory_bytes", lambda device: 3 << 20)
+    fits = config(tiny_model, "1>1", num_blocks=17)
+    assert len(prepare(fits).pools) == 2
+    with pytest.raises(ResourceError, match=r"the pools do not fit: weights need .* of --decode and .* of --prefill"):
+        prepare(config(tiny_model, "9>1", num_blocks=17))
 
 
 def test_a_worker_name_says_where_it_is() -> None:

@@ -137,6 +137,20 @@ def test_every_worker_gets_an_order_and_the_engine_a_door(caplog: pytest.LogCapt
     assert config.join_secret.decode() not in caplog.text + repr(config)
 
 
+def test_both_pools_are_placed() -> None:
+    cluster = PretendedCluster({"a": 4, "b": 4})
+    prefill = asked(layout="colocated", num_attention=2, pool="prefill")
+    with place(cluster, num_attention=1, num_experts=1, pool="decode", prefill=prefill) as placement:
+        config = placement.config
+        assert config.prefill is not None
+        assert (config.joined_attention, config.joined_experts, config.prefill.joined_attention) == (1, 1, 2)
+        assert config.num_workers == 0
+        roles = [placed.job.order.role for placed in cluster.placed]
+        assert sorted(roles) == ["attention", "experts", "replica", "replica"]
+    with pytest.raises(UserError, match="same numbers of ranks"):
+        place(cluster, pool="decode", prefill=asked(layout="colocated", attention_tp=2, pool="prefill"))
+
+
 def test_threads_are_as_many_as_fit() -> None:
     cluster = PretendedCluster({"a": 8, "b": 6})
     with place(cluster, num_attention=1, num_experts=2, num_threads=None):

@@ -1,4 +1,6 @@
-"""`PUT /drain/WORKER` and `DELETE /drain/WORKER`: take a worker out of service without losing work, or put it back."""
+"""`PUT /drain/WORKER` and `PUT /undrain/WORKER`: take a worker out of service without losing work, or put it back.
+
+No body: the method alone keeps pages of other sites from asking."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -8,8 +10,7 @@ from antiphon.serve.api.context import context_of
 from antiphon.serve.api.responses import described_errors
 
 router = APIRouter(tags=["workers"])
-_PATH = "/drain/{worker:path}"  # names may hold a slash, as in prefill/replica[0]
-_DESCRIBED = {
+_DESCRIBED = {  # names may hold a slash, as in prefill/replica[0]
     "parameters": [{"name": "worker", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
 }
 
@@ -22,7 +23,7 @@ class DrainResponse(BaseModel):
 
 
 @router.put(
-    _PATH,
+    "/drain/{worker:path}",
     summary="Give a worker no more requests, and move those that it has to others",
     status_code=202,
     response_model=DrainResponse,
@@ -34,15 +35,15 @@ async def drain(request: Request) -> JSONResponse:
     return _answer(request, undo=False)
 
 
-@router.delete(
-    _PATH,
+@router.put(
+    "/undrain/{worker:path}",
     summary="Let a worker that was drained have requests again",
     status_code=202,
     response_model=DrainResponse,
     responses=described_errors(400, 401),
     openapi_extra=_DESCRIBED,
 )
-async def end_drain(request: Request) -> JSONResponse:
+async def undrain(request: Request) -> JSONResponse:
     return _answer(request, undo=True)
 
 

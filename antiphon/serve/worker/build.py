@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from antiphon import _native
+from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.m2n.api import AttentionExchange, ExpertExchange
@@ -220,7 +221,13 @@ def _kv_links(source: _Source, seat: _Seat, cache: KVCache) -> KVLinks | None:
         return None
     name = f"{configure.role}[{configure.index}][{configure.rank}]"
     part = cache_part(spec, configure.rank % configure.tp, configure.tp, seat.layers)
-    return KVLinks(config, name, cache, part, layout_digest(spec, source.backend.dtype), source.say)
+    layout = layout_digest(spec, source.backend.dtype)
+    if config.layout and layout != config.layout:
+        raise UserError(
+            f"{configure.model} has another model than the server: a cached token is {layout} here and {config.layout} "
+            "there; give this worker the server's checkpoint (--model)"
+        )
+    return KVLinks(config, name, cache, part, layout, source.say)
 
 
 def _take_seat(source: _Source) -> _Seat:

@@ -67,6 +67,9 @@ def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], N
         exchange, num_threads = configure.exchange, order.num_threads or share_of_threads()
         if exchange is not None:
             exchange = msgspec.structs.replace(exchange, secret=exchange_secret(secret))
+        kv = configure.kv
+        if kv is not None:
+            kv = msgspec.structs.replace(kv, secret=exchange_secret(secret))
         return msgspec.structs.replace(
             configure,
             model=order.model or configure.model,
@@ -74,6 +77,7 @@ def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], N
             spins=allowance().may_spin(num_threads),
             cores=[],
             exchange=exchange,
+            kv=kv,
         )
 
     channel.speak("engine", ToWorker)

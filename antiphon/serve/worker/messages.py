@@ -53,7 +53,8 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How keys and values reach other workers, which any process with this can send to. `source`: its number among the
-    `num_sources` processes that may ever send; `receives`: it has an inbox itself."""
+    `num_sources` processes that may ever send; `receives`: it has an inbox itself. `layout`: what a cached token is in
+    this server, as a digest."""
 
     transport: str
     host: str
@@ -61,6 +62,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     source: int
     num_sources: int
     receives: bool
+    layout: str = ""
 
 
 class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):

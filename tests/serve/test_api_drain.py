@@ -1,0 +1,46 @@
+"""`PUT /drain/WORKER` and `antiphon drain`: taken, refused with the reason, and for those who have a key."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.cli.drain import drain
+from tests.serve.api_harness import Live, fake_engine, live
+
+KEY = "a-key-of-forty-characters-or-nearly-so-12"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(fake_engine(), api_keys=(KEY,)) as running:
+        yield running
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text(KEY + "\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_a_worker_is_drained_and_serves_again(server: Live, key_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"prefill/replica.* after 0 s .*3 requests left"):
+        drain("prefill/replica[0]", server.url, wait=0.0, api_key_file=key_file)
+    assert server.engine.drained == {"prefill/replica[0]"}
+    drain("prefill/replica[0]", server.url, undo=True, api_key_file=key_file)
+    assert server.engine.drained == set()
+    assert "ready" in capsys.readouterr().out
+
+
+def test_it_needs_a_key_and_a_worker(server: Live, key_file: Path) -> None:
+    assert httpx.put(f"{server.url}/drain/attention[0]").status_code == 401
+    with pytest.raises(UserError, match="API key"):
+        drain("attention[0]", server.url)
+    with pytest.raises(UserError, match="drain one of"):
+        drain("experts[0]", server.url, api_key_file=key_file)
+    with pytest.raises(UserError, match="no server answers"):
+        drain("attention[0]", "http://127.0.0.1:9", api_key_file=key_file)
