@@ -156,6 +156,7 @@ def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement)
         num_blocks=run.num_blocks,
         max_model_len=run.context_length,
         rope_scaling=config.rope_scaling,
+        weights=config.weights,
         max_running=run.lane.max_running + run.lane.express_slots,
         placement=placement,
         expert_slots=run.slots + (1 if run.has_spare_slot else 0),
