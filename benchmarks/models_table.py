@@ -75,7 +75,21 @@ any part will do, or the folder; a folder with a `config.json` and tokenizer bes
 | `dots1`, `ernie4_5-moe`, `minimax-m2`, `granitemoe` | dots.llm1, ERNIE-4.5, MiniMax-M2, Granite MoE |
 
 A byte-level tokenizer whose pattern (`tokenizer.ggml.pre`) is not known here is refused: put the model's tokenizer
-files and `config.json` beside it and give the folder."""
+files and `config.json` beside it and give the folder.
+
+## Rounding a model
+
+```
+antiphon quantize MODEL OUT --experts int4 --dense int8 --group 32 --text held_out.txt
+antiphon serve MODEL --weights int4
+```
+
+The first writes a folder in the form of compressed-tensors (`pack-quantized`, `mxfp4-pack-quantized`), which vLLM and
+transformers load too: `tests/models/test_write_rounded.py` compares with the library's own decompression. It rounds to
+the nearest code with the best clip of every group, shard by shard, prints the error of every layer and the change of
+the loss, and goes on where it was stopped. Router, embedding, head and norms stay as they are. The second rounds at
+load and writes nothing: experts in the format named, other matrices in int8, the head as stored. What is in few bits
+already stays so."""
 FORMATS_HEAD = "## Formats of weights"
 RESULT_ROW = re.compile(r"\| `?([^|`]+?)`? \| [^|]+ \| ([\d.e-]+) \| (\d+) of (\d+) \| (\d+) of \4 \|")
 LAYOUTS = {"colocated": "1", "disaggregated": "1+2/m2"}

@@ -23,6 +23,7 @@ COMMANDS = {
     "drain": CommandPlace("antiphon.cli.drain", "drain", "Take a worker of a running server out of service"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
+    "quantize": CommandPlace("antiphon.cli.quantize", "quantize", "Write a checkpoint in 4 or 8 bits"),
     "profile": CommandPlace("antiphon.cli.profile", "profile", "Measure this machine, for plan and predictions"),
     "plan": CommandPlace(
         "antiphon.cli.plan", "plan", "Which layout, how many of what, at what cost, before renting it"

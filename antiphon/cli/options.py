@@ -21,7 +21,7 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.balancer import Policy
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, WeightFormatName
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
@@ -120,6 +120,9 @@ class WorkerOptions:
         int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
     ] = None
     rope_scaling: Annotated[str, rare_option(metavar="JSON", help="Longer context, in place of the model's.")] = ""
+    weights: Annotated[
+        WeightFormatName, rare_option(metavar="NAME", help="Experts at load: as-stored, int8, int4, mxfp4.")
+    ] = "as-stored"
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
     ] = None
@@ -190,6 +193,7 @@ class WorkerOptions:
             kernels=self.kernels,
             max_model_len=self.max_model_len,
             rope_scaling=self.rope_scaling,
+            weights=self.weights,
             kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
             max_running=capacity.max_running,
             max_batch_tokens=capacity.max_batch_tokens,

@@ -26,7 +26,7 @@ from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
-from antiphon.specs.precision import BYTES_OF, FOUR_BITS, PrecisionSpec, StorageDtype
+from antiphon.specs.precision import BYTES_OF, WEIGHTS_ONLY, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
 PHASES: dict[str, tuple[PhaseName, ...]] = {
@@ -307,8 +307,8 @@ def parse_price(text: str) -> tuple[str, float]:
 def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
     """``["fp8"]`` is fp8 for all; ``["weights=fp8", "kv=fp8"]`` changes these and leaves the rest in bfloat16.
 
-    ``wire=`` is dispatch and combine. A format of four bits alone is for weights: computing, sending or caching
-    in it takes a part's name. Later entries win."""
+    ``wire=`` is dispatch and combine. A format in `WEIGHTS_ONLY` alone is for weights: sending or caching in it
+    takes a part's name. Later entries win."""
     values: dict[str, str] = {}
     for text in parts:
         part, _, name = text.rpartition("=")
@@ -316,7 +316,7 @@ def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
         if part not in (*PRECISION_PARTS, "all"):
             raise UserError(f"--precision {text!r}: {part!r} is none of {', '.join(PRECISION_PARTS)}")
         storage = FORMAT_ALIASES.get(name, name)
-        everything = ("weights",) if storage in FOUR_BITS else ("weights", "kv", "dispatch", "combine", "compute")
+        everything = ("weights",) if storage in WEIGHTS_ONLY else ("weights", "kv", "dispatch", "combine", "compute")
         wanted = {"all": everything, "wire": ("dispatch", "combine")}
         for field in wanted.get(part, (part,)):
             values[field] = _checked_format(text, field, storage)

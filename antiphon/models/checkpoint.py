@@ -32,6 +32,7 @@ from antiphon.models.files import open_regular, read_json
 from antiphon.models.names import BLOCKS_SUFFIX, NAMES, TensorNames
 from antiphon.models.packed import PACKED_SUFFIXES, PackedMatrix, packed_matrices
 from antiphon.models.quantization import packing_of
+from antiphon.models.rounding import AS_STORED, WeightRounding
 from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
 
 DTYPES = {
@@ -128,7 +129,9 @@ class MadeTensor(Protocol):
 
 class Checkpoint:
     """Tensors by name. `bytes_read` counts the bytes of every tensor handed out, as stored. `made` are those that are
-    not stored under their name."""
+    not stored under their name. `rounding`: what readers round weights to that are stored in floats."""
+
+    rounding: WeightRounding = AS_STORED
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -168,6 +171,10 @@ class Checkpoint:
         """Read every shard's header now: `CheckpointError` if one is damaged, or lacks what the index says it has."""
         for name in self._file_of:
             self._shard(name)
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the stored tensor is one of those that make a matrix in 4 or 8 bits; float8 is none."""
+        return name.endswith((*PACKED_SUFFIXES, BLOCKS_SUFFIX)) or name in self._made
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._made[name].shape if name in self._made else self.stored_shape(name)

@@ -155,7 +155,7 @@ def load_expert(
         share,
     )
     reader = WeightReader(checkpoint, half.backend, check(checkpoint, refs.refs), None)
-    reader.expert(half.experts[layer], slot, refs)
+    reader.expert(half.experts[layer], slot, refs, checkpoint.rounding.experts)
 
 
 def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
@@ -176,7 +176,12 @@ def _experts(
 ) -> PackedExperts:
     widths = spec.feed_forward
     num_experts = max(len(plan), num_slots, 1)
-    return reader.new_experts(_shape(spec, num_experts, widths.intermediate, widths.expert_bias), plan, like)
+    return reader.new_experts(
+        _shape(spec, num_experts, widths.intermediate, widths.expert_bias),
+        plan,
+        like,
+        reader.checkpoint.rounding.experts,
+    )
 
 
 def _shape(spec: ModelSpec, num_experts: int, width: int, has_bias: bool) -> ExpertShape:
@@ -273,6 +278,6 @@ def _local_feed_forward(spec: ModelSpec, plan: LoadPlan, reader: WeightReader) -
     width = widths.dense_intermediate if purpose == "dense" else widths.shared_intermediate
     gate_up = plan[f"{purpose}.gate_up"]
     refs = ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, plan[f"{purpose}.down"][0])
-    expert = reader.new_experts(_shape(spec, 1, width, False), [refs], refs)
+    expert = reader.new_experts(_shape(spec, 1, width, False), [refs], refs, reader.checkpoint.rounding.dense)
     shared_gate = reader.linear(plan, "shared_gate") if "shared_gate" in plan else None
     return LocalFeedForward(backend, expert, shared_gate, spec.residual_multiplier)

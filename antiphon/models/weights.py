@@ -24,9 +24,11 @@ from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertFormats, ExpertShape, KernelBackend, PackedExperts, PackedLinear
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.rounding import RoundedFormat, format_of, rounded
 from antiphon.models.tensors import ExpertRefs, LoadPlan, TensorRef
 
 _log = get_logger("models")
+PLAIN_PURPOSES = ("router", "shared_gate", "kv_up")  # matrices that back-ends want as floats
 ReportProgress = Callable[[int, int], None]
 
 
@@ -63,10 +65,16 @@ class WeightReader:
         if self.progress is not None:
             self.progress(self.done_bytes, self.total_bytes)
 
-    def packed(self, ref: TensorRef) -> QuantizedWeight | None:
-        """The matrix in few bits, if it may stay so; valid until its pages are given back (`_done`)."""
+    def packed(self, ref: TensorRef, to: RoundedFormat | None = None) -> QuantizedWeight | None:
+        """The matrix in few bits, if it may stay so, or rounded to `to`; valid until its pages are given back
+        (`_done`)."""
         weight = self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut)
-        return None if weight is None or weight.format.columns_per_scale == 1 else weight
+        if weight is not None and weight.format.columns_per_scale != 1:
+            return weight
+        return None if to is None else self._rounded(self._floats(ref), to)
+
+    def _rounded(self, weight: Tensor, to: RoundedFormat) -> QuantizedWeight:
+        return rounded(_matrix(weight), format_of(to, self.checkpoint.rounding.group))
 
     def log_formats(self, what: str) -> None:
         """One line about `what` was read, if any of it is in few bits in the checkpoint or here."""
@@ -89,7 +97,8 @@ class WeightReader:
             bias = torch.zeros(sum(ref.local_shape[0] for ref in refs), dtype=self.backend.dtype)
             given = self._stacked(bias_refs, torch.device("cpu"), self.backend.dtype)
             bias[bias.shape[0] - given.shape[0] :] = given
-        parts = [self.packed(ref) for ref in refs]
+        to = None if purpose == "head" else self.checkpoint.rounding.dense
+        parts = [None if purpose in PLAIN_PURPOSES else self.packed(ref, to) for ref in refs]
         if (whole := stacked(parts)) is not None:
             with self._named(refs[0]):
                 packed = self.backend.pack_linear(whole, bias)
@@ -103,9 +112,11 @@ class WeightReader:
                 return self.backend.pack_linear(weight, bias)
         return self.backend.pack_linear(self._stacked(refs, torch.device("cpu"), self.backend.dtype), bias)
 
-    def new_experts(self, shape: ExpertShape, plan: Sequence[ExpertRefs], like: ExpertRefs) -> PackedExperts:
-        """Room for experts in the formats that `like` is stored in, filled with those in `plan`."""
-        gate_up, down = self._gate_up(like), self._down(like)
+    def new_experts(
+        self, shape: ExpertShape, plan: Sequence[ExpertRefs], like: ExpertRefs, to: RoundedFormat | None
+    ) -> PackedExperts:
+        """Room for experts in the formats of `like`, as stored or rounded to `to`, filled with those in `plan`."""
+        gate_up, down = self._gate_up(like, to), self._down(like, to)
         if gate_up is not None and gate_up[0].format != gate_up[1].format:
             gate_up = None
         formats = ExpertFormats(
@@ -113,19 +124,19 @@ class WeightReader:
         )
         experts = self.backend.new_experts(shape, formats)
         for index, refs in enumerate(plan):
-            self.expert(experts, index, refs)
+            self.expert(experts, index, refs, to)
         for form, ref in ((formats.gate_up, like.gate_up[0]), (formats.down, like.down)):
             self._note(form, [ref], len(plan))
         return experts
 
-    def expert(self, experts: PackedExperts, index: int, refs: ExpertRefs) -> None:
+    def expert(self, experts: PackedExperts, index: int, refs: ExpertRefs, to: RoundedFormat | None) -> None:
         """Copy one expert into place. Experts are nearly all of a checkpoint: their numbers are not looked at.
 
         `CheckpointError` if it is not in the formats that the experts of its layer have."""
         formats = experts.formats
-        pair = None if formats.gate_up is None else self._gate_up(refs)
-        gate, up = pair or self._gate_up_floats(experts, refs)
-        down = self._down(refs) if formats.down is not None else None
+        pair = None if formats.gate_up is None else self._gate_up(refs, to)
+        gate, up = pair or self._gate_up_floats(refs)
+        down = self._down(refs, to) if formats.down is not None else None
         with self._named(refs.down):
             experts.set_expert(index, gate, up, self._down_floats(refs) if down is None else down)
         for ref in refs.gate_up:
@@ -138,28 +149,32 @@ class WeightReader:
             with self.stored(refs.biases[0]) as gate_bias, self.stored(refs.biases[1]) as up_bias:
                 experts.set_bias(index, gate_bias[0], up_bias[0], self._down_bias(experts, refs))
 
-    def _gate_up(self, refs: ExpertRefs) -> tuple[QuantizedWeight, QuantizedWeight] | None:
-        """Both in few bits; None where one is not stored so."""
+    def _gate_up(self, refs: ExpertRefs, to: RoundedFormat | None) -> tuple[QuantizedWeight, QuantizedWeight] | None:
+        """Both in few bits; None where one is not stored so, and not to be rounded."""
         parts = [self.packed(ref) for ref in refs.gate_up]
         first, last = parts[0], parts[-1]
-        if first is None or last is None or refs.layout in ("rows", "columns"):
+        if first is not None and last is not None and refs.layout not in ("rows", "columns"):
+            if len(parts) == 2:
+                return first, last
+            return _turns(first) if refs.layout == "mxfp4" else _halves(first)
+        if to is None:
             return None
-        if len(parts) == 2:
-            return first, last
-        return _turns(first) if refs.layout == "mxfp4" else _halves(first)
+        gate, up = self._gate_up_floats(refs)
+        return self._rounded(gate, to), self._rounded(up, to)
 
-    def _gate_up_floats(self, experts: PackedExperts, refs: ExpertRefs) -> tuple[Tensor, Tensor]:
+    def _gate_up_floats(self, refs: ExpertRefs) -> tuple[Tensor, Tensor]:
         first = self._floats(refs.gate_up[0])
         if refs.layout in ("separate", "rows"):
             return _matrix(first), _matrix(self._floats(refs.gate_up[1]))
         if refs.layout == "fused":
-            gate, up = first.view(2, experts.shape.intermediate, experts.shape.hidden).unbind(0)
+            gate, up = first.reshape(2, -1, first.shape[-1]).unbind(0)
             return gate, up
         gate_up = first[0].t() if refs.layout == "columns" else first[0]
         return gate_up[0::2], gate_up[1::2]
 
-    def _down(self, refs: ExpertRefs) -> QuantizedWeight | None:
-        return None if refs.layout in ("rows", "columns") else self.packed(refs.down)
+    def _down(self, refs: ExpertRefs, to: RoundedFormat | None) -> QuantizedWeight | None:
+        stored = None if refs.layout in ("rows", "columns") else self.packed(refs.down)
+        return self._rounded(self._down_floats(refs), to) if stored is None and to is not None else stored
 
     def _down_floats(self, refs: ExpertRefs) -> Tensor:
         down = _matrix(self._floats(refs.down))
@@ -179,10 +194,10 @@ class WeightReader:
 
     def _note(self, kept: WeightFormat | None, refs: Sequence[TensorRef], count: int = 1) -> None:
         """Count how matrices stayed; refs of matrices that did not stay in few bits, though stored so, say why."""
-        if kept is not None:
-            self.kept[words_of(kept)] += count
-            return
         stored = [self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut) for ref in refs]
+        if kept is not None:
+            self.kept[words_of(kept) + ("" if stored[0] is not None else ", rounded at load")] += count
+            return
         formats = sorted({words_of(weight.format) for weight in stored if weight is not None})
         self.kept[f"{' and '.join(formats)}, multiplied out" if formats else "floats"] += count
 

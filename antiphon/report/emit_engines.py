@@ -50,7 +50,7 @@ from antiphon.specs.plan import (
     Predicted,
     Rejected,
 )
-from antiphon.specs.precision import FOUR_BITS, PrecisionSpec
+from antiphon.specs.precision import WEIGHTS_ONLY, PrecisionSpec
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 Options = list[tuple[str, str | int | None]]
@@ -249,14 +249,14 @@ def preamble(
 def _format_losses(precision: PrecisionSpec, engine: str) -> Iterator[str]:
     if precision.dispatch != precision.combine or precision.dispatch not in ("bfloat16", "float16"):
         yield f"rows sent as {precision.dispatch} and back as {precision.combine}: {engine}'s exchange decides"
-    for name in sorted({precision.weights, precision.experts or precision.weights} & set(FOUR_BITS)):
+    for name in sorted({precision.weights, precision.experts or precision.weights} & set(WEIGHTS_ONLY)):
         yield f"{name} weights: give {engine} a checkpoint that is quantised already"
 
 
 def format_options(precision: PrecisionSpec, fp8_kv: str) -> Options:
     """Options both engines share: formats of keys and values and of weights; `fp8_kv` is how fp8 is spelled there."""
     options: Options = [("--kv-cache-dtype", fp8_kv if precision.kv == "fp8" else "auto")]
-    if precision.weights in FOUR_BITS or precision.experts in FOUR_BITS:
+    if precision.weights in WEIGHTS_ONLY or precision.experts in WEIGHTS_ONLY:
         return options
     if precision.weights == "fp8":
         options.append(("--quantization", "fp8"))

@@ -30,6 +30,7 @@ from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
+WeightFormatName = Literal["as-stored", "int8", "int4", "mxfp4"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
@@ -83,6 +84,7 @@ class ServeConfig:
     replica may have `num_stages` stages of that many processes, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
+    `weights`: what experts that are stored in floats are rounded to (`models/rounding`);
     `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
@@ -110,6 +112,7 @@ class ServeConfig:
     kernels: str = "auto"
     max_model_len: Annotated[Count, Field(le=MAX_POSITIONS)] | None = None
     rope_scaling: str = ""
+    weights: WeightFormatName = "as-stored"
     kv_bytes: Count | None = None
     block_size: Annotated[Count, Field(multiple_of=16)] = 16
     max_batch_tokens: Annotated[Count, Field(le=MAX_BATCH_TOKENS)] = 2048

@@ -6,10 +6,11 @@ from typing import Literal
 from antiphon.specs.checked import checked
 from antiphon.specs.device import ComputeDtype
 
-StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int4", "mxfp4", "nvfp4"]
-FOUR_BITS: tuple[StorageDtype, ...] = ("int4", "mxfp4", "nvfp4")
+StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
+WEIGHTS_ONLY: tuple[StorageDtype, ...] = ("int8", "int4", "mxfp4", "nvfp4")  # computed in bfloat16
 BYTES_OF: dict[StorageDtype, float] = {
     **{"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1},
+    "int8": 1 + 2 / 32,  # groups of 32, as `antiphon quantize` writes and GGUF's Q8_0 has them
     "int4": 0.5 + 2 / 128,  # GPTQ's and AWQ's usual group: a 16-bit scale for 128 weights
     "mxfp4": 0.5 + 1 / 32,  # OCP Microscaling Formats 1.0, section 5.2: an 8-bit scale for 32
     "nvfp4": 0.5 + 1 / 16,  # an 8-bit scale for 16

@@ -44,8 +44,9 @@ _BESIDE_WEIGHTS = (
 def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | None = None) -> None:
     """Fill what `model` holds from the checkpoint in `folder`; `CheckpointError` if it is another model's or damaged.
     Of the experts only those held here are read."""
-    spec, names = model.spec, tensor_names(model.spec)
+    spec = model.spec
     checkpoint = open_checkpoint(folder, spec)
+    names = checkpoint.family_names(spec.family)
     outer = outer_plan(spec, names)
     plans = [{purpose: refs for purpose, refs in outer.items() if purpose in parts_of(model)}]
     plans += [attention_layer_plan(spec, names, layer.layer, checkpoint) for layer in model.layers]
@@ -67,7 +68,7 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
         for layer, of_layer in experts.items():
             for place, one in enumerate(of_layer):
                 whole = _OneExpert(spec)
-                reader.expert(whole, 0, one)
+                reader.expert(whole, 0, one, None)
                 whole.copy_to(model.layers[layer], place)
 
 
@@ -139,9 +140,9 @@ def _of_experts(weights: Weights, refs: list[ExpertRefs], spec: ModelSpec) -> It
     elif layout == "columns":
         yield refs[0].gate_up[0].name, _in_turns(gate_up_EJH).mT
         yield refs[0].down.name, down_EHI.mT
-        if refs[0].biases:
+        if refs[0].down_bias is not None:
             yield refs[0].biases[0].name, _in_turns(weights.stored(GATE_UP + "_bias").detach())
-            yield refs[0].biases[1].name, weights.stored(DOWN + "_bias").detach()
+            yield refs[0].down_bias.name, weights.stored(DOWN + "_bias").detach()
     else:
         yield refs[0].gate_up[0].name, gate_up_EJH
         yield refs[0].down.name, down_EHI

@@ -62,6 +62,7 @@ def test_prices_that_are_none(text: str) -> None:
         (["wire=fp8", "combine=bf16"], PrecisionSpec(dispatch="fp8")),
         (["kv=fp8"], PrecisionSpec(kv="fp8")),
         (["int4"], PrecisionSpec(weights="int4")),
+        (["int8", "experts=int4"], PrecisionSpec(weights="int8", experts="int4")),
         (
             ["fp8", "experts=nvfp4"],
             replace(parse_precision(["fp8"]), experts="nvfp4"),
@@ -79,7 +80,7 @@ def test_formats(parts: list[str], expected: PrecisionSpec) -> None:
     [
         (
             "fp4",
-            "'fp4': format 'fp4' is unknown: use one of float32, bfloat16, float16, fp8, int4, mxfp4, nvfp4",
+            "'fp4': format 'fp4' is unknown: use one of float32, bfloat16, float16, fp8, int8, int4, mxfp4, nvfp4",
         ),
         (
             "cache=fp8",

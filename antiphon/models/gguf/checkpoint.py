@@ -21,6 +21,7 @@ from antiphon.models.gguf.blocks import read_blocks
 from antiphon.models.gguf.container import BlockType, GgufHeader, gguf_files, read_gguf
 from antiphon.models.gguf.metadata import PERMUTED
 from antiphon.models.names import GGUF_NAMES, TensorNames
+from antiphon.models.rounding import rounding_of
 from antiphon.models.shard_index import AGAIN
 
 _SHARED_GATE = "ffn_gate_inp_shexp.weight"
@@ -169,8 +170,11 @@ def _turned_back(name: str, num_rows: int, num_heads: object) -> Tensor:
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
-def open_weights(path: str | Path) -> Checkpoint:
-    """The checkpoint in a folder, or a GGUF file's. Of a folder with both, the first counts."""
+def open_weights(path: str | Path, weights: str = "as-stored") -> Checkpoint:
+    """The checkpoint in a folder, or a GGUF file's. Of a folder with both, the first counts. `weights`: what floats are
+    rounded to as they are read (`models/rounding`)."""
     path = Path(path)
     has_gguf = path.suffix == ".gguf" or (not any(path.glob("*.safetensors*")) and bool(gguf_files(path)))
-    return GgufCheckpoint(path) if has_gguf else Checkpoint(path)
+    checkpoint = GgufCheckpoint(path) if has_gguf else Checkpoint(path)
+    checkpoint.rounding = rounding_of(weights)
+    return checkpoint

@@ -137,7 +137,7 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
         endpoints=Endpoints(configure),
         backend=backend,
         spec=load_model_spec(configure.model, configure.rope_scaling),
-        checkpoint=open_weights(configure.model),
+        checkpoint=open_weights(configure.model, configure.weights),
         recorder=SpanRecorder(configure.trace),
         progress=progress,
         say=say,

@@ -104,6 +104,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_blocks: int
     max_model_len: int
     rope_scaling: str = ""
+    weights: str = "as-stored"
     max_running: int
     placement: ExpertPlacement
     expert_slots: int

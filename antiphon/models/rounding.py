@@ -1,0 +1,84 @@
+"""Weights rounded to few bits: to the nearest code, with the clip of each group that errs least.
+
+A scale that reaches a group's largest number spends codes on it. A slightly smaller one clips that number and may round
+all others better, so some fractions are tried for every group and the one with the smallest squared error is taken.
+MXFP4's scales are powers of two: only the next smaller one is of interest. With int8 no clip pays.
+Rejected: GPTQ's and AWQ's search for codes by the activations of a calibration text, which needs a pass of the model a
+layer and hours for a large one; files made that way are read (`models/packed`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, quantize
+
+RoundedFormat = Literal["int8", "int4", "mxfp4"]
+FRACTIONS: dict[RoundedFormat, tuple[float, ...]] = {
+    "int8": (1.0,),
+    "int4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65),
+    "mxfp4": (1.0, 0.5),
+}
+GROUP = 32
+_NUMBERS_AT_A_TIME = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRounding:
+    """What matrices that are stored in floats are rounded to: the routed experts', and all others that a product reads
+    but the router's. None: nothing."""
+
+    experts: RoundedFormat | None = None
+    dense: RoundedFormat | None = None
+    group: int = GROUP
+
+
+AS_STORED = WeightRounding()
+
+
+def rounding_of(weights: str) -> WeightRounding:
+    """What `--weights` means: the experts in this format, other matrices in int8, which cost little beside them."""
+    if weights == "as-stored":
+        return AS_STORED
+    return WeightRounding(experts=weights, dense="int8")  # type: ignore[arg-type]
+
+
+def format_of(kind: RoundedFormat, group: int, scale_dtype: torch.dtype = torch.float32) -> WeightFormat:
+    if kind == "mxfp4":
+        return WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=torch.float8_e8m0fnu)
+    return WeightFormat(codes=kind, columns_per_scale=group, scale_dtype=scale_dtype)
+
+
+def rounded(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
+    """The matrix [R, C] in `form`; some rows at a time, which bounds what is held besides."""
+    step = max(1, _NUMBERS_AT_A_TIME // max(1, weight.shape[1]))
+    parts = [_rounded_rows(weight[first : first + step], form) for first in range(0, max(weight.shape[0], 1), step)]
+    scales = torch.cat([_bits(part.scales) for part in parts]).view(form.scale_dtype)
+    codes = torch.cat([part.codes for part in parts])
+    return QuantizedWeight(format=form, num_columns=weight.shape[1], codes=codes, scales=scales)
+
+
+def _rounded_rows(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
+    weight = weight.float()
+    num_rows, num_columns = weight.shape
+    width = form.columns_per_scale or max(1, num_columns)
+    best_error: Tensor | None = None
+    best_clip = torch.ones(form.scale_shape(num_rows, num_columns))
+    for fraction in FRACTIONS[form.codes]:  # type: ignore[index]
+        wide = quantize(weight, form, fraction).dequantize()
+        error = torch.nn.functional.pad((wide - weight).square(), (0, -num_columns % width))
+        error = error.view(num_rows, -1, width).sum(2)
+        if best_error is None:
+            best_error = error
+            continue
+        better = error < best_error
+        best_clip = torch.where(better, fraction, best_clip)
+        best_error = torch.where(better, error, best_error)
+    return quantize(weight, form, best_clip)
+
+
+def _bits(scales: Tensor) -> Tensor:
+    """PyTorch joins few of its 8-bit floats."""
+    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales

@@ -1,0 +1,253 @@
+"""A checkpoint folder in few bits, in the form of compressed-tensors, which vLLM and transformers load too.
+
+1. Shard by shard: a tensor is read, rounded (`models/rounding`) and put into the shard of the same name. No more than
+   one shard is held, in few bits.
+2. A shard appears whole or not at all, with what was asked for and its errors in its header. So a run that was stopped
+   goes on where it was: shards that are there and were made the same way are kept.
+3. The index, `config.json` with its `quantization_config`, and the tokenizer's files come last.
+
+Router, embedding, head, norms and the up projection of latent attention stay as they are. Rejected: a file format of
+our own; a folder that only one program reads is of use to few.
+"""
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.checkpoint_folder import INDEX_NAME
+from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.dequantize import SCALE_SUFFIXES
+from antiphon.models.load import open_checkpoint
+from antiphon.models.names import PerExpertLayout
+from antiphon.models.rounding import RoundedFormat, WeightRounding, format_of, rounded
+from antiphon.models.tensors import attention_layer_plan, expert_refs
+from antiphon.models.weights import PLAIN_PURPOSES
+from antiphon.specs.model import ModelSpec
+
+Report = Callable[[float, float | None], None]
+_KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
+_MADE_BY = "antiphon.quantize"
+
+
+@dataclass
+class RoundedError:
+    """Squares summed over the matrices of one kind and layer: of their errors, and of their numbers."""
+
+    error: float = 0.0
+    total: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The root of the mean squared error, as a fraction of the root of the mean square."""
+        return (self.error / self.total) ** 0.5 if self.total else 0.0
+
+
+Kinds = dict[str, tuple[int, str, RoundedFormat]]  # by tensor: layer, kind, format
+Errors = dict[tuple[int, str], RoundedError]  # by layer and "experts" or "dense"
+
+
+def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report) -> Errors:
+    """Write the folder `out`; returns the errors of every layer. `UserError` if `out` holds something else."""
+    spec = load_model_spec(model)
+    checkpoint = open_checkpoint(model, spec)
+    if packed := next((name for name in checkpoint.names if checkpoint.is_packed(name)), None):
+        raise UserError(f"{model} is in few bits already ({packed}): give the model in bfloat16, float16 or float8")
+    kinds = _kinds(spec, checkpoint, wanted)
+    out.mkdir(parents=True, exist_ok=True)
+    shards: dict[str, list[str]] = defaultdict(list)
+    for name in checkpoint.names:
+        shards[checkpoint.file_of(name)].append(name)
+    foreign = sorted(path.name for path in out.glob("*.safetensors") if path.name not in shards)
+    if foreign or out.resolve() == Path(model).resolve():
+        raise UserError(f"{out} holds {foreign[0] if foreign else 'the model itself'}: give another folder")
+    errors: Errors = defaultdict(RoundedError)
+    weight_map: dict[str, str] = {}
+    for number, (file, names) in enumerate(sorted(shards.items())):
+        tensors = _write_shard(checkpoint, names, kinds, out / file, wanted)
+        for key, (error, total) in tensors.errors.items():
+            layer, kind = key.split(" ")
+            errors[int(layer), kind].error += error
+            errors[int(layer), kind].total += total
+        weight_map |= dict.fromkeys(tensors.names, file)
+        report(number + 1, len(shards))
+    _write_rest(Path(model), out, spec, kinds, wanted, weight_map)
+    return dict(errors)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    names: list[str]
+    errors: dict[str, tuple[float, float]]
+
+
+def _kinds(spec: ModelSpec, checkpoint: Checkpoint, wanted: WeightRounding) -> Kinds:
+    """The matrices that are rounded: layer, "experts" or "dense", and format. `UserError` where that cannot be."""
+    names = checkpoint.family_names(spec.family)
+    found: Kinds = {}
+    for layer, routes in enumerate(spec.moe_layers):
+        if wanted.dense is not None:
+            for purpose, refs in attention_layer_plan(spec, names, layer, checkpoint).items():
+                if purpose not in PLAIN_PURPOSES and all(len(ref.shape) == 2 and ref.shape[0] > 1 for ref in refs):
+                    found |= dict.fromkeys((ref.name for ref in refs), (layer, "dense", wanted.dense))
+        if not routes or wanted.experts is None:
+            continue
+        if not isinstance(names.experts[0], PerExpertLayout) or _are_stacked(spec, checkpoint, layer):
+            raise UserError(
+                f"{checkpoint.folder} stores all experts of a layer in one tensor, which compressed-tensors cannot "
+                f"hold: antiphon serve --weights {wanted.experts} rounds them at load"
+            )
+        for expert in range(spec.router.num_experts):
+            refs = expert_refs(spec, names, layer, expert, checkpoint).refs
+            found |= dict.fromkeys((ref.name for ref in refs), (layer, "experts", wanted.experts))
+    for name, (_, kind, form) in found.items():
+        group = 32 if form == "mxfp4" else wanted.group
+        columns = checkpoint.shape(name)[1]
+        if columns % group:
+            option = f"--{kind} {form}" if form == "mxfp4" else f"--group {group}"
+            raise UserError(f"{option}: {name} has {columns} columns, which groups of {group} do not divide")
+    return found
+
+
+def _are_stacked(spec: ModelSpec, checkpoint: Checkpoint, layer: int) -> bool:
+    refs = expert_refs(spec, checkpoint.family_names(spec.family), layer, 0, checkpoint)
+    return refs.down.rows is not None
+
+
+def _write_shard(
+    checkpoint: Checkpoint,
+    names: list[str],
+    kinds: Kinds,
+    file: Path,
+    wanted: WeightRounding,
+) -> _Shard:
+    settings = json.dumps(asdict(wanted), sort_keys=True)
+    if file.exists():
+        with safe_open(file, "pt") as known:
+            header = known.metadata() or {}
+            stored = list(known.keys())
+        if header.get(_MADE_BY) != settings:
+            raise UserError(
+                f"{file} was made otherwise ({header.get(_MADE_BY, 'not by antiphon quantize')}): remove it, or give "
+                f"another folder"
+            )
+        return _Shard(stored, json.loads(header["errors"]))
+    tensors: dict[str, Tensor] = {}
+    errors: dict[str, tuple[float, float]] = {}
+    for name in names:
+        if any(name.removesuffix(suffix) in checkpoint for suffix in SCALE_SUFFIXES if name.endswith(suffix)):
+            continue  # of a matrix in float8, which is multiplied out
+        source = checkpoint.read(name, dequantize_to=torch.bfloat16)
+        if name not in kinds:
+            tensors[name] = source
+            continue
+        layer, kind, form = kinds[name]
+        scale_dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.float32
+        weight = rounded(source, format_of(form, wanted.group, scale_dtype))
+        error, total = _squares(source, weight)
+        before = errors.get(f"{layer} {kind}", (0.0, 0.0))
+        errors[f"{layer} {kind}"] = before[0] + error, before[1] + total
+        tensors |= {name + suffix: part for suffix, part in packed_parts(weight)}
+        checkpoint.release(name)
+    part = file.with_name(f".{file.name}.part")
+    save_file(tensors, part, {"format": "pt", _MADE_BY: settings, "errors": json.dumps(errors)})
+    part.replace(file)
+    return _Shard(list(tensors), errors)
+
+
+def _squares(source: Tensor, weight: QuantizedWeight) -> tuple[float, float]:
+    wide = source.float()
+    if not bool(torch.isfinite(wide.sum())):
+        raise CheckpointError("a matrix holds NaN or infinity: the weights are damaged, download them again")
+    return float((weight.dequantize() - wide).square().sum()), float(wide.square().sum())
+
+
+def packed_parts(weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a symmetric matrix, by what stands behind its name (`models/packed`)."""
+    if weight.format.codes == "mxfp4":
+        yield "_packed", weight.codes.contiguous()
+        yield "_scale", weight.scales.contiguous().view(torch.uint8)
+        return
+    codes = weight.codes if weight.format.codes == "int4" else weight.codes.view(torch.uint8) ^ 0x80
+    yield "_packed", torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).contiguous().view(torch.int32)
+    yield "_scale", weight.scales.contiguous()
+    yield "_shape", torch.tensor(weight.shape)
+
+
+def _write_rest(
+    model: Path,
+    out: Path,
+    spec: ModelSpec,
+    kinds: Kinds,
+    wanted: WeightRounding,
+    weight_map: dict[str, str],
+) -> None:
+    for pattern in _KEPT_FILES:
+        for source in model.glob(pattern):
+            if source.is_file() and not source.name.endswith(".index.json") and source.name != "config.json":
+                target = out / source.relative_to(model)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, target)
+    total = sum((out / file).stat().st_size for file in set(weight_map.values()))
+    if len(set(weight_map.values())) > 1 or "model.safetensors" not in weight_map.values():
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+    config = read_config(model)
+    config.pop("compression_config", None)
+    dtype = config.get("dtype") or config.get("torch_dtype") or spec.dtype
+    config |= {"dtype": dtype, "quantization_config": quantization_config(kinds, wanted, weight_map)}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def quantization_config(kinds: Kinds, wanted: WeightRounding, weight_map: dict[str, str]) -> dict[str, Any]:
+    """What compressed-tensors wants to know: which modules are in which format, and which linear ones are in none."""
+    targets: dict[tuple[str, RoundedFormat], set[str]] = defaultdict(set)
+    for name, (_, kind, form) in kinds.items():
+        parts = (r"\d+" if part.isdigit() else re.escape(part) for part in name.removesuffix(".weight").split("."))
+        targets[kind, form].add("re:" + r"\.".join(parts) + "$")
+    groups = {
+        f"group_{number}": {
+            "targets": sorted(modules),
+            "weights": _scheme(form, wanted.group),
+            "input_activations": None,
+            "output_activations": None,
+            "format": _form(form),
+        }
+        for number, ((_, form), modules) in enumerate(sorted(targets.items()))
+    }
+    forms = {group["format"] for group in groups.values()}
+    plain = [name.removesuffix(".weight") for name in weight_map if name.endswith(".weight")]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": sorted(name for name in plain if name == "lm_head" or "norm" not in name.rpartition(".")[2]),
+        "config_groups": groups,
+    }
+
+
+def _form(form: RoundedFormat) -> str:
+    return "mxfp4-pack-quantized" if form == "mxfp4" else "pack-quantized"
+
+
+def _scheme(form: RoundedFormat, group: int) -> dict[str, Any]:
+    kind, bits, size = ("float", 4, 32) if form == "mxfp4" else ("int", 8 if form == "int8" else 4, group)
+    scheme: dict[str, Any] = {
+        **{"num_bits": bits, "type": kind, "symmetric": True, "strategy": "group", "group_size": size},
+        **{"dynamic": False, "observer": "minmax", "actorder": None, "block_structure": None},
+    }
+    return scheme | ({"scale_dtype": "torch.uint8", "zp_dtype": None} if form == "mxfp4" else {})

@@ -1,0 +1,139 @@
+"""Folders that `antiphon quantize` writes: what compressed-tensors makes of them, errors, and runs that are stopped."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+
+from antiphon.base.errors import UserError
+from antiphon.kernels.quantized import quantize
+from antiphon.kernels.reference import ReferenceBackend
+from antiphon.models.config import load_model_spec
+from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.rounding import WeightRounding, format_of, rounded
+from antiphon.models.write_rounded import write_rounded
+from tests.models.decoder import Decoder
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
+
+
+def silent(done: float, total: float | None) -> None:
+    pass
+
+
+def decompressed(folder: Path) -> dict[str, torch.Tensor]:
+    """Every matrix by the library's own decompression, found by its own config."""
+    config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
+    tensors = load_file(folder / "model.safetensors")
+    found = {}
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        groups = config.config_groups.values()
+        scheme = next(group for group in groups if any(_matches(target, module) for target in group.targets))
+        parts = {
+            key.removeprefix(module + "."): value for key, value in tensors.items() if key.startswith(module + ".")
+        }
+        compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
+        found[module + ".weight"] = compressor.decompress(parts, scheme)["weight"].float()
+    return found
+
+
+def _matches(target: str, module: str) -> bool:
+    assert target.startswith("re:")
+    return re.match(target.removeprefix("re:"), module) is not None
+
+
+@pytest.mark.parametrize(
+    ("experts", "dense", "group"),
+    [("int4", None, 32), ("int8", "int8", 16), ("mxfp4", "int8", 32), ("int4", "int8", 8)],
+)
+def test_the_library_reads_what_is_written(
+    experts: Any, dense: Any, group: int, save_model: Any, tools: Any, tmp_path: Path
+) -> None:
+    saved = save_model(tools.config("qwen3_moe", **SIZES))
+    out = tmp_path / "out"
+    errors = write_rounded(saved.folder, out, WeightRounding(experts=experts, dense=dense, group=group), silent)
+    theirs, ours = decompressed(out), open_weights(out)
+    source = load_file(saved.folder / "model.safetensors")
+    assert len(theirs) >= 5 * 3
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours.read(name), weight, rtol=1e-2 if experts == "mxfp4" else 1e-6, atol=1e-6)
+        assert (weight - source[name]).norm() < 0.2 * source[name].norm()
+    kept = {name for name in source if name not in theirs}
+    assert all(torch.equal(ours.read(name), source[name]) for name in kept)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= kept
+    assert not any("mlp.gate.weight" in name for name in theirs)
+    assert all(0 < each.relative < 0.2 for each in errors.values())
+    token_ids = tools.ids(9)
+    assert torch.isfinite(tools.run(tools.load(out), token_ids, [9])).all()
+
+
+def test_a_run_that_was_stopped_goes_on(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    saved = save_model(tools.config("qwen3_moe", **SIZES), max_shard_size="60KB")
+    assert len(list(saved.folder.glob("*.safetensors"))) > 3
+    wanted, out = WeightRounding(experts="int4"), tmp_path / "out"
+    done: list[float] = []
+
+    def stop(number: float, total: float | None) -> None:
+        done.append(number)
+        if number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rounded(saved.folder, out, wanted, stop)
+    first = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    assert len(first) == 2
+    assert not (out / "config.json").exists()
+    errors = write_rounded(saved.folder, out, wanted, silent)
+    assert all((out / name).stat().st_mtime_ns == time for name, time in first.items())
+    assert errors == write_rounded(saved.folder, tmp_path / "again", wanted, silent)
+    assert torch.isfinite(tools.run(tools.load(out), tools.ids(9), [9])).all()
+    with pytest.raises(UserError, match="was made otherwise"):
+        write_rounded(saved.folder, out, WeightRounding(experts="int8"), silent)
+    with pytest.raises(UserError, match="in few bits already"):
+        write_rounded(out, tmp_path / "third", wanted, silent)
+    with pytest.raises(UserError, match="holds the model itself"):
+        write_rounded(saved.folder, saved.folder, wanted, silent)
+
+
+def test_what_cannot_be_written(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    saved = save_model(tools.config("qwen3_moe", **SIZES))
+    with pytest.raises(UserError, match=r"--group 128: .* has 64 columns, which groups of 128 do not divide"):
+        write_rounded(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=128), silent)
+    saved = save_model(tools.config("granitemoe"))
+    with pytest.raises(UserError, match="stores all experts of a layer in one tensor"):
+        write_rounded(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=8), silent)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4"])
+def test_the_best_clip_errs_least(kind: Any) -> None:
+    torch.manual_seed(1)
+    weight, form = torch.randn(40, 96) ** 3, format_of(kind, 32)
+    best = (rounded(weight, form).dequantize() - weight).square().view(40, 3, 32).sum(2)
+    plain = (quantize(weight, form).dequantize() - weight).square().view(40, 3, 32).sum(2)
+    assert (best <= plain).all()
+    assert (best < plain).any() or kind == "int8"  # whose steps are so small that a clip never pays
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", "gpt_oss", "dbrx", "deepseek_v3"])
+def test_rounding_at_load(weights: str, family: str, save_model: Any, tools: Any) -> None:
+    """Every layout of experts; logits stay near those of the floats."""
+
+    saved = save_model(tools.config(family))
+    spec, checkpoint, backend = load_model_spec(saved.folder), open_weights(saved.folder, weights), ReferenceBackend()
+    half = load_expert_half(checkpoint, spec, backend)
+    assert all(each.formats.gate_up and each.formats.down for each in half.experts.values())
+    decoder = Decoder(load_attention_half(checkpoint, spec, backend), half)
+    logits, token_ids = tools.run(decoder, tools.ids(17), [17]), tools.ids(17)
+    expected = saved.logits(token_ids)
+    assert not torch.equal(logits, expected)
+    bound = {"int8": 0.08, "int4": 0.6, "mxfp4": 0.8}[weights]
+    assert (logits - expected).norm() < bound * expected.norm()
