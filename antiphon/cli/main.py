@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": CommandPlace("antiphon.cli.serve", "serve", "Serve a model over HTTP, with OpenAI's API"),
     "top": CommandPlace("antiphon.cli.top", "top", "What a running server does, in a terminal"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
+    "batch": CommandPlace("antiphon.cli.batch", "batch", "Answer a file of requests, without a server"),
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
     "profile": CommandPlace("antiphon.cli.profile", "profile", "Measure this machine, for plan and predictions"),
     "plan": CommandPlace(
