@@ -203,7 +203,7 @@ def serve(
     check_output_file("--timeline", timeline)
     asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
     config = join.by_plan(served).add_to(asked)
-    settings = replace(http.settings(), model_root=str(model))
+    settings = replace(http.settings(), model_root=str(model.resolve()))
     if served is not None:
         if config.join_address:
             tell(join_lines(config), json=json)

@@ -131,6 +131,9 @@ def test_tokens_are_counted_as_they_are_sent(server: Live) -> None:
          "invalid_request_error", "messages[0].content[0]: it is a block of type 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error",
          "tools[0]: it is of type 'web_search_20250305'"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "say which tool"),
+        ({"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}}] * 129}]}, 400, "invalid_request_error", "128"),
         ({"unheard_of": 1}, 400, "invalid_request_error", "unknown parameter: unheard_of"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "invalid_request_error", "shorten it"),
     ],

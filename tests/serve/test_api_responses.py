@@ -137,6 +137,8 @@ def test_the_store_keeps_the_newest_within_its_limit() -> None:
     assert store.get("a", "r9") is not None
     assert store.get("b", "r9") is None
     assert not store.remove("b", "r9")
+    store.add("b", [], {"id": "r9", "text": "of another"})  # a client may choose its ids
+    assert store.get("a", "r9").response["text"] == "x" * 200  # type: ignore[union-attr]
 
 
 def test_output_follows_a_schema() -> None:
@@ -184,7 +186,8 @@ def test_the_oldest_turns_are_left_out_when_asked_for(server: Live) -> None:
          "it is of type 'input_image': this server reads text only"),
         ({"include": ["file_search_call.results"]}, "include[0]", "reasoning.encrypted_content"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
-        ({"background": True}, "background", "False"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}] * 129}, "input", "128"),
+        ({"background": True}, "background", "leave it out or send null or false"),
         ({"tool_choice": "required"}, "tool_choice", "send tools"),
         ({"input": "x" * 100_000}, "input", "shorten it"),
         ({"messages": []}, "messages", "unknown parameter"),

@@ -10,6 +10,7 @@ import math
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
@@ -128,7 +129,11 @@ def install_error_handlers(app: FastAPI) -> None:
         without_slash = path.rstrip("/")
         if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
             message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(path)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # the router names the methods of one route, and a path may have several
+            tried = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+            headers["allow"] = ", ".join(sorted({method for route in tried for method in route.methods or ()}))
+        return ApiError(error.status_code, message, headers=headers).response(path)
 
     async def system_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, NoRoom):

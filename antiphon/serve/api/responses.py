@@ -30,6 +30,18 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """The error of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
@@ -209,9 +221,9 @@ def described_generation(request: type[AnyRequest], answer: type[BaseModel]) -> 
     }
 
 
-def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def described_errors(*statuses: int, model: type[BaseModel] = ErrorResponse) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's description of the error answers of a route."""
-    return {status: {"model": ErrorResponse} for status in statuses}
+    return {status: {"model": model} for status in statuses}
 
 
 BODY_ERRORS = (400, 401, 404, 408, 413, 415)
