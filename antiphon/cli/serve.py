@@ -90,6 +90,14 @@ class HttpOptions:
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="the folder's", help="Name in the API.")
     ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default="by the chat template", help="Marks of reasoning.", hidden=True),
+    ] = None
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default="by the chat template", help="Format of tool calls.", hidden=True),
+    ] = None
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = (
         ServerSettings.max_streams
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
 from antiphon.serve.config import MAX_TIMEOUT_S
+from antiphon.serve.text.dialects import dialect_of
 from antiphon.specs.plan import Predicted
 
 
@@ -13,6 +14,7 @@ class ServerSettings:
 
     `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `max_streams` counts
     HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits prompts.
+    `reasoning_parser` and `tool_parser` None: the chat template shows how the model marks reasoning and calls.
     `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes` limits one
     answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
     without a plan.
@@ -28,6 +30,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
     max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
     header_timeout_s: float = 10.0
@@ -50,6 +54,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port is {self.port}: use 1 to 65535, or 0 for any free port")
+        dialect_of("", reasoning_parser=self.reasoning_parser, tool_parser=self.tool_parser)  # knows the names
         counts = (
             ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),
             ("--max-streams", self.max_streams),
