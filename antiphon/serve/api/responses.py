@@ -46,11 +46,18 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = Field(
+        default=CompletionTokensDetails(reasoning_tokens=0), description="Of chats."
+    )
 
 
 class CompletionLogprobs(BaseModel):
@@ -107,7 +114,9 @@ class AnsweredToolCall(BaseModel):
 
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str | None = Field(description="Null when there are calls of tools and nothing else.")
+    content: str | None = Field(description="Null when there are only reasoning or calls of tools.")
+    reasoning: str | None = Field(default=None, description="What the model thought first; left out for nothing.")
+    reasoning_content: str | None = Field(default=None, description="The same, by its older name.")
     refusal: None
     tool_calls: list[AnsweredToolCall] = Field(default=[], description="Left out when there are none.")
 
