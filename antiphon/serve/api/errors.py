@@ -6,11 +6,11 @@ value, the limit and the fix. Nothing a client sends may end as a 5xx.
 
 import http
 import math
+import re
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
@@ -110,6 +110,14 @@ def from_user_error(error: UserError) -> ApiError:
     return bad_request(str(error), code=code)
 
 
+def _methods_of(app: FastAPI, path: str) -> list[str]:
+    """What the description lists for a path; its names in braces stand for any text."""
+    described: dict[str, dict[str, object]] = app.openapi()["paths"]
+    names = re.compile(r"\\\{.*?\\\}")
+    tried = [each for each in described if re.fullmatch(names.sub(".+", re.escape(each)), path)]
+    return sorted({method.upper() for each in tried for method in described[each]})
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make every way out of the application, foreseen or not, speak the shape above."""
 
@@ -131,8 +139,7 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
         headers = dict(error.headers or {})
         if error.status_code == 405:  # the router names the methods of one route, and a path may have several
-            tried = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
-            headers["allow"] = ", ".join(sorted({method for route in tried for method in route.methods or ()}))
+            headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
         return ApiError(error.status_code, message, headers=headers).response(path)
 
     async def system_error(request: Request, error: Exception) -> JSONResponse:

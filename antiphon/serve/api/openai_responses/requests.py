@@ -232,7 +232,7 @@ class ResponsesRequest(RequestModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[int, Field(ge=1 - 2**31, le=2**31 - 1)] | None = None
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
