@@ -22,6 +22,7 @@ COMMANDS = {
     "top": CommandPlace("antiphon.cli.top", "top", "What a running server does, in a terminal"),
     "drain": CommandPlace("antiphon.cli.drain", "drain", "Take a worker of a running server out of service"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
+    "batch": CommandPlace("antiphon.cli.batch", "batch", "Answer a file of requests, without a server"),
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
     "quantize": CommandPlace("antiphon.cli.quantize", "quantize", "Write a checkpoint in 4 or 8 bits"),
     "profile": CommandPlace("antiphon.cli.profile", "profile", "Measure this machine, for plan and predictions"),

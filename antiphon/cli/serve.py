@@ -103,6 +103,14 @@ class HttpOptions:
     chat_template_kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", help="Variables of the chat template.", hidden=True)
     ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default="by the chat template", help="Marks of reasoning.", hidden=True),
+    ] = None
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default="by the chat template", help="Format of tool calls.", hidden=True),
+    ] = None
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = (
         ServerSettings.max_streams
     )
@@ -217,7 +225,7 @@ def serve(
     check_output_file("--timeline", timeline)
     asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
     config = join.by_plan(served).add_to(asked)
-    settings = replace(http.settings(), model_root=str(model))
+    settings = replace(http.settings(), model_root=str(model.resolve()))
     if served is not None:
         if config.join_address:
             tell(join_lines(config), json=json)

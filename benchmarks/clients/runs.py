@@ -217,6 +217,18 @@ CLIENTS = (
         {"chat, stream, batch, completion, tools, structured output": program("langchain_client.py")},
     ),
     Client(
+        "openai",
+        "openai-agents",
+        ("openai-agents",),
+        {"chats, responses, parsed output, streams, an agent's loop": program("openai_client.py")},
+    ),
+    Client(
+        "anthropic",
+        "anthropic",
+        ("anthropic==2.14.0",),
+        {"messages, streams, tools, counting": program("anthropic_client.py")},
+    ),
+    Client(
         "litellm",
         "litellm",
         ("litellm==1.106.2", "mcp"),

@@ -131,6 +131,9 @@ def test_tokens_are_counted_as_they_are_sent(server: Live) -> None:
          "invalid_request_error", "messages[0].content[0]: it is a block of type 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error",
          "tools[0]: it is of type 'web_search_20250305'"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "say which tool"),
+        ({"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}}] * 129}]}, 400, "invalid_request_error", "128"),
         ({"unheard_of": 1}, 400, "invalid_request_error", "unknown parameter: unheard_of"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "invalid_request_error", "shorten it"),
     ],
@@ -175,3 +178,21 @@ def test_arguments_that_are_no_json_are_not_lost() -> None:
     with live(says(broken), chat_template=HERMES) as server:
         (call,) = send(server, tools=[LOOK]).json()["content"]
     assert call["input"] == {"INVALID_JSON": '{"at": sky}'}
+
+
+def test_thinking_is_a_block_and_comes_back() -> None:
+    template = HERMES.replace("{{ message['content'] }}", "{{ message.reasoning_content }}{{ message['content'] }}")
+    template += "{# <think> </think> #}{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
+    with live(says("<think>hm</think>yes"), chat_template=template) as server:
+        whole = send(server, thinking={"type": "enabled", "budget_tokens": 1024}).json()
+        other = added_up(streamed(server))
+        for message in (whole, other):
+            thinking, text = message["content"]
+            assert (thinking["type"], thinking["thinking"]) == ("thinking", "hm")
+            assert text == {"type": "text", "text": "yes"}
+        turns = [*HELLO, {"role": "assistant", "content": whole["content"]}, *HELLO]
+        send(server, messages=turns, thinking={"type": "disabled"})
+        token_ids = server.engine.submissions[-1].prompt_token_ids
+        prompt = small_tokenizer().decode(token_ids, skip_special_tokens=False)
+    assert "hmyes" in prompt
+    assert "quick" in prompt

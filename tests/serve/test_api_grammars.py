@@ -16,9 +16,10 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text import grammar_lanes, grammar_trial, structured
-from antiphon.serve.text.grammar_text import json_grammar, tool_grammar
+from antiphon.serve.text.call_grammar import Spelling, Wish, answer_rules
+from antiphon.serve.text.dialects import dialect_of
+from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
 from antiphon.serve.text.structured import GrammarCompiler, GrammarMatcher
-from antiphon.serve.text.tool_calls import HERMES
 from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, fake_engine, ids, live, small_grammars, small_tokenizer
 from tests.waiting import wait_until
 
@@ -291,9 +292,10 @@ def test_a_schema_beyond_the_size_is_refused_before_its_text_is_made(
         schema = {"not": schema}
     with pytest.raises(UserError, match="too long: at most 262144 characters"):
         compiler.json_schema(schema)
-    tool = partial(tool_grammar, HERMES, {"call": schema}, forced=True, at_most_one=False)
+    wish, hermes = Wish(schemas={"call": schema}, forced=True), dialect_of("", tool_parser="hermes")
+    tool = partial(lark_grammar, partial(answer_rules, hermes, Spelling({}, (0,)), wish))
     with pytest.raises(UserError, match="too long: at most 262144 characters"):
-        compiler.compile_rules(tool).result(60)
+        compiler.compile_grammar(tool).result(60)
 
 
 def test_a_schema_that_cannot_be_written_as_text_is_refused(compiler: GrammarCompiler) -> None:

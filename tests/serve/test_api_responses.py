@@ -137,6 +137,8 @@ def test_the_store_keeps_the_newest_within_its_limit() -> None:
     assert store.get("a", "r9") is not None
     assert store.get("b", "r9") is None
     assert not store.remove("b", "r9")
+    store.add("b", [], {"id": "r9", "text": "of another"})  # a client may choose its ids
+    assert store.get("a", "r9").response["text"] == "x" * 200  # type: ignore[union-attr]
 
 
 def test_output_follows_a_schema() -> None:
@@ -184,7 +186,8 @@ def test_the_oldest_turns_are_left_out_when_asked_for(server: Live) -> None:
          "it is of type 'input_image': this server reads text only"),
         ({"include": ["file_search_call.results"]}, "include[0]", "reasoning.encrypted_content"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
-        ({"background": True}, "background", "False"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}] * 129}, "input", "128"),
+        ({"background": True}, "background", "leave it out or send null or false"),
         ({"tool_choice": "required"}, "tool_choice", "send tools"),
         ({"input": "x" * 100_000}, "input", "shorten it"),
         ({"messages": []}, "messages", "unknown parameter"),
@@ -206,3 +209,22 @@ def test_a_failure_on_the_way_is_an_event() -> None:
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
     assert "lost experts[1]" in events[-1].response.error.message
+
+
+def test_reasoning_is_an_item_and_comes_back() -> None:
+    template = HERMES.replace("{{ message['content'] }}", "{{ message.reasoning_content }}{{ message['content'] }}")
+    template += "{# <think> </think> #}"
+    with live(says("<think>hm</think>yes"), chat_template=template) as server:
+        whole = server.openai.responses.create(
+            model="fake-moe", input="hello", store=False, include=["reasoning.encrypted_content"]
+        )
+        events = [event.type for event in server.openai.responses.create(model="fake-moe", input="hello", stream=True)]
+        reasoning, message = (item.model_dump(exclude_none=True) for item in whole.output)
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        assert message["content"][0]["text"] == "yes"
+        for form in (reasoning, {key: item for key, item in reasoning.items() if key != "content"}):
+            turns = [{"role": "user", "content": "hello"}, form, message, {"role": "user", "content": "so?"}]
+            assert send(server, input=turns).status_code == 200
+            assert "hmyes" in prompt_of(server)
+    assert [kind for kind in events if kind.startswith("response.reasoning_text")][-1] == "response.reasoning_text.done"
+    assert events.count("response.output_item.done") == 2

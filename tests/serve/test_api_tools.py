@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.serve.api_harness import END, Live, eos_id, fake_engine, ids, live, small_tokenizer
+from antiphon.base.errors import UserError
+from antiphon.serve.api.settings import ServerSettings
+from tests.serve.api_harness import END, Live, eos_id, fake_engine, ids, live, small_grammars, small_tokenizer
 from tests.serve.fake_engine import FakeEngine
 
 TURNS = (
@@ -16,8 +18,8 @@ TURNS = (
     "{% if not thinking | default(true) %}no {% endif %}{% endif %}"
 )
 HERMES = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}" + TURNS
-LLAMA = HERMES.replace("<tool_call>\n", "").replace("\n</tool_call>", "")
-CODER = HERMES + "{# <function=name> #}"
+BARE = HERMES.replace("<tool_call>\n", "").replace("\n</tool_call>", "")
+LLAMA = BARE + """{# {"name": "f", "parameters": {}} #}"""
 APPENDS = HERMES.replace("{{ call.function | tojson }}", "{{ 'call ' + call.function.arguments }}")
 
 ADD = {
@@ -84,10 +86,10 @@ def test_calls_reach_the_client(tokens_per_output: int) -> None:
         )  # type: ignore[call-overload]
         message, reason, events = streamed(server, tools=tools)
     choice = whole.choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
+    assert (choice.message.content, choice.finish_reason) == ("Wait.\n", "tool_calls")
     assert functions_of(choice.message) == EXPECTED
     assert len({call.id for call in choice.message.tool_calls}) == 2
-    assert (message.content, reason) == ("Wait.", "tool_calls")
+    assert (message.content, reason) == ("Wait.\n", "tool_calls")
     assert functions_of(message) == EXPECTED
     pieces = [piece for event in events for piece in event.choices[0].delta.tool_calls or []]
     first = [piece for piece in pieces if piece.id is not None]
@@ -218,8 +220,9 @@ def test_what_a_template_does_not_read_is_refused() -> None:
         assert server.chat(tools=[ADD], tool_choice="none").status_code == 200
         assert refusal(server, messages=BACK)[0] == "messages[1].tool_calls"
         assert refusal(server, messages=[*HELLO, BACK[2]])[0] == "messages[1].role"
-    with live(says("x"), chat_template=CODER) as server:
-        assert "format of calls" in refusal(server, tools=[ADD])[1]
+    with live(says("x"), chat_template=BARE) as server:
+        assert "--tool-parser" in refusal(server, tools=[ADD])[1]
+        assert server.chat(tools=[ADD], tool_choice="none").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -288,3 +291,121 @@ def test_the_last_message_can_be_continued() -> None:
         assert server.http.post("/tokenize", json=asked).json()["tokens"] == ids(prompt_of(server, 0))
     with live(says("x"), chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}") as server:
         assert "cannot end in a message" in refusal(server, messages=messages, continue_final_message=True)[1]
+
+
+REASONS = HERMES + "{# <think></think> #}{% if add_generation_prompt and thinking %}<think>\n{% endif %}"
+THOUGHT = f"I look.\n</think>\n\nWell. {CALL}"
+
+
+def test_reasoning_is_a_field_of_its_own() -> None:
+    opened: Any = {"chat_template_kwargs": {"thinking": True}}
+    with live(says(THOUGHT), chat_template=REASONS) as server:
+        answer = server.chat(tools=[ADD], **opened).json()
+        message, usage = answer["choices"][0]["message"], answer["usage"]
+        assert message["reasoning"] == message["reasoning_content"] == "I look."
+        assert message["content"] == "Well. "
+        assert message["tool_calls"][0]["function"]["name"] == "add"
+        num_reasoning = len(ids("I look.\n</think>"))
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+        with_usage: Any = {"stream_options": {"include_usage": True}, "extra_body": opened}
+        message, reason, events = streamed(server, tools=[ADD], **with_usage)
+        deltas = [event.choices[0].delta.model_dump() for event in events if event.choices]
+        assert "".join(delta.get("reasoning") or "" for delta in deltas) == "I look."
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "I look."
+        assert len([delta for delta in deltas if delta.get("reasoning")]) > 1, "it comes as it is written"
+        assert (message.content, reason, functions_of(message)) == ("Well. ", "tool_calls", EXPECTED[:1])
+        assert events[-1].usage.completion_tokens_details.reasoning_tokens == num_reasoning
+        hidden = server.chat(tools=[ADD], include_reasoning=False, **opened).json()["choices"][0]["message"]
+        assert "reasoning" not in hidden
+        assert hidden["content"] == "Well. "
+        whole = server.chat(separate_reasoning=False, **opened).json()["choices"][0]["message"]
+        assert whole["content"] == THOUGHT
+        cut = server.chat(max_tokens=3, **opened).json()["choices"][0]
+        assert (cut["message"]["content"], cut["finish_reason"]) == (None, "length")
+        plain = server.chat().json()["choices"][0]["message"]  # the prompt opens no reasoning
+        assert plain["content"].startswith("I look.")
+    with live(says(f"<think>a</think>{CALL}"), chat_template=HERMES, reasoning_parser="qwen3") as server:
+        assert server.chat().json()["choices"][0]["message"]["reasoning"] == "a"
+
+
+def test_the_operator_may_say_what_a_template_does_not() -> None:
+    call = "[add(a=1, b=3)]"
+    with live(says(call), chat_template=BARE, tool_parser="pythonic") as server:
+        (found,) = server.chat(tools=[ADD]).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(found["function"]["arguments"]) == {"a": 1, "b": 3}
+    with pytest.raises(UserError, match="--tool-parser is 'x': the formats it knows are"):
+        ServerSettings(tool_parser="x")
+
+
+MINIMAX = BARE + "{# <minimax:tool_call> </think> #}"
+
+
+def test_minimax_calls_are_read_and_forced() -> None:
+    call = '<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    call = f"<minimax:tool_call>\n{call}</minimax:tool_call>"
+    with live(says(f"hm</think>\n\n{call}"), chat_template=MINIMAX, reasoning_parser="minimax_m2") as server:
+        message = server.chat(tools=[ADD]).json()["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("hm", None)
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    with live(says("x"), chat_template=MINIMAX) as server:
+        forced = server.chat(tools=[ADD], tool_choice="required", max_tokens=200).json()["choices"][0]
+    arguments = json.loads(forced["message"]["tool_calls"][0]["function"]["arguments"])
+    assert arguments["a"] in {1, 2}
+    assert arguments["b"] == 3
+
+
+def test_a_forced_call_that_is_cut_off_leaves_no_marks_in_the_text() -> None:
+    with live(says("no"), chat_template=HERMES) as server:
+        for max_tokens in range(1, 25):
+            choice = server.chat(tools=[ADD], tool_choice="required", max_tokens=max_tokens).json()["choices"][0]
+            assert not choice["message"]["content"], choice
+            assert choice["finish_reason"] == "length"
+
+
+FORMATS: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"json": {"enum": ["yes"]}}}, '"yes"'),
+    ({"structured_outputs": {"choice": ["yes", "yes!"]}}, "yes"),
+    ({"structured_outputs": {"regex": "(ab/)+"}}, "ab/"),
+    ({"structured_outputs": {"grammar": 'start: "a" b\nb: "/"'}}, "a/"),
+    ({"structured_outputs": {"json_object": True}}, "{"),
+    ({"guided_json": '{"const": 7}'}, "7"),
+    ({"guided_choice": ["x"]}, "x"),
+    ({"guided_regex": "x{3}"}, "xxx"),
+    ({"guided_grammar": 'root ::= "a" | "a"'}, "a"),
+    ({"ebnf": 'root ::= "b"'}, "b"),
+    ({"regex": "c"}, "c"),
+    ({"json_schema": {"const": 1}}, "1"),
+]
+
+
+@pytest.mark.parametrize("template", [HERMES, REASONS])
+def test_formats_by_all_their_names(template: str) -> None:
+    with live(says("?"), chat_template=template) as server:
+        for body, expected in FORMATS:
+            text = server.chat(max_tokens=40, **body).json()["choices"][0]["message"]
+            if template == HERMES:
+                assert (text["content"] or "").startswith(expected), body
+            text = server.complete(max_tokens=40, **body).json()["choices"][0]["text"]
+            assert text.startswith(expected), body
+        for body, param in (
+            ({"structured_outputs": {}}, "structured_outputs"),
+            ({"guided_json": "no"}, "guided_json"),
+            ({"regex": "(", "max_tokens": 3}, "regex"),
+            ({"regex": "a", "ebnf": 'root ::= "b"'}, "ebnf"),
+            ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+            ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ):
+            assert refusal(server, **body)[0] == param
+
+
+def test_an_answer_that_follows_a_format_may_think_first() -> None:
+    opened: Any = {"chat_template_kwargs": {"thinking": True}}
+    with live(says("x"), chat_template=REASONS) as server:
+        server.chat(guided_choice=["yes"], max_tokens=5, **opened)
+        grammar = server.engine.submissions[-1].params.grammar
+        assert grammar is not None
+        matcher = small_grammars().matcher(grammar)
+        assert all(map(matcher.accept, [*ids("a {thought}\n</think>\n\nyes"), eos_id()]))
+        assert refusal(server, thinking_token_budget=5)[1].endswith("</think> is not one token of this model")
+    with live(says("x"), chat_template=HERMES) as server:
+        assert "marks no reasoning" in refusal(server, thinking_token_budget=5)[1]

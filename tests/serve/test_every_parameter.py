@@ -27,7 +27,7 @@ from antiphon.serve.api.requests import (
     StreamOptions,
     TokenizeRequest,
 )
-from tests.serve.api_harness import Live, eos_id, fake_engine, ids, live
+from tests.serve.api_harness import Live, eos_id, fake_engine, ids, live, small_tokenizer
 from tests.serve.test_api_tools import HERMES, LOOK
 
 SOURCES = Path(__file__).parents[2] / "antiphon"
@@ -105,6 +105,14 @@ BOTH = {
     "min_tokens": param("min_tokens", 2),
     "ignore_eos": param("ignore_eos", True),
     "response_format": Row({"type": "json_object"}, lambda seen: seen.params.grammar is not None),
+    "structured_outputs": Row({"choice": ["q"]}, lambda seen: seen.said == "q"),
+    "guided_json": Row({"const": 7}, lambda seen: seen.said == "7"),
+    "guided_regex": Row("q", lambda seen: seen.said == "q"),
+    "guided_choice": Row(["q"], lambda seen: seen.said == "q"),
+    "guided_grammar": Row('start: "q"', lambda seen: seen.said == "q"),
+    "json_schema": Row({"const": 7}, lambda seen: seen.said == "7"),
+    "regex": Row("q", lambda seen: seen.said == "q"),
+    "ebnf": Row('root ::= "q"', lambda seen: seen.said == "q"),
     "truncate_prompt_tokens": Row(1, lambda seen: len(seen.submissions[0].prompt_token_ids) == 1),
     "return_token_ids": Row(True, lambda seen: seen.choice.get("token_ids") == [*ids(SAID), eos_id()]),
     "return_tokens_as_token_ids": Row(True, lambda seen: f'"token_id:{ids("a")[0]}"' in seen.text, {"logprobs": 1}),
@@ -119,6 +127,16 @@ BOTH = {
     "priority": param("priority", -3),
     "request_id": Row("mine-7", lambda seen: seen.answer["id"].endswith("-mine-7")),
 }
+FORMATS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
 CHANGES_NOTHING = {"prompt_cache_key"}  # and says so
 PROMPTS = {  # a tokenizer of chats and of /tokenize
     "tools": Row([LOOK], lambda seen: "look" in seen.prompt),
@@ -146,6 +164,9 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Row]]] = {
         ChatCompletionRequest,
         BOTH
         | PROMPTS
+        | {  # a chat's answer may think first, as long as it likes
+            name: Row(BOTH[name].value, lambda seen: "think" in (seen.params.grammar or "")) for name in FORMATS
+        }
         | {
             "logprob_token_ids": BOTH["logprob_token_ids"].with_base({"logprobs": True}),
             "return_tokens_as_token_ids": Row(
@@ -160,6 +181,17 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Row]]] = {
                 lambda seen: len(seen.choice["message"]["tool_calls"]) == 1,
                 {"tools": [LOOK], "messages": [{"role": "user", "content": "call twice"}]},
             ),
+            "include_reasoning": Row(
+                False,
+                lambda seen: (seen.said, seen.choice["message"].get("reasoning")) == ("b", None),
+                {"messages": [{"role": "user", "content": "go thinking"}]},
+            ),
+            "separate_reasoning": Row(
+                False,
+                lambda seen: seen.said == THOUGHT,
+                {"messages": [{"role": "user", "content": "go thinking"}]},
+            ),
+            "thinking_token_budget": Row(5, lambda seen: "</think> is not one token" in seen.text),
             "reasoning_effort": Row("high", lambda seen: "effort high" in seen.prompt),
         },
     ),
@@ -183,16 +215,18 @@ NEEDED = {
     TOKENIZE: {"messages": HELLO},
     DETOKENIZE: {"tokens": [5, 6]},
 }
+THOUGHT = "<think>a</think>b"
 TWO_CALLS = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>' * 2
 
 
 @pytest.fixture(scope="module")
 def shared_server() -> Iterator[Live]:
-    template = HERMES + "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
+    template = HERMES + "{# </think> #}{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
 
     def script(prompt: list[int], params: Any) -> list[int]:
-        twice = TWO_CALLS if len(prompt) > 3 and set(ids("twice")) <= set(prompt) else SAID
-        return [*ids(twice), eos_id()][: params.max_tokens]
+        asked = small_tokenizer().decode(prompt, skip_special_tokens=False)
+        said = TWO_CALLS if "call twice" in asked else THOUGHT if "go thinking" in asked else SAID
+        return [*ids(said), eos_id()][: params.max_tokens]
 
     with live(fake_engine(script=script, max_model_len=4096), chat_template=template) as running:
         yield running

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from antiphon.serve.api.choice import ChoiceDelta, TokenEntry
+from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.tokenizer import TextTokenizer
-from antiphon.serve.text.tool_calls import CallPiece
 from antiphon.specs.sampling import TokenLogprob
 
 encode_json = msgspec.json.Encoder().encode
@@ -203,6 +203,7 @@ class AnswerInTheMaking:
     def __init__(self, index: int, logprobs: LogprobsJson | None) -> None:
         self.index = index
         self.text = GrowingText()
+        self.reasoning = GrowingText()
         self.logprobs = logprobs
         self.calls: list[tuple[CallPiece, GrowingText]] = []  # its first piece, and all its arguments
         self.num_bytes = 0  # what it holds, about
@@ -212,8 +213,9 @@ class AnswerInTheMaking:
         self.stop_reason: str | int | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
-        num_before = len(self.text) + len(self.logprobs or b"")
+        num_before = len(self.text) + len(self.reasoning) + len(self.logprobs or b"")
         self.text.add(delta.text)
+        self.reasoning.add(delta.reasoning)
         if self.logprobs is not None:
             for entry in delta.entries:
                 self.logprobs.add(entry)
@@ -224,5 +226,5 @@ class AnswerInTheMaking:
             self.num_bytes += len(piece.arguments)
         self.prompt_token_ids = delta.prompt_token_ids or self.prompt_token_ids
         self.token_ids += delta.token_ids
-        self.num_bytes += len(self.text) + len(self.logprobs or b"") - num_before
+        self.num_bytes += len(self.text) + len(self.reasoning) + len(self.logprobs or b"") - num_before
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

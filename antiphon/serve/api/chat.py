@@ -14,16 +14,17 @@ from antiphon.serve.api.answer_json import (
     encoded_object,
 )
 from antiphon.serve.api.answer_limits import check_answer_size
+from antiphon.serve.api.chat_reading import chat_reading, compile_grammar
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
-from antiphon.serve.api.parameters import chat_sampling, check_request, compile_grammar, tool_use
+from antiphon.serve.api.parameters import chat_sampling, check_request
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
-from antiphon.serve.text.tool_calls import CallPiece
+from antiphon.serve.text.answer_fields import CallPiece
 
 router = APIRouter(tags=["generation"])
 
@@ -48,13 +49,18 @@ class ChatShape:
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
         news: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            news["reasoning"] = news["reasoning_content"] = delta.reasoning
         if delta.calls:
             news["tool_calls"] = [_streamed_call(piece) for piece in delta.calls]
         return choice_object(delta, "delta", news)
 
     def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
-        text = None if answer.calls and answer.text.is_empty else answer.text.encoded()
+        has_fields = answer.calls or not answer.reasoning.is_empty
+        text = None if has_fields and answer.text.is_empty else answer.text.encoded()
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if not answer.reasoning.is_empty:
+            message["reasoning"] = message["reasoning_content"] = answer.reasoning.encoded()
         if answer.calls:
             message["tool_calls"] = encoded_list(_whole_call(*call) for call in answer.calls)
         return choice_object(answer, "message", encoded_object(message))
@@ -75,13 +81,14 @@ def _streamed_call(piece: CallPiece) -> dict[str, Any]:
 async def submit_chat(context: ApiContext, client: str, body: ChatCompletionRequest, generation: Generation) -> None:
     """From the request to answers under way, for all endpoints that speak with the model in turns."""
     check_request(context, body, 1)
-    tools = tool_use(context, body)
-    prompt = await chat_prompt(context, client, body, offers_tools=tools is not None)
-    grammar = await compile_grammar(context, body, client, tools)
+    reading = chat_reading(context, body)
+    prompt = await chat_prompt(context, client, body, offers_tools=reading.offers_tools)
+    reading = reading.after(prompt.text)
+    grammar = await compile_grammar(context, body, client, reading)
     bad_words = await bad_word_ids(context, client, body.bad_words)
     params = chat_sampling(context, body, len(prompt.token_ids), grammar, bad_words)
     check_answer_size(context, body, [prompt], [params])
-    await generation.submit([prompt], [params], body, tools=tools)
+    await generation.submit([prompt], [params], body, reading=reading)
 
 
 @router.post(

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 
 from antiphon.serve.engine_api import EngineOutput
+from antiphon.serve.text.answer_fields import CallPiece
+from antiphon.serve.text.answer_reader import AnswerReader
 from antiphon.serve.text.stop_strings import StopStrings
 from antiphon.serve.text.tokenizer import TextTokenizer
-from antiphon.serve.text.tool_calls import CallPiece, ToolCallReader
 from antiphon.specs.sampling import PromptLogprobs, SamplingParams, TokenLogprob
 
 _ENTRIES_A_SLICE = 32  # of a prompt: half a millisecond to encode with twenty alternatives each
@@ -38,8 +39,8 @@ class TokenEntry:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new about one answer. The last one has `finish_reason`: "stop", "length", "tool_calls", or why the engine
-    gave up.
+    """What is new about one answer: reasoning, then text, then calls. The last has `finish_reason`: "stop", "length",
+    "tool_calls", or why the engine gave up.
 
     `echoed`: entries of the prompt's tokens, which come before `entries` and are made while they are read. `token_ids`
     and, in the first one, `prompt_token_ids`: if they are reported. `prompt_logprobs` comes once, if computed."""
@@ -83,25 +84,28 @@ class ChoiceText:
         tokenizer: TextTokenizer,
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
-        reader: ToolCallReader | None = None,
+        reader: AnswerReader | None = None,
+        shows_reasoning: bool = True,
         reports_ids: bool = False,
     ) -> None:
-        """`keep_stop`: the text ends with the stop string or stop token that ended it. `reader`: finds calls of tools,
-        which are then no part of the text. `reports_ids`: deltas have the ids of their tokens."""
+        """`keep_stop`: the text ends with the stop string or stop token that ended it. `reader`: finds reasoning and
+        calls of tools, which are then no part of the text. `reports_ids`: deltas have the ids of their tokens."""
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
         self.finished = False
         self._prompt = prompt
         self._params = params
         self._echo_pending = echo
-        shown = reader.mark if reader is not None else ""
+        marks = reader.marks if reader is not None else frozenset[str]()
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, shown=shown)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, marks=marks)
         self._prompt_end = self._detokenizer.follow(prompt.token_ids, echoed=echo)
         self._keep_stop = keep_stop
         self._reader = reader
+        self._shows_reasoning = shows_reasoning
         self._stops = stops.search()
         self._num_echoed = 0
         self._reports_ids = reports_ids
@@ -122,15 +126,14 @@ class ChoiceText:
         logprobs = output.logprobs if output.logprobs is not None else repeat(None)
         for position, (token_id, logprob) in enumerate(zip(output.token_ids, logprobs, strict=False)):
             is_stop_token = token_id == output.stop_token_id and position == len(output.token_ids) - 1
-            delta.text += self._take_token(token_id, logprob, is_stop_token)
+            self._read_token(delta, self._take_token(token_id, logprob, is_stop_token))
             if self._stops.matched is not None:
                 return self._finish_by_stop_string(delta, self._stops.matched)
         if output.finish_reason is not None:
             return self._finish_by_engine(output, delta)
-        self._read_calls(delta)
         if self._reader is not None and self._reader.satisfied:
             return self._end(delta, "stop", None)
-        if not delta.text and not delta.calls and delta.echoed is None:
+        if not (delta.text or delta.reasoning or delta.calls) and delta.echoed is None:
             return None
         self._move_entries(delta)
         return delta
@@ -165,9 +168,9 @@ class ChoiceText:
 
     def _finish_by_engine(self, output: EngineOutput, delta: ChoiceDelta) -> ChoiceDelta:
         assert output.finish_reason is not None
-        delta.text += self._stops.feed(self._detokenizer.flush())
+        self._read(delta, self._stops.feed(self._detokenizer.flush()))
         if self._stops.matched is None:
-            delta.text += self._stops.flush()
+            self._read(delta, self._stops.flush())
         if self._stops.matched is not None:
             return self._finish_by_stop_string(delta, self._stops.matched)
         delta.error = output.error
@@ -176,18 +179,30 @@ class ChoiceText:
 
     def _finish_by_stop_string(self, delta: ChoiceDelta, matched: str) -> ChoiceDelta:
         if self._keep_stop:
-            delta.text += matched
+            self._read(delta, matched)
         return self._finish(delta, "stop", matched)
 
-    def _read_calls(self, delta: ChoiceDelta) -> None:
-        if self._reader is not None:
-            reading = self._reader.feed(delta.text)
-            delta.text, delta.calls = reading.text, reading.calls
+    def _read_token(self, delta: ChoiceDelta, text: str) -> None:
+        was_reasoning = self._reader is not None and self._reader.is_reasoning
+        self._read(delta, text)
+        self.num_reasoning_tokens += was_reasoning or (self._reader is not None and self._reader.is_reasoning)
+
+    def _read(self, delta: ChoiceDelta, text: str, *, is_over: bool = False) -> None:
+        """Add to `delta` what `text` turns out to be."""
+        if self._reader is None:
+            delta.text += text
+            return
+        reading = self._reader.flush() if is_over else self._reader.feed(text)
+        delta.text += reading.text
+        delta.reasoning += reading.reasoning if self._shows_reasoning else ""
+        for piece in reading.calls:
+            if delta.calls and delta.calls[-1].index == piece.index:
+                delta.calls[-1].arguments += piece.arguments
+            else:
+                delta.calls.append(piece)
 
     def _finish(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:
-        self._read_calls(delta)
-        if self._reader is not None:
-            delta.text += self._reader.flush().text
+        self._read(delta, "", is_over=True)
         return self._end(delta, reason, stop_reason)
 
     def _end(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:

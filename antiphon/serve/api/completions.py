@@ -6,11 +6,12 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.answer_json import AnswerInTheMaking, CompletionLogprobsJson, TokenJson
 from antiphon.serve.api.answer_limits import check_answer_size
+from antiphon.serve.api.chat_reading import compile_grammar
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_request
-from antiphon.serve.api.parameters import check_request, compile_grammar, completion_sampling
+from antiphon.serve.api.parameters import check_request, completion_sampling
 from antiphon.serve.api.prompts import bad_word_ids, completion_prompts
 from antiphon.serve.api.requests import CompletionRequest, split_prompts
 from antiphon.serve.api.respond import choice_object, respond, token_json

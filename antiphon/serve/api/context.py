@@ -20,6 +20,7 @@ from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.openai_responses.store import ResponseStore
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
+from antiphon.serve.text.dialects import dialect_of
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
@@ -74,6 +75,11 @@ class ApiContext:
         self.engine = engine
         self.tokenizer = tokenizer
         self.texts = texts
+        self.dialect = dialect_of(
+            tokenizer.chat_template,
+            reasoning_parser=settings.reasoning_parser,
+            tool_parser=settings.tool_parser,
+        )
         self.settings = settings
         self.limits = input_limits(settings, engine.info.max_model_len, engine.info.vocab_size, tokenizer)
         self._turns = asyncio.Lock()

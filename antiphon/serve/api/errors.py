@@ -6,6 +6,7 @@ value, the limit and the fix. Nothing a client sends may end as a 5xx.
 
 import http
 import math
+import re
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -109,6 +110,14 @@ def from_user_error(error: UserError) -> ApiError:
     return bad_request(str(error), code=code)
 
 
+def _methods_of(app: FastAPI, path: str) -> list[str]:
+    """What the description lists for a path; its names in braces stand for any text."""
+    described: dict[str, dict[str, object]] = app.openapi()["paths"]
+    names = re.compile(r"\\\{.*?\\\}")
+    tried = [each for each in described if re.fullmatch(names.sub(".+", re.escape(each)), path)]
+    return sorted({method.upper() for each in tried for method in described[each]})
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make every way out of the application, foreseen or not, speak the shape above."""
 
@@ -128,7 +137,10 @@ def install_error_handlers(app: FastAPI) -> None:
         without_slash = path.rstrip("/")
         if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
             message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(path)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # the router names the methods of one route, and a path may have several
+            headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
+        return ApiError(error.status_code, message, headers=headers).response(path)
 
     async def system_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, NoRoom):

@@ -16,10 +16,11 @@ from contextlib import aclosing, asynccontextmanager
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.serve.api.chat_reading import ChatReading
 from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, Pace
 from antiphon.serve.api.metrics import RequestClock
-from antiphon.serve.api.parameters import ToolUse, with_seed
+from antiphon.serve.api.parameters import with_seed
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.text.stop_strings import StopStrings
@@ -113,6 +114,7 @@ class Generation:
         self._requests: list[_EngineRequest] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = True
+        self._reads_reasoning = False
         self._arrived_s = time.perf_counter()
 
     async def submit(
@@ -122,9 +124,10 @@ class Generation:
         request: GenerationRequest,
         *,
         echo: bool = False,
-        tools: ToolUse | None = None,
+        reading: ChatReading | None = None,
     ) -> None:
         """Queue every answer with the engine. When it refuses one, `close` takes the others back."""
+        self._reads_reasoning = reading is not None
         engine = self._context.engine
         self.prompts = prompts
         self.num_answers = request.n or 1
@@ -143,7 +146,8 @@ class Generation:
                         tokenizer=self._context.tokenizer,
                         skip_special_tokens=request.skip_special_tokens is not False,
                         keep_stop=bool(request.include_stop_str_in_output),
-                        reader=tools.reader() if tools is not None else None,
+                        reader=reading.reader() if reading is not None else None,
+                        shows_reasoning=reading is None or reading.shows_reasoning,
                         reports_ids=bool(request.return_token_ids),
                     )
                     engine_id = f"{self._engine_id}-{index}"
@@ -213,9 +217,9 @@ class Generation:
     def usage(self) -> dict[str, object]:
         """Token counts; a prompt counts once however many answers it has. Read it before `close`."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        num_completion = sum(request.choice.num_tokens for request in self._requests)
         first_answers = self._requests[:: self.num_answers]
-        return _usage(num_prompt, num_completion, sum(request.choice.num_cached_tokens for request in first_answers))
+        num_cached = sum(request.choice.num_cached_tokens for request in first_answers)
+        return self._usage(num_prompt, num_cached, [request.choice for request in self._requests])
 
     def prompt_ids_of(self, index: int) -> list[int]:
         """The prompt of one answer."""
@@ -224,17 +228,20 @@ class Generation:
     def usage_of(self, index: int) -> dict[str, object]:
         """Token counts so far of one answer, for streams."""
         choice = self._requests[index].choice
-        num_prompt = len(self.prompt_ids_of(index))
-        return _usage(num_prompt, choice.num_tokens, choice.num_cached_tokens)
+        return self._usage(len(self.prompt_ids_of(index)), choice.num_cached_tokens, [choice])
 
-
-def _usage(num_prompt: int, num_completion: int, num_cached: int) -> dict[str, object]:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
+    def _usage(self, num_prompt: int, num_cached: int, choices: list[ChoiceText]) -> dict[str, object]:
+        num_completion = sum(choice.num_tokens for choice in choices)
+        counts: dict[str, object] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+        if self._reads_reasoning:
+            num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+            counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return counts
 
 
 @asynccontextmanager

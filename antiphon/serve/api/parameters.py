@@ -1,40 +1,20 @@
-"""What a request's parameters mean: `SamplingParams`, grammar, tools; defaults, limits of model and operator.
+"""What a request's parameters mean: `SamplingParams`; defaults, limits of model and operator.
 
 Defaults are OpenAI's; a chat answer without a limit may fill the rest of the context, as far as an answer may be so
-large. n answers with a seed use
-seed, seed + 1, ...: each is reproducible alone.
+large. n answers with a seed use seed, seed + 1, ...: each is reproducible alone.
 """
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from antiphon.base.errors import UserError
 from antiphon.serve.api.answer_limits import num_affordable_tokens
-from antiphon.serve.api.chat_messages import AllowedToolsChoice, FunctionDefinition, NamedToolChoice
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.errors import bad_request, from_user_error, too_busy
+from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.guard.input_limits import too_long
-from antiphon.serve.api.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-)
-from antiphon.serve.engine_api import QueueFull, ShuttingDown
-from antiphon.serve.text.grammar_text import tool_grammar
-from antiphon.serve.text.tool_calls import ToolCallReader, ToolFormat, tool_format
+from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
 BadWords = tuple[tuple[int, ...], ...]
-_GRAMMAR_PATIENCE_S = 60.0
-_NO_PARAMETERS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 
 
 def check_request(context: ApiContext, request: GenerationRequest, num_prompts: int) -> None:
@@ -65,127 +45,6 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
     if len(bias) > settings.max_logit_bias:
         raise bad_request(f"logit_bias has {len(bias)} entries: at most {settings.max_logit_bias}", param="logit_bias")
     context.limits.check_token_ids(list(bias), "logit_bias")
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    """Tools that an answer may call. `rules` makes the grammar it must follow (see `tool_grammar`), outside the event
-    loop; None for no grammar."""
-
-    form: ToolFormat
-    names: frozenset[str]
-    at_most_one: bool
-    rules: Callable[[], str] | None
-
-    def reader(self) -> ToolCallReader:
-        """A reader for one answer."""
-        return ToolCallReader(self.form, self.names, at_most_one=self.at_most_one)
-
-
-def tool_use(context: ApiContext, request: ChatCompletionRequest) -> ToolUse | None:
-    """None when nothing may be called; `ApiError` 400 when the request contradicts itself or the model cannot do it."""
-    functions = {tool.function.name: tool.function for tool in request.tools or ()}
-    choice = request.tool_choice
-    _check_names(request, functions)
-    if not functions or choice == "none":
-        return None
-    form = tool_format(context.tokenizer.chat_template)
-    if form is None:
-        raise bad_request(
-            "tools: this model's chat template teaches a format of calls that this server does not read; leave them out"
-            ' or send tool_choice "none"',
-            param="tools",
-        )
-    at_most_one = request.parallel_tool_calls is False
-    forced = choice == "required"
-    if isinstance(choice, NamedToolChoice):
-        functions = {choice.function.name: functions[choice.function.name]}
-        at_most_one = forced = True
-    elif isinstance(choice, AllowedToolsChoice):
-        functions = {tool.function.name: functions[tool.function.name] for tool in choice.allowed_tools.tools}
-        forced = choice.allowed_tools.mode == "required"
-    return ToolUse(
-        form, frozenset(functions), at_most_one, _rules(context, request, form, functions, forced, at_most_one)
-    )
-
-
-def _check_names(request: ChatCompletionRequest, functions: dict[str, FunctionDefinition]) -> None:
-    choice = request.tool_choice
-    if len(functions) < len(request.tools or ()):
-        raise bad_request("tools has two functions of the same name: give each its own", param="tools")
-    wants_call = isinstance(choice, NamedToolChoice | AllowedToolsChoice) or choice == "required"
-    if wants_call and not functions:
-        raise bad_request("tool_choice wants a call: send tools to choose from", param="tool_choice")
-    named = [choice] if isinstance(choice, NamedToolChoice) else []
-    if isinstance(choice, AllowedToolsChoice):
-        named = choice.allowed_tools.tools
-    for tool in named:
-        if tool.function.name not in functions:
-            raise bad_request(f"tool_choice names {tool.function.name!r}: it is not among tools", param="tool_choice")
-
-
-def _rules(
-    context: ApiContext,
-    request: ChatCompletionRequest,
-    form: ToolFormat,
-    functions: dict[str, FunctionDefinition],
-    forced: bool,
-    at_most_one: bool,
-) -> Callable[[], str] | None:
-    answer_schema: dict[str, Any] | None = None
-    if isinstance(request.response_format, JsonObjectFormat):
-        answer_schema = {"type": "object"}
-    elif isinstance(request.response_format, JsonSchemaFormat):
-        answer_schema = request.response_format.json_schema.schema_
-    strict = any(function.strict for function in functions.values())
-    if not (forced or strict or answer_schema is not None):
-        return None
-    if context.grammars is None:
-        raise bad_request("this model cannot follow a grammar (the server's log says why)", param="tools")
-    added_id = context.tokenizer.token_bytes.added_id
-    schemas: dict[str, dict[str, Any]] = {}
-    for name, function in functions.items():
-        own = _NO_PARAMETERS if function.parameters is None else function.parameters
-        schemas[name] = own if forced or function.strict else {}
-    return partial(
-        tool_grammar,
-        form,
-        schemas,
-        forced=forced,
-        at_most_one=at_most_one,
-        answer_schema=answer_schema,
-        mark_ids=(added_id(form.begin), added_id(form.end)),
-    )
-
-
-async def compile_grammar(
-    context: ApiContext, request: GenerationRequest, client: Hashable, tools: ToolUse | None = None
-) -> str | None:
-    """The grammar that `tools` or `response_format` ask for, None for free text; `ApiError` 400 when a schema cannot be
-    followed, 429 when other schemas take too long; `client` takes turns with others."""
-    if tools is not None and tools.rules is not None:
-        assert context.grammars is not None
-        return await _compiled(context.grammars.compile_rules(tools.rules, client), "tools")
-    wanted = request.response_format
-    if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
-        return None
-    if context.grammars is None:
-        raise bad_request("this model cannot follow a grammar (the server's log says why)", param="response_format")
-    if isinstance(wanted, JsonObjectFormat):
-        return context.grammars.json_object()
-    return await _compiled(context.grammars.compile(wanted.json_schema.schema_, client), "response_format")
-
-
-async def _compiled(compiling: Future[str], param: str) -> str:
-    try:
-        async with asyncio.timeout(_GRAMMAR_PATIENCE_S):
-            return await asyncio.wrap_future(compiling)
-    except TimeoutError as error:
-        raise too_busy("too many JSON schemas wait to be compiled: try again later", _GRAMMAR_PATIENCE_S) from error
-    except (QueueFull, ShuttingDown) as error:
-        raise from_user_error(error) from error
-    except UserError as error:
-        raise bad_request(str(error), param=param, code="grammar_error") from error
 
 
 def completion_sampling(

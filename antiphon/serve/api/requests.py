@@ -143,6 +143,23 @@ class JsonSchemaFormat(RequestModel):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
+Pattern = Annotated[str, Field(max_length=64 * 1024)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's name for a grammar: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = Field(None, description="Rules, in the form of Lark or of llama.cpp.")
+    json_object: bool | None = None
+    disable_fallback: bool | None = Field(None, description="There is none.")
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+
 class GenerationRequest(RequestModel):
     """What completions and chat completions have in common."""
 
@@ -182,6 +199,16 @@ class GenerationRequest(RequestModel):
     response_format: ResponseFormat | None = Field(
         None, description="JSON, or JSON that follows a schema, is enforced."
     )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="JSON, an expression, choices or a grammar, is enforced."
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema that the answer follows.")
+    guided_regex: Pattern | None = Field(None, description="An expression that the answer fits as a whole.")
+    guided_choice: Choices | None = Field(None, description="The answer is one of these.")
+    guided_grammar: Pattern | None = Field(None, description="Rules in the form of Lark or of llama.cpp.")
+    json_schema: dict[str, Any] | str | None = Field(None, description="As guided_json.")
+    regex: Pattern | None = Field(None, description="As guided_regex.")
+    ebnf: Pattern | None = Field(None, description="As guided_grammar.")
     truncate_prompt_tokens: PositiveCount | None = Field(None, description="Keep only this many of the last tokens.")
     return_token_ids: bool | None = Field(
         None, description="Report the ids of prompt and answer: prompt_token_ids and token_ids. Default false."
@@ -238,6 +265,11 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     parallel_tool_calls: bool | None = Field(None, description="False: the answer ends after one call. Default true.")
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="For chat templates that read it; for others only none is accepted."
+    )
+    thinking_token_budget: Count | None = Field(None, description="Tokens after which the reasoning is ended.")
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out. Default true.")
+    separate_reasoning: bool | None = Field(
+        None, description="False: reasoning stays in the text, with its marks. Default true."
     )
 
 

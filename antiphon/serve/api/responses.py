@@ -30,8 +30,24 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """The error of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
 
 
 class Usage(BaseModel):
@@ -39,6 +55,9 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = Field(
+        default=CompletionTokensDetails(reasoning_tokens=0), description="Of chats."
+    )
 
 
 class CompletionLogprobs(BaseModel):
@@ -95,7 +114,9 @@ class AnsweredToolCall(BaseModel):
 
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str | None = Field(description="Null when there are calls of tools and nothing else.")
+    content: str | None = Field(description="Null when there are only reasoning or calls of tools.")
+    reasoning: str | None = Field(default=None, description="What the model thought first; left out for nothing.")
+    reasoning_content: str | None = Field(default=None, description="The same, by its older name.")
     refusal: None
     tool_calls: list[AnsweredToolCall] = Field(default=[], description="Left out when there are none.")
 
@@ -209,9 +230,9 @@ def described_generation(request: type[AnyRequest], answer: type[BaseModel]) -> 
     }
 
 
-def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def described_errors(*statuses: int, model: type[BaseModel] = ErrorResponse) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's description of the error answers of a route."""
-    return {status: {"model": ErrorResponse} for status in statuses}
+    return {status: {"model": model} for status in statuses}
 
 
 BODY_ERRORS = (400, 401, 404, 408, 413, 415)

@@ -6,6 +6,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.serve.config import MAX_TIMEOUT_S
+from antiphon.serve.text.dialects import dialect_of
 from antiphon.specs.plan import Predicted
 
 
@@ -18,6 +19,7 @@ class ServerSettings:
     answers have; empty: the engine's. `model_root`: where the model comes from. `own_chat_template`: in place of the
     checkpoint's. `chat_template_kwargs`: variables of the template, unless a request sets them. `max_streams` counts
     HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits prompts.
+    `reasoning_parser` and `tool_parser` None: the chat template shows how the model marks reasoning and calls.
     `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes` limits one
     answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
     without a plan.
@@ -37,6 +39,8 @@ class ServerSettings:
     model_root: str | None = None
     own_chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
     max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
     header_timeout_s: float = 10.0
@@ -64,6 +68,7 @@ class ServerSettings:
                 raise UserError(
                     f"--cors-origin {origin!r} is no origin: write for example https://chat.example.com, or *"
                 )
+        dialect_of("", reasoning_parser=self.reasoning_parser, tool_parser=self.tool_parser)  # knows the names
         counts = (
             ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),
             ("--max-streams", self.max_streams),

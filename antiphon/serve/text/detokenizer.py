@@ -135,9 +135,10 @@ class TokenBytes:
         """The special tokens, which leave no trace in a text, by what they are called."""
         return {text: token_id for token_id, (text, is_special) in self._added.items() if is_special and text}
 
-    def added_id(self, text: str) -> int | None:
-        """The id of the token that was added to the vocabulary as `text`, special or not; None when there is none."""
-        return next((token_id for token_id, (added, _) in self._added.items() if added == text), None)
+    @cached_property
+    def added_ids(self) -> dict[str, int]:
+        """The tokens that were added to the vocabulary, special or not, by what they are called."""
+        return {text: token_id for token_id, (text, _) in self._added.items() if text}
 
     def _look_up(self, token_id: int) -> bytes:
         token: str = self._backend.id_to_token(token_id) or ""
@@ -176,12 +177,18 @@ class IncrementalDetokenizer:
     """Token ids in, text out, one token at a time, with no character ever broken.
 
     A token may hold half a UTF-8 character; such bytes wait until the rest arrives. Special tokens add nothing, unless
-    `skip_special_tokens` is false or it is `shown`."""
+    `skip_special_tokens` is false or it is among `shown_ids`."""
 
-    def __init__(self, token_bytes: TokenBytes, *, skip_special_tokens: bool = True, shown: str = "") -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._token_bytes = token_bytes
         self._bytes_of = token_bytes.in_text if skip_special_tokens else token_bytes.of
-        self._shown_id = token_bytes.added_id(shown)
+        self._shown_ids = shown_ids
         self._num_sent = 0
         self._num_spaces = token_bytes.dropped_spaces  # that may still be dropped
         self._is_first = token_bytes.drops_of_first
@@ -195,7 +202,7 @@ class IncrementalDetokenizer:
 
     def feed(self, token_id: int) -> str:
         """The characters this token completes, possibly none."""
-        is_shown = token_id == self._shown_id
+        is_shown = token_id in self._shown_ids
         token_bytes = self._token_bytes.of(token_id) if is_shown else self._bytes_of(token_id)
         if not token_bytes:
             return ""

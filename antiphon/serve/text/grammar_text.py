@@ -1,11 +1,5 @@
-"""Texts of grammars: a client's JSON schema, or rules for calls of tools, in the form that llguidance builds a grammar
-from.
-
-Rules make a model call tools in its own format, with arguments that fit their schemas. They have three uses: a call is
-wanted whatever the model thinks (`forced`); it may call or answer, and the answer must fit a schema; it may call or
-answer freely, but some tools are strict. The last one lets text pass until the mark that begins a call, and follows the
-schema from there on. Each function's schema is a grammar of its own, so that references inside it (`#/$defs/...`) keep
-their root.
+"""Texts of grammars: a client's JSON schema, expression, choices or rules, in the form that llguidance builds a grammar
+from. Rules for calls of tools are written by `call_grammar`.
 
 White space between JSON tokens is limited: a small model that may write white space without end will do so.
 """
@@ -15,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
 
 from antiphon.base.errors import UserError
-from antiphon.serve.text.tool_calls import ToolFormat
 
 _WHITE_SPACE = r"[ \n\r\t]{0,32}"
 _MAX_SCHEMA_CHARACTERS = 256 * 1024
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def _limited_json(schema: dict[str, Any], more: dict[str, Any] | None = None) -> str:
@@ -73,65 +66,34 @@ def lark_grammar(make_rules: Callable[[], str]) -> str:
     return grammar
 
 
-# --- rules for calls of tools -----------------------------------------------------------------------------------------
-
-
-def tool_grammar(
-    form: ToolFormat,
-    schemas: dict[str, dict[str, Any]],
-    *,
-    forced: bool,
-    at_most_one: bool,
-    answer_schema: dict[str, Any] | None = None,
-    mark_ids: tuple[int | None, int | None] = (None, None),
-) -> str:
-    """The grammar of answers that call functions, by name with the schema of their arguments.
-
-    `forced`: nothing but calls. Else `answer_schema` is what an answer without calls must fit; None: any text.
-    `mark_ids`: of the marks around a call, where they are tokens added to the vocabulary. Such a token stands for
-    itself in a grammar; the same text in quotes would not allow it.
-    """
-    names = [f"call_{number}" for number in range(len(schemas))]
-    rules = [f"call: {' | '.join(names)}", *_call_rules(form, schemas)]
-    begin_id, end_id = mark_ids
-    begin = json.dumps(form.begin) if begin_id is None else f"<[{begin_id}]>"
-    end = json.dumps(form.end) if end_id is None else f"<[{end_id}]>"
-    one, more = _blocks(form, end, at_most_one)
-    if forced or answer_schema is not None:
-        rules.append(f"calls: {begin if form.begin else ''} {one} {more.format(begin=begin)}")
-        if forced:
-            return _joined("start: calls", rules)
-        return _joined("start: calls | answer", [*rules, f"answer: %json {_schema(answer_schema or {})}"])
-    if not form.begin:
-        free = [r"free: /([^{\[ \n\r\t](.|\n)*)?/", f"calls: {one} {more.format(begin='')}"]
-        return _joined("start: calls | free", rules + free)
-    head = f"head[lazy]: TEXT {begin}" if begin_id is None else f"head: TEXT {begin}"
-    return _joined(f"start: (head {one})* TEXT", [*rules, head, r"TEXT: /(.|\n)*/"])
-
-
-def _blocks(form: ToolFormat, end: str, at_most_one: bool) -> tuple[str, str]:
-    """What follows the mark of the first call, and the further calls; `{begin}` is the mark."""
-    if form.end:
-        one = f'"\\n" call "\\n" {end}'
-        return one, "" if at_most_one else f'("\\n" {{begin}} {one})*'
-    if form.begin:
-        return ('"[" call "]"', "") if at_most_one else ('"[" call (", " call)* "]"', "")
-    return "call", "" if at_most_one else '("; " call)*'
-
-
-def _call_rules(form: ToolFormat, schemas: dict[str, dict[str, Any]]) -> list[str]:
-    rules = []
-    for number, (name, schema) in enumerate(schemas.items()):
-        opening = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments_key}": ')
-        rules.append(f'call_{number}: {opening} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: %json {_schema(_ANY_OBJECT | schema)}")
-    return rules
-
-
-def _schema(schema: dict[str, Any]) -> str:
-    """With the same limits as `json_grammar`: nothing that cannot be enforced, little white space."""
+def schema_rule(schema: dict[str, Any]) -> str:
+    """A schema inside rules, with the same limits as `json_grammar`: nothing that cannot be enforced, little white
+    space."""
     return _limited_json(schema, {"x-guidance": {"lenient": False, "whitespace_pattern": _WHITE_SPACE}})
 
 
-def _joined(start: str, rules: list[str]) -> str:
-    return "\n".join([start, *rules]) + "\n"
+def regex_grammar(pattern: str) -> str:
+    """llguidance's grammar of texts that fit a regular expression as a whole."""
+    grammar: str = llguidance.LLMatcher.grammar_from_regex(pattern)
+    return grammar
+
+
+def choice_grammar(choices: list[str]) -> str:
+    """llguidance's grammar of one of `choices`."""
+    return lark_grammar(lambda: f"start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}\n")
+
+
+def written_grammar(rules: str) -> str:
+    """llguidance's grammar of a client's rules, in the form of Lark or in that of llama.cpp (`root ::= ...`)."""
+    if "::=" not in rules:
+        return lark_grammar(lambda: rules)
+    try:
+        return lark_grammar(lambda: any_to_lark(rules))
+    except (ValueError, IndexError, KeyError, RecursionError) as error:
+        raise UserError(f"the grammar cannot be used: {error}") from error
+
+
+def composed_grammar(rules: str, answer: str, name: str) -> str:
+    """llguidance's grammar of `rules` that lead to the grammar `answer` by its name."""
+    inner = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
+    return json.dumps({"grammars": [{"lark_grammar": rules}, inner | {"name": name}]})

@@ -13,6 +13,7 @@ schemas on a busy machine.
 
 import json
 import os
+import re
 import resource
 import selectors
 import signal
@@ -34,6 +35,8 @@ _MASK_CREDIT_S = 0.5
 _MASK_PACE_S = 0.01
 _SLOW_CREDIT_S = 0.02
 _SLOW_PACE_S = 0.001
+# The library's own words: others quote what a client wrote.
+_TOO_MANY_ITEMS = re.compile(r"(?i)parser error: (current row has \d+ items|too many items)")
 
 
 def parser_limits() -> llguidance.LLParserLimits:
@@ -248,7 +251,7 @@ def reason_of(matcher: Any) -> str | None:
     short = " ".join(reason.split())[:_MAX_REASON_CHARACTERS]
     if short.startswith("NoExtension"):
         return "no text can satisfy it; does a $ref lead back to itself?"
-    if "items" in short:
+    if _TOO_MANY_ITEMS.match(short):
         return f"it allows too many things at once, as an object with thousands of properties does ({short})"
     if any(word in short for word in ("too many", "fuel")):
         return f"its patterns are too complex ({short})"

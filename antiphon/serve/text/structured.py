@@ -173,17 +173,19 @@ class GrammarCompiler:
         """
         return self._ask(partial(json_grammar, schema), "the JSON schema", client)
 
-    def compile_rules(self, rules: Callable[[], str], client: Hashable = "") -> "Future[str]":
-        """As `compile`, for rules in llguidance's form of Lark, which another thread asks for."""
-        return self._ask(partial(lark_grammar, rules), "the grammar", client)
+    def compile_grammar(
+        self, make: Callable[[], str], client: Hashable = "", what: str = "the grammar"
+    ) -> "Future[str]":
+        """As `compile`, for a grammar in llguidance's form, which another thread asks for; `what` names it."""
+        return self._ask(make, what, client)
 
     def json_schema(self, schema: dict[str, Any]) -> str:
         """`compile`, waited for: seconds."""
         return self.compile(schema).result()
 
     def lark(self, rules: str) -> str:
-        """`compile_rules`, waited for: seconds."""
-        return self.compile_rules(lambda: rules).result()
+        """`compile_grammar` of rules in llguidance's form of Lark, waited for: seconds."""
+        return self.compile_grammar(lambda: lark_grammar(lambda: rules)).result()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """A matcher at the start of `grammar`, in microseconds; `UserError` when the grammar has taken too much time,

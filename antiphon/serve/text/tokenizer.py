@@ -37,6 +37,7 @@ class TextTokenizer:
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
         self.grammar_problem: str | None = None
         self._keys_read: dict[str, bool] = {}
+        self._ids_of_marks: dict[frozenset[str], frozenset[int]] = {}  # a few: of the model's own dialect
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts in front what the model was trained with (often a BOS token).
@@ -65,9 +66,16 @@ class TextTokenizer:
         """One token as the vocabulary spells it; "" for an id without a token."""
         return self.backend.id_to_token(token_id) or ""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, shown: str = "") -> IncrementalDetokenizer:
-        """A fresh incremental detokenizer for one sequence; the special token `shown` is not skipped."""
-        return IncrementalDetokenizer(self.token_bytes, skip_special_tokens=skip_special_tokens, shown=shown)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, marks: frozenset[str] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """A fresh incremental detokenizer for one sequence; special tokens in `marks` are not skipped."""
+        if marks not in self._ids_of_marks:
+            specials = self.token_bytes.special_ids.items()
+            found = (token_id for text, token_id in specials if any(text in mark for mark in marks))
+            self._ids_of_marks[marks] = frozenset(found)
+        shown_ids = self._ids_of_marks[marks]
+        return IncrementalDetokenizer(self.token_bytes, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
 
     @cached_property
     def max_token_characters(self) -> int:

@@ -12,7 +12,7 @@ from antiphon.serve.api.answer_json import encode_json
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.text.tool_calls import CallPiece
+from antiphon.serve.text.answer_fields import CallPiece
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _TEXT_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "input"}

@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import CacheControl, FunctionName, RequestModel
+from antiphon.serve.api.guard.body import validate
+from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 
 
@@ -109,6 +111,12 @@ class AnthropicToolChoice(RequestModel):
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _check_name(self) -> "AnthropicToolChoice":
+        if self.type == "tool" and self.name is None:
+            raise PydanticCustomError("name", "name is missing: say which tool")
+        return self
+
 
 class Thinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
@@ -183,8 +191,9 @@ class MessagesRequest(CountTokensRequest):
 # --- the chat that it is ----------------------------------------------------------------------------------------------
 
 
-def as_chat(body: CountTokensRequest, settable: frozenset[str]) -> ChatCompletionRequest:
-    """The same as a chat request. `settable`: variables of the chat template that requests can set."""
+def as_chat(body: CountTokensRequest, settable: frozenset[str], limits: InputLimits) -> ChatCompletionRequest:
+    """The same as a chat request; `ApiError` 400 where a chat may not have so much. `settable`: variables of the chat
+    template that requests can set."""
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
@@ -202,7 +211,7 @@ def as_chat(body: CountTokensRequest, settable: frozenset[str]) -> ChatCompletio
         chat |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream", "request_id")}
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         chat["user"] = body.metadata.user_id if body.metadata is not None else None
-    return ChatCompletionRequest.model_validate({name: value for name, value in chat.items() if value is not None})
+    return validate({name: value for name, value in chat.items() if value is not None}, ChatCompletionRequest, limits)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -264,7 +273,7 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 def _tool_choice(choice: AnthropicToolChoice | None, has_tools: bool) -> dict[str, Any]:
     if choice is None or (choice.type in ("auto", "none") and not has_tools):
         return {}
-    named = {"type": "function", "function": {"name": choice.name or ""}}
+    named = {"type": "function", "function": {"name": choice.name}}
     chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
     return {"tool_choice": chosen, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 

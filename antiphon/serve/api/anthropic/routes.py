@@ -11,7 +11,13 @@ from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.respond import EventStream, whole_of
-from antiphon.serve.api.responses import GENERATION_ERRORS, described_body, described_errors, described_stream
+from antiphon.serve.api.responses import (
+    GENERATION_ERRORS,
+    AnthropicErrorResponse,
+    described_body,
+    described_errors,
+    described_stream,
+)
 from antiphon.serve.text.chat_rendering import settable_variables
 
 router = APIRouter(tags=["Anthropic"])
@@ -20,13 +26,13 @@ router = APIRouter(tags=["Anthropic"])
 @router.post(
     "/v1/messages",
     summary="Answer a conversation, as Anthropic's API does",
-    responses={**described_stream(), **described_errors(*GENERATION_ERRORS)},
+    responses={**described_stream(), **described_errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)},
     openapi_extra=described_body(MessagesRequest),
 )
 async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, MessagesRequest)
-    chat = as_chat(body, settable_variables(await context.texts.template_names()))
+    chat = as_chat(body, settable_variables(await context.texts.template_names()), context.limits)
     async with generation_for(context, chat, "msg") as generation:
         await submit_chat(context, client_of(request), chat, generation)
         events = MessageEvents(generation, context.model_name)
@@ -40,14 +46,14 @@ async def create_message(request: Request) -> Response:
 @router.post(
     "/v1/messages/count_tokens",
     summary="How many tokens a conversation has",
-    responses={**described_errors(*GENERATION_ERRORS)},
+    responses={**described_errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)},
     openapi_extra=described_body(CountTokensRequest),
 )
 async def count_tokens(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, CountTokensRequest)
     with context.running():
-        chat = as_chat(body, settable_variables(await context.texts.template_names()))
+        chat = as_chat(body, settable_variables(await context.texts.template_names()), context.limits)
         offers_tools = bool(chat.tools) and chat.tool_choice != "none"
         prompt = await chat_prompt(context, client_of(request), chat, offers_tools=offers_tools)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

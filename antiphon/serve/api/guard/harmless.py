@@ -40,13 +40,13 @@ _GRAMMAR = "use response_format"
 _CACHE = "prefixes are cached by their content alone"
 _TRANSFER = "requests cannot carry a cache with them"
 _REPORT = "this server does not report it"
-_REASONING = "reasoning is not told from the answer"
 _CUSTOM = "requests cannot bring parameters of their own"
 _ID = "the server gives ids"
 
 HARMLESS: dict[str, Harmless] = {
     # OpenAI
     "audio": Harmless((), _ONLY_TEXT),
+    "background": Harmless((False,), "answers are not made in the background"),
     "echo": Harmless((False,), "only /v1/completions repeats the prompt"),
     "function_call": Harmless(("none", "auto"), "on /v1/chat/completions it is called tool_choice"),
     "functions": Harmless(([],), "on /v1/chat/completions they are called tools"),
@@ -72,22 +72,14 @@ HARMLESS: dict[str, Harmless] = {
     "length_penalty": Harmless((1.0,), "beam search is not supported"),
     "logits_processors": Harmless(([],), "code from requests is not run"),
     "repetition_detection": Harmless((), "use repetition_penalty or frequency_penalty"),
-    "thinking": Harmless((), _REASONING),
-    "thinking_token_budget": Harmless((), _REASONING),
+    "thinking": Harmless((), "on /v1/chat/completions use chat_template_kwargs"),
+    "thinking_token_budget": Harmless((), _ONLY_CHAT),
     "use_beam_search": Harmless((False,), "beam search is not supported"),
     "watermark": Harmless((), "watermarks are not supported"),
     "watermarking": Harmless((False,), "watermarks are not supported"),
     # grammars
-    "ebnf": Harmless((), _GRAMMAR),
-    "guided_choice": Harmless((), _GRAMMAR),
     "guided_decoding_backend": Harmless((), _GRAMMAR),
-    "guided_grammar": Harmless((), _GRAMMAR),
-    "guided_json": Harmless((), _GRAMMAR),
-    "guided_regex": Harmless((), _GRAMMAR),
     "guided_whitespace_pattern": Harmless((), _GRAMMAR),
-    "json_schema": Harmless((), _GRAMMAR),
-    "regex": Harmless((), _GRAMMAR),
-    "structured_outputs": Harmless((), _GRAMMAR),
     # prompts and text
     "add_generation_prompt": Harmless((), _ONLY_CHAT),
     "chat_template": Harmless((), "the model's own chat template is used"),
@@ -95,7 +87,7 @@ HARMLESS: dict[str, Harmless] = {
     "continue_final_message": Harmless((False,), _ONLY_CHAT),
     "documents": Harmless(([],), "put them into a message"),
     "images_config": Harmless(({},), _ONLY_TEXT),
-    "include_reasoning": Harmless((True,), _REASONING),
+    "include_reasoning": Harmless((True,), _ONLY_CHAT),
     "input_ids": Harmless((), "token ids are a prompt of /v1/completions"),
     "max_dynamic_patch": Harmless((), _ONLY_TEXT),
     "media_io_kwargs": Harmless(({},), _ONLY_TEXT),
@@ -103,11 +95,11 @@ HARMLESS: dict[str, Harmless] = {
     "mm_processor_kwargs": Harmless(({},), _ONLY_TEXT),
     "no_stop_trim": Harmless((False,), "use include_stop_str_in_output"),
     "prompt_embeds": Harmless((), "a prompt is text or token ids"),
-    "separate_reasoning": Harmless((True, False), _REASONING),
+    "separate_reasoning": Harmless((True, False), _ONLY_CHAT),
     "spaces_between_special_tokens": Harmless((True, False), "nothing is put between tokens"),
     "stop_regex": Harmless((), "use stop"),
     "stream_interval": Harmless((1,), "every step's tokens are sent at once"),
-    "stream_reasoning": Harmless((True, False), _REASONING),
+    "stream_reasoning": Harmless((True,), "reasoning is streamed as it comes"),
     "task": Harmless((), "say it in the prompt"),
     "truncation_side": Harmless(("left",), "truncate_prompt_tokens keeps the last tokens"),
     "use_audio_in_video": Harmless((False,), _ONLY_TEXT),

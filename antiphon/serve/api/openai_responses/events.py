@@ -15,7 +15,7 @@ from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest, encrypted_content
 from antiphon.serve.api.requests import ChatCompletionRequest
-from antiphon.serve.text.tool_calls import CallPiece
+from antiphon.serve.text.answer_fields import CallPiece
 
 _IMPOSSIBLE = -9999.0
 _PART = {"message": "output_text", "reasoning": "reasoning_text"}

@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import FunctionName, RequestModel
+from antiphon.serve.api.guard.body import validate
+from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
@@ -187,7 +189,6 @@ class ResponsesRequest(RequestModel):
     store: bool | None = Field(None, description="Default true: the answer can be asked for and gone on from.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    background: Literal[False] | None = None
     max_output_tokens: PositiveCount | None = Field(None, description="Default: the rest of the context.")
     max_tool_calls: PositiveCount | None = Field(None, description="Changes nothing: it counts built-in tools.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="Default 1; 0 is greedy.")
@@ -231,7 +232,7 @@ class ResponsesRequest(RequestModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[int, Field(ge=1 - 2**31, le=2**31 - 1)] | None = None
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -249,10 +250,10 @@ _SAME = (
 
 
 def as_chat(
-    body: ResponsesRequest, earlier: list[dict[str, Any]], settable: frozenset[str]
+    body: ResponsesRequest, earlier: list[dict[str, Any]], settable: frozenset[str], limits: InputLimits
 ) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
-    """The chat that goes on from the messages `earlier`, and its messages without the instructions. `settable`:
-    variables of the chat template that requests can set."""
+    """The chat that goes on from the messages `earlier`, and its messages without the instructions; `ApiError` 400
+    where a chat may not have so much. `settable`: variables of the chat template that requests can set."""
     kept = [*earlier, *_messages(body.input)]
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
@@ -272,7 +273,8 @@ def as_chat(
         chat["reasoning_effort"] = body.reasoning.effort
     if "message.output_text.logprobs" in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return ChatCompletionRequest.model_validate({key: item for key, item in chat.items() if item is not None}), kept
+    present = {key: item for key, item in chat.items() if item is not None}
+    return validate(present, ChatCompletionRequest, limits), kept
 
 
 def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | dict[str, Any]:

@@ -83,7 +83,11 @@ async def create_response(request: Request) -> Response:
     if body.top_logprobs and "message.output_text.logprobs" not in (body.include or ()):
         raise bad_request("top_logprobs needs message.output_text.logprobs in include", param="top_logprobs")
     earlier = _earlier(context, client, body.previous_response_id)
-    chat, messages = as_chat(body, earlier, settable_variables(await context.texts.template_names()))
+    settable = settable_variables(await context.texts.template_names())
+    try:
+        chat, messages = as_chat(body, earlier, settable, context.limits)
+    except ApiError as error:
+        raise _in_these_words(error) from error
     async with generation_for(context, chat, "resp") as generation:
         await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
         events = KeptEvents(context, generation, body, chat, client, messages)

@@ -19,19 +19,18 @@ _MAX_BYTES = 64 * 1024 * 1024
 class StoredResponse:
     """`messages`: the chat without instructions, the answer its last turn. `response`: as it was sent."""
 
-    client: str
     messages: list[dict[str, Any]]
     response: dict[str, Any]
     num_bytes: int
 
 
 class ResponseStore:
-    """Answers by their ids, the oldest first. Used from the event loop's thread only."""
+    """Answers of all clients, the oldest first. Used from the event loop's thread only."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()  # by client and id
 
     def add(self, client: str, messages: list[dict[str, Any]], response: dict[str, Any]) -> None:
         """Keep an answer. The oldest go where it does not fit; one that is larger than the limit is not kept."""
@@ -39,7 +38,7 @@ class ResponseStore:
         if num_bytes > self._max_bytes:
             return
         self.remove(client, response["id"])
-        self._stored[response["id"]] = StoredResponse(client, messages, response, num_bytes)
+        self._stored[client, response["id"]] = StoredResponse(messages, response, num_bytes)
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
             _, oldest = self._stored.popitem(last=False)
@@ -47,14 +46,12 @@ class ResponseStore:
 
     def get(self, client: str, response_id: str) -> StoredResponse | None:
         """The client's answer with this id, if it is still kept."""
-        found = self._stored.get(response_id)
-        return found if found is not None and found.client == client else None
+        return self._stored.get((client, response_id))
 
     def remove(self, client: str, response_id: str) -> bool:
         """Forget an answer; False if the client has none of this id."""
-        found = self.get(client, response_id)
+        found = self._stored.pop((client, response_id), None)
         if found is None:
             return False
-        del self._stored[response_id]
         self._num_bytes -= found.num_bytes
         return True

@@ -1,0 +1,193 @@
+"""Grammars of answers: what a dialect's model may write when a call is wanted, a format is, or a tool is strict."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from antiphon.base.errors import UserError
+from antiphon.serve.text.answer_reader import AnswerReader
+from antiphon.serve.text.call_grammar import ANSWER, Spelling, Wish, answer_rules
+from antiphon.serve.text.dialects import CALL_FORMATS, REASONING_FORMATS, Dialect, dialect_of
+from antiphon.serve.text.grammar_text import composed_grammar, json_grammar, lark_grammar
+from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.tokenizer import TextTokenizer
+from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, write_tokenizer
+from tests.serve.written_calls import REASONERS, UNMARKED, WRITERS, Call
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"$ref": "#/$defs/number"},
+        "text": {"type": "string"},
+        "kind": {"enum": ["x y", "z"]},
+        "list": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"number": {"type": "integer"}},
+}
+GOOD: list[Call] = [("add", {"a": 1})]
+FULL: list[Call] = [("add", {"a": 1, "text": 'a\n"b" <c> é', "kind": "x y", "list": [True, False]})]
+WRONG: list[Call] = [("add", {"a": "x"})]
+
+
+@cache
+def vocabulary(with_tokens: bool) -> tuple[TextTokenizer, GrammarCompiler]:
+    """A small tokenizer, with the marks of all formats as tokens of their own or without."""
+    with TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        pretrained = AutoTokenizer.from_pretrained(folder)
+        marks = {mark for form in (*CALL_FORMATS, *REASONING_FORMATS) for mark in form.marks} if with_tokens else set()
+        marks |= {"<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"} if with_tokens else set()
+        tokens = [mark for mark in marks if "\n" not in mark and (mark[-1] in ">]") and mark not in ('">', ">")]
+        added = [
+            AddedToken(mark, special="|" in mark, normalized=False)
+            for mark in sorted(tokens)
+            if not mark.startswith("<｜tool▁call▁begin｜>f")
+        ]
+        pretrained.add_tokens(added)
+        tokenizer = TextTokenizer(pretrained.backend_tokenizer)
+    return tokenizer, GrammarCompiler(tokenizer.backend, MODEL_VOCAB_SIZE, (eos_id(),))
+
+
+def fits(form: Dialect, answer: str, *, with_tokens: bool = True, schema: Any = None, **wish: Any) -> bool:
+    """Whether the grammar takes `answer` as a whole; `schema`: of an answer without calls."""
+    tokenizer, compiler = vocabulary(with_tokens)
+    spelling = Spelling(tokenizer.token_bytes.added_ids, (eos_id(),))
+    wanted = Wish(**({"schemas": {"add": SCHEMA, "look-up": {}}, "has_answer": schema is not None} | wish))
+    grammar = lark_grammar(lambda: answer_rules(form, spelling, wanted))
+    if schema is not None:
+        grammar = composed_grammar(grammar, json_grammar(schema), ANSWER)
+    matcher = compiler.matcher(compiler.compile_grammar(lambda: grammar).result(60))
+    return all(map(matcher.accept, [*tokenizer.encode(answer, add_special_tokens=False), eos_id()]))
+
+
+def dialect(calls: str, reasoning: str = "none") -> Dialect:
+    return dialect_of("", tool_parser=calls, reasoning_parser=reasoning)
+
+
+def in_form(form: str, calls: list[Call]) -> str:
+    """As the end token of a message on a channel ends the answer."""
+    return WRITERS[form](calls).removesuffix("<|call|>")
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_a_forced_answer_is_a_call_that_fits(form: str, with_tokens: bool) -> None:
+    made = dialect(form)
+    for calls in (GOOD, [("look-up", {"any": "thing"})]):
+        if form in {"pythonic", "lfm2", "olmo3"} and calls is not GOOD:
+            continue  # Python's names have no hyphen
+        assert fits(made, in_form(form, calls), with_tokens=with_tokens, forced=True)
+    for wrong in (in_form(form, WRONG), in_form(form, [("sub", {"a": 1})]), "text", ""):
+        assert not fits(made, wrong, with_tokens=with_tokens, forced=True)
+    if form not in {"pythonic", "lfm2", "olmo3"}:
+        assert fits(made, in_form(form, FULL), with_tokens=with_tokens, forced=True)
+        assert not fits(made, in_form(form, [("add", {"a": 1, "kind": "y"})]), with_tokens=with_tokens, forced=True)
+    missing = in_form(form, [("add", {"text": "x"})])
+    assert not fits(made, missing, with_tokens=with_tokens, forced=True)
+
+
+@pytest.mark.parametrize("form", sorted(set(WRITERS) - {"harmony"}))
+def test_several_calls_only_where_they_are_allowed(form: str) -> None:
+    assert fits(dialect(form), WRITERS[form]([*GOOD, *GOOD]), forced=True)
+    assert not fits(dialect(form), WRITERS[form]([*GOOD, *GOOD]), forced=True, at_most_one=True)
+
+
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_an_answer_may_be_a_call_or_fit_its_schema(form: str) -> None:
+    made, schema = dialect(form), {"enum": ["yes", "no"]}
+    head = "<|channel|>final<|message|>" if form == "harmony" else ""
+    assert fits(made, head + '"yes"', schema=schema)
+    assert not fits(made, head + "yes", schema=schema)
+    assert fits(made, in_form(form, GOOD), schema=schema)
+    assert not fits(made, in_form(form, WRONG), schema=schema)
+
+
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_strict_tools_leave_text_free_and_calls_right(form: str) -> None:
+    made, head = dialect(form), "<|channel|>final<|message|>" if form == "harmony" else ""
+    assert fits(made, f"{head}any text, even a < b")
+    assert fits(made, head)
+    assert fits(made, in_form(form, GOOD))
+    assert not fits(made, in_form(form, WRONG))
+    if form not in UNMARKED and form != "harmony":
+        assert fits(made, "Sure.\n" + WRITERS[form](GOOD) + "\nand " + WRITERS[form](GOOD) + " so")
+        assert not fits(made, "Sure.\n" + WRITERS[form](WRONG))
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("form", sorted(REASONERS))
+def test_reasoning_stays_free_and_comes_first(form: str, with_tokens: bool) -> None:
+    begin, end = REASONERS[form]
+    calls = "harmony" if form == "harmony" else "hermes"
+    made = dialect(calls, form)
+    call = in_form(calls, GOOD)
+    for thought in ("", "so {\n\n é <b>"):
+        assert fits(made, begin + thought + end + call, with_tokens=with_tokens, forced=True)
+    assert fits(made, call, with_tokens=with_tokens, forced=True)
+    assert not fits(made, begin + "so" + end + "text", with_tokens=with_tokens, forced=True)
+    assert not fits(made, begin + "so", with_tokens=with_tokens, forced=True), "it has to end"
+    assert fits(made, "so" + end + call, with_tokens=with_tokens, forced=True, starts_reasoning=True)
+    assert not fits(made, "so", with_tokens=with_tokens, forced=True, starts_reasoning=True)
+    head = "<|channel|>final<|message|>" if form == "harmony" else ""
+    answer = {"schema": {"enum": [1]}, "schemas": {}, "with_tokens": with_tokens}
+    assert fits(made, f"{begin}so{end}{head}1", **answer)
+    assert not fits(made, f"{begin}so{end}{head}2", **answer)
+
+
+def test_reasoning_can_be_limited() -> None:
+    made = dialect("hermes", "think")
+    limits = {"max_reasoning": 3, "starts_reasoning": True, "schemas": {}}
+    tokenizer, _ = vocabulary(True)
+    assert len(tokenizer.encode("abc", add_special_tokens=False)) <= 3
+    assert fits(made, "abc</think>any <tool_call> text", **limits)
+    assert not fits(made, "a b c d e f g h</think>any", **limits)
+    with pytest.raises(UserError, match="</think> is not one token"):
+        fits(made, "x", with_tokens=False, **limits)
+
+
+@pytest.mark.parametrize("form", ["minimax_m2", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("with_tokens", [True, False])
+def test_bare_strings_follow_their_schema(form: str, with_tokens: bool) -> None:
+    def fit(schema: dict[str, Any], value: object) -> bool:
+        schemas = {"f": {"properties": {"k": schema}, "required": ["k"]}}
+        answer = WRITERS[form]([("f", {"k": value})])
+        return fits(dialect(form), answer, with_tokens=with_tokens, forced=True, schemas=schemas)
+
+    assert fit({"type": "string", "pattern": "^[a-z/]+$"}, "a/b")
+    assert not fit({"type": "string", "pattern": "^[a-z/]+$"}, "a1b")
+    assert fit({"type": "string", "pattern": "[0-9]"}, "a1b")
+    assert fit({"type": "string", "minLength": 2}, "abc")
+    if with_tokens and form != "minimax_m2":
+        assert not fit({"type": "string", "maxLength": 2}, "abc")
+    assert fit({"type": "string", "format": "date"}, "any")
+    assert fit({"const": "a</b>"}, "a</b>")
+    assert fit({"type": ["string", "null"]}, None)
+    with pytest.raises(UserError, match="both pattern and a length"):
+        fit({"type": "string", "pattern": "a", "minLength": 2}, "ab")
+
+
+def test_what_grammars_allow_readers_read() -> None:
+    for form, write in WRITERS.items():
+        reader = AnswerReader(dialect(form), {"add": SCHEMA})
+        pieces = reader.feed(write(FULL)).calls
+        assert json.loads("".join(piece.arguments for piece in pieces)) == FULL[0][1]
+
+
+def test_schemas_that_cannot_be_followed_are_refused() -> None:
+    for schema in (
+        {"properties": {"a": {"not": {}}}},
+        {"type": "objekt"},
+        {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+        {"description": "x" * 300_000},
+    ):
+        with pytest.raises(UserError) as raised:
+            fits(dialect("hermes"), "x", forced=True, schemas={"add": schema})
+        assert "too many things" not in str(raised.value)
