@@ -348,7 +348,7 @@ def deployments_section() -> str:
         "two rules were added, with values from DeepEP's documentation: prefill's exchange kernels hold 24 processors,",
         "and decode sends no rows once per node.\n",
         f"{close} of {len(rows)} within {DEPLOYMENT_WITHIN:.0%}. They are no sample: large batches, mostly of one",
-        "model on one generation of GPUs, taken because they are described in full. The measured servers below are one.",
+        "model on one generation of GPUs, taken because they are described in full. The servers below are one.",
         "",
         "| id | what | source | theirs | ours | error |",
         "| --- | --- | --- | ---: | ---: | ---: |",
