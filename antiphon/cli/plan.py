@@ -36,7 +36,7 @@ from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
 SERVING_ONLY = (
-    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin", "prefer"),
+    *("workload", "routing", "layout", "objective", "max_micro_batches", "prefer"),
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit", "no_check"),
 )
 TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
@@ -142,7 +142,7 @@ def plan(
     answer: AnswerOptions,
     json: JsonOption = None,
 ) -> None:
-    """Plan how to serve or train MODEL on a cluster. Nothing is run: all numbers are predicted."""
+    """Plan how to serve or train MODEL on a cluster; all numbers are predicted."""
     refuse_other_phase(context, search)
     answer.check(json)
     if search.trains():
