@@ -20,7 +20,8 @@ from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
-from antiphon.report.emit_engines import Target, sglang_command, vllm_command
+from antiphon.report.colocated import Target
+from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
 from antiphon.report.page import html
@@ -35,7 +36,7 @@ from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
 SERVING_ONLY = (
-    *("workload", "routing", "layout", "objective", "max_micro_batches", "pin", "prefer"),
+    *("workload", "routing", "layout", "objective", "max_micro_batches", "prefer"),
     *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit", "no_check"),
 )
 TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
@@ -53,8 +54,14 @@ def emitted(name: Emitter, found: Plan, inputs: PlanInputs) -> str:
         kinds = {group.device.name: group.device.kind for group in inputs.cluster.groups}
         experts = inputs.model.router.num_experts
         return kubernetes_manifest(found, model=served_path(inputs), num_experts=experts, device_kinds=kinds)
+    drafting = inputs.config.get("num_nextn_predict_layers") or 0
     target = Target(
-        model=served_path(inputs), precision=inputs.precision, workload=inputs.workload, cluster=inputs.cluster
+        model=served_path(inputs),
+        precision=inputs.precision,
+        workload=inputs.workload,
+        cluster=inputs.cluster,
+        hidden_size=inputs.model.hidden_size,
+        draft_layers=drafting if isinstance(drafting, int) else 0,
     )
     return vllm_command(found, target) if name == "vllm" else sglang_command(found, target)
 
@@ -135,7 +142,7 @@ def plan(
     answer: AnswerOptions,
     json: JsonOption = None,
 ) -> None:
-    """Plan how to serve or train MODEL on a cluster. Nothing is run: all numbers are predicted."""
+    """Plan how to serve or train MODEL on a cluster; all numbers are predicted."""
     refuse_other_phase(context, search)
     answer.check(json)
     if search.trains():

@@ -61,12 +61,13 @@ class SearchOptions:
         Literal["decode", "prefill", "both", "serve", "train"] | None,
         typer.Option(
             metavar="NAME",
-            show_default="serve with a rate or a TTFT target, else decode",
+            show_default=False,
             help="serve, decode, prefill, both or train.",
         ),
     ] = None
     prefer: Annotated[
-        Literal["best", "simple"], typer.Option(metavar="NAME", help="best, or simple where that is a tie.")
+        Literal["best", "simple"],
+        typer.Option(metavar="NAME", help="best, or simple where that is a tie.", hidden=True),
     ] = "best"
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")

@@ -11,7 +11,7 @@ from rich.text import Text
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
-from antiphon.reproduce.claim import PAPERS, Claim, Row, predictions
+from antiphon.reproduce.claim import PAPERS, Claim, Row, headline
 from antiphon.reproduce.claims import reproduce as run_claims
 from antiphon.reproduce.claims import select
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
@@ -84,9 +84,9 @@ def reproduce(
         rows = run_claims(claims, report)
     for renderable in tables(rows):
         show(renderable, json=json)
-    if predicted := predictions(rows):
-        show(predicted, json=json)
-    show(f"{sum(row.holds for row in rows)} of {len(rows)} rows hold", json=json)
+    for line in headline(rows):
+        show(line, json=json)
+    show(f"all together: {sum(row.holds for row in rows)} of {len(rows)} rows hold", json=json)
     emit_json(json, {"bench": "reproduce", **provenance(), "rows": [row.to_json() for row in rows]})
     if markdown is not None:
         write_whole("--markdown", markdown, page(rows))

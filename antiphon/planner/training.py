@@ -11,7 +11,7 @@ Rejected: one group of devices of several kinds. A pipeline is as slow as its sl
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,14 +74,16 @@ def plan_training(
     overlap: OverlapLevel = "intra",
     zero: int = 1,
     profile: Profile | None = None,
+    pins: Mapping[str, int] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TrainingPlan:
     """The fastest way to train `model` with batches of `global_batch` sequences on at most `num_devices` (None: all)
     devices of one kind (`device`; None: whichever kind is fastest).
 
-    `profile`: its training tables take the place of rooflines. `compress`: gradients may travel in BF16. `deduplicate`:
-    the trainer sends a token once per rank. `on_progress(done, total)` is called after each strategy. `UserError` for
-    what cannot be meant, `NoTrainingPlan` if nothing fits."""
+    `pins`: degrees that are fixed, by the names of `training_space.PIN_NAMES`. `profile`: its training tables take the
+    place of rooflines. `compress`: gradients may travel in BF16. `deduplicate`: the trainer sends a token once per
+    rank. `on_progress(done, total)` is called after each strategy. `UserError` for what cannot be meant,
+    `NoTrainingPlan` if nothing fits."""
     started = time.perf_counter()
     wanted = replace(TrainingSetup(), precision=precision or TrainingPrecision(), overlap=overlap, zero=zero)
     wanted = replace(wanted, deduplicate=deduplicate)
@@ -104,10 +106,10 @@ def plan_training(
             if on_progress is not None:
                 on_progress(number * total + done, len(groups) * total)
 
-        found.append((training, offered, _search(training, wanted, offered, report)))
+        found.append((training, offered, _search(training, wanted, offered, report, pins)))
     training, offered, bests = max(found, key=lambda item: max(_rate(best) for best in item[2]))
     if all(best.estimate is None for best in bests):
-        raise _no_plan(training, wanted, offered, bests)
+        raise _no_plan(training, wanted, offered, bests, pins)
     return _plan(training, offered, bests, model_name, started)
 
 
@@ -153,7 +155,11 @@ def _offered(group: NodeGroup, num_devices: int | None, *, alone: bool) -> int:
 
 
 def _search(
-    training: Training, wanted: TrainingSetup, num_devices: int, on_progress: Callable[[int, int], None]
+    training: Training,
+    wanted: TrainingSetup,
+    num_devices: int,
+    on_progress: Callable[[int, int], None],
+    pins: Mapping[str, int] | None = None,
 ) -> list[_Best]:
     found = []
     for index, strategy in enumerate(STRATEGIES):
@@ -165,12 +171,12 @@ def _search(
             gate_after_down=wanted.precision.compute == "fp8",
             deduplicate=wanted.deduplicate and strategy.dispatch == "all_to_all",
         )
-        found.append(_best_of(training, setup, num_devices))
+        found.append(_best_of(training, setup, num_devices, pins))
         on_progress(index + 1, len(STRATEGIES))
     return found
 
 
-def _best_of(training: Training, strategy: TrainingSetup, num_devices: int) -> _Best:
+def _best_of(training: Training, strategy: TrainingSetup, num_devices: int, pins: Mapping[str, int] | None) -> _Best:
     """The fastest candidate of one strategy that fits in memory."""
     degrees = candidates(
         training.model,
@@ -179,6 +185,7 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int) -> _
         batch=training.batch,
         attention=strategy.attention,
         experts=strategy.experts,
+        pins=pins,
     )
     total = len(degrees)
     states = _states(training, strategy, degrees)
@@ -283,8 +290,17 @@ def _why_none(training: Training, best: _Best) -> str:
     return f"does not fit: its smallest layout needs {missing} more than a device has"
 
 
-def _no_plan(training: Training, wanted: TrainingSetup, offered: int, bests: list[_Best]) -> NoTrainingPlan:
+def _no_plan(
+    training: Training, wanted: TrainingSetup, offered: int, bests: list[_Best], pins: Mapping[str, int] | None
+) -> NoTrainingPlan:
     device = training.group.device.name
+    if pins:
+        given = ", ".join(f"{name}={value}" for name, value in pins.items())
+        least = min(best.least_bytes for best in bests)
+        why = "cannot be run: copies and micro-batches divide the batch, n divides heads, experts and a domain"
+        if np.isfinite(least):
+            why = f"needs {format_bytes(least - training.usable_bytes)} more than a device has"
+        return NoTrainingPlan(f"no layout on {offered} {device} with {given}: it {why}: leave some of these out", None)
     least = min(best.least_bytes for best in bests)
     enough = smallest_training_cluster(training, wanted)
     fix = f"use at least {enough} {device}" if enough else f"use devices with more memory than {device}"

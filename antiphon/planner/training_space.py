@@ -11,18 +11,46 @@ Rejected: only layouts that use every device. With 7 devices or 13 nodes the bes
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.errors import UserError
 from antiphon.cost.training.setup import AttentionParallel, ExpertParallel
+from antiphon.planner.candidates import MOST_PINNED
 from antiphon.specs.model import ModelSpec
 
 IntArray = NDArray[np.int64]
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_MODEL_PARALLEL = 16
+PIN_NAMES = ("n", "pp", "chunks", "dp", "micro_batch")
+"""Devices that share a layer, stages, virtual stages of each, copies, sequences of a micro-batch."""
+
+
+def parse_training_pins(texts: Sequence[str]) -> dict[str, int]:
+    """``["n=8", "pp=15"]``; `UserError` names what is not known or given twice."""
+    found: dict[str, int] = {}
+    for text in texts:
+        name, _, written = text.partition("=")
+        name = name.strip()
+        if name not in PIN_NAMES:
+            raise UserError(f"--pin {text!r}: {name!r} is none of {', '.join(PIN_NAMES)}")
+        if not (written.strip().isdecimal() and 1 <= int(written) <= MOST_PINNED):
+            raise UserError(f"--pin {text!r}: write a whole number from 1 to {MOST_PINNED:,}, for example {name}=4")
+        if name in found:
+            raise UserError(f"--pin {text!r}: {name} is given twice: leave one of them out")
+        found[name] = int(written)
+    return found
+
+
+def _pinned(name: str, value: int, tried: Sequence[int], num_layers: int) -> Sequence[int]:
+    """The value alone, where it can be run at all. Stages need not be the fewest of their length."""
+    if name == "pp":
+        return [value] if value <= num_layers else []
+    return [value] if value in tried or name in ("chunks", "micro_batch") else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +129,19 @@ def candidates(
     batch: int,
     attention: AttentionParallel,
     experts: ExpertParallel,
+    pins: Mapping[str, int] | None = None,
 ) -> TrainingDegrees:
-    """Everything that can be run, memory aside."""
-    axes = (
+    """Everything that can be run, memory aside. `pins`: degrees that are fixed, by the names of `PIN_NAMES`."""
+    axes: list[Sequence[int]] = [
         model_parallel_degrees(model, domain, attention, experts),
         stage_counts(model.num_layers),
         VIRTUAL_STAGES,
         divisors(batch),
         [size for size in MICRO_BATCHES if batch % size == 0],
-    )
+    ]
+    for place, name in enumerate(PIN_NAMES):
+        if pins and name in pins:
+            axes[place] = _pinned(name, pins[name], axes[place], model.num_layers)
     grid = np.meshgrid(*(np.asarray(axis, dtype=np.int64) for axis in axes), indexing="ij")
     degree, pipeline, chunks, data, micro = (axis.reshape(-1) for axis in grid)
     groups = np.asarray([num_groups(num_devices, domain, value) for value in axes[0]], dtype=np.int64)

@@ -1,12 +1,7 @@
 """The vLLM and SGLang commands nearest to a plan: a server for each of its phases, or one that does both.
 
-These engines know only colocated layouts. The nearest one is found so:
-
-1. a plan that is colocated already is its own nearest
-2. else the best of the losing colocated layouts, by the plan's objective; one that keeps the promises comes first
-3. the losses are stated in words and, as far as they are predicted, in numbers
-
-Rejected: turning a disaggregated plan's own sizes into colocated ones. They may not fit, and the search never looked.
+These engines know only colocated layouts: `report/colocated.py` finds the nearest one. What their exchange kernels take
+is in `report/engine_rules.py`.
 
 vLLM's terms: `--tensor-parallel-size` and `--data-parallel-size` are attention's; experts are split over all
 TP x DP ranks of a stage, as whole experts with `--enable-expert-parallel`, as slices of each without. `--max-num-seqs`
@@ -18,239 +13,28 @@ SGLang's terms: `--tp-size` counts all devices of a pipeline stage; attention is
 that a stage's experts stay together.
 
 `scripts/engine_flags.py` reads which flags a release takes; a test holds the commands to that.
+
+Rejected: a flag that cannot be tried here. What an engine's kernels refuse is left out and listed as lost.
 """
 
 import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from antiphon.base.errors import ResourceError
+from antiphon.report.colocated import Colocated, Target, nearest_colocated, preamble
+from antiphon.report.engine_rules import LowLatency, low_latency, takes_ranks
 from antiphon.report.words import (
-    LAYOUT_TITLES,
-    OBJECTIVE_UNITS,
     commented,
-    degrees_text,
-    devices_text,
-    latency_text,
-    milliseconds,
-    number,
     plural,
-    score,
 )
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.cluster import NodeGroup
 from antiphon.specs.plan import (
     PHASES,
-    DeviceUse,
-    Layout,
-    Parallel,
     PhaseName,
-    Placement,
     Plan,
-    Predicted,
-    Rejected,
 )
 from antiphon.specs.precision import WEIGHTS_ONLY, PrecisionSpec
-from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 Options = list[tuple[str, str | int | None]]
 """Command line options with their values; None: a switch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """What another engine's command needs beside the plan. `model`: folder or name as that engine takes it."""
-
-    model: str
-    precision: PrecisionSpec
-    workload: WorkloadSpec
-    cluster: ClusterSpec
-
-    @property
-    def is_skewed(self) -> bool:
-        """Whether some experts are more popular than others."""
-        return self.workload.expert_skew > 0 or len(set(self.workload.expert_loads)) > 1
-
-    @property
-    def memory_used(self) -> float:
-        """Fraction of device memory for weights and KV."""
-        return 1 - self.cluster.efficiency.memory_reserve
-
-
-@dataclass(frozen=True, kw_only=True)
-class Colocated:
-    """A colocated deployment of one phase.
-
-    `batch`: requests at once (decode, serve), tokens of a pass (prefill). `num_experts`: of the model, 0 if the plan
-    does not say. `placement` empty: the engine's own. `why_not`: the promise it breaks, empty if it keeps all."""
-
-    phase: PhaseName
-    layout: Layout
-    parallel: Parallel
-    batch: int
-    micro_batches: int
-    devices: tuple[DeviceUse, ...]
-    predicted: Predicted
-    step_tokens: int | None = None
-    num_experts: int = 0
-    placement: Placement = ()
-    why_not: str = ""
-
-    @property
-    def per_rank(self) -> int:
-        """The share of `batch` of one data-parallel rank; the odd ones on top."""
-        return math.ceil(self.batch / self.parallel.attention_dp)
-
-    @property
-    def redundant_experts(self) -> int:
-        """Copies of experts beyond the first: the plan's, and as many as make all ranks hold equally many."""
-        copies, ranks = max(sum(map(len, self.placement)), self.num_experts), self.parallel.expert_ep
-        return math.ceil(copies / ranks) * ranks - self.num_experts
-
-    @property
-    def is_exchanged(self) -> bool:
-        """Whether rows go between data-parallel ranks to whole experts, by an all-to-all."""
-        return self.parallel.expert_ep > 1 and self.parallel.attention_dp > 1
-
-    @property
-    def overlaps_two_batches(self) -> bool:
-        """Whether two halves of a batch take turns at devices and network; several stages take turns by themselves."""
-        return self.micro_batches > 1 and self.parallel.pp == 1 and self.is_exchanged
-
-    @property
-    def devices_per_stage(self) -> int:
-        return self.parallel.attention_dp * self.parallel.attention_tp
-
-    @property
-    def num_instances(self) -> int:
-        """Copies of the model; a command starts one of them."""
-        return sum(use.num_devices for use in self.devices) // (self.devices_per_stage * self.parallel.pp)
-
-
-def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
-    """The deployment to configure; `ResourceError` if no colocated layout of this model runs on the cluster at all."""
-    phase = plan.phases[name]
-    if phase.layout != "disaggregated":
-        return Colocated(
-            phase=name,
-            layout=phase.layout,
-            parallel=phase.parallel,
-            batch=phase.batch,
-            step_tokens=phase.step_tokens,
-            micro_batches=phase.micro_batches,
-            devices=phase.devices,
-            predicted=phase.predicted,
-            num_experts=len(phase.placement),
-            placement=phase.placement,
-        )
-    candidates = [loser for loser in phase.rejected if loser.layout != "disaggregated" and _runs(loser)]
-    if not candidates:
-        reasons = "; ".join(f"{LAYOUT_TITLES[loser.layout]}: {loser.reason}" for loser in phase.rejected)
-        raise ResourceError(
-            f"no colocated layout of {plan.model} runs on {plan.cluster} ({reasons or 'none was searched'}): "
-            f"plan with --layout auto, or on a cluster with more memory"
-        )
-    best = max(candidates, key=lambda loser: _order(loser, slo, plan))
-    assert best.parallel is not None, "only candidates with sizes are compared"
-    assert best.predicted is not None, "only candidates with a prediction are compared"
-    return Colocated(
-        phase=name,
-        layout=best.layout,
-        parallel=best.parallel,
-        batch=best.batch or 1,
-        step_tokens=phase.step_tokens,
-        micro_batches=best.micro_batches or 1,
-        num_experts=len(phase.placement),
-        devices=best.devices,
-        predicted=best.predicted,
-        why_not=broken_promise(best.predicted, slo),
-    )
-
-
-def _runs(loser: Rejected) -> bool:
-    return loser.parallel is not None and loser.predicted is not None and loser.batch is not None
-
-
-def _order(loser: Rejected, slo: SloSpec, plan: Plan) -> tuple[bool, float]:
-    assert loser.predicted is not None, "only candidates with a prediction are compared"
-    keeps = not broken_promise(loser.predicted, slo)
-    return keeps, score(loser.predicted, plan.objective) or loser.predicted.per_gpu
-
-
-def broken_promise(predicted: Predicted, slo: SloSpec) -> str:
-    """The first target that is missed, in words; empty if none is."""
-    for what, value, target in (
-        ("a token takes", predicted.tpot_s, slo.tpot_s),
-        ("the first token takes", predicted.ttft_s, slo.ttft_s),
-    ):
-        if value is not None and target is not None and value > target:
-            return f"{what} {milliseconds(value)}, the target is {milliseconds(target)}"
-    return ""
-
-
-def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
-    """What running `nearest` gives up, one line each."""
-    phase = plan.phases[nearest.phase]
-    if phase.layout == "disaggregated":
-        kinds = {use.device for use in phase.devices}
-        yield f"attention and experts apart: {degrees_text(phase.layout, phase.parallel)}"
-        if len(kinds) > 1:
-            yield f"a kind of device for each: {devices_text(phase.devices)}"
-        if phase.micro_batches > 1:
-            yield f"{phase.micro_batches} micro-batches in turn, which keep both sides busy"
-    replicated = sum(len(owners) > 1 for owners in phase.placement)
-    if replicated and not nearest.placement:
-        yield f"the plan's placement: {plural(replicated, 'expert')} with replicas"
-    elif replicated:
-        yield f"which experts have replicas: the engine chooses by the load it sees, the plan by {plan.workload}"
-    if nearest.overlaps_two_batches and nearest.micro_batches > 2:
-        yield f"{nearest.micro_batches} micro-batches at once: the engine overlaps two"
-    if nearest.why_not:
-        yield f"a promise: {nearest.why_not}"
-
-
-def comparison(plan: Plan, nearest: Colocated) -> Iterator[str]:
-    """The plan and the nearest deployment beside each other, with predicted numbers."""
-    name, phase = nearest.phase, plan.phases[nearest.phase]
-    unit = OBJECTIVE_UNITS[plan.objective]
-    yield f"{plan.model} on {plan.cluster}, {name}, workload {plan.workload}"
-    yield f"plan:    {_line(phase.layout, phase.parallel, phase.devices)}"
-    yield f"         {_rates(phase.predicted, plan)}"
-    if phase.layout == "disaggregated":
-        yield f"nearest: {_line(nearest.layout, nearest.parallel, nearest.devices)}"
-        mine, theirs = score(phase.predicted, plan.objective), score(nearest.predicted, plan.objective)
-        share = f"; {theirs / mine - 1:+.0%} {unit}" if mine and theirs else ""
-        yield f"         {_rates(nearest.predicted, plan)}{share}"
-
-
-def _line(layout: Layout, parallel: Parallel, devices: tuple[DeviceUse, ...]) -> str:
-    return f"{LAYOUT_TITLES[layout]}: {degrees_text(layout, parallel)}; {devices_text(devices)}"
-
-
-def _rates(predicted: Predicted, plan: Plan) -> str:
-    rate = f"{number(score(predicted, plan.objective))} {OBJECTIVE_UNITS[plan.objective]}"
-    return f"predicted {latency_text(predicted)}, {rate}"
-
-
-def preamble(
-    plan: Plan, nearest: Colocated, target: Target, engine: str, version: str, more: Sequence[str] = ()
-) -> str:
-    """Comments above a command: plan and nearest deployment side by side, then what is lost, `more` of it as the
-    engine has it."""
-    lost = [*losses(plan, nearest), *more, *_format_losses(target.precision, engine)]
-    lines = [f"{engine} {version}: the nearest settings to this plan", *comparison(plan, nearest)]
-    if nearest.num_instances > 1:
-        lines.append(
-            f"this starts one of {nearest.num_instances} instances: run it for each, and balance requests between them"
-        )
-    return commented(*lines, *(["lost:", *(f"  - {line}" for line in lost)] if lost else []))
-
-
-def _format_losses(precision: PrecisionSpec, engine: str) -> Iterator[str]:
-    if precision.dispatch != precision.combine or precision.dispatch not in ("bfloat16", "float16"):
-        yield f"rows sent as {precision.dispatch} and back as {precision.combine}: {engine}'s exchange decides"
-    for name in sorted({precision.weights, precision.experts or precision.weights} & set(WEIGHTS_ONLY)):
-        yield f"{name} weights: give {engine} a checkpoint that is quantised already"
 
 
 def format_options(precision: PrecisionSpec, fp8_kv: str) -> Options:
@@ -281,14 +65,64 @@ ROUTED = "two kinds of server: {router} sends a prompt to a prefill server, then
 
 def vllm_command(plan: Plan, target: Target) -> str:
     """A shell script: per phase, comments that tell what is lost, then the command (two where ranks span nodes)."""
-    text = commented(ROUTED.format(router="a proxy, such as vLLM's llm-d,")) if len(plan.phases) > 1 else ""
+    text = _heading(plan, "a proxy, such as vLLM's llm-d,")
     for name in _phases(plan):
         nearest = nearest_colocated(plan, name, target.workload.slo)
         lost = _vllm_losses(nearest, _nodes(nearest, target))
+        lost += _draft_losses(nearest, target, "vLLM")
+        lost += _exchange_losses(nearest, target, _nodes(nearest, target))
         text += preamble(plan, nearest, target, "vLLM", VLLM, lost) + _vllm_commands(
-            nearest, target, len(plan.phases) > 1
+            nearest, target, _is_pool(plan, name)
         )
     return text
+
+
+def _is_pool(plan: Plan, name: PhaseName) -> bool:
+    """Whether a server does one phase of two: a decode server is given prompts that another has computed."""
+    return len(plan.phases) > 1 or name == "decode"
+
+
+def _heading(plan: Plan, router: str) -> str:
+    """What joins the servers of a plan with two pools."""
+    return commented(ROUTED.format(router=router)) if len(plan.phases) > 1 else ""
+
+
+def _draft_losses(nearest: Colocated, target: Target, engine: str) -> list[str]:
+    """Proposed tokens that the command cannot ask for."""
+    drafts = target.workload.draft_tokens
+    if not drafts or nearest.phase == "prefill" or target.draft_layers:
+        return []
+    return [
+        f"{plural(drafts, 'proposed token')} a step: {engine} needs a draft model, and this one has no layers for it"
+    ]
+
+
+def _exchange_losses(nearest: Colocated, target: Target, nodes: NodeGroup) -> list[str]:
+    """Exchange kernels that the plan would have and that do not run so."""
+    if not nearest.is_exchanged or not _exchange_library(nodes):
+        return []
+    if not _deepep_runs(nearest, nodes):
+        return [f"exchange kernels: DeepEP takes up to 8 ranks or whole nodes of 8, not {nearest.devices_per_stage}"]
+    if nearest.phase == "decode" and (why_not := _low_latency(nearest, target, nodes).why_not):
+        return [f"low-latency exchange kernels: {why_not}"]
+    return []
+
+
+def _deepep_runs(nearest: Colocated, nodes: NodeGroup) -> bool:
+    return _exchange_library(nodes) != "deepep" or takes_ranks(nearest.devices_per_stage)
+
+
+def _low_latency(nearest: Colocated, target: Target, nodes: NodeGroup) -> LowLatency:
+    return low_latency(
+        nearest.rows_of_rank(target.workload),
+        hidden_size=target.hidden_size,
+        num_experts=nearest.num_experts + nearest.redundant_experts,
+        room_bytes=nodes.device.memory_bytes * target.cluster.efficiency.memory_reserve,
+    )
+
+
+def _with_environment(program: str, variables: dict[str, int]) -> str:
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), program])
 
 
 def _phases(plan: Plan) -> list[PhaseName]:
@@ -318,12 +152,14 @@ def _vllm_losses(nearest: Colocated, nodes: NodeGroup) -> list[str]:
     return lost
 
 
-def _vllm_commands(nearest: Colocated, target: Target, is_one_of_two: bool) -> str:
+def _vllm_commands(nearest: Colocated, target: Target, is_pool: bool) -> str:
     parallel, nodes = nearest.parallel, _nodes(nearest, target)
     options = _vllm_options(nearest, target, nodes)
-    if is_one_of_two:
+    if is_pool:
         options.append(("--kv-transfer-config", _quoted(KV_TRANSFER)))
     program = f"vllm serve {target.model}"
+    if any(str(value).endswith("_low_latency") for _, value in options):
+        program = _with_environment(program, _low_latency(nearest, target, nodes).queue)
     per_rank, per_node = parallel.attention_tp * parallel.pp, nodes.devices_per_node
     if per_rank * parallel.attention_dp <= per_node:
         return shell_command(program, options)
@@ -346,10 +182,13 @@ def _vllm_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
     if parallel.expert_ep > 1:
         options += [("--enable-expert-parallel", None), *_vllm_experts(nearest, target, nodes)]
     if nearest.phase != "prefill":
-        tokens = max(nearest.per_rank, nearest.step_tokens or LEAST_BATCHED_TOKENS)
-        options += [("--max-num-seqs", nearest.per_rank), ("--max-num-batched-tokens", tokens)]
+        rows = nearest.rows_of_rank(target.workload)
+        options += [("--max-num-seqs", nearest.per_rank), ("--max-num-batched-tokens", rows)]
     else:
         options.append(("--max-num-batched-tokens", nearest.per_rank))
+    if (drafts := target.workload.draft_tokens) and nearest.phase != "prefill" and target.draft_layers:
+        speculative = {"method": "mtp", "num_speculative_tokens": drafts}
+        options.append(("--speculative-config", _quoted(speculative)))
     options.append(("--gpu-memory-utilization", f"{target.memory_used:.2f}"))
     return options + format_options(target.precision, "fp8")
 
@@ -358,8 +197,9 @@ def _vllm_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
     """How rows reach their experts, and how experts are balanced."""
     options: Options = []
     library = _exchange_library(nodes)
-    if nearest.is_exchanged and library:
-        mode = "low_latency" if nearest.phase == "decode" else "high_throughput"  # a serving step has prompts, too
+    if nearest.is_exchanged and library and _deepep_runs(nearest, nodes):
+        short = nearest.phase == "decode" and not _low_latency(nearest, target, nodes).why_not
+        mode = "low_latency" if short else "high_throughput"  # a serving step has prompts, too
         options.append(("--all2all-backend", f"{library}_{mode}"))
         if nearest.overlaps_two_batches and library == "deepep":
             options.append(("--enable-dbo", None))
@@ -394,21 +234,24 @@ def _on_several_nodes(program: str, options: Options, num_ranks: int, local: int
 
 def sglang_command(plan: Plan, target: Target) -> str:
     """A shell script: per phase, comments that tell what is lost, then the command."""
-    is_one_of_two = len(plan.phases) > 1
-    text = commented(ROUTED.format(router="SGLang's router (--pd-disaggregation)")) if is_one_of_two else ""
+    text = _heading(plan, "SGLang's router (--pd-disaggregation)")
     for name in _phases(plan):
         nearest = nearest_colocated(plan, name, target.workload.slo)
         nodes = _nodes(nearest, target)
         options = _sglang_options(nearest, target, nodes)
-        if is_one_of_two:
+        if _is_pool(plan, name):
             options.append(("--disaggregation-mode", name))
-        text += preamble(plan, nearest, target, "SGLang", SGLANG)
+        lost = [*_draft_losses(nearest, target, "SGLang"), *_exchange_losses(nearest, target, nodes)]
+        text += preamble(plan, nearest, target, "SGLang", SGLANG, lost)
         num_nodes = _equal_nodes(nearest.devices_per_stage * nearest.parallel.pp, nodes.devices_per_node)
         if num_nodes > 1:
             last = num_nodes - 1
             text += commented(f"on each of {num_nodes} nodes; HEAD is the first one's address, RANK = 0 to {last}")
             options += [("--nnodes", num_nodes), ("--node-rank", "$RANK"), ("--dist-init-addr", f"$HEAD:{SGLANG_PORT}")]
-        text += shell_command("python -m sglang.launch_server", options)
+        program = "python -m sglang.launch_server"
+        if ("--deepep-mode", "low_latency") in options:
+            program = _with_environment(program, _low_latency(nearest, target, nodes).environment)
+        text += shell_command(program, options)
     return text
 
 
@@ -431,6 +274,9 @@ def _sglang_options(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
     if nearest.phase != "decode":
         each_step = (nearest.step_tokens or LEAST_BATCHED_TOKENS) * nearest.parallel.attention_dp
         options.append(("--chunked-prefill-size", nearest.batch if nearest.phase == "prefill" else each_step))
+    if (drafts := target.workload.draft_tokens) and nearest.phase != "prefill" and target.draft_layers:
+        options += [("--speculative-algorithm", "EAGLE"), ("--speculative-num-steps", drafts)]
+        options += [("--speculative-eagle-topk", 1), ("--speculative-num-draft-tokens", drafts + 1)]
     options += [("--mem-fraction-static", f"{target.memory_used:.2f}")]
     return options + format_options(target.precision, "fp8_e4m3")
 
@@ -439,8 +285,9 @@ def _sglang_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
     """As `_vllm_experts`. SGLang's exchange kernels need whole experts on every device of a stage."""
     options: Options = []
     library = _exchange_library(nodes)
-    if nearest.is_exchanged and library and nearest.parallel.expert_tp == 1:
-        mode = {"decode": "low_latency", "prefill": "normal", "serve": "auto"}[nearest.phase]
+    if nearest.is_exchanged and library and nearest.parallel.expert_tp == 1 and _deepep_runs(nearest, nodes):
+        short = nearest.phase == "decode" and not _low_latency(nearest, target, nodes).why_not
+        mode = "low_latency" if short else "normal"  # a serving step has prompts, too
         options += [("--moe-a2a-backend", library), ("--deepep-mode", mode)]
         if nearest.overlaps_two_batches:
             options.append(("--enable-two-batch-overlap", None))

@@ -25,6 +25,8 @@ IMAGE = "antiphon:latest"
 JOIN_PORT = 7700
 HTTP_PORT = 8000
 PATIENCE_S = 600  # workers start before the leader has loaded its part
+KEPT = ("bfloat16", "float16", "float32")
+"""Formats in which this engine keeps weights in memory."""
 RESOURCES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910", "cpu": "cpu"}
 
 
@@ -36,6 +38,12 @@ def kubernetes_manifest(plan: Plan, *, model: str, num_experts: int, device_kind
         raise UserError(
             f"--emit k8s writes attention and expert workers, this plan is {LAYOUT_TITLES[phase.layout]}: "
             f"use --emit vllm or sglang, or plan with --layout disaggregated"
+        )
+    narrow = {plan.precision.weights, plan.precision.experts or plan.precision.weights} - set(KEPT)
+    if narrow:
+        raise UserError(
+            f"--emit k8s: the plan counts weights in {', '.join(sorted(narrow))}, this engine reads them so and keeps "
+            "them in bfloat16, which takes more memory: plan with --precision weights=bfloat16"
         )
     sizes = _sizes(phase, num_experts)
     head = commented(

@@ -93,9 +93,17 @@ class Row:
     note: str
 
     @property
-    def is_prediction(self) -> bool:
-        """Whether the value comes from a model or a simulation that was not chosen by it."""
-        return self.kind in ("modelled", "simulated") and CALIBRATING not in self.note
+    def sort(self) -> str:
+        """What it says that the row holds; one of `SORTS`."""
+        if self.kind in ("counted", "measured"):
+            return self.kind
+        if CALIBRATING in self.note:
+            return "calibrating"
+        if isinstance(self.theirs, str):
+            return "order"
+        if self.relation != "within":
+            return "limit"
+        return "number" if self.kind == "modelled" else "simulated"
 
     @property
     def holds_loosely(self) -> bool:
@@ -115,24 +123,32 @@ class Row:
         return fields
 
 
-def predictions(rows: Sequence[Row]) -> str:
-    """How many rows hold that were predicted, in a sentence; empty without such rows."""
-    predicted = [row for row in rows if row.is_prediction]
-    if not predicted:
-        return ""
-    holding = [row for row in predicted if row.holds]
-    loose = [row.id for row in holding if row.holds_loosely]
-    strict = len(holding) - len(loose)
-    also = (
-        f"; counting those that are off by more than a third of the gain they claim as missed: {strict} of "
-        f"{len(predicted)}, {strict / len(predicted):.0%} ({', '.join(loose)})"
-        if loose
-        else ""
-    )
-    return (
-        "of the modelled and simulated rows that did not choose a calibration "
-        f"{len(holding)} of {len(predicted)} hold, {len(holding) / len(predicted):.0%}{also}"
-    )
+SORTS = {
+    "number": "numbers that the cost model predicts, within the tolerance",
+    "simulated": "numbers simulated from the paper's own times",
+    "order": "orders and words that are predicted",
+    "limit": "limits that are kept",
+    "calibrating": "rows that chose a calibration",
+    "counted": "counted by formulas, which predicts nothing",
+    "measured": "measured",
+}
+"""Of rows, the hardest first: a number may miss on either side, an order has few values, a limit one side."""
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """How many rows of each sort hold, a line each; the numbers that were predicted come first."""
+    lines = []
+    for sort, what in SORTS.items():
+        of_sort = [row for row in rows if row.sort == sort]
+        if not of_sort:
+            continue
+        holding = [row for row in of_sort if row.holds]
+        loose = [row.id for row in holding if row.holds_loosely]
+        line = f"{what}: {len(holding)} of {len(of_sort)}, {len(holding) / len(of_sort):.0%}"
+        if loose and sort != "calibrating":
+            line += f"; {len(loose)} of them by more than a third of the gain they claim ({', '.join(loose)})"
+        lines.append(line)
+    return lines
 
 
 def evaluate(claim: Claim) -> Row:

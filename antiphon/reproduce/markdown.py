@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from antiphon.reproduce import measured_servers
-from antiphon.reproduce.claim import PAPERS, Row, Value, predictions, shipped_cluster
+from antiphon.reproduce.claim import PAPERS, Row, Value, headline, shipped_cluster
 from antiphon.reproduce.published import deployments_section
 from antiphon.specs.cluster import EfficiencySpec
 
@@ -34,9 +34,8 @@ found. So does a row that holds loosely: it is off by more than a third of the g
 def page(rows: Sequence[Row]) -> str:
     """The whole page, ending with a line break."""
     holding = sum(row.holds for row in rows)
-    predicted = predictions(rows)
-    parts = [INTRODUCTION, f"**{holding} of {len(rows)} rows hold.**\n"]
-    parts += [f"What counts: {predicted}.\n" if predicted else "", _summary(rows)]
+    parts = [INTRODUCTION, "".join(f"- {line}\n" for line in headline(rows))]
+    parts += [f"All together: {holding} of {len(rows)} rows.\n", _summary(rows)]
     for paper, title in PAPERS.items():
         of_paper = [row for row in rows if row.paper == paper]
         if of_paper:

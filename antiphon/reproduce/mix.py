@@ -337,7 +337,20 @@ def _over_ep() -> list[float]:
 
 
 READ: dict[str, Callable[..., float]] = {"TTFT": ttft_s, "ITL": itl_s, "throughput": tokens_per_s}
+
+
+def _recommended(model: str, cluster_name: str) -> str:
+    """The layout that the search recommends for sixteen requests in flight, by tokens/s per device."""
+    precision = PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()
+    workload = replace(shipped_workload(WORKLOAD), requests_per_s=None, max_batch=IN_FLIGHT)
+    setting = settings_of(shipped_model(model), shipped_cluster(cluster_name), workload, precision=precision)["decode"]
+    table = evaluate_phase(setting)
+    index = table.best(setting.objective)
+    return "none" if index is None else table.candidates.layout_of(index)
+
+
 OURS |= {
+    "recommended": _recommended,
     **READ,
     "over": _over,
     "best DP+EP": lambda model: min(_over("TTFT", ASCEND, model, name) for name in ("DP+EP TP8", "DP+EP TP4")),

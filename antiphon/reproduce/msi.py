@@ -31,7 +31,7 @@ from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import DeviceSpec
-from antiphon.specs.plan import Layout, Objective
+from antiphon.specs.plan import LAYOUTS, Layout, Objective
 from antiphon.specs.precision import PrecisionSpec
 
 # --- By counting ---
@@ -283,7 +283,14 @@ def _better_alone(model: str) -> str:
     return " > ".join(sorted(scores, key=lambda kind: -scores[kind]))
 
 
+def _recommended(model: str, cluster_name: str, objective: Objective) -> str:
+    """The layout that the search recommends, all of them allowed."""
+    scores = {layout: score(best(model, layout, cluster_name, objective), objective) for layout in LAYOUTS}
+    return max(scores, key=lambda layout: scores[layout])
+
+
 OURS |= {
+    "recommended": _recommended,
     "over colocated": _over_colocated,
     "best pair": _pair,
     "better alone": _better_alone,

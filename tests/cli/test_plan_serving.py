@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.cli.plan_harness import FIVE_EXPERTS, ODD_CLUSTER, PlanCommand
 
 WORKLOAD = """

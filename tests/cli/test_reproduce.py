@@ -42,7 +42,7 @@ def test_the_table_ends_with_the_count(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "MSM: MegaScale-MoE" in printed
     assert "msm-table2-352b-as-printed: The printed row adds up to 341.3 billion" in printed
-    assert printed.rstrip().endswith("1 of 2 rows hold")
+    assert printed.rstrip().endswith("all together: 1 of 2 rows hold")
 
 
 def test_list_computes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

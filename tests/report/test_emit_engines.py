@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import ResourceError
+from antiphon.report.colocated import Target, nearest_colocated
 from antiphon.report.contents import Report
-from antiphon.report.emit_engines import Target, nearest_colocated, sglang_command, vllm_command
+from antiphon.report.emit_engines import sglang_command, vllm_command
+from antiphon.report.engine_rules import low_latency_bytes
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
@@ -107,12 +109,14 @@ def test_vllm_on_one_node(report: Report) -> None:
             "--enable-expert-parallel": None,
             "--all2all-backend": "deepep_low_latency",
             "--max-num-seqs": "160",
-            "--max-num-batched-tokens": "8192",
+            "--max-num-batched-tokens": "160",
             "--gpu-memory-utilization": "0.90",
             "--kv-cache-dtype": "auto",
             "--dtype": "bfloat16",
+            "--kv-transfer-config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
         }
     ]
+    assert "a decode plan: this server is given prompts" in text
     assert "#   - attention and experts apart: 16 attention workers, 8 expert workers" in text
     assert "#   - a kind of device for each: 16 × H20 attention, 8 × L40S experts" in text
     assert "#   - 2 micro-batches in turn" in text
@@ -123,6 +127,7 @@ def test_vllm_on_one_node(report: Report) -> None:
 def test_sglang_on_one_node(report: Report) -> None:
     (options,) = commands(sglang_command(decode_only(report), TARGET))
     assert options == {
+        "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=160": None,
         "python": None,
         "-m": None,
         "sglang.launch_server": None,
@@ -136,7 +141,70 @@ def test_sglang_on_one_node(report: Report) -> None:
         "--mem-fraction-static": "0.90",
         "--kv-cache-dtype": "auto",
         "--dtype": "bfloat16",
+        "--disaggregation-mode": "decode",
     }
+
+
+ON_H800 = replace(TARGET, cluster=load_cluster("msm-h800"), hidden_size=6144)
+
+
+def on_h800(report: Report, batch: int, ranks: int = 16, **more: object) -> Plan:
+    parallel = Parallel(attention_tp=1, attention_dp=ranks, expert_ep=ranks)
+    devices = (DeviceUse(role="both", device="H800", num_devices=ranks),)
+    return colocated(report, parallel, batch, "dp_ep", devices=devices, placement=LINEAR, **more)
+
+
+def test_low_latency_kernels_are_asked_for_within_their_limits(report: Report) -> None:
+    (options,) = commands(sglang_command(on_h800(report, 16 * 600), ON_H800))
+    assert options["--deepep-mode"] == "low_latency"
+    assert {name for name in options if "=" in name} == {
+        "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=600",
+        "NVSHMEM_QP_DEPTH=1202",
+    }
+    text = sglang_command(on_h800(report, 16 * 1100), ON_H800)
+    assert commands(text)[0]["--deepep-mode"] == "normal"
+    assert "1,100 rows of a rank in a step: DeepEP's low-latency kernels take 1,024" in text
+    text = vllm_command(on_h800(report, 16 * 1100), ON_H800)
+    assert commands(text)[0]["--all2all-backend"] == "deepep_high_throughput"
+
+
+def test_buffers_that_do_not_fit_are_not_asked_for(report: Report) -> None:
+    assert low_latency_bytes(8192, 7168, 256) == pytest.approx(121e9, rel=0.02), "as one server allocated"
+    many = replace(on_h800(report, 16 * 1000).phases["decode"], placement=tuple(((e % 16, 1.0),) for e in range(512)))
+    text = vllm_command(replace(report.plan, phases={"decode": many}), ON_H800)
+    assert commands(text)[0]["--all2all-backend"] == "deepep_high_throughput"
+    assert re.search(r"low-latency buffers of [\d.]+ GB: a device has 8 GB beside the plan", text)
+
+
+def test_ranks_that_deepep_does_not_take(report: Report) -> None:
+    text = vllm_command(on_h800(report, 1200, ranks=12), ON_H800)
+    assert not any("--all2all-backend" in command for command in commands(text))
+    assert "DeepEP takes up to 8 ranks or whole nodes of 8, not 12" in text
+
+
+def test_proposed_tokens_are_asked_for_or_said_to_be_lost(report: Report) -> None:
+    drafting = replace(ON_H800, workload=replace(EVEN, draft_tokens=2, accept_rate=0.7))
+    plan = on_h800(report, 16 * 64)
+    assert "2 proposed tokens a step: vLLM needs a draft model" in vllm_command(plan, drafting)
+    own = replace(drafting, draft_layers=1)
+    options = commands(vllm_command(plan, own))[0]
+    assert json.loads(options["--speculative-config"] or "") == {"method": "mtp", "num_speculative_tokens": 2}
+    assert options["--max-num-batched-tokens"] == "192", "each sequence has three rows"
+    (options,) = commands(sglang_command(plan, own))
+    assert (options["--speculative-num-steps"], options["--speculative-num-draft-tokens"]) == ("2", "3")
+
+
+def test_servers_that_compute_prompts_too(report: Report) -> None:
+    decode = on_h800(report, 16 * 64).phases["decode"]
+    plan = replace(report.plan, phases={"serve": replace(decode, step_tokens=2048)})
+    text = vllm_command(plan, ON_H800)
+    options = commands(text)[0]
+    assert (options["--max-num-seqs"], options["--max-num-batched-tokens"]) == ("64", "2048")
+    assert options["--all2all-backend"] == "deepep_high_throughput"
+    assert "--kv-transfer-config" not in options
+    assert "a decode plan" not in text
+    (options,) = commands(sglang_command(plan, ON_H800))
+    assert (options["--max-running-requests"], options["--chunked-prefill-size"]) == ("1024", "32768")
 
 
 def test_formats(report: Report) -> None:

@@ -16,6 +16,7 @@ from antiphon.cli.main import COMMANDS
 from antiphon.report.contents import Report
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.specs.plan import Plan
+from antiphon.specs.precision import PrecisionSpec
 
 KINDS = {"H20": "gpu", "L40S": "gpu"}
 SCHEMAS = json.loads((Path(__file__).parent / "data" / "kubernetes_schemas.json").read_text())
@@ -152,3 +153,10 @@ def test_the_schemas_find_faults(report: Report) -> None:
     template["leaderTemplate"]["spec"]["containers"][0]["ports"] = [{"containerPort": "http"}]
     group["spec"]["startupPolicies"] = "LeaderCreated"
     assert len(faults(group)) == 4
+
+
+def test_weights_that_this_engine_widens_are_refused(report: Report) -> None:
+    """Memory was counted in fp8, pods would take twice as much."""
+    plan = replace(report.plan, precision=PrecisionSpec(weights="fp8"))
+    with pytest.raises(UserError, match=r"counts weights in fp8, .* plan with --precision weights=bfloat16"):
+        kubernetes_manifest(plan, model="/m", num_experts=8, device_kinds=KINDS)

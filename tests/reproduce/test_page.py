@@ -28,7 +28,7 @@ def test_the_page_in_the_repository_is_up_to_date(rows: dict[str, Row]) -> None:
     assert len(ours) == len(rows)
     assert stated(text) == ours, AGAIN
     holding = sum(row.holds for row in rows.values())
-    assert f"**{holding} of {len(rows)} rows hold.**" in text, AGAIN
+    assert f"All together: {holding} of {len(rows)} rows." in text, AGAIN
 
 
 def test_reasons_and_calibrations_are_in_the_page(rows: dict[str, Row]) -> None:
@@ -58,7 +58,7 @@ def test_values_and_tolerances_in_words(rows: dict[str, Row]) -> None:
 
 def test_a_page_of_few_rows_has_no_empty_parts(rows: dict[str, Row]) -> None:
     text = page([rows["msi-m2n-bytes"]])
-    assert "1 of 1 rows hold" in text
+    assert "All together: 1 of 1 rows." in text
     assert "does not hold, and why" not in text
     assert "## Calibrations" not in text
     assert "LINA" not in text

@@ -170,7 +170,7 @@ def whole(**changes: int) -> PhasePlan:
 REFUSED: list[tuple[Plan, str]] = [
     (
         plan(APART, phases={"prefill": APART}),
-        "plan.json plans prefill only: serving needs a decode phase, plan with --phase decode or both",
+        "plan.json plans prefill only: serving needs a phase that decodes, plan with --phase decode, both or serve",
     ),
     (
         plan(APART, model_config={}),

@@ -1,0 +1,250 @@
+"""The colocated deployment nearest to a plan, for engines that know no other, and what running it gives up.
+
+1. a plan that is colocated already is its own nearest
+2. else the best of the losing colocated layouts, by the plan's objective; one that keeps the promises comes first
+3. the losses are stated in words and, as far as they are predicted, in numbers
+
+Rejected: turning a disaggregated plan's own sizes into colocated ones. They may not fit, and the search never looked.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from antiphon.base.errors import ResourceError
+from antiphon.report.words import (
+    LAYOUT_TITLES,
+    OBJECTIVE_UNITS,
+    commented,
+    degrees_text,
+    devices_text,
+    latency_text,
+    milliseconds,
+    number,
+    plural,
+    score,
+)
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.plan import (
+    DeviceUse,
+    Layout,
+    Parallel,
+    PhaseName,
+    Placement,
+    Plan,
+    Predicted,
+    Rejected,
+)
+from antiphon.specs.precision import WEIGHTS_ONLY, PrecisionSpec
+from antiphon.specs.workload import SloSpec, WorkloadSpec
+
+DECODES_ONLY = (
+    "a decode plan: this server is given prompts that prefill servers have computed (antiphon plan --phase serve plans",
+    "the whole service)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What another engine's command needs beside the plan. `model`: folder or name as that engine takes it.
+    `hidden_size`, `draft_layers`: of the model, the latter its own layers that propose tokens; 0: none known."""
+
+    model: str
+    precision: PrecisionSpec
+    workload: WorkloadSpec
+    cluster: ClusterSpec
+    hidden_size: int = 0
+    draft_layers: int = 0
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether some experts are more popular than others."""
+        return self.workload.expert_skew > 0 or len(set(self.workload.expert_loads)) > 1
+
+    @property
+    def memory_used(self) -> float:
+        """Fraction of device memory for weights and KV."""
+        return 1 - self.cluster.efficiency.memory_reserve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colocated:
+    """A colocated deployment of one phase.
+
+    `batch`: requests at once (decode, serve), tokens of a pass (prefill). `num_experts`: of the model, 0 if the plan
+    does not say. `placement` empty: the engine's own. `why_not`: the promise it breaks, empty if it keeps all."""
+
+    phase: PhaseName
+    layout: Layout
+    parallel: Parallel
+    batch: int
+    micro_batches: int
+    devices: tuple[DeviceUse, ...]
+    predicted: Predicted
+    step_tokens: int | None = None
+    num_experts: int = 0
+    placement: Placement = ()
+    why_not: str = ""
+
+    @property
+    def per_rank(self) -> int:
+        """The share of `batch` of one data-parallel rank; the odd ones on top."""
+        return math.ceil(self.batch / self.parallel.attention_dp)
+
+    @property
+    def redundant_experts(self) -> int:
+        """Copies of experts beyond the first: the plan's, and as many as make all ranks hold equally many."""
+        copies, ranks = max(sum(map(len, self.placement)), self.num_experts), self.parallel.expert_ep
+        return math.ceil(copies / ranks) * ranks - self.num_experts
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether rows go between data-parallel ranks to whole experts, by an all-to-all."""
+        return self.parallel.expert_ep > 1 and self.parallel.attention_dp > 1
+
+    @property
+    def overlaps_two_batches(self) -> bool:
+        """Whether two halves of a batch take turns at devices and network; several stages take turns by themselves."""
+        return self.micro_batches > 1 and self.parallel.pp == 1 and self.is_exchanged
+
+    def rows_of_rank(self, workload: WorkloadSpec) -> int:
+        """The most rows of a data-parallel rank in a step that only decodes, or that computes prompts, too."""
+        rows = self.per_rank if self.phase == "prefill" else self.per_rank * workload.rows_per_step
+        return max(rows, self.step_tokens or 0)
+
+    @property
+    def devices_per_stage(self) -> int:
+        return self.parallel.attention_dp * self.parallel.attention_tp
+
+    @property
+    def num_instances(self) -> int:
+        """Copies of the model; a command starts one of them."""
+        return sum(use.num_devices for use in self.devices) // (self.devices_per_stage * self.parallel.pp)
+
+
+def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
+    """The deployment to configure; `ResourceError` if no colocated layout of this model runs on the cluster at all."""
+    phase = plan.phases[name]
+    if phase.layout != "disaggregated":
+        return Colocated(
+            phase=name,
+            layout=phase.layout,
+            parallel=phase.parallel,
+            batch=phase.batch,
+            step_tokens=phase.step_tokens,
+            micro_batches=phase.micro_batches,
+            devices=phase.devices,
+            predicted=phase.predicted,
+            num_experts=len(phase.placement),
+            placement=phase.placement,
+        )
+    candidates = [loser for loser in phase.rejected if loser.layout != "disaggregated" and _runs(loser)]
+    if not candidates:
+        reasons = "; ".join(f"{LAYOUT_TITLES[loser.layout]}: {loser.reason}" for loser in phase.rejected)
+        raise ResourceError(
+            f"no colocated layout of {plan.model} runs on {plan.cluster} ({reasons or 'none was searched'}): "
+            f"plan with --layout auto, or on a cluster with more memory"
+        )
+    best = max(candidates, key=lambda loser: _order(loser, slo, plan))
+    assert best.parallel is not None, "only candidates with sizes are compared"
+    assert best.predicted is not None, "only candidates with a prediction are compared"
+    return Colocated(
+        phase=name,
+        layout=best.layout,
+        parallel=best.parallel,
+        batch=best.batch or 1,
+        step_tokens=phase.step_tokens,
+        micro_batches=best.micro_batches or 1,
+        num_experts=len(phase.placement),
+        devices=best.devices,
+        predicted=best.predicted,
+        why_not=broken_promise(best.predicted, slo),
+    )
+
+
+def _runs(loser: Rejected) -> bool:
+    return loser.parallel is not None and loser.predicted is not None and loser.batch is not None
+
+
+def _order(loser: Rejected, slo: SloSpec, plan: Plan) -> tuple[bool, float]:
+    assert loser.predicted is not None, "only candidates with a prediction are compared"
+    keeps = not broken_promise(loser.predicted, slo)
+    return keeps, score(loser.predicted, plan.objective) or loser.predicted.per_gpu
+
+
+def broken_promise(predicted: Predicted, slo: SloSpec) -> str:
+    """The first target that is missed, in words; empty if none is."""
+    for what, value, target in (
+        ("a token takes", predicted.tpot_s, slo.tpot_s),
+        ("the first token takes", predicted.ttft_s, slo.ttft_s),
+    ):
+        if value is not None and target is not None and value > target:
+            return f"{what} {milliseconds(value)}, the target is {milliseconds(target)}"
+    return ""
+
+
+def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
+    """What running `nearest` gives up, one line each."""
+    phase = plan.phases[nearest.phase]
+    if phase.layout == "disaggregated":
+        kinds = {use.device for use in phase.devices}
+        yield f"attention and experts apart: {degrees_text(phase.layout, phase.parallel)}"
+        if len(kinds) > 1:
+            yield f"a kind of device for each: {devices_text(phase.devices)}"
+        if phase.micro_batches > 1:
+            yield f"{phase.micro_batches} micro-batches in turn, which keep both sides busy"
+    replicated = sum(len(owners) > 1 for owners in phase.placement)
+    if replicated and not nearest.placement:
+        yield f"the plan's placement: {plural(replicated, 'expert')} with replicas"
+    elif replicated:
+        yield f"which experts have replicas: the engine chooses by the load it sees, the plan by {plan.workload}"
+    if nearest.overlaps_two_batches and nearest.micro_batches > 2:
+        yield f"{nearest.micro_batches} micro-batches at once: the engine overlaps two"
+    if nearest.why_not:
+        yield f"a promise: {nearest.why_not}"
+
+
+def comparison(plan: Plan, nearest: Colocated) -> Iterator[str]:
+    """The plan and the nearest deployment beside each other, with predicted numbers."""
+    name, phase = nearest.phase, plan.phases[nearest.phase]
+    unit = OBJECTIVE_UNITS[plan.objective]
+    yield f"{plan.model} on {plan.cluster}, {name}, workload {plan.workload}"
+    yield f"plan:    {_line(phase.layout, phase.parallel, phase.devices)}"
+    yield f"         {_rates(phase.predicted, plan)}"
+    if phase.layout == "disaggregated":
+        yield f"nearest: {_line(nearest.layout, nearest.parallel, nearest.devices)}"
+        mine, theirs = score(phase.predicted, plan.objective), score(nearest.predicted, plan.objective)
+        share = f"; {theirs / mine - 1:+.0%} {unit}" if mine and theirs else ""
+        yield f"         {_rates(nearest.predicted, plan)}{share}"
+
+
+def _line(layout: Layout, parallel: Parallel, devices: tuple[DeviceUse, ...]) -> str:
+    return f"{LAYOUT_TITLES[layout]}: {degrees_text(layout, parallel)}; {devices_text(devices)}"
+
+
+def _rates(predicted: Predicted, plan: Plan) -> str:
+    rate = f"{number(score(predicted, plan.objective))} {OBJECTIVE_UNITS[plan.objective]}"
+    return f"predicted {latency_text(predicted)}, {rate}"
+
+
+def preamble(
+    plan: Plan, nearest: Colocated, target: Target, engine: str, version: str, more: Sequence[str] = ()
+) -> str:
+    """Comments above a command: plan and nearest deployment side by side, then what is lost, `more` of it as the
+    engine has it."""
+    lost = [*losses(plan, nearest), *more, *_format_losses(target.precision, engine)]
+    lines = [f"{engine} {version}: the nearest settings to this plan", *comparison(plan, nearest)]
+    if set(plan.phases) == {"decode"}:
+        lines += DECODES_ONLY
+    if nearest.num_instances > 1:
+        lines.append(
+            f"this starts one of {nearest.num_instances} instances: run it for each, and balance requests between them"
+        )
+    return commented(*lines, *(["lost:", *(f"  - {line}" for line in lost)] if lost else []))
+
+
+def _format_losses(precision: PrecisionSpec, engine: str) -> Iterator[str]:
+    if precision.dispatch != precision.combine or precision.dispatch not in ("bfloat16", "float16"):
+        yield f"rows sent as {precision.dispatch} and back as {precision.combine}: {engine}'s exchange decides"
+    for name in sorted({precision.weights, precision.experts or precision.weights} & set(WEIGHTS_ONLY)):
+        yield f"{name} weights: give {engine} a checkpoint that is quantised already"
