@@ -44,7 +44,7 @@ from antiphon.serve.outputs import ThreadSink
 from antiphon.specs.sampling import SamplingParams
 from antiphon.train.config import read_config
 from antiphon.train.documents import find_files
-from antiphon.train.tokens import load_tokenizer
+from antiphon.train.encoder import load_tokenizer
 
 LENGTH, BLOCK = 256, 16
 PROMPT_ROWS, DECODE_ROWS, WINDOW_STEPS = 2048, 128, 8
