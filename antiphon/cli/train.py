@@ -293,11 +293,19 @@ def export(
         Literal["bfloat16", "float16", "float32", "float64"],
         typer.Option(metavar="NAME", help="bfloat16, float16, float32 or float64."),
     ] = "bfloat16",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run's checkpoints, that of the lowest held-out loss.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Write a training checkpoint as a folder that transformers loads and 'antiphon serve' serves."""
     found = checkpoints.find_checkpoints(checkpoint / "checkpoints")
     source = found[-1] if found else checkpoint
+    if best:
+        lowest = checkpoints.best_checkpoint(checkpoint / "checkpoints")
+        if lowest is None:
+            raise UserError(f"--best: no checkpoint in {checkpoint} was evaluated: set output.keep_best for the run")
+        source = lowest
     facts = checkpoints.read_facts(source)
     config = config_of(facts["config"], f"{source}/run.json")
     spec = model_spec(facts["model_config"])

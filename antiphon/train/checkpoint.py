@@ -68,17 +68,19 @@ class Saver:
 
     def __init__(self, config: TrainConfig, model_config: dict[str, Any], text: str, ranks: Group) -> None:
         """`text`: the digest of what is trained on."""
-        self._facts = {"config": config.as_table(), "model_config": model_config, "text": text}
-        self._keep = config.output.keep
+        self._facts: dict[str, Any] = {"config": config.as_table(), "model_config": model_config, "text": text}
+        self._keep, self._keep_best = config.output.keep, config.output.keep_best
         self._group = beside(ranks, max(_DISK_S, config.communication.timeout_s))
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._save_beside = config.output.save_beside
         self._folder = folder_of(config)
 
-    def save(self, state: RunState, stored: Mapping[str, Boxes]) -> None:
-        """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together."""
+    def save(self, state: RunState, stored: Mapping[str, Boxes], held_out_loss: float | None = None) -> None:
+        """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together.
+        `held_out_loss`: of this state, where it was evaluated."""
         self.close()
+        self._facts["held_out_loss"] = held_out_loss
         copies = {name: boxes.copy() for name, boxes in stored.items()}
         self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint", daemon=True)
         self._thread.start()
@@ -171,8 +173,17 @@ class Saver:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _to_disk(final.parent)
+        best = best_checkpoint(final.parent) if self._keep_best else None
         for old in find_checkpoints(final.parent)[: -self._keep]:
-            shutil.rmtree(old)
+            if old != best:
+                shutil.rmtree(old)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint in `folder` with the lowest held-out loss; None if none was evaluated."""
+    losses = {path: read_facts(path).get("held_out_loss") for path in find_checkpoints(folder)}
+    evaluated = {path: float(loss) for path, loss in losses.items() if loss is not None}
+    return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:

@@ -282,7 +282,8 @@ class OutputConfig:
     """`folder`: of checkpoints, metrics and token ids. Every how many steps: `log_every`, `checkpoint_every`,
     `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is
     written beside the steps that follow it, from a copy. `evaluate_sequences`: how many of the held-out text are
-    looked at, evenly spread over it (0: all)."""
+    looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and the checkpoint
+    of the lowest held-out loss stays beside the newest."""
 
     folder: Text
     log_every: Count = 10
@@ -291,6 +292,7 @@ class OutputConfig:
     save_beside: Flag = True
     evaluate_every: CountFromZero = 0
     evaluate_sequences: CountFromZero = 64
+    keep_best: Flag = False
 
 
 @checked("")

@@ -298,16 +298,19 @@ class Trainer:
         self._held_out = held_out_loss(self.config, self.mesh, self._run.held_out, self._passes, self._shards)
 
     def _after_step(self, metrics: Metrics | None) -> None:
-        output, step = self.config.output, self.state.step
+        output, step, loss = self.config.output, self.state.step, None
         if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
             self._evaluate()
+            loss = None if self._held_out is None else self._held_out.loss
             if self._held_out is not None and metrics is not None:
                 metrics.write(step - 1, self._held_out.metrics())
-        if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
-            self._save()
+        is_due = step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0)
+        if is_due or (output.keep_best and loss is not None):
+            self._save(loss)
 
-    def _save(self) -> None:
+    def _save(self, held_out_loss: float | None = None) -> None:
         step = self.state.step
         not_finite.check_parameters(self._shards, step)
-        self._saver.save(self.state, boxes_of(self.model, self._shards, self._optimizer, step))
+        boxes = boxes_of(self.model, self._shards, self._optimizer, step)
+        self._saver.save(self.state, boxes, held_out_loss)
         self._saved_step = step

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.cli import train as commands
 from antiphon.report.run import read_run, run_page
 from antiphon.train import checkpoint
+from antiphon.train.held_out import HeldOutLoss
 from antiphon.train.output_lock import OutputLock
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
@@ -122,6 +124,25 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     assert steps_of(tmp_path) == [3], "the one before is whole"
     assert losses(tmp_path)[-1][0] == 5
     assert finished(tmp_path).state.step == 6
+
+
+def test_the_checkpoint_of_the_lowest_held_out_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = iter([3.0, 2.0, 2.5, 2.25, 2.75, 2.5, 2.0])
+
+    def evaluate(trainer: Trainer) -> None:
+        trainer._held_out = HeldOutLoss(loss=next(held_out), error=None, num_targets=1)
+
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    finished(tmp_path, "output.keep_best=true", "output.evaluate_every=1", "output.checkpoint_every=0", "output.keep=1")
+    assert steps_of(tmp_path) == [2, 6], "the best and the newest"
+    commands.export(tmp_path / "out", tmp_path / "exported", "float32", best=True)
+    best = checkpoint.best_checkpoint(tmp_path / "out/checkpoints")
+    assert best is not None
+    assert best.name == "step-00000002"
+    finished(tmp_path / "plain")
+    assert checkpoint.best_checkpoint(tmp_path / "plain/out/checkpoints") is not None, "the end is always evaluated"
+    with pytest.raises(UserError, match="--best: no checkpoint in"):
+        commands.export(tmp_path, tmp_path / "x", best=True)
 
 
 def stopping(number: int, at: int) -> Callable[[TrainedStep], None]:
