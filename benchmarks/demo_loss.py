@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from antiphon.bench.plain_loop import PlainLoop
 from antiphon.bench.train import EnoughError, samples_of
 from antiphon.train.config import read_config
+from antiphon.train.encoder import load_tokenizer
 from antiphon.train.setup import prepare
-from antiphon.train.tokens import load_tokenizer
 from antiphon.train.trainer import TrainedStep, Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "demo-moe"

@@ -20,7 +20,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.specs.sampling import SamplingParams
-from antiphon.train.tokens import load_tokenizer
+from antiphon.train.encoder import load_tokenizer
 
 WINDOW, PROMPT_TOKENS = 256, 64
 

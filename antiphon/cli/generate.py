@@ -28,24 +28,26 @@ _CAPACITY = options.CapacityOptions(max_running=32)  # one request runs; memory 
 class PromptOptions:
     """What to complete: text or token ids."""
 
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to complete, as --prompt.")] = None
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to complete.")] = None
     token_ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids instead, e.g. 1,2,3.")] = None
 
     def __post_init__(self) -> None:
-        if (self.prompt is None) == (self.token_ids is None):
-            raise UserError("give one of --prompt TEXT and --token-ids 1,2,3")
+        if sum(each is not None for each in (self.text, self.prompt, self.token_ids)) != 1:
+            raise UserError("give one of TEXT, --prompt TEXT and --token-ids 1,2,3")
 
     def read(self, model: Path) -> tuple[list[int], TextTokenizer | None]:
         """The token ids, and the tokenizer if text was given: ids need none."""
         spec = load_model_spec(model)
-        if self.prompt is None:
+        prompt = self.text if self.prompt is None else self.prompt
+        if prompt is None:
             return parse_token_ids(str(self.token_ids), spec.vocab_size), None
         with TokenizerReader(model) as reader:
             tokenizer = reader.read()
-            ids = reader.encode(self.prompt)
+            ids = reader.encode(prompt)
         if ids:
             return ids, tokenizer
-        raise UserError(f"--prompt {self.prompt!r} holds no token: give at least one")
+        raise UserError(f"--prompt {prompt!r} holds no token: give at least one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,42 +1,64 @@
 """`antiphon train`: train a model as a TOML file says; `antiphon export`: a checkpoint of it in Hugging Face format."""
 
+import itertools
 import json as jsonlib
 import multiprocessing
 import os
 import sys
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from rich.text import Text
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from antiphon.base.allowance import share_of_threads
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import CheckpointError, ResourceError, UserError
+from antiphon.base.logging import get_logger
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
 from antiphon.cli import options
-from antiphon.cli.output import DEBUG, JsonOption, check_output_file, emit_json, run_command, show, table
+from antiphon.cli.output import (
+    DEBUG,
+    EXIT_INTERRUPTED,
+    JsonOption,
+    check_output_file,
+    emit_json,
+    run_command,
+    show,
+    table,
+)
+from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.report.run import comparisons, read_run, write_run_page
 from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
+from antiphon.train.encoder import load_tokenizer
+from antiphon.train.hugging_face import FURTHER_LAYERS
 from antiphon.train.hugging_face import export as write_export
+from antiphon.train.output_lock import OutputLock
 from antiphon.train.planned_run import planned_config
 from antiphon.train.ranks import leave, sizes_of
+from antiphon.train.samples import Samples
 from antiphon.train.setup import build_model, cache_of, plan_options, prepare, prepare_data, tokenizer_of
 from antiphon.train.shards import Shards
 from antiphon.train.tokens import SPLITS, open_tokens
 from antiphon.train.trainer import TrainedStep, Trainer
 
 MOST_RANKS, RESTARTS = 256, 3
+SHOWN_SEQUENCES = 2  # by --show-data
+SAVE_S = 600  # for the ranks to save in after a signal
+_log = get_logger("train")
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="What to train, on what, how: a TOML file.")]
 
 
@@ -47,6 +69,9 @@ def train(
     ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all keys as JSON, and stop.")] = False,
     tokenize: Annotated[bool, typer.Option("--tokenize", help="Write the token ids, and stop.")] = False,
+    show_data: Annotated[
+        bool, typer.Option("--show-data", help="Print two sequences, what is learned in colour, and stop.")
+    ] = False,
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Perfetto trace of some of the first steps.")
     ] = None,
@@ -55,6 +80,13 @@ def train(
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Obey a plan of 'antiphon plan --phase train'.")
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option("--allow-change", metavar="KEY", help="Go on though this key differs; may be repeated."),
+    ] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(metavar="H", min=0.0, help="Save and end after H hours; the same command goes on.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -67,15 +99,19 @@ def train(
     if print_config:
         print(jsonlib.dumps(read.as_table(), indent=2))
         return
-    if tokenize:
-        _tokenize(read, json)
+    if tokenize or show_data:
+        with closing(OutputLock(Path(read.output.folder))):
+            prepare_data(read, load_model_spec(Path(read.model.path)))
+        _show_data(read) if show_data else _show_tokens(read, json)
         return
     ranks = _ranks(nproc, planned, plan)
-    run = partial(_run, config, read, plan, planned, timeline, json)
+    allowed = tuple(allow_change or ())
+    run = partial(_run, config, read, plan, planned, allowed, timeline, max_hours, json)
     if "RANK" in os.environ or (ranks == 1 and nproc is None):
-        run()
+        code = run()
     else:
-        _start_ranks(read, ranks, run)
+        code = _start_ranks(read, ranks, run)
+    raise typer.Exit(code)
 
 
 def _run(
@@ -83,14 +119,16 @@ def _run(
     config: TrainConfig,
     plan: Path | None,
     planned: TrainingPlan | None,
+    allowed: tuple[str, ...],
     timeline: Path | None,
+    max_hours: float | None,
     json: str | None,
-) -> None:
-    """One rank's part of the run; the first one speaks."""
+) -> int:
+    """One rank's part of the run; the first one speaks. Returns the exit code."""
     if int(os.environ.get("RANK", "0")):
-        Trainer(prepare(config, planned), timeline=timeline).run()
+        Trainer(prepare(config, planned, allowed), timeline=timeline, max_hours=max_hours).run()
         leave()
-        return
+        return 0
     with progress(f"training {file.stem}", format_amount=lambda step: f"step {step:,.0f}") as report:
 
         def on_step(result: TrainedStep) -> None:
@@ -98,7 +136,7 @@ def _run(
             if (result.step + 1) % config.output.log_every == 0 or result.step + 1 == config.steps:
                 _show_step(result, config, json)
 
-        facts = Trainer(prepare(config, planned), on_step, timeline).run()
+        facts = Trainer(prepare(config, planned, allowed), on_step, timeline, max_hours).run()
     leave()
     page = write_run_page(Path(config.output.folder))
     compared = comparisons(read_run(Path(config.output.folder)))
@@ -108,8 +146,19 @@ def _run(
         show(table(("", "predicted", "measured", "measured / predicted"), rows, title=str(plan)), json=json)
     show(f"\n{facts['checkpoint']}\n{page}", json=json)
     if facts["held_out_loss"] is not None:
-        show(f"held-out loss {facts['held_out_loss']:.4f} nats a token", json=json)
+        show(f"held-out loss {_with_error(facts)}", json=json)
+    if facts["stopped_by"]:
+        show(f"stopped by {facts['stopped_by']} after step {facts['steps']:,}: the same command goes on", json=json)
+        return EXIT_INTERRUPTED if facts["stopped_by"] == "SIGINT" else 0
     show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)
+    return 0
+
+
+def _with_error(facts: dict[str, Any]) -> str:
+    error = f" ± {facts['held_out_error']:.4f}" if "held_out_error" in facts else ""
+    sources = ", ".join(f"{name} {loss:.4f}" for name, loss in facts.get("held_out_loss_by_source", {}).items())
+    shares = f" ({sources})" if sources else ""
+    return f"{facts['held_out_loss']:.4f}{error} nats a token, over {facts['held_out_targets']:,} tokens{shares}"
 
 
 def _ranks(nproc: int | None, plan: TrainingPlan | None, file: Path | None) -> int:
@@ -122,17 +171,20 @@ def _ranks(nproc: int | None, plan: TrainingPlan | None, file: Path | None) -> i
     return plan.layout.num_devices
 
 
-def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> None:
+def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int:
     """Call `run` on `ranks` ranks, as torchrun would: they are started anew when one dies. They are forks of this
     process, which has imported all that they need and computed nothing, and share its cores. What can be checked is
-    checked first, and the token ids are written."""
+    checked first, and the token ids are written. Returns the exit code."""
     options.check_count("--nproc", ranks, MOST_RANKS)
     spec = load_model_spec(Path(config.model.path))
     plan_options(spec, config, sizes_of(config, spec, ranks))
+    lock = OutputLock(Path(config.output.folder))
     prepare_data(config, spec)
+    lock.close()  # for the first rank
     os.environ["OMP_NUM_THREADS"] = str(share_of_threads(ranks))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
     _check_semaphores(ranks)
-    refused = mmap(-1, 1)  # of all ranks
+    ended = mmap(-1, 2)  # of all ranks: 1 + the exit code of one that must not start again; of the first one
     how = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -144,7 +196,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
         start_method="fork",
     )
     try:
-        elastic_launch(how, _rank)(run, refused)
+        elastic_launch(how, _rank)(run, ended)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
@@ -152,8 +204,11 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], None]) -> No
             f"rank {rank} of {ranks} ended {how_it_ended} after {RESTARTS} restarts: see what it said above; the same "
             "command goes on from the newest checkpoint"
         ) from error
-    if refused[0]:  # said by the rank itself
-        raise typer.Exit(UserError.exit_code)
+    except SignalException as error:  # the launcher has passed it on to the ranks and waited for them
+        if not ended[1]:
+            raise ResourceError(f"{error.sigval.name}: the ranks ended before they had saved") from error
+    # said by the ranks themselves
+    return ended[0] or (ended[1] - 1 if ended[1] else 0)
 
 
 def _check_semaphores(ranks: int) -> None:
@@ -167,19 +222,51 @@ def _check_semaphores(ranks: int) -> None:
         ) from error
 
 
-def _rank(run: Callable[[], None], refused: mmap) -> None:
-    """A rank that ends with an error ends the others. After a user's mistake they are started anew once, and return at
-    once: they would fail in the same way. `refused`: shared by all, 1 after one."""
-    if refused[0]:
+def _rank(run: Callable[[], int], ended: mmap) -> None:
+    """A rank that ends with an error ends the others. After a user's mistake, or a checkpoint that cannot be written,
+    they are started anew once, and return at once: they would fail in the same way. `ended`: shared by all; its first
+    byte is the code of such an end, its second one more than that of a whole run."""
+    if ended[0]:
         return
+
+    def work() -> None:
+        try:
+            code = run()
+            if not int(os.environ["RANK"]):
+                ended[1] = 1 + code
+        except CheckpointError as error:
+            ended[0] = error.exit_code
+            raise
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if code := run_command(run, debug=DEBUG in sys.argv):
-        refused[0] = int(code == UserError.exit_code)
+    if code := run_command(work, debug=DEBUG in sys.argv):
+        if code == UserError.exit_code:
+            ended[0] = code
         sys.exit(code)
 
 
-def _tokenize(config: TrainConfig, json: str | None) -> None:
-    prepare_data(config, load_model_spec(Path(config.model.path)))
+def _show_data(config: TrainConfig) -> None:
+    """Two sequences of the first pass: what a loss is taken on in green, documents apart."""
+    tokens, tokenizer = open_tokens(cache_of(config), "train"), load_tokenizer(tokenizer_of(config))
+    samples = Samples.of(config, tokens, shuffled=True)
+    for number in range(min(SHOWN_SEQUENCES, samples.num_windows)):
+        batch = samples.batch([number], torch.device("cpu"))
+        ids = [*batch.ids_BS[0].tolist(), *[each for each in batch.targets_BS[0, -1:].tolist() if each != IGNORED]]
+        learned = [False, *(batch.targets_BS[0] != IGNORED).tolist()]
+        begins = [position == 0 for position in batch.positions_BS[0].tolist()] + [False]
+        runs = itertools.groupby(zip(ids, learned, itertools.accumulate(begins), strict=False), lambda each: each[1:])
+        text, document = Text(), 1
+        for (is_learned, place), run in runs:
+            text.append("\n" if place > document else "")
+            document = place
+            shown = tokenizer.decode([token for token, *_ in run], skip_special_tokens=False)
+            text.append(shown, "green" if is_learned else "dim")
+        show(f"sequence {number}: {sum(learned):,} of {len(ids):,} tokens are learned, {sum(begins):,} documents begin")
+        show(text)
+        show("")
+
+
+def _show_tokens(config: TrainConfig, json: str | None) -> None:
     cache = cache_of(config)
     sizes = {split: open_tokens(cache, split) for split in SPLITS}
     counts = {split: int(tokens.ids.shape[0]) for split, tokens in sizes.items()}
@@ -203,13 +290,22 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-…, or a run's output.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder in Hugging Face format.")],
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"], typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")
+        Literal["bfloat16", "float16", "float32", "float64"],
+        typer.Option(metavar="NAME", help="bfloat16, float16, float32 or float64."),
     ] = "bfloat16",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run's checkpoints, that of the lowest held-out loss.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Write a training checkpoint as a folder that transformers loads and 'antiphon serve' serves."""
     found = checkpoints.find_checkpoints(checkpoint / "checkpoints")
     source = found[-1] if found else checkpoint
+    if best:
+        lowest = checkpoints.best_checkpoint(checkpoint / "checkpoints")
+        if lowest is None:
+            raise UserError(f"--best: no checkpoint in {checkpoint} was evaluated: set output.keep_best for the run")
+        source = lowest
     facts = checkpoints.read_facts(source)
     config = config_of(facts["config"], f"{source}/run.json")
     spec = model_spec(facts["model_config"])
@@ -218,7 +314,22 @@ def export(
     tokenizer = tokenizer_of(config)
     beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
     with progress("exporting", format_amount=format_bytes) as report:
-        num_bytes = write_export(model, folder, facts["model_config"], beside, getattr(torch, dtype), report)
+        num_bytes = write_export(
+            model, folder, facts["model_config"], beside, getattr(torch, dtype), report, _further_from(config, facts)
+        )
     emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"]["step"]})
     show(f"{folder}: step {facts['state']['step']:,}, {format_bytes(num_bytes)}, {dtype}", json=json)
     show(f"Next: antiphon serve {folder}", json=json)
+
+
+def _further_from(config: TrainConfig, facts: dict[str, Any]) -> Path | None:
+    """The folder whose layers for further tokens are copied; says where there are none to copy."""
+    if not facts["model_config"].get(FURTHER_LAYERS):
+        return None
+    path = Path(config.model.path)
+    if config.model.begin == "checkpoint" and path.is_dir():
+        _log.warning("the layers for further tokens (%s) are not trained: copied from %s", FURTHER_LAYERS, path)
+        return path
+    why = "the run began with random weights" if config.model.begin == "random" else f"{path} is not there"
+    _log.warning("%s is 0 in the export: these layers are not trained, and %s", FURTHER_LAYERS, why)
+    return None

@@ -86,9 +86,13 @@ class Scale:
         low, high = self._ends
         if self.is_logarithmic:
             return _logarithmic_ticks(low, high, most)
-        step = _round_step((high - low) / most)
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
+        return _even_ticks(low, high, most)
+
+
+def _even_ticks(low: float, high: float, most: int) -> list[float]:
+    step = _round_step((high - low) / most)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
 
 
 def _round_step(least: float) -> float:
@@ -105,7 +109,7 @@ def _logarithmic_ticks(low: float, high: float, most: int) -> list[float]:
         found = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
         if 2 <= len(found) <= most:
             return found
-    return found or [low, high]
+    return found if len(found) > 1 else _even_ticks(low, high, most)  # within less than a power of ten
 
 
 def tick_text(value: float) -> str:

@@ -52,12 +52,20 @@ STEPS = Axis(title="Step", low=None)
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """`steps`: the logged ones, each a dictionary of metrics. `held_out`: (step, nats a token). `alarms`: (step, text).
-    `facts`: `run.json`."""
+    `ranks`: (first step, number of ranks) of each stretch of the run; time, speed and memory are of the last one, since
+    another number of ranks has others. `facts`: `run.json`."""
 
     facts: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     alarms: list[tuple[int, str]] = field(default_factory=list)
+    ranks: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[dict[str, Any]]:
+        """The logged steps of the last stretch; of a run that logged none in it, all."""
+        first = self.ranks[-1][0] if self.ranks else 0
+        return [row for row in self.steps if row["step"] >= first] or self.steps
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric that is a number."""
@@ -67,14 +75,14 @@ class RunRecord:
     def mean(self, name: str) -> dict[str, float]:
         """Mean over steps of a metric that is numbers by name; a name that is missing counts as 0. The first logged
         step, which warms up, is left out where there are others."""
-        rows = [row[name] for row in self.steps if name in row]
+        rows = [row[name] for row in self.measured if name in row]
         rows = rows[1:] or rows
         names = dict.fromkeys(key for row in rows for key in row)
         return {key: sum(row.get(key, 0.0) for row in rows) / len(rows) for key in names}
 
     def median(self, name: str) -> float | None:
         """The median of a metric that is a number; None if no step has it."""
-        values = sorted(self.curve(name)[1])
+        values = sorted(row[name] for row in self.measured if name in row)
         return values[len(values) // 2] if values else None
 
 
@@ -91,7 +99,10 @@ def read_run(folder: Path) -> RunRecord:
             row = json.loads(line)
         except ValueError:  # a kill cut it off
             continue
-        if "alarm" in row:
+        if "num_ranks" in row:
+            if not record.ranks or record.ranks[-1][1] != row["num_ranks"]:
+                record.ranks.append((row["step"], row["num_ranks"]))
+        elif "alarm" in row:
             record.alarms.append((row["step"], row["alarm"]))
         elif "held_out_loss" in row:
             record.held_out.append((row["step"], row["held_out_loss"]))
@@ -120,6 +131,7 @@ def run_page(record: RunRecord) -> ReportDocument:
                 f"{config['sequence_length']:,} tokens ({tokens:,} a step) on {plural(facts['num_ranks'], 'rank')}",
                 "soft",
             ),
+            *_of_other_ranks(record),
             Sentence("Every number on this page was measured, but for those called predicted.", "soft"),
             Sentence(f"{_headline(record)}.", "answer"),
             Pairs(_cards(record), "cards"),
@@ -130,6 +142,14 @@ def run_page(record: RunRecord) -> ReportDocument:
         data_name="run",
         data=facts,
     )
+
+
+def _of_other_ranks(record: RunRecord) -> list[Piece]:
+    """What a run says whose number of ranks has changed."""
+    if len(record.ranks) < 2:
+        return []
+    stretches = ", ".join(f"{plural(num, 'rank')} from step {step + 1:,}" for step, num in record.ranks)
+    return [Sentence(f"The number of ranks changed: {stretches}. Times, speed and memory are of the last.", "soft")]
 
 
 def _compared_and_alarms(record: RunRecord) -> list[Piece]:
@@ -222,7 +242,7 @@ _WRITTEN: dict[str, Callable[[float], str]] = {
 def comparisons(record: RunRecord) -> list[PredictedMeasured]:
     """Memory by the check before the first step; the rest by the plan, if the run obeyed one. MFU is by the plan's own
     peak, so it grows with tokens/s."""
-    peak = max(record.curve("peak_rss_bytes")[1], default=None)
+    peak = max((row["peak_rss_bytes"] for row in record.measured if "peak_rss_bytes" in row), default=None)
     used = None if peak is None else peak - record.facts["rss_before_bytes"]
     memory = PredictedMeasured(
         "memory of a rank, less the runtime's", "bytes", record.facts["memory_need"]["total"], used
@@ -373,7 +393,7 @@ def _both(seconds: dict[str, float], name: str) -> float:
 
 def _mean_step_s(record: RunRecord) -> float:
     """Over the steps whose operators are counted."""
-    values = [row["step_s"] for row in record.steps if "operator_s" in row]
+    values = [row["step_s"] for row in record.measured if "operator_s" in row]
     values = values[1:] or values
     return float(sum(values) / len(values))
 

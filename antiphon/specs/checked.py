@@ -64,6 +64,27 @@ _SHORTER = {
     "less than or equal to": "at most",
     "less than": "below",
 }
+_ALSO_CALLED = {  # what other programs call a key of ours
+    "lr": "learning_rate",
+    "max_lr": "learning_rate",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "train_iters": "steps",
+    "seq_len": "sequence_length",
+    "seq_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "max_length": "sequence_length",
+    "batch_size": "batch",
+    "global_batch_size": "batch",
+    "micro_batch_size": "micro_batch",
+    "grad_clip": "clip",
+    "max_grad_norm": "clip",
+    "lr_scheduler_type": "schedule",
+    "save_steps": "checkpoint_every",
+    "eval_steps": "evaluate_every",
+    "logging_steps": "log_every",
+    "output_dir": "folder",
+}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
@@ -111,7 +132,8 @@ def read(kind: type[Item], mapping: Mapping[str, Any], where: str) -> Item:
         if mistake.is_unknown:
             *location, key = error.errors()[0]["loc"]
             known = _keys_at(kind, location)
-            near = nearest_names(str(key), known)
+            also = _ALSO_CALLED.get(str(key))
+            near = [also] if also in known else nearest_names(str(key), known)
             fix = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
             raise UserError(f"{where}: {mistake.sentence}: {fix}") from error
         raise UserError(f"{where}: {mistake.sentence}") from error

@@ -6,6 +6,7 @@ seen is complete: a kill during a save leaves the last one. `run.json` in it say
 A save copies what it writes and goes on beside the next steps, in a thread and a process group of its own.
 """
 
+import errno
 import json
 import os
 import re
@@ -20,9 +21,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
+from antiphon.base.units import format_bytes
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import Group, beside
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
@@ -63,21 +66,25 @@ class Saver:
     """Writes checkpoints of a run. One that cannot be written is an error in the log, and training goes on: the last
     one is whole, and the next may succeed. Made by all `ranks` together."""
 
-    def __init__(self, config: TrainConfig, model_config: dict[str, Any], ranks: Group) -> None:
-        self._config = config
-        self._model_config = model_config
+    def __init__(self, config: TrainConfig, model_config: dict[str, Any], text: str, ranks: Group) -> None:
+        """`text`: the digest of what is trained on."""
+        self._facts: dict[str, Any] = {"config": config.as_table(), "model_config": model_config, "text": text}
+        self._keep, self._keep_best = config.output.keep, config.output.keep_best
         self._group = beside(ranks, max(_DISK_S, config.communication.timeout_s))
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._save_beside = config.output.save_beside
         self._folder = folder_of(config)
 
-    def save(self, state: RunState, stored: Mapping[str, Boxes]) -> None:
-        """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together."""
+    def save(self, state: RunState, stored: Mapping[str, Boxes], held_out_loss: float | None = None) -> None:
+        """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together.
+        `held_out_loss`: of this state, where it was evaluated."""
         self.close()
+        self._facts["held_out_loss"] = held_out_loss
         copies = {name: boxes.copy() for name, boxes in stored.items()}
         self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint", daemon=True)
         self._thread.start()
-        if not self._config.output.save_beside:
+        if not self._save_beside:
             self.close()
 
     def close(self) -> None:
@@ -120,6 +127,7 @@ class Saver:
         except OSError as error:
             failure = error
         self._agree(failure)
+        self._check_room(boxes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             state_dict_saver.save(
@@ -136,6 +144,15 @@ class Saver:
             failure = error
         self._agree(failure)
 
+    def _check_room(self, boxes: Mapping[str, Boxes]) -> None:
+        """`OSError` before anything is written if the disk has no room for all of it."""
+        own = sum(view.nbytes for each in boxes.values() for _, view in each.boxes)
+        needed = int(run(AllReduce(self._group, "checkpoint"), torch.tensor([float(own)], dtype=torch.float64)))
+        failure = None
+        if self._group.index == 0 and (free := shutil.disk_usage(self._folder).free) < needed:
+            failure = OSError(errno.ENOSPC, f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
+        self._agree(failure)
+
     def _agree(self, failure: OSError | None) -> None:
         """All ranks fail if the first one did."""
         failed = run(AllReduce(self._group, "checkpoint"), torch.tensor([float(failure is not None)]))
@@ -149,22 +166,24 @@ class Saver:
         facts = {
             "version": _VERSION,
             "state": asdict(state),
-            "config": self._config.as_table(),
-            "model_config": self._model_config,
+            **self._facts,
         }
         (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
         _to_disk(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _to_disk(final.parent)
-        for old in find_checkpoints(final.parent)[: -self._config.output.keep]:
-            shutil.rmtree(old)
+        best = best_checkpoint(final.parent) if self._keep_best else None
+        for old in find_checkpoints(final.parent)[: -self._keep]:
+            if old != best:
+                shutil.rmtree(old)
 
 
-def newest_step(config: TrainConfig) -> int:
-    """How far the newest checkpoint is; 0 if there is none."""
-    found = find_checkpoints(folder_of(config))
-    return int(read_facts(found[-1])["state"]["step"]) if found else 0
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint in `folder` with the lowest held-out loss; None if none was evaluated."""
+    losses = {path: read_facts(path).get("held_out_loss") for path in find_checkpoints(folder)}
+    evaluated = {path: float(loss) for path, loss in losses.items() if loss is not None}
+    return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -178,15 +197,21 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     return facts
 
 
-def load(checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer | None) -> RunState:
-    """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged."""
+def load(
+    checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer | None, *, new_moments: bool = False
+) -> RunState:
+    """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged.
+    `new_moments`: those that the checkpoint does not have begin anew."""
     facts = read_facts(checkpoint)
     world = model.mesh.world
     try:
+        boxes = boxes_of(model, shards, optimizer, facts["state"]["step"])
+        if new_moments:
+            boxes = _stored(boxes, checkpoint)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             state_dict_loader.load(
-                boxes_of(model, shards, optimizer, facts["state"]["step"]),
+                boxes,
                 checkpoint_id=checkpoint,
                 planner=LoadPlanner(),
                 process_group=world.process_group,
@@ -203,9 +228,48 @@ def load(checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer
     return RunState(**facts["state"])
 
 
+def load_newest(
+    folder: Path, model: MoeModel, shards: Shards, optimizer: Optimizer, *, new_moments: bool = False
+) -> RunState | None:
+    """The newest checkpoint of `folder` that can be loaded; None if there is none. One that is damaged is put aside,
+    loudly, and the one before it taken. `CheckpointError` if none can be loaded. All ranks call it together."""
+    found = find_checkpoints(folder)
+    for place, checkpoint in reversed(list(enumerate(found))):
+        try:
+            state = load(checkpoint, model, shards, optimizer, new_moments=new_moments)
+        except CheckpointError as error:
+            if not place:
+                raise
+            if model.mesh.rank == 0:
+                aside = checkpoint.with_name(f".{checkpoint.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                checkpoint.rename(aside)
+                _log.error("%s; it is put aside as %s, the run goes on from %s", error, aside, found[place - 1])
+        else:
+            if model.mesh.rank == 0:
+                _log.info("resumed from %s", checkpoint)
+            return state
+    return None
+
+
+def _stored(boxes: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What the checkpoint has of `boxes`; missing moments are logged, anything else is for the loader to refuse."""
+    there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    missing = [name for name in boxes if name not in there and name.startswith("optimizer.")]
+    if missing:
+        _log.warning("%s has no %s: %d moments of the optimizer begin anew", checkpoint, missing[0], len(missing))
+    return {name: each for name, each in boxes.items() if name not in missing}
+
+
 def _reason(error: BaseException) -> str:
-    """The last line of its text, or its kind."""
-    text = str(error).strip()
+    """Why, in one line: what the system said, if it said something, or the last line of the error."""
+    failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
+    for each in (*failures, error, error.__cause__, error.__context__):
+        if isinstance(each, OSError) and each.strerror:
+            return each.strerror
+    text = str(failures[0] if failures else error).strip()
+    if "unexpected pos" in text or "PytorchStreamWriter" in text:  # what PyTorch makes of a write that was cut short
+        return "the disk took a part of it only: it is full, or a limit to the size of files was reached"
     return text.splitlines()[-1] if text else type(error).__name__
 
 

@@ -35,9 +35,9 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
+from antiphon.train.config_data import BelowOne, DataConfig
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-BelowOne = Annotated[NotNegative, Field(lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,31 +194,15 @@ class ModelConfig:
 
 @checked("")
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """`files`: patterns of text, `.jsonl` or `.parquet` files, less those that `exclude` matches; a text file is one
-    document, a record's is under `text_key`. `tokenizer`: a folder or a `tokenizer.json` (empty: the model's folder).
-    `held_out`: part of the documents that is never trained on. `cache`: folder of the token ids (empty: `tokens` in
-    the output folder). `document_masks`: documents packed into one sequence do not see each other. `pieces`: training
-    documents are encoded in pieces of this many characters on average (0: whole), so that the model has seen what
-    follows when a prompt ends inside a token."""
-
-    files: Annotated[tuple[Text, ...], Field(min_length=1)]
-    exclude: tuple[str, ...] = ()
-    text_key: Text = "text"
-    tokenizer: str = ""
-    held_out: BelowOne = 0.01
-    cache: str = ""
-    document_masks: Flag = True
-    pieces: CountFromZero = 0
-
-
-@checked("")
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """`name` "muon": Muon for matrices, at `muon_scale` times the rate, and AdamW for the rest. The rate rises over
     `warmup_steps`, then follows `schedule`: "cosine" down to `final_rate` of its peak, "wsd" stays and falls linearly
     over the last `decay_part` of the steps, "constant". `clip`: largest norm of the gradient (0: no limit). Norms,
-    biases and the router's are not decayed."""
+    biases and the router's are not decayed.
+
+    `schedule_steps`: the schedule's own length; behind it the rate stays (0: `steps` of the run's first start).
+    `frozen`: patterns of parameters that keep their bits; one that begins with "!" takes out again what those before it
+    took. `rates`: factors of the rate by pattern, the last that matches."""
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
@@ -231,6 +215,9 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     final_rate: NotNegative = 0.1
     decay_part: NotNegative = 0.2
+    schedule_steps: CountFromZero = 0
+    frozen: tuple[Text, ...] = ()
+    rates: dict[str, NotNegative] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +281,9 @@ class ParallelConfig:
 class OutputConfig:
     """`folder`: of checkpoints, metrics and token ids. Every how many steps: `log_every`, `checkpoint_every`,
     `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is
-    written beside the steps that follow it, from a copy."""
+    written beside the steps that follow it, from a copy. `evaluate_sequences`: how many of the held-out text are
+    looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and the checkpoint
+    of the lowest held-out loss stays beside the newest."""
 
     folder: Text
     log_every: Count = 10
@@ -302,7 +291,8 @@ class OutputConfig:
     keep: Count = 2
     save_beside: Flag = True
     evaluate_every: CountFromZero = 0
-    evaluate_sequences: Count = 64
+    evaluate_sequences: CountFromZero = 64
+    keep_best: Flag = False
 
 
 @checked("")
@@ -413,6 +403,7 @@ _PATHS = {
     "output": ("folder",),
     "overlap": ("schedule",),
 }
+_PATHS_OF_SOURCE = ("files", "exclude")
 
 
 def _absolute(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -428,8 +419,11 @@ def _absolute(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
             raise UserError(f"{text}: {error} is not set: set it, or write the path out") from error
         return str(folder / Path(text).expanduser())
 
-    for table, keys in _PATHS.items():
-        entries = mapping.get(table)
+    tables = [(mapping.get(table), keys) for table, keys in _PATHS.items()]
+    data = mapping.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else None
+    tables += [(each, _PATHS_OF_SOURCE) for each in (sources if isinstance(sources, list) else ())]
+    for entries, keys in tables:
         if isinstance(entries, dict):
             for key in keys:
                 value = entries.get(key)

@@ -1,23 +1,44 @@
-"""Documents of text, JSON lines and Parquet files, in a fixed order."""
+"""Documents of text, JSON lines, Parquet and Arrow files, in a fixed order, a block at a time.
+
+A folder stands for the tables in it, as `datasets` writes and the Hub stores them. Text and JSON lines may be
+compressed. What is read of a file at once is bounded: a line, a batch of rows, or a block of a large text.
+"""
 
 import glob
+import gzip
+import io
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from antiphon.base.errors import UserError
-from antiphon.train.config import DataConfig
+from antiphon.base.logging import get_logger
+from antiphon.base.units import format_bytes
+from antiphon.train.config_data import DataConfig, Kind, SourceConfig
+
+MOST_TEXT_BYTES = 16 << 20  # of one document of a text file
+_TABLES = (".parquet", ".arrow")
+_COMPRESSED = (".gz", ".zst")
+_KEYS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {  # needed, read where they are there
+    "chat": (("messages",), ("tools",)),
+    "answers": (("prompt", "answer"), ()),
+}
+_log = get_logger("train")
 
 
-def find_files(config: DataConfig) -> list[Path]:
-    """The files that the patterns name, sorted, each once; `UserError` if a pattern names none."""
+def find_files(config: DataConfig | SourceConfig, made_by: str = "") -> list[Path]:
+    """The files that the patterns name, sorted, each once; `UserError` if a pattern names none. `made_by`: the command
+    that makes what is missing."""
     found: set[str] = set()
     for pattern in config.files:
-        matches = [name for name in _names(pattern) if Path(name).is_file()]
+        matches = [name for each in _names(pattern) for name in _files_of(Path(each))]
         if not matches:
-            raise UserError(f"data.files: {pattern} names no file: check the path")
+            fix = f"make it first: {made_by}" if made_by else "check the path"
+            raise UserError(f"data.files: {pattern} names no file: {fix}")
         found.update(matches)
     excluded = {name for pattern in config.exclude for name in _names(pattern)}
     if not found - excluded:
@@ -29,35 +50,95 @@ def _names(pattern: str) -> list[str]:
     return glob.glob(pattern, recursive=True)  # noqa: PTH207  # absolute patterns: Path.glob refuses them
 
 
+def _files_of(path: Path) -> list[str]:
+    """A file, or the tables in a folder."""
+    if path.is_file():
+        return [str(path)]
+    return [str(each) for each in path.rglob("*") if each.suffix in _TABLES and each.is_file()]
+
+
 @dataclass(frozen=True)
 class Document:
-    """`next_place`: where `read_documents` goes on behind it. `share`: of the file that is read by then."""
+    """`text`, or a `record` with the keys of its kind. `next_place`: where `read_documents` goes on behind it. `share`:
+    of the file that is read by then."""
 
     text: str
     next_place: int
     share: float
+    record: dict[str, Any] | None = None
 
 
-def read_documents(file: Path, text_key: str, begin: int = 0) -> Iterator[Document]:
+def read_documents(file: Path, text_key: str, begin: int = 0, kind: Kind = "text") -> Iterator[Document]:
     """The documents of one file from place `begin` on; empty ones are passed over. `UserError` if it cannot be read."""
-    if file.suffix == ".jsonl":
-        documents = _json_lines(file, text_key, begin)
-    elif file.suffix == ".parquet":
-        documents = _parquet(file, text_key, begin)
+    name = file.name.removesuffix(file.suffix) if file.suffix in _COMPRESSED else file.name
+    is_lines = Path(name).suffix == ".jsonl"
+    if kind != "text" and not is_lines and file.suffix not in _TABLES:
+        raise UserError(f"{file}: data.kind is {kind!r}, which is read from .jsonl, .parquet and .arrow: convert it")
+    if is_lines:
+        documents = _json_lines(file, text_key, begin, kind)
+    elif file.suffix in _TABLES:
+        documents = _table(file, text_key, begin, kind)
     else:
-        documents = iter([Document(_decode(file, _read(file), 0), 1, 1.0)] if not begin else [])
-    return (document for document in documents if document.text)
+        documents = _text(file, begin)
+    return (document for document in documents if document.text or document.record)
 
 
-def _read(file: Path) -> bytes:
+@contextmanager
+def _opened(file: Path, begin: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """(bytes from place `begin` on, the file itself). `UserError` if it cannot be read."""
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}): exclude it (data.exclude)") from error
+        with file.open("rb") as raw:
+            if file.suffix not in _COMPRESSED:
+                raw.seek(begin)
+                yield raw, raw
+                return
+            stream = _decompressed(file, raw)
+            while begin > 0 and (skipped := len(stream.read(min(begin, 1 << 20)))):
+                begin -= skipped
+            yield stream, raw
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{file}: cannot be read ({reason}): exclude it (data.exclude)") from error
+
+
+def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
+    if file.suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    try:
+        import pyarrow  # an optional dependency
+    except ImportError as error:
+        raise UserError(f"{file}: reading .zst needs pyarrow: pip install 'antiphon[train]'") from error
+    stream: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))  # by lines, too
+
+
+def _text(file: Path, begin: int) -> Iterator[Document]:
+    """Places are bytes of the text. A larger file is several documents, cut at line ends."""
+    size = max(1, file.stat().st_size)
+    place = begin
+    with _opened(file, begin) as (stream, raw):
+        left = b""
+        while block := left + stream.read(MOST_TEXT_BYTES - len(left)):
+            whole = len(block) < MOST_TEXT_BYTES
+            end = len(block) if whole else (block.rfind(b"\n") + 1 or _letter_end(block))
+            if not whole and not place:
+                _log.warning("%s is cut into documents of %s, at line ends", file, format_bytes(MOST_TEXT_BYTES))
+            left = block[end:]
+            text = _decode(file, block[:end], place)
+            place += end
+            yield Document(text, place, min(1.0, raw.tell() / size))
+
+
+def _letter_end(block: bytes) -> int:
+    """Where the last whole letter of UTF-8 ends."""
+    end = len(block)
+    while end > len(block) - 4 and block[end - 1] & 0xC0 == 0x80:
+        end -= 1
+    return end - 1 if block[end - 1] & 0xC0 == 0xC0 else end
 
 
 def _decode(file: Path, data: bytes, first_byte: int) -> str:
-    """`data` begins at `first_byte` of the file."""
+    """`data` begins at `first_byte` of the text."""
     zero = data.find(b"\0")
     if zero >= 0:
         raise UserError(
@@ -70,13 +151,12 @@ def _decode(file: Path, data: bytes, first_byte: int) -> str:
         raise UserError(f"{file}: not UTF-8 text ({place}): convert or exclude it") from error
 
 
-def _json_lines(file: Path, text_key: str, begin: int) -> Iterator[Document]:
-    """Places are bytes of the file."""
+def _json_lines(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[Document]:
+    """Places are bytes of the text."""
     size = max(1, file.stat().st_size)
-    with file.open("rb") as lines:
-        lines.seek(begin)
+    with _opened(file, begin) as (lines, raw):
         place = begin
-        for line in lines:
+        while line := lines.readline():
             first_byte, place = place, place + len(line)
             if not line.strip():
                 continue
@@ -86,16 +166,36 @@ def _json_lines(file: Path, text_key: str, begin: int) -> Iterator[Document]:
             except ValueError as error:
                 number = _line_number(file, first_byte)
                 raise UserError(f"{file}: line {number:,} is not JSON ({error}): correct or exclude it") from error
-            if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-                raise UserError(_no_text(record, text_key, f"{file}: line {_line_number(file, first_byte):,}"))
-            yield Document(record[text_key], place, place / size)
+            found = _of_record(record, text_key, kind)
+            if found is None:
+                raise UserError(_no_text(record, text_key, kind, f"{file}: line {_line_number(file, first_byte):,}"))
+            yield _document(found, place, min(1.0, raw.tell() / size))
+
+
+def _document(found: "str | dict[str, Any]", place: int, share: float) -> Document:
+    if isinstance(found, str):
+        return Document(found, place, share)
+    return Document("", place, share, found)
+
+
+def _of_record(record: Any, text_key: str, kind: Kind) -> "str | dict[str, Any] | None":
+    """The text of a record, or its keys of that kind; None if it has none."""
+    if not isinstance(record, dict):
+        return None
+    if kind == "text":
+        text = record.get(text_key)
+        return text if isinstance(text, str) else None
+    needed, others = _KEYS[kind]
+    if any(record.get(key) is None for key in needed):
+        return None
+    return {key: record[key] for key in (*needed, *others) if record.get(key) is not None}
 
 
 def _line_number(file: Path, first_byte: int) -> int:
     """The number of the line that begins at `first_byte`; the first is 1."""
     number = 1
-    with file.open("rb") as lines:
-        for line in lines:
+    with _opened(file, 0) as (lines, _):
+        while line := lines.readline():
             first_byte -= len(line)
             if first_byte < 0:
                 break
@@ -103,34 +203,73 @@ def _line_number(file: Path, first_byte: int) -> int:
     return number
 
 
-def _no_text(record: Any, text_key: str, where: str) -> str:
+def _no_text(record: Any, text_key: str, kind: Kind, where: str) -> str:
     keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-    return f"{where}: no text under {text_key!r} (there is: {keys}): set data.text_key"
+    if kind == "text":
+        return f"{where}: no text under {text_key!r} (there is: {keys}): set data.text_key"
+    return f"{where}: no {' and '.join(_KEYS[kind][0])} (there is: {keys}): data.kind {kind!r} needs them"
 
 
-def _parquet(file: Path, text_key: str, begin: int) -> Iterator[Document]:
+def _table(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[Document]:
     """Places are rows of the table."""
     try:
         import pyarrow  # an optional dependency
-        from pyarrow import parquet
     except ImportError as error:
-        raise UserError(f"{file}: reading Parquet needs pyarrow: pip install pyarrow") from error
+        raise UserError(f"{file}: reading tables needs pyarrow: pip install 'antiphon[train]'") from error
+    needed, others = ((text_key,), ()) if kind == "text" else _KEYS[kind]
     try:
-        table = parquet.ParquetFile(file)
-        if text_key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{file}: no column {text_key!r} (there is: {names}): set data.text_key")
-        place, num_rows = 0, max(1, table.metadata.num_rows)
-        for group in range(table.num_row_groups):
-            group_end = place + table.metadata.row_group(group).num_rows
-            if group_end <= begin:
-                place = group_end
-                continue
-            for batch in table.iter_batches(row_groups=[group], columns=[text_key]):
-                for value in batch.column(0).to_pylist():
-                    place += 1
-                    if place > begin and value is not None:
-                        yield Document(str(value), place, place / num_rows)
+        place, num_rows = 0, 1
+        for place, num_rows, rows in _batches(file, needed, others, begin):
+            for record in rows:
+                place += 1
+                found = _of_record(record, text_key, kind)
+                if place <= begin:
+                    continue
+                if found is not None:
+                    yield _document(found, place, min(1.0, place / max(1, num_rows)))
+                elif kind == "text" and record[text_key] is not None:
+                    yield Document(str(record[text_key]), place, min(1.0, place / max(1, num_rows)))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{file}: not a Parquet file that can be read ({reason}): exclude it (data.exclude)") from error
+        named = "a Parquet" if file.suffix == ".parquet" else "an Arrow"
+        raise UserError(f"{file}: not {named} file that can be read ({reason}): exclude it (data.exclude)") from error
+
+
+def _batches(
+    file: Path, needed: Sequence[str], others: Sequence[str], begin: int
+) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
+    """(number of the first row, rows of the file, rows) of each batch that reaches beyond row `begin`. Of an Arrow
+    stream the number of rows is not known: an estimate from what is read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if file.suffix == ".parquet":
+        table = parquet.ParquetFile(file)
+        columns, place = _columns(file, table.schema_arrow.names, needed, others), 0
+        for group in range(table.num_row_groups):
+            group_rows = table.metadata.row_group(group).num_rows
+            if place + group_rows <= begin:
+                place += group_rows
+                continue
+            for batch in table.iter_batches(row_groups=[group], columns=columns):
+                yield place, table.metadata.num_rows, batch.to_pylist()
+                place += batch.num_rows
+        return
+    size, place = max(1, file.stat().st_size), 0
+    with pyarrow.memory_map(str(file)) as mapped:
+        with file.open("rb") as begun:
+            is_file = begun.read(6) == b"ARROW1"  # with a directory at its end; `datasets` writes streams
+        stream = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+        columns = _columns(file, stream.schema.names, needed, others)
+        for batch in map(stream.get_batch, range(stream.num_record_batches)) if is_file else stream:
+            share = max(1e-9, mapped.tell() / size)
+            if place + batch.num_rows > begin:
+                yield place, round((place + batch.num_rows) / share), batch.select(columns).to_pylist()
+            place += batch.num_rows
+
+
+def _columns(file: Path, names: Sequence[str], needed: Sequence[str], others: Sequence[str]) -> list[str]:
+    if missing := [name for name in needed if name not in names]:
+        fix = "set data.text_key" if len(needed) == 1 and not others else f"data.kind needs {' and '.join(needed)}"
+        raise UserError(f"{file}: no column {missing[0]!r} (there is: {', '.join(names)}): {fix}")
+    return [*needed, *(name for name in others if name in names)]

@@ -2,12 +2,17 @@
 
 1. Import: every tensor of the checkpoint, whatever its dtype and layout, into the float32 parameters.
 2. Export: the family's published names; experts in the first layout that is not a compressed one. Shards of at most
-   `SHARD_BYTES`, the index last: a folder without it was not written to its end.
+   `SHARD_BYTES`, the index last: a folder without it was not written to its end. Score biases stay in float32: in
+   bfloat16 they would choose other experts.
+3. Layers for further tokens (multi-token prediction) are not trained: export copies them from the checkpoint that the
+   run began with.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.reference import ReferenceBackend, ReferenceExperts
 from antiphon.models.checkpoint_folder import INDEX_NAME
-from antiphon.models.config import tensor_names
+from antiphon.models.config import read_config, tensor_names
+from antiphon.models.dequantize import SCALE_SUFFIXES
 from antiphon.models.load import open_checkpoint
 from antiphon.models.names import StackedLayout
 from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, check, expert_refs, outer_plan
@@ -30,6 +37,8 @@ from antiphon.train.partition import Part
 from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights, parts_of
 
 SHARD_BYTES = 4 << 30
+FURTHER_LAYERS = "num_nextn_predict_layers"  # in config.json
+_log = get_logger("train")
 _BESIDE_WEIGHTS = (
     "tokenizer",
     "special_tokens",
@@ -47,6 +56,9 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
     spec = model.spec
     checkpoint = open_checkpoint(folder, spec)
     names = checkpoint.family_names(spec.family)
+    if quantised := read_config(folder).get("quantization_config"):
+        how = quantised.get("quant_method", "an unnamed way") if isinstance(quantised, dict) else quantised
+        _log.warning("%s is quantised (%s): its weights are multiplied out, and trained as they then are", folder, how)
     outer = outer_plan(spec, names)
     plans = [{purpose: refs for purpose, refs in outer.items() if purpose in parts_of(model)}]
     plans += [attention_layer_plan(spec, names, layer.layer, checkpoint) for layer in model.layers]
@@ -64,21 +76,22 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
             weights = Weights(module, torch.float32)
             for purpose, stored in plan.items():
                 part = parts_of(module)[purpose]
-                weights.stored(purpose).copy_(part.of(reader.tensor(stored).view(part.shape)))
+                target = weights.stored(purpose)
+                target.copy_(part.of(reader.tensor(stored, target.dtype).view(part.shape)))
         for layer, of_layer in experts.items():
             for place, one in enumerate(of_layer):
-                whole = _OneExpert(spec)
+                whole = _OneExpert(spec, Weights(model.layers[layer], torch.float32).stored(DOWN).dtype)
                 reader.expert(whole, 0, one, None)
                 whole.copy_to(model.layers[layer], place)
 
 
 class _OneExpert(ReferenceExperts):
-    """A whole expert as a loader writes it, in float32."""
+    """A whole expert as a loader writes it, as wide as the parameters."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         widths = spec.feed_forward
         shape = ExpertShape(1, spec.hidden_size, widths.intermediate, widths.activation, has_bias=widths.expert_bias)
-        super().__init__(shape, torch.device("cpu"), torch.float32)
+        super().__init__(shape, torch.device("cpu"), dtype)
         self._by_purpose = {GATE_UP: self.gate_up_EJH, DOWN: self.down_EHI}
         if self.gate_up_bias_EJ is not None and self.down_bias_EH is not None:
             self._by_purpose |= {GATE_UP + "_bias": self.gate_up_bias_EJ, DOWN + "_bias": self.down_bias_EH}
@@ -114,6 +127,22 @@ def tensors_of(model: MoeModel) -> Iterator[tuple[str, Tensor]]:
         if spec.moe_layers[layer]:
             refs = [expert_refs(spec, names, layer, expert, written) for expert in range(spec.router.num_experts)]
             yield from _of_experts(Weights(module, torch.float32), refs, spec)
+
+
+def further_tensors(folder: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint's layers for further tokens, multiplied out where they are quantised."""
+    checkpoint, names = open_checkpoint(folder, spec), tensor_names(spec)
+    layer_name = re.compile(re.escape(names.layer).replace(re.escape("{layer}"), r"(\d+)"))
+    for name in checkpoint.names:
+        found = layer_name.match(name)
+        if found is not None and int(found[1]) >= spec.num_layers and not name.endswith(SCALE_SUFFIXES):
+            yield name, checkpoint.read(name)
+            checkpoint.release(name)
+
+
+def _kept_wide(spec: ModelSpec) -> tuple[str, ...]:
+    """How the names of tensors end that are written in float32 whatever the others are."""
+    return tuple(name.rpartition(".")[2] for name in tensor_names(spec).score_bias)
 
 
 def _of_plan(module: nn.Module, plan: LoadPlan, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -160,18 +189,27 @@ def export(
     beside: Path | None,
     dtype: torch.dtype,
     report: Callable[[float, float], None] = lambda done, total: None,
+    begun_with: Path | None = None,
 ) -> int:
     """Write weights as `dtype`, `config.json`, and the tokenizer's files from the folder `beside`; returns bytes.
+    `begun_with`: the checkpoint whose layers for further tokens are copied; None: there are none.
 
     `UserError` if `folder` holds weights already: nothing is overwritten. `report`: bytes done, bytes in all."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors*")):
         raise UserError(f"{folder} holds weights already: name a new folder, or remove them")
-    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors_of(model)}
+    wide = _kept_wide(model.spec)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        further = () if begun_with is None else further_tensors(begun_with, model.spec)
+        for name, tensor in chain(tensors_of(model), further):
+            yield name, tensor.to(torch.promote_types(dtype, torch.float32) if name.endswith(wide) else dtype)
+
+    sizes = {name: tensor.nbytes for name, tensor in tensors()}
     shard_of, files = _shards(sizes)
     done, shard = 0, dict[str, Tensor]()
-    for name, tensor in tensors_of(model):
-        shard[name] = tensor.to(dtype, copy=True).contiguous()
+    for name, tensor in tensors():
+        shard[name] = tensor.clone(memory_format=torch.contiguous_format)
         done += sizes[name]
         report(done, sum(sizes.values()))
         if len(shard) == sum(file == shard_of[name] for file in shard_of.values()):
@@ -185,6 +223,8 @@ def export(
         if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS) and file.suffix != ".py":
             shutil.copyfile(file, folder / file.name)
     written = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+    if begun_with is None and written.get(FURTHER_LAYERS):
+        written[FURTHER_LAYERS] = 0
     _write_json(folder / "config.json", {**written, "dtype": str(dtype).removeprefix("torch.")})
     for name in files:
         shutil.copymode(folder / "config.json", folder / name)  # safetensors writes for the owner alone

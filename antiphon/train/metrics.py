@@ -25,6 +25,27 @@ from antiphon.train.memory import MemoryNeed
 _log = get_logger("train")
 
 
+_LEARNING, _SPEED, _EXPERTS, _OTHERS = "1 learning", "2 speed", "3 experts", "4 operators and bytes"
+_GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
+    "loss": _LEARNING,
+    "held_out_loss": _LEARNING,
+    "held_out_error": _LEARNING,
+    "held_out_loss_by_source": _LEARNING,
+    "learning_rate": _LEARNING,
+    "gradient_norm": _LEARNING,
+    "balance_loss": _LEARNING,
+    "alarm": _LEARNING,
+    "tokens_per_s": _SPEED,
+    "flops_per_s": _SPEED,
+    "mfu": _SPEED,
+    "step_s": _SPEED,
+    "peak_rss_bytes": _SPEED,
+    "fullest_expert_ratio": _EXPERTS,
+    "expert_rows": _EXPERTS,
+    "dropped_rows": _EXPERTS,
+}
+
+
 class Metrics:
     """Writes `FOLDER/metrics.jsonl` and `FOLDER/tensorboard`. Steps from `first_step` on that a former run wrote after
     its last checkpoint are taken out again: they are made anew."""
@@ -35,6 +56,11 @@ class Metrics:
         _keep_before(file, first_step)
         self._file = file.open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", first_step)
+
+    def begin(self, step: int, num_ranks: int) -> None:
+        """Note that from `step` on these ranks write: what they measure is not comparable with that of others."""
+        self._file.write(json.dumps({"step": step, "num_ranks": num_ranks}) + "\n")
+        self._file.flush()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Values of one step: numbers, texts, numbers by name, numbers by layer, numbers by layer and expert. The last
@@ -54,6 +80,7 @@ class Metrics:
                 self._show(name, value, step)
 
     def _show(self, name: str, value: Any, step: int) -> None:
+        name = f"{_GROUPS.get(name.partition('/')[0], _OTHERS)}/{name}"
         if isinstance(value, list):
             self._board.add_histogram(name, np.asarray(value), step)
         elif isinstance(value, str):

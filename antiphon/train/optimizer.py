@@ -8,14 +8,20 @@ token it learns faster than AdamW. Each expert's gate, up and down projection an
 own; embedding, head, router, norms and biases have no such form and stay with AdamW. A step's size is made to match
 AdamW's, so one learning rate serves both. Where ranks hold slices of a matrix (tensor parallelism), the slices are
 gathered first. Rejected: `torch.optim.Muon`, which takes matrices one by one, whole, and no stacks of experts.
+
+Patterns freeze parameters or change their rate, by names such as "layers.3.router". What is frozen has no moments, is
+not decayed, and does not count in the norm of the gradient; its gradient is computed all the same.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from antiphon.base.errors import UserError
 from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.specs.model import ModelSpec
@@ -23,7 +29,7 @@ from antiphon.train.bucket import Matrices, Piece
 from antiphon.train.config import CommunicationConfig, OptimizerConfig
 from antiphon.train.model import MoeModel
 from antiphon.train.shards import Shards
-from antiphon.train.weights import DOWN, GATE_UP
+from antiphon.train.weights import DOWN, GATE_UP, layer_parameters, outer_parameters
 
 _MUON_MOMENTUM = 0.95
 
@@ -33,28 +39,39 @@ class Optimizer:
 
     def __init__(self, model: MoeModel, shards: Shards, config: OptimizerConfig) -> None:
         self._config = config
-        pieces = shards.pieces
+        _check_patterns(config, parameter_names(model.spec))
+        self._frozen = [piece for piece in shards.pieces if is_frozen(piece.name, config)]
+        self._pieces = [piece for piece in shards.pieces if not is_frozen(piece.name, config)]
         self._shards = shards
-        plain = [piece for piece in pieces if piece.matrices is None]
+        plain = [piece for piece in self._pieces if piece.matrices is None]
         self._muon = Muon(
-            [piece for piece in pieces if piece.matrices is not None],
+            [piece for piece in self._pieces if piece.matrices is not None],
             model.mesh,
             momentum=_MUON_MOMENTUM,
             weight_decay=config.weight_decay,
+            factors=config.rates,
         )
+        by_kind: dict[tuple[bool, float], list[Tensor]] = {(True, 1.0): [], (False, 1.0): []}
+        for piece in plain:
+            by_kind.setdefault((_is_decayed(piece), factor_of(piece.name, config.rates)), []).append(piece.values)
         groups = [
-            {"params": [piece.values for piece in plain if _is_decayed(piece)], "weight_decay": config.weight_decay},
-            {"params": [piece.values for piece in plain if not _is_decayed(piece)], "weight_decay": 0.0},
+            {"params": values, "weight_decay": config.weight_decay if decayed else 0.0, "factor": factor}
+            for (decayed, factor), values in by_kind.items()
         ]
         beta1, beta2 = config.betas
         self._adamw = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=(beta1, beta2), eps=config.eps, fused=True
         )
 
+    def forget_frozen(self) -> None:
+        """Drop the gradients of what is frozen; to be called before their norm is taken."""
+        for piece in self._frozen:
+            piece.values.grad = None
+
     def step(self, rate: float) -> None:
         """Move every piece along its gradient, AdamW's by `rate`, and forget the gradients."""
         for group in self._adamw.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         self._adamw.step()
         self._muon.step(rate * self._config.muon_scale)
         self._shards.zero_grad()
@@ -62,7 +79,7 @@ class Optimizer:
     def moments(self, step: int) -> Iterator[tuple[str, Piece, Tensor]]:
         """All that is remembered between steps, `step` of which are done: what it is, whose, and the tensor itself,
         flat as the piece is."""
-        for piece in self._shards.pieces:
+        for piece in self._pieces:
             if piece in self._muon.state:
                 state: dict[str, Tensor] = self._muon.state[piece]
             else:
@@ -72,6 +89,41 @@ class Optimizer:
                     self._adamw.state[piece.values] = state
                 state["step"] = torch.tensor(float(step))
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
+
+
+def parameter_names(spec: ModelSpec) -> list[str]:
+    """The names of all parameters of the whole model, as patterns see them."""
+    outer = [each.attribute for each in outer_parameters(spec)]
+    return outer + [
+        f"layers.{n}.{each.attribute}" for n in range(spec.num_layers) for each in layer_parameters(spec, n)
+    ]
+
+
+def is_frozen(name: str, config: OptimizerConfig) -> bool:
+    """Whether this parameter keeps its bits: the last pattern that matches decides."""
+    frozen = False
+    for pattern in config.frozen:
+        if fnmatchcase(name, pattern.removeprefix("!")):
+            frozen = not pattern.startswith("!")
+    return frozen
+
+
+def factor_of(name: str, rates: Mapping[str, float]) -> float:
+    """Of the learning rate: that of the last pattern that matches."""
+    return [1.0, *(factor for pattern, factor in rates.items() if fnmatchcase(name, pattern))][-1]
+
+
+def _check_patterns(config: OptimizerConfig, names: Sequence[str]) -> None:
+    for key, patterns in (("frozen", config.frozen), ("rates", config.rates)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+                kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+                raise UserError(
+                    f"optimizer.{key}: {pattern!r} matches no parameter: names are like {names[0]} and {names[-1]}, "
+                    f"their last parts {kinds}: write for example '*.{names[-1].rpartition('.')[2]}'"
+                )
+    if all(is_frozen(name, config) for name in names):
+        raise UserError("optimizer.frozen freezes all parameters, so nothing would be trained: leave some out")
 
 
 def shards_of(
@@ -144,28 +196,39 @@ _SLICED = {"out": ("tensor", 1), GATE_UP: ("expert_tensor", 0), DOWN: ("expert_t
 class Muon:
     """Updates pieces that are matrices, in place. `momentum` of each is its state."""
 
-    def __init__(self, pieces: Sequence[Piece], mesh: Mesh, *, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        mesh: Mesh,
+        *,
+        momentum: float,
+        weight_decay: float,
+        factors: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`factors`: of the rate, by pattern."""
         self.state = {piece: {"momentum": torch.zeros_like(piece.values)} for piece in pieces}
         self._momentum = momentum
         self._weight_decay = weight_decay
-        self._alike: dict[tuple[int, int, str, int], list[Piece]] = {}
+        self._alike: dict[tuple[int, int, str, int, float], list[Piece]] = {}
         for piece in pieces:
             assert piece.matrices is not None
             axis, dim = _SLICED.get(piece.purpose, ("", 0))
             if axis not in piece.part.axes:
                 axis = ""
-            self._alike.setdefault((piece.matrices.rows, piece.matrices.columns, axis, dim), []).append(piece)
+            factor = factor_of(piece.name, factors)
+            self._alike.setdefault((piece.matrices.rows, piece.matrices.columns, axis, dim, factor), []).append(piece)
         self._groups = {axis: mesh.group(axis) for axis in ("tensor", "expert_tensor")}
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Waits for the ranks that hold slices of the same matrices."""
-        for (rows, columns, axis, dim), pieces in self._alike.items():
+        for (rows, columns, axis, dim, factor), pieces in self._alike.items():
+            own_rate = rate * factor
             updates = torch.cat([self._update(piece).view(-1, rows, columns) for piece in pieces])
-            directions = self._directions(updates, rate, axis, dim).flatten()
+            directions = self._directions(updates, own_rate, axis, dim).flatten()
             sizes = [piece.values.numel() for piece in pieces]
             for piece, each in zip(pieces, torch.split(directions, sizes), strict=True):
-                piece.values.detach().mul_(1 - rate * self._weight_decay).sub_(each)
+                piece.values.detach().mul_(1 - own_rate * self._weight_decay).sub_(each)
 
     def _update(self, piece: Piece) -> Tensor:
         gradient, momentum = piece.values.grad, self.state[piece]["momentum"]

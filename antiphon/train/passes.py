@@ -1,5 +1,5 @@
 """Forward and backward of the micro-batches of one step, in the order that a pipeline's schedule gives; and forward
-alone, for the loss on documents that are never trained on.
+alone, for losses of which nothing is learned.
 
 The targets of a step are counted first, on all ranks, so that the loss is the mean over them however the step is cut;
 each pass adds its gradients to those of the passes before. A model that is not cut is a pipeline of one stage: the same
@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import AllReduce, run
-from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
-from antiphon.train.config import LossConfig, TrainConfig
+from antiphon.train.config import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, StagePass, Tensors
 from antiphon.train.routing import Routing, balance_of
-from antiphon.train.samples import Samples
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans
-from antiphon.train.tokens import TokenFile
 
 
 @dataclass(frozen=True)
@@ -96,18 +93,19 @@ class Passes:
         return found.words if first == mesh.rank else f"rank {first} found where it began"
 
     @torch.no_grad()
-    def mean_loss(self, batches: Sequence[Batch]) -> float:
-        """Nats a target over `batches` of all ranks, which have equally many; nothing is learned and, as when the model
-        is served, nothing dropped."""
+    def losses_of(self, batches: Sequence[Batch], places: Sequence[int], num_places: int) -> Tensor:
+        """[num_places, 2]: the sum of nats and the number of targets of each of all ranks' batches; `places`: of this
+        rank's, of which all ranks have equally many. Nothing is learned and, as when the model is served, nothing
+        dropped."""
         losses = replace(self.losses, capacity=0.0, device_capacity=0.0)
         work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1))
         self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work)
-        sums = torch.zeros(2, dtype=torch.float64)
-        sums[0] = sum(loss.double() for loss in work.all_losses())
-        if self.model.is_last:
-            sums[1] = sum(self._own_targets(batch) for batch in batches)
-        total, targets = run(AllReduce(self.model.mesh.world, "loss"), sums).tolist()
-        return float(total / max(1.0, targets))
+        sums = torch.zeros(num_places, 2, dtype=torch.float64)
+        for number, (place, batch) in enumerate(zip(places, batches, strict=True)):
+            if self.model.is_last and place < num_places:
+                sums[place, 0] += work.losses[number].double()
+                sums[place, 1] += self._own_targets(batch)
+        return run(AllReduce(self.model.mesh.world, "loss"), sums.flatten()).view(num_places, 2)
 
     def _work(self, batches: Sequence[Batch], num_targets: Tensor) -> "_Stages":
         return _Stages(self.model, self.losses, self.spans, batches, num_targets)
@@ -210,27 +208,3 @@ class _Stages:
         with self._spans.backward(flight.result):
             torch.autograd.backward(flight.result, gradient)
         return None if flight.rows is None else flight.rows.grad, routing.use_of_all_E
-
-
-def held_out_loss(config: TrainConfig, mesh: Mesh, tokens: TokenFile, passes: Passes, shards: Shards) -> float | None:
-    """Nats a target over the first sequences of `tokens`; None if there is no whole one. All ranks call it together."""
-    if tokens.ids.shape[0] <= config.sequence_length:
-        return None
-    samples = Samples.of(config, tokens, shuffled=False)
-    num = min(samples.num_windows, config.output.evaluate_sequences)
-    own = list(range(mesh.sizes.place(mesh.rank, "data"), num, mesh.sizes.data))
-    size = max(1, config.batch // mesh.sizes.data)
-    steps = -(-num // mesh.sizes.data)  # as many on every rank
-    batches = [_batch(samples, own[first : first + size]) for first in range(0, steps, size)]
-    shards.begin_step()
-    loss = passes.mean_loss(batches)
-    shards.end_step()
-    return loss
-
-
-def _batch(samples: Samples, numbers: list[int]) -> Batch:
-    """These samples; without any, one that counts nothing."""
-    batch = samples.batch(numbers or [0], torch.device("cpu"))
-    if not numbers:
-        batch.targets_BS.fill_(IGNORED)
-    return batch

@@ -24,6 +24,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank() -> int:
+    """The number of this process."""
+    return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
 def local_ranks() -> int:
     """Ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,11 +1,16 @@
 """Which tokens the samples of a run are, by their global number: the same on every rank.
 
-Sample g is window `order[g mod n]` of pass `g // n` over the n windows of the stream; each pass has its own order, from
-the seed. So a run that resumes on another number of ranks sees exactly what was not seen yet.
+A window is one sequence and its targets. Windows of text follow one another in a source's stream; chats are packed, so
+that a window begins with a chat. Sample g is window `order[g mod n]` of pass `g // n`: each pass has its own order over
+all sources, from the seed. So a run that resumes on another number of ranks sees exactly what was not seen yet.
+
+A source is seen `epochs` times in one pass. Weights are shares of the samples: they become epochs, of which the least
+is 1, so that every window is seen.
 
 Letters: B sequences, S positions.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,21 +22,43 @@ from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train.config import TrainConfig
+from antiphon.train.config_data import DataConfig
 from antiphon.train.model import Batch
-from antiphon.train.tokens import TokenFile
+from antiphon.train.tokens import SourceTokens, TokenFile
+
+Numbers = np.ndarray[Any, Any]
 
 
 class Samples:
-    """Windows of `length` tokens and their targets. `shuffled` False: in the order of the text."""
+    """Windows of `length` tokens and their targets. `shuffled` False: in the order of the text, and all of it: the last
+    window of a source may be shorter. `epochs`: of each source in one pass; empty: 1."""
 
     def __init__(
-        self, tokens: TokenFile, length: int, *, seed: int, document_masks: bool, shuffled: bool = True
+        self,
+        tokens: TokenFile,
+        length: int,
+        *,
+        seed: int,
+        document_masks: bool,
+        shuffled: bool = True,
+        epochs: Sequence[float] = (),
     ) -> None:
-        self.num_windows = max(0, (tokens.ids.shape[0] - 1) // length)
+        windows = [_windows(tokens, each, length, whole=not shuffled) for each in tokens.all_sources()]
+        self._begins, self._ends = (np.concatenate(each) for each in zip(*windows, strict=True))
+        self.sources = np.repeat(np.arange(len(windows)), [begins.shape[0] for begins, _ in windows])
+        self._epochs = tuple(epochs) or (1.0,) * len(windows)
+        counts = [self._num_of(source) for source in range(len(windows))]
+        self.num_windows = sum(counts)
         if not self.num_windows:
             raise UserError(
                 f"the text has {tokens.ids.shape[0]} tokens, sequence_length is {length}: "
                 "give more text or shorten the sequences"
+            )
+        if len(counts) > 1 and shuffled and 0 in counts:
+            short = tokens.all_sources()[counts.index(0)]
+            raise UserError(
+                f"source {short.name!r} has {short.end - short.first} tokens, sequence_length is {length}: give it "
+                "more text, shorten the sequences, or leave it out"
             )
         self._tokens = tokens
         self._length = length
@@ -41,35 +68,107 @@ class Samples:
     @staticmethod
     def of(config: TrainConfig, tokens: TokenFile, *, shuffled: bool) -> "Samples":
         """The samples that a run of `config` sees."""
-        masks = config.data.document_masks
-        return Samples(tokens, config.sequence_length, seed=config.seed, document_masks=masks, shuffled=shuffled)
+        sizes = [each.end - each.first for each in tokens.all_sources()]
+        return Samples(
+            tokens,
+            config.sequence_length,
+            seed=config.seed,
+            document_masks=config.data.document_masks,
+            shuffled=shuffled,
+            epochs=epochs_of(config.data, sizes) if shuffled else (),
+        )
 
-    def _shuffle(self, turn: int, seed: int) -> Any:
-        return np.random.default_rng((seed, turn)).permutation(self.num_windows)
+    def _num_of(self, source: int) -> int:
+        """Samples of a source in one pass."""
+        num = int(np.count_nonzero(self.sources == source))
+        return max(1, round(num * self._epochs[source])) if num else 0
+
+    def _shuffle(self, turn: int, seed: int) -> Numbers:
+        """The windows of pass `turn` in its order. Of a source that is not seen a whole number of times, each pass has
+        other windows once more."""
+        chosen = []
+        for source in range(len(self._epochs)):
+            own = np.flatnonzero(self.sources == source)
+            wanted, whole = self._num_of(source), own.shape[0]
+            if wanted != whole:
+                again, part = divmod(wanted, whole)
+                some = np.random.default_rng((seed, turn, source)).permutation(own)[:part]
+                own = np.concatenate([np.tile(own, again), some])
+            chosen.append(own)
+        order: Numbers = np.concatenate(chosen)[np.random.default_rng((seed, turn)).permutation(self.num_windows)]
+        return order
 
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
         """The samples with these global numbers."""
-        begins = [self._begin(number) for number in numbers]
-        ids = np.stack([self._tokens.ids[begin : begin + self._length + 1] for begin in begins]).astype(np.int64)
+        windows = np.asarray([self._window(number) for number in numbers])
+        begins, ends, tokens = self._begins[windows], self._ends[windows], self._tokens
+        ids = np.stack([self._padded(tokens.ids, begin) for begin in begins]).astype(np.int64)
         inputs, targets = torch.from_numpy(ids[:, :-1]), torch.from_numpy(ids[:, 1:].copy())
         positions_S = np.arange(self._length)
+        places = begins[:, None] + positions_S
+        unwanted = places + 1 >= ends[:, None]
+        if tokens.learned is not None:
+            unwanted |= np.stack([self._padded(tokens.learned, begin) for begin in begins])[:, 1:] == 0
         if not self._document_masks:
+            targets[torch.from_numpy(unwanted)] = IGNORED
             positions = torch.from_numpy(np.broadcast_to(positions_S, inputs.shape).copy())
             return Batch(inputs.to(device), targets.to(device), positions.to(device), None)
-        places = np.asarray(begins)[:, None] + positions_S
-        documents = np.searchsorted(self._tokens.starts, places, side="right") - 1
-        first = np.maximum(self._tokens.starts[documents], np.asarray(begins)[:, None])
-        following = np.searchsorted(self._tokens.starts, places + 1, side="right") - 1
-        targets[torch.from_numpy(following != documents)] = IGNORED  # no document knows what the next begins with
+        documents = np.searchsorted(tokens.starts, places, side="right") - 1
+        first = np.maximum(tokens.starts[documents], begins[:, None])
+        following = np.searchsorted(tokens.starts, places + 1, side="right") - 1
+        unwanted |= following != documents  # no document knows what the next begins with
+        targets[torch.from_numpy(unwanted)] = IGNORED
         positions = torch.from_numpy(places - first)
         several = bool((documents != documents[:, :1]).any())
         masks = torch.from_numpy(documents).to(device) if several else None
         return Batch(inputs.to(device), targets.to(device), positions.to(device), masks)
 
-    def _begin(self, number: int) -> int:
+    def _padded(self, values: Numbers, begin: int) -> Numbers:
+        """The values of a window and of its last target; behind the last of all, the last one again."""
+        found = values[begin : begin + self._length + 1]
+        return found if len(found) > self._length else np.pad(found, (0, self._length + 1 - len(found)), mode="edge")
+
+    def _window(self, number: int) -> int:
         turn, place = divmod(number, self.num_windows)
         order = self._order(turn)
-        return (place if order is None else int(order[place])) * self._length
+        return place if order is None else int(order[place])
+
+
+def _windows(tokens: TokenFile, source: SourceTokens, length: int, *, whole: bool) -> tuple[Numbers, Numbers]:
+    """Where the windows of a source begin, and where what is learned in them ends. `whole`: the rest too that fills no
+    window."""
+    if source.is_chat:
+        return _packed(tokens.starts, source, length)
+    targets = max(0, source.end - source.first - 1)
+    num = -(-targets // length) if whole else targets // length
+    return source.first + np.arange(num) * length, np.full(num, source.end)
+
+
+def _packed(starts: Numbers, source: SourceTokens, length: int) -> tuple[Numbers, Numbers]:
+    """Windows that begin with a document and hold as many whole ones as fit; a longer document is cut."""
+    first, last = np.searchsorted(starts, (source.first, source.end))
+    own = [*starts[first:last].tolist(), source.end]
+    begins, ends = list[int](), list[int]()
+    for begin, end in itertools.pairwise(own):
+        if not begins or end - begins[-1] > length + 1:
+            begins.append(begin)
+            ends.append(end)
+            while end - begins[-1] > length + 1:
+                ends[-1] = begins[-1] + length + 1
+                begins.append(begins[-1] + length)
+                ends.append(end)
+        else:
+            ends[-1] = end
+    return np.asarray(begins, dtype=np.int64), np.asarray(ends, dtype=np.int64)
+
+
+def epochs_of(config: DataConfig, sizes: Sequence[int]) -> tuple[float, ...]:
+    """How often each source is seen in one pass; `sizes`: their tokens."""
+    sources = config.all_sources()
+    if sources[0].weight is None:
+        return tuple(each.epochs or 1.0 for each in sources)
+    wanted = [(each.weight or 0.0) / max(1, size) for each, size in zip(sources, sizes, strict=True)]
+    return tuple(each / min(wanted) for each in wanted)
 
 
 def numbers_of_rank(config: TrainConfig, mesh: Mesh, first: int) -> list[range]:

@@ -5,6 +5,7 @@ model = build_model(run.spec, run.config, run.config.sequence_length, run.mesh)
 """
 
 import threading
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,17 @@ from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
-from antiphon.train.checkpoint import newest_step
 from antiphon.train.config import TrainConfig
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
 from antiphon.train.metrics import write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
+from antiphon.train.output_lock import OutputLock
 from antiphon.train.packing import Packing, with_expert
 from antiphon.train.partition import RankShare
-from antiphon.train.ranks import join, local_ranks, sizes_of, world_size
+from antiphon.train.ranks import join, local_ranks, rank, sizes_of, world_size
+from antiphon.train.resume import Former
 from antiphon.train.samples import Samples
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.tokens import TokenFile, open_tokens, tokenize
@@ -46,7 +48,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
     """A run that can begin. `config`: as it runs, all that was left open decided. `plan`: the one that it obeys.
-    `dispatch`: what was measured for the way of rows; `packing` None: the same ranks share the experts throughout."""
+    `dispatch`: what was measured for the way of rows; `packing` None: the same ranks share the experts throughout.
+    `former`: the run that this one goes on with. `text`: the digest of what is trained on. `lock`: of the output
+    folder, held by the first rank until the run ends."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -57,12 +61,27 @@ class TrainingRun:
     held_out: TokenFile
     dispatch: DispatchChoice | None
     packing: Packing | None
+    former: Former
+    text: str
+    lock: OutputLock | None
 
 
-def prepare(config: TrainConfig, plan: TrainingPlan | None = None) -> TrainingRun:
+def prepare(config: TrainConfig, plan: TrainingPlan | None = None, allowed: Collection[str] = ()) -> TrainingRun:
     """Check what can be checked, join the other ranks, write the token ids and `run.json`. Waits for all ranks. `plan`:
-    the one that `config` obeys, for the page that closes the run."""
+    the one that `config` obeys, for the page that closes the run. `allowed`: keys that may differ from the run that
+    this one goes on with."""
+    lock = OutputLock(Path(config.output.folder)) if rank() == 0 else None
+    try:
+        return _prepared(config, plan, Former(config, allowed), lock)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lock: OutputLock | None) -> TrainingRun:
     path = Path(config.model.path)
+    config = former.config(config)
     spec = load_model_spec(path)
     if config.sequence_length > spec.max_position:
         raise UserError(
@@ -71,13 +90,14 @@ def prepare(config: TrainConfig, plan: TrainingPlan | None = None) -> TrainingRu
         )
     packing = Packing(config, spec) if config.communication.packing else None
     if packing is not None:
-        config = with_expert(config, packing.expert_at(newest_step(config)))
+        config = with_expert(config, packing.expert_at(former.step))
     sizes = sizes_of(config, spec, world_size())
     need = check_memory(spec, config, setup_of(config, sizes), ranks_here=local_ranks())
     mesh = join(sizes, config.communication)
     prepare_data_together(config, spec, mesh)
-    held_out = open_tokens(cache_of(config), "held_out")
-    samples = Samples.of(config, open_tokens(cache_of(config), "train"), shuffled=True)
+    held_out, text = open_tokens(cache_of(config), "held_out"), open_tokens(cache_of(config), "train")
+    former.check_text(text.digest)
+    samples = Samples.of(config, text, shuffled=True)
     dispatch = choose_dispatch(spec, config, mesh)
     config = with_choice(config, dispatch)
     if mesh.rank == 0:
@@ -93,6 +113,9 @@ def prepare(config: TrainConfig, plan: TrainingPlan | None = None) -> TrainingRu
         held_out=held_out,
         dispatch=dispatch,
         packing=packing,
+        former=former,
+        text=text.digest,
+        lock=lock,
     )
 
 

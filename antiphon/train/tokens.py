@@ -1,8 +1,11 @@
 """Token ids on disk: written once from the documents, read as a memory map.
 
-A cache folder holds `train.bin` and `held_out.bin` (ids one after the other, each document behind its end mark),
-`train.starts` and `held_out.starts` (where documents begin, 8 bytes each), and `meta.json`, written last: what the ids
-were made from. A folder made from something else is written anew.
+A cache folder holds `train.bin` and `held_out.bin` (ids one after the other, source by source, each document behind its
+end mark), `train.starts` and `held_out.starts` (where documents begin, 8 bytes each), `train.learned` and
+`held_out.learned` where chats are among them (a byte for each id: whether a loss is taken on it), and `meta.json`,
+written last: what the ids were made from. A folder made from something else is written anew.
+
+A document is held out by a hash of its content, so other documents, files and seeds do not change its side.
 
 Until then `progress.json` tells, chunk by chunk, how far the documents are read and how long the files are: started
 again, tokenizing cuts the files to that length and goes on. The files are the same, byte for byte, as if it had never
@@ -10,60 +13,65 @@ been stopped.
 """
 
 import hashlib
-import itertools
 import json
 import os
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config import DataConfig
-from antiphon.train.documents import find_files, read_documents
+from antiphon.train.chat_texts import template_files
+from antiphon.train.config_data import DataConfig, SourceConfig
+from antiphon.train.documents import Document, find_files, read_documents
+from antiphon.train.encoder import EncodedDocument, Encoder, load_tokenizer
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
-_VERSION = 2
+_VERSION = 3
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """Ids `first` to `end` of a split are those of one source. `is_chat`: its documents are packed whole."""
+
+    name: str
+    first: int
+    end: int
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The ids of one split, and where its documents begin. `num_text_bytes`: of the text that the ids stand for."""
+    """The ids of one split, and where its documents begin. `num_text_bytes`: of the text that the ids stand for.
+    `learned`: for each id whether a loss is taken on it; None: on all. `digest`: of all of it."""
 
     ids: np.ndarray[Any, Any]
     starts: np.ndarray[Any, Any]
     num_text_bytes: int
+    learned: np.ndarray[Any, Any] | None = None
+    sources: tuple[SourceTokens, ...] = ()
+    digest: str = ""
 
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a folder with a `tokenizer.json`, or in that file."""
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        return Tokenizer.from_file(str(file))
-    except BaseException as error:  # the library's own types are Exception and a panic, which is none
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise UserError(f"{file}: no tokenizer can be read ({error}): set data.tokenizer") from error
+    def all_sources(self) -> tuple[SourceTokens, ...]:
+        return self.sources or (SourceTokens("files", 0, self.ids.shape[0]),)
 
 
 def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int) -> None:
-    """Write `cache` unless it holds these documents' ids already. Shows progress; may take long.
+    """Write `cache` unless it holds these documents' ids already. Shows progress; may take long. `seed`: of `pieces`.
 
-    A document is held out by its number and `seed`. `UserError` if there is no text, or the tokenizer is not the
-    model's."""
-    files = find_files(config)
-    made_from = _made_from(config, files, tokenizer_path, seed)
+    `UserError` if there is no text, or the tokenizer is not the model's."""
+    sources = config.all_sources()
+    files = [find_files(each, config.made_by) for each in sources]
+    made_from = _made_from(config, [file for of in files for file in of], tokenizer_path, seed)
     if _read_meta(cache).get("made_from") == made_from:
         return
     tokenizer = load_tokenizer(tokenizer_path)
@@ -76,72 +84,83 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
         raise UserError("config.json: eos_token_id is missing: it marks the end of a document")
     cache.mkdir(parents=True, exist_ok=True)
     (cache / "meta.json").unlink(missing_ok=True)
-    progress_file = cache / "progress.json"
-    reached = _Reached.read(progress_file, made_from)
-    dtype = np.dtype(np.uint16 if spec.vocab_size <= 1 << 16 else np.uint32)
-    with (
-        progress("tokenizing", format_amount=format_bytes) as report,
-        _Writer(cache, "train", dtype, reached.train) as train,
-        _Writer(cache, "held_out", dtype, reached.held_out) as held_out,
-    ):
-        writers: dict[Split, _Writer] = {"train": train, "held_out": held_out}
-
-        def keep(reached: _Reached) -> None:
-            for writer in writers.values():
-                writer.to_disk()
-            whole = replace(reached, made_from=made_from, train=train.size, held_out=held_out.size)
-            _write_whole(progress_file, asdict(whole))
-
-        documents = _documents(config, files, reached, report)
-        _write_all(documents, tokenizer, spec.eos_token_ids[0], seed, config, writers, reached, keep)
-    if not train.size.num_ids:
+    encoder = Encoder(tokenizer, tokenizer_path, spec, config, seed)
+    sizes = _write_ids(cache, encoder, sources, files, made_from)
+    num_ids = {split: sum(each.num_ids for each in of.values()) for split, of in sizes.items()}
+    if not num_ids["train"]:
         raise UserError(
-            f"{len(files)} files hold no text to train on: check data.files"
-            if not held_out.size.num_ids
+            f"{sum(map(len, files))} files hold no text to train on: check data.files"
+            if not num_ids["held_out"]
             else f"all documents are held out: lower data.held_out (now {config.held_out}) or give more documents"
         )
-    splits = {split: {**asdict(writer.size), "dtype": dtype.name} for split, writer in writers.items()}
-    _write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, "splits": splits})
-    progress_file.unlink(missing_ok=True)
+    kinds = {each.name: each.is_chat for each in sources}
+    meta = {
+        "dtype": encoder.dtype.name,
+        "sources": kinds,
+        "splits": {split: {name: asdict(size) for name, size in of.items()} for split, of in sizes.items()},
+    }
+    _write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
+    (cache / "progress.json").unlink(missing_ok=True)
 
 
 def open_tokens(cache: Path, split: Split) -> TokenFile:
     """A memory map of what `tokenize` wrote."""
-    meta = _read_meta(cache)["splits"][split]
-    ids: np.ndarray[Any, Any] = np.zeros(0, dtype=meta["dtype"])
-    if meta["num_ids"]:
-        ids = np.memmap(cache / f"{split}.bin", dtype=meta["dtype"], mode="r")
-    if ids.shape[0] != meta["num_ids"]:
-        raise UserError(f"{cache}: {split}.bin holds {ids.shape[0]} ids, not {meta['num_ids']}: remove the folder")
-    return TokenFile(ids, np.fromfile(cache / f"{split}.starts", dtype=np.int64), meta["text_bytes"])
+    meta = _read_meta(cache)
+    sizes = {name: _Size(**each) for name, each in meta["splits"][split].items()}
+    num_ids = sum(each.num_ids for each in sizes.values())
+    has_learned = any(meta["sources"].values())
+    sources, first = [], 0
+    for name, size in sizes.items():
+        sources.append(SourceTokens(name, first, first + size.num_ids, meta["sources"][name]))
+        first += size.num_ids
+    digest = hashlib.blake2b("/".join(each.digest for each in sizes.values()).encode(), digest_size=16)
+    return TokenFile(
+        ids=_mapped(cache / f"{split}.bin", meta["dtype"], num_ids),
+        starts=np.fromfile(cache / f"{split}.starts", dtype=np.int64),
+        num_text_bytes=sum(each.text_bytes for each in sizes.values()),
+        learned=_mapped(cache / f"{split}.learned", "uint8", num_ids) if has_learned else None,
+        sources=tuple(sources),
+        digest=digest.hexdigest(),
+    )
+
+
+def _mapped(file: Path, dtype: str, num: int) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = np.memmap(file, dtype=dtype, mode="r") if num else np.zeros(0, dtype=dtype)
+    if found.shape[0] != num:
+        raise UserError(f"{file.parent}: {file.name} holds {found.shape[0]} ids, not {num}: remove the folder")
+    return found
 
 
 @dataclass(frozen=True)
 class _Size:
-    """The size of one split so far. `text_bytes`: of the text that the ids stand for."""
+    """The size of one source's part of a split so far. `text_bytes`: of the text that the ids stand for. `digest`: of
+    the ids, document by document."""
 
     num_ids: int = 0
     num_documents: int = 0
     text_bytes: int = 0
+    digest: str = ""
+
+
+Sizes = dict[str, _Size]  # by source, in order
 
 
 @dataclass(frozen=True)
 class _Reached:
-    """How far tokenizing is: document `num_documents` comes next, from `place` of file `file` on."""
+    """How far tokenizing is: it goes on from `place` of file `file` of all sources' files."""
 
     made_from: str = ""
     file: int = 0
     place: int = 0
-    num_documents: int = 0
-    train: _Size = _Size()
-    held_out: _Size = _Size()
+    train: Sizes = field(default_factory=dict)
+    held_out: Sizes = field(default_factory=dict)
 
     @staticmethod
     def read(file: Path, made_from: str) -> "_Reached":
         """What an earlier try left; the beginning if it left nothing, or was of something else."""
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
-            train, held_out = (_Size(**entries.pop(split)) for split in SPLITS)
+            train, held_out = ({name: _Size(**each) for name, each in entries.pop(split).items()} for split in SPLITS)
             reached = _Reached(**entries, train=train, held_out=held_out)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return _Reached()
@@ -149,29 +168,43 @@ class _Reached:
 
 
 class _Writer:
-    """One split being written, from `size` on: what is behind it in the files is cut off."""
+    """One split being written, from `sizes` on: what is behind it in the files is cut off."""
 
-    def __init__(self, cache: Path, split: Split, dtype: np.dtype[Any], size: _Size) -> None:
-        self.size = size
+    def __init__(self, cache: Path, split: Split, dtype: np.dtype[Any], sizes: Sizes, *, learned: bool) -> None:
+        self.sizes = dict(sizes)
         self._dtype = dtype
-        self._ids = _open_at(cache / f"{split}.bin", size.num_ids * dtype.itemsize)
-        self._starts = _open_at(cache / f"{split}.starts", size.num_documents * 8)
+        num_ids = sum(each.num_ids for each in sizes.values())
+        self._ids = _open_at(cache / f"{split}.bin", num_ids * dtype.itemsize)
+        self._starts = _open_at(cache / f"{split}.starts", sum(each.num_documents for each in sizes.values()) * 8)
+        self._learned = _open_at(cache / f"{split}.learned", num_ids) if learned else None
+        self._num_ids = num_ids
 
     def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ids.close()
-        self._starts.close()
+        for file in self._files():
+            file.close()
 
-    def add(self, ids: list[int], num_bytes: int) -> None:
-        self._starts.write(np.int64(self.size.num_ids).tobytes())
-        self._ids.write(np.asarray(ids, dtype=self._dtype).tobytes())
-        old = self.size
-        self.size = _Size(old.num_ids + len(ids), old.num_documents + 1, old.text_bytes + num_bytes)
+    def _files(self) -> list[BinaryIO]:
+        return [file for file in (self._ids, self._starts, self._learned) if file is not None]
+
+    def add(self, source: str, encoded: EncodedDocument) -> None:
+        self._starts.write(np.int64(self._num_ids).tobytes())
+        ids = np.asarray(encoded.ids, dtype=self._dtype).tobytes()
+        self._ids.write(ids)
+        learned = b"" if self._learned is None else np.asarray(encoded.learned, dtype=np.uint8).tobytes()
+        if self._learned is not None:
+            self._learned.write(learned)
+        self._num_ids += len(encoded.ids)
+        old = self.sizes.get(source, _Size())
+        digest = hashlib.blake2b(old.digest.encode() + ids + learned, digest_size=16).hexdigest()
+        self.sizes[source] = _Size(
+            old.num_ids + len(encoded.ids), old.num_documents + 1, old.text_bytes + encoded.num_bytes, digest
+        )
 
     def to_disk(self) -> None:
-        for file in (self._ids, self._starts):
+        for file in self._files():
             file.flush()
             os.fsync(file.fileno())
 
@@ -187,87 +220,81 @@ def _open_at(file: Path, num_bytes: int) -> BinaryIO:
     return opened
 
 
+def _write_ids(
+    cache: Path, encoder: Encoder, sources: Sequence[SourceConfig], files: Sequence[Sequence[Path]], made_from: str
+) -> dict[Split, Sizes]:
+    """All ids, from where an earlier try ended; the sizes of the splits."""
+    progress_file, learned = cache / "progress.json", any(each.is_chat for each in sources)
+    reached = _Reached.read(progress_file, made_from)
+    kept_bytes = 0
+    with (
+        progress("tokenizing", format_amount=format_bytes) as report,
+        _Writer(cache, "train", encoder.dtype, reached.train, learned=learned) as train,
+        _Writer(cache, "held_out", encoder.dtype, reached.held_out, learned=learned) as held_out,
+    ):
+        for source, documents in _documents(sources, files, reached, report):
+            while batch := _batch(documents):
+                for is_out, encoded in encoder.encode([(each, path) for each, path, _ in batch], source):
+                    (held_out if is_out else train).add(source.name, encoded)
+                    kept_bytes += encoded.num_bytes
+                if kept_bytes >= _CHUNK_BYTES:
+                    train.to_disk()
+                    held_out.to_disk()
+                    document, _, file = batch[-1]
+                    kept = _Reached(made_from, file, document.next_place, train.sizes, held_out.sizes)
+                    _write_whole(progress_file, asdict(kept))
+                    kept_bytes = 0
+        return {"train": train.sizes, "held_out": held_out.sizes}
+
+
+Found = tuple[Document, Path, int]  # with its file, and the file's number among those of all sources
+
+
 def _documents(
-    config: DataConfig, files: list[Path], reached: _Reached, report: Callable[[float, float | None], None]
-) -> Iterator[tuple[str, int, int]]:
-    """(text, file, where to go on in it) of each document from `reached` on; reports bytes of the files."""
-    sizes = [file.stat().st_size for file in files]
-    total, done = sum(sizes), sum(sizes[: reached.file])
-    for index in range(reached.file, len(files)):
-        begin = reached.place if index == reached.file else 0
-        for document in read_documents(files[index], config.text_key, begin):
-            yield document.text, index, document.next_place
-            report(done + document.share * sizes[index], total)
-        done += sizes[index]
-        report(done, total)
-
-
-def _write_all(
-    documents: Iterator[tuple[str, int, int]],
-    tokenizer: Tokenizer,
-    end_id: int,
-    seed: int,
-    config: DataConfig,
-    writers: dict[Split, _Writer],
+    sources: Sequence[SourceConfig],
+    files: Sequence[Sequence[Path]],
     reached: _Reached,
-    keep: Callable[[_Reached], None],
-) -> None:
-    """All of `documents`; `keep` sees every chunk."""
-    number, kept_bytes = reached.num_documents, 0
-    while batch := _batch(documents):
-        kept_out = [_is_held_out(number + index, seed, config.held_out) for index in range(len(batch))]
-        pieces = [
-            [text] if out or not config.pieces else _pieces(text, config.pieces, f"{seed}/{number + index}")
-            for index, ((text, _, _), out) in enumerate(zip(batch, kept_out, strict=True))
-        ]
-        encodings = iter(tokenizer.encode_batch([each for of in pieces for each in of], add_special_tokens=False))
-        for (text, _, _), of_document, out in zip(batch, pieces, kept_out, strict=True):
-            ids = [token for encoding in itertools.islice(encodings, len(of_document)) for token in encoding.ids]
-            num_bytes = len(text.encode())
-            writers["held_out" if out else "train"].add([*ids, end_id], num_bytes)
-            number, kept_bytes = number + 1, kept_bytes + num_bytes
-        if kept_bytes >= _CHUNK_BYTES:
-            _, file, place = batch[-1]
-            keep(_Reached(file=file, place=place, num_documents=number))
-            kept_bytes = 0
+    report: Callable[[float, float | None], None],
+) -> Iterator[tuple[SourceConfig, Iterator[Found]]]:
+    """The documents of each source from `reached` on; reports bytes of the files."""
+    sizes = [file.stat().st_size for of in files for file in of]
+    total, first = sum(sizes), 0
+
+    def of_source(source: SourceConfig, paths: Sequence[Path], first: int) -> Iterator[Found]:
+        for index, path in enumerate(paths, first):
+            if index < reached.file:
+                continue
+            done, begin = sum(sizes[:index]), reached.place if index == reached.file else 0
+            for document in read_documents(path, source.text_key, begin, source.kind):
+                yield document, path, index
+                report(done + document.share * sizes[index], total)
+            report(done + sizes[index], total)
+
+    for source, paths in zip(sources, files, strict=True):
+        yield source, of_source(source, paths, first)
+        first += len(paths)
 
 
-def _pieces(text: str, mean_length: int, key: str) -> list[str]:
-    """`text`, cut at random places that `key` decides, but never between two blanks: a person does not stop typing
-    inside an indentation."""
-    chance, pieces, start = random.Random(key), [], 0
-    while start < len(text):
-        end = start + 1 + int(chance.expovariate(1 / mean_length))
-        while end < len(text) and text[end - 1 : end + 1] == "  ":
-            end += 1
-        pieces.append(text[start:end])
-        start = end
-    return pieces
-
-
-def _batch(documents: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def _batch(documents: Iterator[Found]) -> list[Found]:
     """The next documents, as many as are encoded at once."""
-    batch: list[tuple[str, int, int]] = []
+    batch: list[Found] = []
     length = 0
-    for document in documents:
-        batch.append(document)
-        length += len(document[0])
+    for found in documents:
+        batch.append(found)
+        length += len(found[0].text)
         if len(batch) == _BATCH_TEXTS or length >= _BATCH_CHARACTERS:
             break
     return batch
 
 
-def _is_held_out(number: int, seed: int, part: float) -> bool:
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < part * 2**64
-
-
-def _made_from(config: DataConfig, files: list[Path], tokenizer_path: Path, seed: int) -> str:
+def _made_from(config: DataConfig, files: Sequence[Path], tokenizer_path: Path, seed: int) -> str:
     """A digest of everything that the ids depend on; files by name, size and time."""
     digest = hashlib.blake2b(digest_size=16)
-    parts: list[object] = [_VERSION, config.text_key, config.held_out, config.pieces, seed]
+    sources = [replace(each, weight=None, epochs=None) for each in config.all_sources()]
+    parts: list[object] = [_VERSION, sources, config.held_out, config.pieces, seed if config.pieces else 0]
     file = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
-    for path in (file, *files):
+    templates = template_files(file.parent) if any(each.is_chat for each in sources) else []
+    for path in (file, *templates, *files):
         try:
             status = path.stat()
         except OSError as error:

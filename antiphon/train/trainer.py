@@ -22,19 +22,21 @@ from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move
+from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory import bytes_by_formula
 from antiphon.train.metrics import Metrics
-from antiphon.train.optimizer import Optimizer, rate_at, shards_of
+from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
-from antiphon.train.passes import Passes, held_out_loss
+from antiphon.train.passes import Passes
 from antiphon.train.ranks import sizes_of, world_size
 from antiphon.train.samples import numbers_of_rank
 from antiphon.train.schedule_search import choose_schedules
 from antiphon.train.setup import TrainingRun, build_model
 from antiphon.train.spans import StepSpans, join_parts, share_spans
+from antiphon.train.stop import StopRequest
 from antiphon.train.watch import Watch
-from antiphon.train.weights import Weights
+from antiphon.train.weights import NOT_TRAINED, Weights
 
 _log = get_logger("train")
 _CPU = torch.device("cpu")
@@ -63,6 +65,7 @@ class TrainedStep:
 
 class Trainer:
     """Trains `run`. `on_step` is called after every step. `timeline`: a file for a trace of some of the first steps.
+    `max_hours`: the run saves and ends behind the step in which they are over.
 
     `config` and `mesh` are the run's, until packing divides the experts among other ranks."""
 
@@ -71,30 +74,46 @@ class Trainer:
         run: TrainingRun,
         on_step: Callable[[TrainedStep], None] = lambda result: None,
         timeline: Path | None = None,
+        max_hours: float | None = None,
     ) -> None:
         self._run = run
         self._on_step = on_step
         self._timeline = timeline
+        self._max_hours = max_hours
         self.spec = run.spec
         self.config = run.config
         self.mesh = run.mesh
         self.state = RunState(step=0, num_samples=0, num_tokens=0)
         self._spans = StepSpans()
-        self._held_out_loss: float | None = None
+        self._held_out: HeldOutLoss | None = None
+        self._saved_step = -1
 
     def run(self) -> dict[str, Any]:
-        """Train from the newest checkpoint, or from the beginning, to the last step. Returns the closing facts."""
+        """Train from the newest checkpoint, or from the beginning, to the last step, or until a signal or the end of
+        the time (`train.stop`). Returns the closing facts."""
+        try:
+            with StopRequest(self.mesh.world, self._max_hours) as stop:
+                return self._train(stop)
+        finally:
+            if self._run.lock is not None:
+                self._run.lock.close()
+
+    def _train(self, stop: StopRequest) -> dict[str, Any]:
         config, packing, timeline = self.config, self._run.packing, self._timeline
-        self._build(begin=config.model.begin == "checkpoint")
+        former = self._run.former
+        self._build(begin=config.model.begin == "checkpoint" and not former.step)
         self._resume()
-        self._saver = checkpoint.Saver(config, self._run.model_config, self.mesh.world)
+        self._saver = checkpoint.Saver(config, self._run.model_config, self._run.text, self.mesh.world)
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
+        if metrics is not None:
+            metrics.begin(self.state.step, self.mesh.sizes.world_size)
         if self.state.step >= config.steps:
             self._evaluate()
-        started_s, first_step, loss = time.monotonic(), self.state.step, float("nan")
+        started_s, first_step, stopped = time.monotonic(), self.state.step, ""
+        loss: float | None = None
         watch = Watch(self.spec, self._spans, metrics, self.mesh, first_step=first_step, timeline=timeline)
         try:
-            while self.state.step < config.steps:
+            while self.state.step < config.steps and not (stopped := stop.reason()):
                 measured = packing is not None and packing.is_measured(self.state.step)
                 watch.before_step(self.state.step, logged=self._is_logged(self.state.step), measured=measured)
                 result = self._step()
@@ -106,6 +125,8 @@ class Trainer:
                 self._after_step(metrics)
                 if packing is not None:
                     self._pack(packing, watch, measured=measured)
+            if stopped and self._saved_step != self.state.step:
+                self._save()
         finally:
             self._close(metrics, watch)
         self._saver.finish()
@@ -117,9 +138,10 @@ class Trainer:
             "steps": self.state.step,
             "tokens": self.state.num_tokens,
             "loss": loss,
-            "held_out_loss": self._held_out_loss,
+            **({"held_out_loss": None} if self._held_out is None else self._held_out.metrics()),
             "tokens_per_s": (self.state.step - first_step) * config.tokens_per_step / (time.monotonic() - started_s),
             "checkpoint": str(checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1]),
+            "stopped_by": stopped or None,
         }
 
     def _close(self, metrics: Metrics | None, watch: Watch) -> None:
@@ -169,16 +191,22 @@ class Trainer:
         found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
         if not found:
             return
-        facts = checkpoint.read_facts(found[-1])
-        if facts["model_config"] != self._run.model_config:
+        if checkpoint.read_facts(found[-1])["model_config"] != self._run.model_config:
             raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
-        self.state = checkpoint.load(found[-1], self.model, self._shards, self._optimizer)
-        _log.info("resumed from %s", found[-1])
+        state = checkpoint.load_newest(
+            checkpoint.folder_of(self.config),
+            self.model,
+            self._shards,
+            self._optimizer,
+            new_moments=self._run.former.may_change_optimizer,
+        )
+        assert state is not None
+        self.state, self._saved_step = state, state.step
 
     def _step(self) -> TrainedStep:
         config, step = self.config, self.state.step
         started_s = time.perf_counter()
-        rate = rate_at(step, config.steps, config.optimizer)
+        rate = rate_at(step, config.optimizer.schedule_steps or config.steps, config.optimizer)
         with self._spans.of("data"):
             numbers = numbers_of_rank(config, self.mesh, self.state.num_samples)
             batches = [self._run.samples.batch(each, _CPU) for each in numbers]
@@ -186,6 +214,7 @@ class Trainer:
         passed = self._passes.run(batches, self._shards)
         with self._spans.of("gradient sum"):
             self._shards.reduce()
+        self._optimizer.forget_frozen()
         with self._spans.of("gradient norm"):
             norm = self._shards.norm()
         if not torch.isfinite(norm) or not torch.isfinite(passed.loss):
@@ -214,16 +243,21 @@ class Trainer:
         )
 
     def _move_score_biases(self, counts_LE: Tensor) -> None:
-        """One step of each score bias towards even use, from this step's counts."""
+        """One step of each score bias towards even use, from this step's counts. Its mean is taken out: it changes no
+        choice, and would grow until a bias has no digits left for differences."""
         if not self.spec.router.has_score_bias or not self.config.loss.bias_rate:
             return
         routed = (layer for layer, routes in enumerate(self.spec.moe_layers) if routes)
         for layer, counts_E in zip(routed, counts_LE, strict=True):
+            where = f"layers.{layer}."
             if layer not in self.model.layers:  # another stage's
                 continue
+            if any(is_frozen(where + name, self.config.optimizer) for name in ("router", NOT_TRAINED)):
+                continue  # it steers the choices of a router that is to stay as it is
             bias = Weights(self.model.layers[layer], torch.float32).stored("score_bias")
             wanting = (counts_E.double().mean() - counts_E).sign().view_as(bias)
-            bias.add_(self.config.loss.bias_rate * wanting.to(bias.dtype))
+            moved = bias.double() + self.config.loss.bias_rate * wanting
+            bias.copy_(moved - moved.mean())
 
     def _is_logged(self, step: int) -> bool:
         return (step + 1) % self.config.output.log_every == 0 or step + 1 == self.config.steps
@@ -261,14 +295,22 @@ class Trainer:
         return values if watch.traffic is None else values | watch.traffic.metrics()
 
     def _evaluate(self) -> None:
-        self._held_out_loss = held_out_loss(self.config, self.mesh, self._run.held_out, self._passes, self._shards)
+        self._held_out = held_out_loss(self.config, self.mesh, self._run.held_out, self._passes, self._shards)
 
     def _after_step(self, metrics: Metrics | None) -> None:
-        output, step = self.config.output, self.state.step
+        output, step, loss = self.config.output, self.state.step, None
         if step == self.config.steps or (output.evaluate_every and step % output.evaluate_every == 0):
             self._evaluate()
-            if self._held_out_loss is not None and metrics is not None:
-                metrics.write(step - 1, {"held_out_loss": self._held_out_loss})
-        if step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0):
-            not_finite.check_parameters(self._shards, step)
-            self._saver.save(self.state, boxes_of(self.model, self._shards, self._optimizer, step))
+            loss = None if self._held_out is None else self._held_out.loss
+            if self._held_out is not None and metrics is not None:
+                metrics.write(step - 1, self._held_out.metrics())
+        is_due = step == self.config.steps or (output.checkpoint_every and step % output.checkpoint_every == 0)
+        if is_due or (output.keep_best and loss is not None):
+            self._save(loss)
+
+    def _save(self, held_out_loss: float | None = None) -> None:
+        step = self.state.step
+        not_finite.check_parameters(self._shards, step)
+        boxes = boxes_of(self.model, self._shards, self._optimizer, step)
+        self._saver.save(self.state, boxes, held_out_loss)
+        self._saved_step = step

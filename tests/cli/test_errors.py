@@ -58,8 +58,8 @@ def antiphon(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 # Arguments after `antiphon generate MODEL`, the exit code, and the line.
 WRONG_OPTIONS: list[tuple[str, int, str]] = [
-    ("", 2, "give one of --prompt TEXT and --token-ids 1,2,3"),
-    ("--prompt x --token-ids 1", 2, "give one of --prompt TEXT and --token-ids 1,2,3"),
+    ("", 2, "give one of TEXT, --prompt TEXT and --token-ids 1,2,3"),
+    ("--prompt x --token-ids 1", 2, "give one of TEXT, --prompt TEXT and --token-ids 1,2,3"),
     ("--token-ids 1,a", 2, "--token-ids '1,a' is not a list of numbers: write for example 1,2,3"),
     ("--token-ids 1,512", 2, "--token-ids names token 512: this model's are 0 to 511"),
     ("--token-ids 1 --max-tokens 0", 2, "--max-tokens is 0: it must be at least 1"),

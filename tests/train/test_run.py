@@ -40,14 +40,16 @@ def test_a_run_learns_and_tells(tmp_path: Path) -> None:
     assert facts["tokens"] == 60 * 4 * 16
     board = EventAccumulator(str(tmp_path / "out/tensorboard"))
     board.Reload()
-    shown = [(event.step, event.value) for event in board.Scalars("loss")]
+    shown = [(event.step, event.value) for event in board.Scalars("1 learning/loss")]
     assert [step for step, _ in shown] == list(range(60))
     assert shown[-1][1] == pytest.approx(curve[-1][1])
-    assert len(board.Scalars("fullest_expert_ratio/layer_01")) == 60
+    assert len(board.Scalars("3 experts/fullest_expert_ratio/layer_01")) == 60
     tags = board.Tags()
-    assert tags["histograms"] == ["expert_rows/layer_00", "expert_rows/layer_01"], "no curve an expert"
+    rows = [f"3 experts/expert_rows/layer_{layer:02d}" for layer in range(2)]
+    assert tags["histograms"] == rows, "no curve an expert"
+    assert sorted(tags["scalars"])[0].startswith("1 learning"), "what people look for stands first"
     assert len(tags["scalars"]) < 100
-    assert "operator_s/fc1_backward" in tags["scalars"]
+    assert "4 operators and bytes/operator_s/fc1_backward" in tags["scalars"]
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_others(tmp_path: Path) -> None:
@@ -95,15 +97,26 @@ def test_only_the_newest_checkpoints_stay_and_a_partial_one_is_none(tmp_path: Pa
     assert len(checkpoint.find_checkpoints(folder)) == 2
 
 
-def test_a_damaged_checkpoint_and_one_of_another_model_are_named(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_and_one_of_another_model_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     finished(tmp_path)
-    (newest,) = checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1:]
+    before, newest = checkpoint.find_checkpoints(tmp_path / "out/checkpoints")
     with pytest.raises(UserError, match=r"step-00000006 is of another model: change output.folder"):
         Trainer(prepare(config_of(tmp_path, num_experts=6))).run()
+    whole = finished(tmp_path / "whole")
     for file in newest.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="step-00000006: cannot be loaded"):
-        Trainer(prepare(config_of(tmp_path, "steps=9"))).run()
+    trainer = finished(tmp_path)
+    assert same_tensors(trainer.model, whole.model), "made again from the checkpoint before"
+    said = caplog.text
+    assert "step-00000006: cannot be loaded" in said
+    assert "put aside as" in said
+    assert f"goes on from {before}" in said
+    for file in (tmp_path / "out/checkpoints").glob("step-*/*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="step-00000003: cannot be loaded"):
+        Trainer(prepare(config_of(tmp_path))).run()
 
 
 def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> None:
@@ -139,11 +152,13 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole", "steps=6")
     finished(tmp_path / "full", "steps=3", "optimizer.schedule=constant")
     file = write_run(tmp_path / "full")
-    ended = PROGRAMS.run([sys.executable, "-c", ON_A_FULL_DISK, "train", str(file)], text=True, timeout=120)
-    assert ended.returncode != 0
-    assert "step-00000006: cannot be written" in ended.stderr + ended.stdout
+    command = [sys.executable, "-c", ON_A_FULL_DISK, "train", str(file), "--set", "optimizer.schedule=constant"]
+    ended = PROGRAMS.run(command, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "step-00000006: cannot be written (File too large)" in ended.stderr + ended.stdout
+    assert "unexpected pos" not in ended.stderr + ended.stdout
     assert [path.name for path in (tmp_path / "full/out/checkpoints").iterdir()] == ["step-00000003"]
-    assert whole.state.step == finished(tmp_path / "full", "steps=6").state.step
+    assert whole.state.step == finished(tmp_path / "full", "steps=6", "optimizer.schedule=constant").state.step
 
 
 def antiphon(*arguments: object, run: Callable[..., Any] = PROGRAMS.run) -> str:
@@ -161,6 +176,6 @@ def test_train_export_generate(tmp_path: Path) -> None:
     assert "Next: antiphon export" in shown
     as_a_program = partial(subprocess.run, capture_output=True, check=False)
     antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32", run=as_a_program)
-    answer = antiphon("generate", tmp_path / "exported", "--prompt", "the cat sat", "--max-tokens", "12", "--json", "-")
+    answer = antiphon("generate", tmp_path / "exported", "the cat sat", "--max-tokens", "12", "--json", "-")
     assert "on the" in json.loads(answer)["text"]
     assert (tmp_path / "exported" / "tokenizer.json").exists()

@@ -1,5 +1,6 @@
 """Tokenizing: what is written, going on after a kill, and files that cannot be read."""
 
+import gzip
 import json
 import os
 import signal
@@ -16,9 +17,10 @@ from pyarrow import parquet
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
-from antiphon.train import tokens
-from antiphon.train.config import DataConfig
-from antiphon.train.documents import read_documents
+from antiphon.train import documents, tokens
+from antiphon.train.config_data import DataConfig
+from antiphon.train.documents import find_files, read_documents
+from antiphon.train.encoder import load_tokenizer
 from antiphon.train.tokens import open_tokens, tokenize
 from tests.train.harness import LINES, write_model, write_text
 
@@ -108,7 +110,7 @@ from dataclasses import replace
 from pathlib import Path
 from antiphon.models.config import load_model_spec
 from antiphon.train import tokens
-from antiphon.train.config import DataConfig
+from antiphon.train.config_data import DataConfig
 tokens._CHUNK_BYTES, tokens._BATCH_TEXTS = 500, 7
 whole = tokens._batch
 def slowly(documents):
@@ -128,7 +130,8 @@ tokens.tokenize(config, Path({str(tmp_path / "model")!r}), load_model_spec(Path(
         time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
     reached = json.loads((cache / "progress.json").read_text())
-    assert 0 < reached["num_documents"] < 160
+    done = sum(size["num_documents"] for split in tokens.SPLITS for size in reached[split].values())
+    assert 0 < done < 160
     run(config, tmp_path, cache)
     assert bytes_of(cache) == whole
 
@@ -137,7 +140,7 @@ def test_what_was_left_of_other_data_is_not_used(tmp_path: Path, prepared: tuple
     config, whole = prepared
     cache = tmp_path / "other"
     cache.mkdir()
-    other = {"made_from": "other", "file": 3, "place": 1, "num_documents": 3, "train": {}, "held_out": {}}
+    other = {"made_from": "other", "file": 3, "place": 1, "train": {}, "held_out": {}}
     (cache / "progress.json").write_text(json.dumps(other))
     run(config, tmp_path, cache)
     assert bytes_of(cache) == whole
@@ -145,9 +148,11 @@ def test_what_was_left_of_other_data_is_not_used(tmp_path: Path, prepared: tuple
 
 def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
     config = write_all_kinds(tmp_path)
-    files = tokens.find_files(config)
+    files = find_files(config)
     told: list[tuple[float, float | None]] = []
-    list(tokens._documents(config, files, tokens._Reached(), lambda done, total: told.append((done, total))))
+    sources = config.all_sources()
+    for _, found in tokens._documents(sources, [files], tokens._Reached(), lambda *each: told.append(each)):
+        list(found)
     total = sum(file.stat().st_size for file in files)
     assert {of for _, of in told} == {total}
     done = [amount for amount, _ in told]
@@ -205,7 +210,7 @@ def test_no_text_at_all(tmp_path: Path) -> None:
 def test_pieces_change_tokens_and_not_the_text(tmp_path: Path, prepared: tuple[DataConfig, object]) -> None:
     config, _ = prepared
     run(replace(config, pieces=9), tmp_path, tmp_path / "pieces")
-    tokenizer = tokens.load_tokenizer(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
     texts, ids = [], []
     for folder in ("whole", "pieces"):
         found = open_tokens(tmp_path / folder, "train")
@@ -221,4 +226,104 @@ def test_a_tokenizer_that_the_library_panics_at_is_a_line_of_error(tmp_path: Pat
     demo = json.loads((Path(__file__).parents[2] / "examples/demo-moe/tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(demo | {"normalizer": broken}))
     with pytest.raises(UserError, match=r"no tokenizer can be read .Precompiled"):
-        tokens.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
+
+
+def test_a_document_stays_on_its_side_whatever_else_is_there(tmp_path: Path) -> None:
+    """The side was chosen by a running number: one more file in front, and most held-out documents were trained on."""
+    write_model(tmp_path / "model")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(60):
+        (texts / f"b{number:02d}.txt").write_text(f"{number} {LINES[number % 4]}")
+    config = DataConfig(files=(str(texts / "*.txt"),), held_out=0.2)
+    run(config, tmp_path, tmp_path / "before")
+    (texts / "a.txt").write_text("a new first file")
+    run(config, tmp_path, tmp_path / "behind")
+    tokenize(config, tmp_path / "model", load_model_spec(tmp_path / "model"), tmp_path / "seed", seed=4)
+    sides = [held_out_texts(tmp_path / name, tmp_path) - {"a new first file"} for name in ("before", "behind", "seed")]
+    assert sides[0] == sides[1] == sides[2]
+    assert 4 < len(sides[0]) < 25
+
+
+def held_out_texts(cache: Path, folder: Path) -> set[str]:
+    found, tokenizer = open_tokens(cache, "held_out"), load_tokenizer(folder / "model")
+    ends = [*found.starts[1:], found.ids.shape[0]]
+    return {tokenizer.decode(found.ids[a:b].tolist()) for a, b in zip(found.starts, ends, strict=True)}
+
+
+def test_compressed_files_hold_the_same_documents_and_go_on_inside(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"{number} {LINES[0]}"}) + "\n" for number in range(50)).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    with pyarrow.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as out:
+        out.write(lines)
+    plain, *packed = (list(read_documents(tmp_path / f"a.jsonl{end}", "text")) for end in ("", ".gz", ".zst"))
+    for each in packed:
+        assert [(found.text, found.next_place) for found in each] == [(found.text, found.next_place) for found in plain]
+    for end in (".gz", ".zst"):
+        rest = list(read_documents(tmp_path / f"a.jsonl{end}", "text", plain[20].next_place))
+        assert [found.text for found in rest] == [found.text for found in plain[21:]]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"whole text"))
+    assert [found.text for found in read_documents(tmp_path / "b.txt.gz", "text")] == ["whole text"]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"whole text")[:-9])
+    assert "cannot be read" in refused(tmp_path / "b.txt.gz")
+
+
+def test_a_folder_that_datasets_wrote_is_its_tables(tmp_path: Path) -> None:
+    folder, rows = tmp_path / "set", [f"{number} {LINES[1]}" for number in range(30)]
+    folder.mkdir()
+    batches = pyarrow.table({"text": rows}).to_batches(max_chunksize=7)
+    with pyarrow.ipc.new_stream(str(folder / "data-00000-of-00002.arrow"), batches[0].schema) as out:
+        for batch in batches[:3]:
+            out.write_batch(batch)
+    with pyarrow.ipc.new_file(str(folder / "data-00001-of-00002.arrow"), batches[0].schema) as out:
+        for batch in batches[3:]:
+            out.write_batch(batch)
+    (folder / "dataset_info.json").write_text("{}")
+    files = find_files(DataConfig(files=(str(folder),)))
+    assert [found.text for file in files for found in read_documents(file, "text")] == rows
+    assert [found.text for found in read_documents(files[0], "text", 9)] == rows[9:21]
+
+
+def test_a_large_text_is_cut_into_documents_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MOST_TEXT_BYTES", 100)
+    text = "".join(f"{number} ä {LINES[number % 4]}\n" for number in range(40)) + "ä" * 300
+    (tmp_path / "a.txt").write_text(text)
+    found = list(read_documents(tmp_path / "a.txt", "text"))
+    assert "".join(each.text for each in found) == text
+    assert max(len(each.text.encode()) for each in found) <= 100
+    assert all(each.text.endswith("\n") for each in found[:8])
+    rest = list(read_documents(tmp_path / "a.txt", "text", found[4].next_place))
+    assert [each.text for each in rest] == [each.text for each in found[5:]]
+
+
+def test_control_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("the <end> of the cat")
+    config = DataConfig(files=(str(tmp_path / "a.txt"),), held_out=0.0)
+    run(config, tmp_path, tmp_path / "off")
+    run(replace(config, control_tokens=True), tmp_path, tmp_path / "on")
+    counts = [open_tokens(tmp_path / name, "train").ids.tolist().count(0) for name in ("off", "on")]
+    assert counts == [1, 2], "the end mark of the document, and with the switch the one in the text"
+
+
+def test_a_token_beyond_the_embedding_is_named_with_text_and_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    file = tmp_path / "model/tokenizer.json"
+    entries = json.loads(file.read_text())
+    size = len(entries["model"]["vocab"])
+    entries["added_tokens"].append(entries["added_tokens"][0] | {"id": 500, "content": "<far>"})
+    entries["model"]["vocab"]["<far>"] = 500
+    file.write_text(json.dumps(entries))
+    (tmp_path / "a.txt").write_text("the cat <far> sat")
+    spec = load_model_spec(tmp_path / "model")
+    assert size < spec.vocab_size, "its count says nothing of the id"
+    config = DataConfig(files=(str(tmp_path / "a.txt"),), control_tokens=True, held_out=0.0)
+    with pytest.raises(UserError, match=r"a\.txt: '<far>' in '<far> sat' is token 500, the model's embedding has 320"):
+        tokenize(config, tmp_path / "model", spec, tmp_path / "cache", seed=0)
+
+
+def test_files_that_are_missing_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"chats\.jsonl names no file: make it first: python chats\.py"):
+        find_files(DataConfig(files=(str(tmp_path / "chats.jsonl"),), made_by="x"), "python chats.py")

@@ -252,6 +252,7 @@ def tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 def dtype(config: Config) -> Literal["float32", "bfloat16", "float16"]:
     name = stated_dtype(config) or "float32"
+    name = "float32" if name == "float64" else name  # as research code saves: nothing is served wider
     return one_of({"dtype": name}, "dtype", cast("tuple[Any, ...]", DTYPES), "bfloat16")
 
 

@@ -1,0 +1,140 @@
+"""What an export keeps: the choice of experts, layers that are not trained, and the precision that is asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from antiphon.cli import train as commands
+from antiphon.comm.mesh import Sizes, connect
+from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.reference import ReferenceBackend
+from antiphon.models.config import load_model_spec
+from antiphon.models.load import load_attention_half, open_checkpoint
+from antiphon.train.hugging_face import export, import_weights
+from antiphon.train.model import MoeModel
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import Trainer
+from antiphon.train.weights import FirstValues, Weights
+from tests.models.conftest import FAMILIES
+from tests.train.harness import LATENT, config_of, write_model
+
+TOKENS = 10_000
+PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]
+
+
+def trainable(folder: Path) -> MoeModel:
+    model = MoeModel(load_model_spec(folder), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
+    import_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_trainer_and_server_choose_the_same_experts(family: str, save_model: Any, tools: Any, tmp_path: Path) -> None:
+    """Score biases were written in bfloat16, with a mean that left few digits: 0.1% of tokens chose others. The other
+    weights are rounded before, so that only the biases could differ."""
+    folder = save_model(tools.config(family)).folder
+    model, spec = trainable(folder), load_model_spec(folder)
+    for each in model.parameters():
+        each.data = each.data.bfloat16().float()
+    routed = [layer for layer, routes in enumerate(spec.moe_layers) if routes]
+    for layer in routed if spec.router.has_score_bias else ():
+        bias = Weights(model.layers[layer], torch.float32).stored("score_bias")
+        bias.copy_(3.0 + 0.01 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(layer)))
+    export(model, tmp_path / "out", json.loads((folder / "config.json").read_text()), None, torch.bfloat16)
+    half = load_attention_half(open_checkpoint(tmp_path / "out", spec), spec, ReferenceBackend())
+    x_TH = torch.randn(TOKENS, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    for layer in routed:
+        weights = Weights(model.layers[layer], torch.float32)
+        bias_E = weights.stored("router_bias") if spec.router.has_logit_bias else None
+        logits_TE = torch.nn.functional.linear(x_TH, weights.stored("router"), bias_E)
+        ours, _ = choose_experts(logits_TE, weights.optional("score_bias"), spec.router)
+        served = half.layers[layer]
+        theirs, _ = half.backend.gate(x_TH, served.router, served.score_bias_E, spec.router)
+        assert torch.equal(ours.sort().values, theirs.sort().values)
+
+
+def test_the_mean_of_score_biases_is_taken_out_while_training(tmp_path: Path) -> None:
+    trainer = Trainer(prepare(config_of(tmp_path, "loss.bias_rate=0.3", **LATENT)))
+    trainer.run()
+    bias = Weights(trainer.model.layers[1], torch.float32).stored("score_bias")
+    assert float(bias.abs().max()) > 0.3
+    assert abs(float(bias.mean())) < 1e-6
+
+
+def with_further_layer(folder: Path) -> dict[str, torch.Tensor]:
+    """Gives the checkpoint a layer for further tokens; returns its tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    layer, hidden = config["num_hidden_layers"], config["hidden_size"]
+    where = f"model.layers.{layer}."
+    further = {
+        where + "eh_proj.weight": torch.randn(hidden, 2 * hidden),
+        where + "enorm.weight": torch.randn(hidden),
+        where + "mlp.gate.e_score_correction_bias": torch.randn(config["n_routed_experts"]),
+    }
+    (file,) = folder.glob("*.safetensors")
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return further
+
+
+def test_layers_for_further_tokens_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config_of(tmp_path, **LATENT)
+    model = MoeModel(load_model_spec(tmp_path / "model"), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
+    export(model, tmp_path / "begin", LATENT, tmp_path / "model", torch.float32)
+    further = with_further_layer(tmp_path / "begin")
+    begin = (f"model.path={tmp_path / 'begin'}", "model.begin=checkpoint")
+    Trainer(prepare(config_of(tmp_path, *begin, **LATENT))).run()
+    commands.export(tmp_path / "out", tmp_path / "exported", "float32")
+    found = load_file(tmp_path / "exported/model.safetensors")
+    for name, tensor in further.items():
+        assert torch.equal(found[name], tensor), name
+    assert "are not trained: copied from" in caplog.text
+    assert json.loads((tmp_path / "exported/config.json").read_text())["num_nextn_predict_layers"] == 1
+    open_checkpoint(tmp_path / "exported", load_model_spec(tmp_path / "exported"))
+
+
+def test_an_export_without_such_layers_does_not_promise_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Trainer(prepare(config_of(tmp_path, **(LATENT | {"num_nextn_predict_layers": 1})))).run()
+    commands.export(tmp_path / "out", tmp_path / "exported", "float32")
+    assert json.loads((tmp_path / "exported/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert "the run began with random weights" in caplog.text
+
+
+def test_float64_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    trainer = Trainer(prepare(config_of(tmp_path, "dtype=float64")))
+    trainer.run()
+    commands.export(tmp_path / "out", tmp_path / "exported", "float64")
+    assert json.loads((tmp_path / "exported/config.json").read_text())["dtype"] == "float64"
+    again = MoeModel(
+        load_model_spec(tmp_path / "exported"),
+        connect(Sizes(), 0),
+        max_positions=16,
+        dtype=torch.float64,
+        first=FirstValues(5),
+    ).double()
+    import_weights(again, tmp_path / "exported")
+    for (name, first), (_, second) in zip(trainer.model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_a_quantised_checkpoint_is_multiplied_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path / "model")
+    model = MoeModel(load_model_spec(tmp_path / "model"), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    export(model, tmp_path / "q", config, tmp_path / "model", torch.float32)
+    tensors = load_file(tmp_path / "q/model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.0.down_proj.weight"))
+    scale = tensors[name].abs().max() / 448
+    quantised = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    tensors |= {name: quantised, name + "_scale_inv": scale.view(1, 1)}
+    save_file(tensors, tmp_path / "q/model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "q/config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    import_weights(model, tmp_path / "q")
+    assert "q is quantised (fp8): its weights are multiplied out" in caplog.text
+    down = Weights(model.layers[0], torch.float32).stored("experts.down")[0]
+    assert torch.equal(down, quantised.float() * scale)

@@ -1,0 +1,227 @@
+"""What guards a run: its configuration when it goes on, its folder, its disk, and signals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.cli import train as commands
+from antiphon.report.run import read_run, run_page
+from antiphon.train import checkpoint
+from antiphon.train.held_out import HeldOutLoss
+from antiphon.train.output_lock import OutputLock
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import TrainedStep, Trainer
+from tests.serve.fork_server import PROGRAMS
+from tests.train.harness import config_of, losses, same_tensors, write_run
+
+
+def finished(folder: Path, *changes: str, allowed: tuple[str, ...] = ()) -> Trainer:
+    trainer = Trainer(prepare(config_of(folder, *changes), allowed=allowed))
+    trainer.run()
+    return trainer
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.find_checkpoints(folder / "out/checkpoints")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seed=1", "seed 0, now 1"),
+        ("sequence_length=8", "sequence_length 16, now 8"),
+        ("batch=2", "batch 4, now 2"),
+        ("dtype=bfloat16", "dtype 'float32', now 'bfloat16'"),
+        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate 0.01, now 0.001"),
+        ("optimizer.name=muon", "optimizer.name 'adamw', now 'muon'"),
+        ("optimizer.schedule=wsd", "optimizer.schedule 'cosine', now 'wsd'"),
+        ("optimizer.schedule_steps=9", "optimizer.schedule_steps 6, now 9"),
+        ("loss.balance=0.5", "loss.balance 0.01, now 0.5"),
+        ("data.document_masks=false", "data.document_masks True, now False"),
+        ('data.files=["text/00*.txt"]', "other text (data.files"),
+        ("data.pieces=5", "other text (data.files"),
+    ],
+)
+def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, change: str, message: str) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    with pytest.raises(UserError) as caught:
+        finished(tmp_path, "steps=4", change)
+    said = str(caught.value)
+    assert f"step-00000003 was trained with {message}" in said
+    key = "data.files" if "other text" in message else change.partition("=")[0]
+    assert said.endswith(f"allow it: --allow-change {key}")
+    trainer = finished(tmp_path, "steps=4", change, allowed=(key,))
+    assert trainer.state.step == 4
+
+
+def test_what_is_harmless_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    caplog.set_level("INFO")
+    finished(tmp_path, "steps=4", "output.keep=1", "micro_batch=2", "memory.remake=full")
+    for words in ("steps is 4 now, it was 3", "micro_batch is 2 now, it was 0", "memory.remake is 'full' now"):
+        assert words in caplog.text
+
+
+def test_more_steps_do_not_make_the_rate_jump(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    finished(tmp_path, "steps=6")
+    trainer = finished(tmp_path, "steps=9")
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    assert len(rates) == 9
+    assert rates[6:] == pytest.approx([1e-3] * 3), "the final rate"
+    assert rates[5] > rates[6]
+    assert "the schedule of the rate ends at step 6 and stays at 0.001" in caplog.text
+    assert trainer.config.optimizer.schedule_steps == 6
+    again = finished(tmp_path, "steps=10")
+    assert again.config.optimizer.schedule_steps == 6, "however often it is extended"
+
+
+def test_moments_of_another_optimizer_begin_anew_when_it_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    finished(tmp_path, "steps=4", "optimizer.name=muon", allowed=("optimizer",))
+    assert "moments of the optimizer begin anew" in caplog.text
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    lock = OutputLock(tmp_path / "out")
+    with pytest.raises(UserError, match=rf"out is in use by process {os.getpid()} on .*, since 20"):
+        finished(tmp_path)
+    lock.close()
+    finished(tmp_path)
+    OutputLock(tmp_path / "out").close()
+
+
+def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
+    script = (
+        "import os, signal\nfrom pathlib import Path\nfrom antiphon.train.output_lock import OutputLock\n"
+        f"lock = OutputLock(Path({str(tmp_path)!r}))\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    assert "process" in (tmp_path / "lock").read_text(), "the file stays"
+    OutputLock(tmp_path).close()
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        with pytest.raises(CheckpointError, match=r"step-00000006: cannot be written \(it needs .*, 1000 B are free\)"):
+            finished(tmp_path)
+    assert steps_of(tmp_path) == [3], "the one before is whole"
+    assert losses(tmp_path)[-1][0] == 5
+    assert finished(tmp_path).state.step == 6
+
+
+def test_the_checkpoint_of_the_lowest_held_out_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = iter([3.0, 2.0, 2.5, 2.25, 2.75, 2.5, 2.0])
+
+    def evaluate(trainer: Trainer) -> None:
+        trainer._held_out = HeldOutLoss(loss=next(held_out), error=None, num_targets=1)
+
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    finished(tmp_path, "output.keep_best=true", "output.evaluate_every=1", "output.checkpoint_every=0", "output.keep=1")
+    assert steps_of(tmp_path) == [2, 6], "the best and the newest"
+    commands.export(tmp_path / "out", tmp_path / "exported", "float32", best=True)
+    best = checkpoint.best_checkpoint(tmp_path / "out/checkpoints")
+    assert best is not None
+    assert best.name == "step-00000002"
+    finished(tmp_path / "plain")
+    assert checkpoint.best_checkpoint(tmp_path / "plain/out/checkpoints") is not None, "the end is always evaluated"
+    with pytest.raises(UserError, match="--best: no checkpoint in"):
+        commands.export(tmp_path, tmp_path / "x", best=True)
+
+
+def stopping(number: int, at: int) -> Callable[[TrainedStep], None]:
+    def on_step(result: TrainedStep) -> None:
+        if result.step == at:
+            os.kill(os.getpid(), number)
+
+    return on_step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_behind_the_step_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    whole = finished(tmp_path / "whole")
+    facts = Trainer(prepare(config_of(tmp_path / "broken")), stopping(number, 3)).run()
+    assert (facts["stopped_by"], facts["steps"]) == (number.name, 4)
+    assert steps_of(tmp_path / "broken") == [3, 4]
+    resumed = finished(tmp_path / "broken")
+    assert same_tensors(whole.model, resumed.model)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "broken")
+
+
+def test_a_time_limit_saves_too(tmp_path: Path) -> None:
+    facts = Trainer(prepare(config_of(tmp_path)), max_hours=0.0).run()
+    assert (facts["stopped_by"], facts["steps"]) == ("--max-hours", 0)
+    assert finished(tmp_path).state.step == 6
+
+
+SIGNALLED = """
+import os, signal, sys
+from antiphon.train import trainer
+whole = trainer.Trainer._step
+def step(self):
+    result = whole(self)
+    for number in {numbers} if result.step == 3 and self.mesh.rank == {rank} else []:
+        os.kill(os.getpid(), number)
+    return result
+trainer.Trainer._step = step
+from antiphon.cli.main import main
+main()
+"""
+
+
+def signalled(file: Path, numbers: str, *arguments: str, rank: int = 0) -> Any:
+    script = SIGNALLED.format(numbers=numbers, rank=rank)
+    return PROGRAMS.run([sys.executable, "-c", script, "train", str(file), *arguments], text=True, timeout=180)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "steps"),
+    [("[signal.SIGTERM]", 0, [3, 4]), ("[signal.SIGINT]", 130, [3, 4]), ("[signal.SIGTERM] * 2", -15, [3])],
+)
+def test_the_exit_code_says_how_it_ended(tmp_path: Path, numbers: str, code: int, steps: list[int]) -> None:
+    file = write_run(tmp_path)
+    ended = signalled(file, numbers)
+    assert ended.returncode == code, ended.stderr
+    assert steps_of(tmp_path) == steps
+    if code != -15:
+        assert "after step 4: the same command goes on" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_all(tmp_path: Path) -> None:
+    ended = signalled(write_run(tmp_path), "[signal.SIGTERM]", "--nproc", "2", rank=1)
+    assert ended.returncode == 0, ended.stderr
+    assert steps_of(tmp_path) == [3, 4]
+
+
+def test_a_page_of_a_run_whose_ranks_changed_measures_the_last(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    file = tmp_path / "out/metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line |= {"num_ranks": 2} if "num_ranks" in line else {"step_s": 100.0, "peak_rss_bytes": 1 << 50}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    finished(tmp_path)
+    record = read_run(tmp_path / "out")
+    assert record.ranks == [(0, 2), (3, 1)]
+    median_s = record.median("step_s")
+    assert median_s is not None
+    assert median_s < 100
+    assert len(record.curve("loss")[0]) == 6, "what is learned is one curve"
+    assert "The number of ranks changed: 2 ranks from step 1, 1 rank from step 4" in str(run_page(record))
