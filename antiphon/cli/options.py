@@ -125,10 +125,10 @@ class WorkerOptions:
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
     balance: Annotated[Policy, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
     expert_slots: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
+        int | None, rare_option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
     record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
-    placement: Annotated[Path | None, typer.Option(metavar="FILE", help="Which worker has which experts.")] = None
+    placement: Annotated[Path | None, rare_option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan, one phase or both.")] = None
     attention_device: Annotated[str, rare_option(metavar="NAME", help="Of attention workers.")] = ""
     expert_device: Annotated[str, rare_option(metavar="NAME", help="Of expert workers.")] = ""

@@ -28,7 +28,7 @@ from antiphon.serve.joining import exchange_secret
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.serve.worker.messages import Role
 from antiphon.serve.worker_process import WorkerName
-from antiphon.specs.counts import context_tokens_per_row, logprob_row_cost
+from antiphon.specs.counts import context_tokens_per_row, count_parameters, logprob_row_cost
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
@@ -194,7 +194,8 @@ def prepare(config: ServeConfig) -> PreparedEngine:
     _say_what_is_assumed(config.model)
     spec = with_tokenizer_ending(config.model, load_model_spec(config.model, config.rope_scaling))
     # wrong or damaged weights are found before any process starts
-    for note in open_checkpoint(config.model, spec).notes:
+    checkpoint = open_checkpoint(config.model, spec)
+    for note in checkpoint.notes:
         _log.info("%s", note)
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     prefill = None if prefill is None else replace(prefill, dtype=dtype)
@@ -211,6 +212,8 @@ def prepare(config: ServeConfig) -> PreparedEngine:
     secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
     pools = [_prepare_pool(pool, spec, context_length, secret) for pool in config.pools]
     run = pools[0] if len(pools) == 1 else replace(pools[0], prefill=pools[1])
+    if run.prefill is not None:
+        _check_both_fit(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
     _say_who_shares_gpus(run)
     return run
 
@@ -297,6 +300,45 @@ def _num_kv_blocks(config: ServeConfig, spec: ModelSpec, context_length: int) ->
             f"--kv-bytes {format_bytes(kv_bytes)} is more than the {format_bytes(free_bytes)} of memory free: lower it"
         )
     return num_blocks
+
+
+def _check_both_fit(run: PreparedEngine, stored_bytes: int) -> None:
+    """`ResourceError` if weights and KV caches of both pools are more than this machine's free memory. Weights that are
+    stored in fewer bits are counted as stored, which is the least that they can take."""
+    free_bytes = free_memory_bytes("cpu")
+    weights = {pool.config.pool: _weight_bytes(pool, stored_bytes) for pool in run.pools if pool.config.device == "cpu"}
+    kv_bytes = sum(
+        pool.num_blocks * kv_cache_block_bytes(pool.spec, pool.config.block_size, _itemsize(pool))
+        for pool in run.pools
+        for name in pool.local_names()
+        if name.role != "experts" and name.rank == 0 and pool.config.device == "cpu"
+    )
+    if sum(weights.values()) + kv_bytes > free_bytes:
+        parts = " and ".join(f"{format_bytes(size)} of --{pool}" for pool, size in weights.items())
+        raise ResourceError(
+            f"the pools do not fit: weights need {parts}, KV caches {format_bytes(kv_bytes)}, and "
+            f"{format_bytes(free_bytes)} of memory are free: give them fewer replicas, share experts (1+1), or lower "
+            "--kv-bytes"
+        )
+
+
+def _itemsize(pool: PreparedEngine) -> int:
+    return resolve_dtype(pool.config.own("attention").dtype).itemsize
+
+
+def _weight_bytes(pool: PreparedEngine, stored_bytes: int) -> int:
+    """What the workers of this machine load: replicas all, attention workers all but the experts."""
+    config, counts = pool.config, count_parameters(pool.spec)
+    experts = pool.spec.num_moe_layers * pool.spec.router.num_experts * counts.expert
+    per_element = min(_itemsize(pool), stored_bytes / counts.total)
+    num_attention = config.num_instances * (config.num_attention - config.joined_attention)
+    if config.layout == "colocated":
+        return int(num_attention * counts.total * per_element)
+    if config.layout == "hybrid":
+        of_experts = num_attention / config.num_attention
+    else:
+        of_experts = config.num_instances * (config.num_experts - config.joined_experts) / config.num_experts
+    return int((num_attention * (counts.total - experts) + of_experts * experts) * per_element)
 
 
 def split_for_lane(config: ServeConfig, num_blocks: int, context_length: int) -> LaneSplit:

@@ -22,14 +22,20 @@ RANKS = [
     pytest.param(family, RANKED[number % 3], marks=[] if family in QUICK else [pytest.mark.slow])
     for number, family in enumerate(FAMILIES)
 ]
+HANDED_OVER = ("1>1", "1t2>1+2/m2", "1+1/m2>1t2")
+POOLS = [
+    pytest.param(family, HANDED_OVER[number % 3], marks=[] if family in QUICK[1:] else [pytest.mark.slow])
+    for number, family in enumerate(FAMILIES)
+]
 
 
-@pytest.mark.parametrize(("family", "layout"), [*MATRIX, *RANKS])
+@pytest.mark.parametrize(("family", "layout"), [*MATRIX, *RANKS, *POOLS])
 def test_greedy_tokens_equal_transformers(family: str, layout: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "checkpoint", family)
     prompts = random_prompts([1, 40] * 6, seed=5)
     with running(config(model, layout)) as engine:
         assert complete(engine, prompts) == model.greedy(prompts)
+        assert ">" not in layout or engine.stats().handovers.num_done
 
 
 def test_a_float8_checkpoint_says_that_only_its_weights_are_float8(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.serve import prepare as prepare_module
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.prepare import prepare
@@ -216,6 +217,14 @@ def test_pools_that_cannot_understand_each_other_are_refused(tiny_model: TinyMod
         replace(settings, prefill=replace(settings.prefill, model=tiny_model.folder.parent))
     with pytest.raises(UserError, match="--kv-bytes"):
         prepare(replace(settings, kv_bytes=1000, prefill=replace(settings.prefill, kv_bytes=1000)))
+
+
+def test_pools_that_do_not_fit_the_memory_are_refused(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "free_memory_bytes", lambda device: 3 << 20)
+    fits = config(tiny_model, "1>1", num_blocks=17)
+    assert len(prepare(fits).pools) == 2
+    with pytest.raises(ResourceError, match=r"the pools do not fit: weights need .* of --decode and .* of --prefill"):
+        prepare(config(tiny_model, "9>1", num_blocks=17))
 
 
 def test_a_worker_name_says_where_it_is() -> None:
