@@ -85,20 +85,13 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
     path = config.record_routing
     record = None if path is None else RoutingRecord(path, run.info.model_name, run.spec, len(membership))
     for number, (pool, attention, experts) in enumerate(membership):
-        is_hybrid = pool.config.layout == "hybrid"
-        if holders := attention if is_hybrid else experts:
+        if holders := attention if pool.config.layout == "hybrid" else experts:
             placing[holders[0].pool, holders[0].instance] = PlacementControl(
                 run.spec, pool.placement, pool.slots, fleet, statistics, may_move=pool.has_spare_slot
             )
         here = placing.get((attention[0].pool, attention[0].instance))
         group = StepGroup(
-            members=Members(
-                attention,
-                experts,
-                {name: pool.ranks_of(name) for name in (*attention, *experts)},
-                fleet,
-                share_experts=is_hybrid,
-            ),
+            members=_members(pool, attention, experts, fleet),
             schedulers=[Scheduler(pool.scheduler_config) for _ in attention],
             num_micro_batches=pool.config.num_micro_batches,
             fleet=fleet,
@@ -134,6 +127,11 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         make_matcher=make_matcher,
         kv_ends=ends,
     )
+
+
+def _members(pool: PreparedEngine, attention: list[WorkerName], experts: list[WorkerName], fleet: Fleet) -> Members:
+    ranks_of = {name: pool.ranks_of(name) for name in (*attention, *experts)}
+    return Members(attention, experts, ranks_of, fleet, share_experts=pool.config.layout == "hybrid")
 
 
 def kv_ends(run: PreparedEngine) -> KVEnds:

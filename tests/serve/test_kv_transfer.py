@@ -291,6 +291,26 @@ def test_a_target_that_is_gone_fails_the_offer() -> None:
         assert failed.number == 1
 
 
+def test_a_target_that_takes_nothing_holds_a_step_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVReceiver, "_work", lambda self: None)
+    monkeypatch.setattr(kv_transfer, "SLOTS", 1)
+    monkeypatch.setattr(kv_transfer, "_CREDIT_S", 0.2)
+    with handing(GQA, heads((0, 1)), heads((0, 1))) as pair:
+        pair.start_senders()
+        (sender,), (giver,) = pair.senders, pair.givers
+        for number in range(1, 21):
+            sender.open([msgspec.structs.replace(pair.offer(number), request_id=f"r{number}")])
+        for layer in range(3):
+            giver.fill(layer, 0, 77)
+            for number in range(1, 21):
+                sender.layer_done(f"r{number}", layer, 77, lambda: giver.blocks)
+        sender.flush()
+        failed = [pair.sent.next() for _ in range(20)]
+        assert {each.number for each in failed} == set(range(1, 21))
+        assert len({each.reason for each in failed}) == 1
+        assert "source[0]" in failed[0].reason or "target[0]" in failed[0].reason
+
+
 @contextmanager
 def source_process(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     program = [sys.executable, "-m", "tests.serve.kv_source"]

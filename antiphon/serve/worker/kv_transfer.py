@@ -185,12 +185,21 @@ class KVSender:
         except _Withdrawn:
             pass
         except (PeerLost, PeerTimeout, Refused, OSError) as error:
-            for target in run.offer.targets:
-                self._outboxes.pop(target.ticket, None)  # one that failed must be connected anew
-            self._fail(number, str(error))
+            self._give_up(run.offer, str(error))
         except Exception as error:  # the request is computed elsewhere; the traceback goes to the log
             _log.error("hand-over %d failed:\n%s", number, traceback.format_exc())
             self._fail(number, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, offer: KVOffer, reason: str) -> None:
+        """This offer, and all others to the same targets: each would be waited for in turn, and the step with them."""
+        tickets = {target.ticket for target in offer.targets}
+        for ticket in tickets:
+            self._outboxes.pop(ticket, None)  # one that failed must be connected anew
+        with self._changed:
+            queued = [run.offer for run in self._runs]
+        beside = {each.number for each in queued if any(target.ticket in tickets for target in each.targets)}
+        for number in beside | {offer.number}:
+            self._fail(number, reason)
 
     def _write(self, run: _Run) -> None:
         parts = [each.part for each in run.offer.sources]
