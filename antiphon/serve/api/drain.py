@@ -27,7 +27,7 @@ class DrainResponse(BaseModel):
     summary="Give a worker no more requests, and move those that it has to others",
     status_code=202,
     response_model=DrainResponse,
-    responses=described_errors(400, 401),
+    responses=described_errors(400, 401, 404),
     openapi_extra=_DESCRIBED,
 )
 async def drain(request: Request) -> JSONResponse:
@@ -40,7 +40,7 @@ async def drain(request: Request) -> JSONResponse:
     summary="Let a worker that was drained have requests again",
     status_code=202,
     response_model=DrainResponse,
-    responses=described_errors(400, 401),
+    responses=described_errors(400, 401, 404),
     openapi_extra=_DESCRIBED,
 )
 async def undrain(request: Request) -> JSONResponse:

@@ -206,8 +206,8 @@ def _exchange(stats: EngineStats) -> Iterable[Metric]:
 
 
 def _pools(stats: EngineStats) -> Iterable[Metric]:
-    """Pools and hand-overs; absent where prefill and decode are together."""
-    if not stats.pools:
+    """Pools and hand-overs; absent where prefill and decode are together and no worker was drained."""
+    if not (stats.pools or stats.handovers.num_begun):
         return
     requests = GaugeMetricFamily("antiphon:pool_requests", "Requests of a pool", labels=["pool", "state"])
     usage = GaugeMetricFamily("antiphon:pool_kv_cache_usage_ratio", "Share of KV blocks in use", labels=["pool"])
@@ -219,7 +219,7 @@ def _pools(stats: EngineStats) -> Iterable[Metric]:
     yield from (requests, usage)
     counts = stats.handovers
     for kind, text, value in (
-        ("handovers", "Prompts that arrived from a prefill worker", counts.num_done),
+        ("handovers", "Requests whose keys and values arrived", counts.num_done),
         ("handover_tokens", "Tokens whose keys and values arrived", counts.num_tokens),
         ("handovers_failed", "Hand-overs that were tried again or given up", counts.num_failed),
         ("handovers_recomputed", "Prompts that a decode worker computed after all", counts.num_recomputed),
