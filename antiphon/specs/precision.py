@@ -7,6 +7,9 @@ from antiphon.specs.checked import checked
 from antiphon.specs.device import ComputeDtype
 
 StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int4", "mxfp4", "nvfp4"]
+# How an engine keeps keys and values: in the model's dtype, or in 8 bits with a float32 scale for each key and value.
+KVStorage = Literal["auto", "int8", "fp8"]
+KV_SCALE_BYTES = 4
 FOUR_BITS: tuple[StorageDtype, ...] = ("int4", "mxfp4", "nvfp4")
 BYTES_OF: dict[StorageDtype, float] = {
     **{"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1},
