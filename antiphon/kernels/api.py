@@ -16,11 +16,15 @@ from torch import Tensor
 
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.specs.model import RouterSpec
+from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """What one attention worker caches. Latent attention: one head, values are the first `value_dim` of the key."""
+    """What one attention worker caches. Latent attention: one head, values are the first `value_dim` of the key.
+
+    `storage`: elements in the back-end's dtype ("auto"), or codes of 8 bits with a scale for each key and each value.
+    """
 
     num_layers: int
     num_blocks: int
@@ -29,6 +33,7 @@ class KVCacheSpec:
     key_dim: int
     value_dim: int
     values_in_keys: bool = False
+    storage: KVStorage = "auto"
 
     def block_bytes(self, bytes_per_element: int) -> int:
         """Bytes of one block over all layers: the unit in which KV memory is admitted."""
@@ -36,7 +41,10 @@ class KVCacheSpec:
 
     def row_bytes(self, bytes_per_element: int) -> int:
         """Bytes of one token in one head of one layer."""
-        return (self.key_dim if self.values_in_keys else self.key_dim + self.value_dim) * bytes_per_element
+        width = self.key_dim if self.values_in_keys else self.key_dim + self.value_dim
+        if self.storage != "auto":
+            return width + KV_SCALE_BYTES * (1 if self.values_in_keys else 2)
+        return width * bytes_per_element
 
     def check_run(
         self, layer: int, blocks: Tensor, run: tuple[int, int], heads: Tensor, rows: Tensor, size: int

@@ -28,6 +28,7 @@ from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
+from antiphon.specs.precision import KVStorage
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 WeightFormatName = Literal["as-stored", "int8", "int4", "mxfp4"]
@@ -114,6 +115,7 @@ class ServeConfig:
     rope_scaling: str = ""
     weights: WeightFormatName = "as-stored"
     kv_bytes: Count | None = None
+    kv_dtype: KVStorage = "auto"
     block_size: Annotated[Count, Field(multiple_of=16)] = 16
     max_batch_tokens: Annotated[Count, Field(le=MAX_BATCH_TOKENS)] = 2048
     max_running: Count = 256
@@ -159,6 +161,12 @@ class ServeConfig:
 
     def _check_prefill(self, prefill: "ServeConfig") -> None:
         """Keys and values go from one pool to the other as they are."""
+        for config in (prefill, self):
+            if config.kv_dtype != "auto":
+                raise UserError(
+                    f"--kv-dtype {config.kv_dtype} with --prefill: keys and values are handed over in the model's "
+                    "dtype only, leave one of them out"
+                )
         for what, theirs, ours in (
             ("model", prefill.model, self.model),
             ("--dtype", prefill.own("attention").dtype, self.own("attention").dtype),

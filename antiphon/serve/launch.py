@@ -106,7 +106,8 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         groups.append(group)
         first_expert += pool.config.num_expert_parts if here is not None else 0
     pool_of = {pool.config.pool: pool for pool in run.pools}
-    ends = kv_ends(run) if sum(len(group.schedulers) for group in groups) > 1 else None
+    has_others = sum(len(group.schedulers) for group in groups) > 1
+    ends = kv_ends(run) if has_others and config.kv_dtype == "auto" else None  # else what moves is computed again
 
     def launch(name: WorkerName) -> None:
         pool, present = pool_of[name.pool], placing.get((name.pool, name.instance))
@@ -207,6 +208,7 @@ def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement,
         cores=cores,
         block_size=config.block_size,
         num_blocks=run.num_blocks,
+        kv_dtype=config.kv_dtype,
         max_model_len=run.context_length,
         rope_scaling=config.rope_scaling,
         weights=config.weights,

@@ -7,6 +7,7 @@ namespace antiphon::kernels {
 namespace {
 
 constexpr int64_t steps_at_a_time = 32;  // of one panel: what is scattered to stays in the first-level cache
+constexpr int64_t columns_at_a_time = 128;  // of codes, likewise; a multiple of 8
 
 // Steps [first, end) of one output row into its 4-byte lane; beyond the row's `row_bytes` zero.
 void pack_lane(const char* row, int64_t row_bytes, int64_t first, int64_t end, char* lane) {
@@ -65,9 +66,13 @@ void pack_quantized(const PackedFormat& format, const SourceMatrix& source, int6
         }
         const int64_t first = group * format.group;
         const int64_t end = smaller(inner, first + format.group);
-        for (int64_t n = 0; n < outputs; ++n) {
-            const char* row = source.data + (first_output + n) * source.row_bytes;
-            pack_codes(format, row, inner, first, end, n, offsets + format.offset_bytes());
+        char* codes = offsets + format.offset_bytes();
+        for (int64_t column = first; column < end; column += columns_at_a_time) {
+            const int64_t until = smaller(end, column + columns_at_a_time);
+            for (int64_t n = 0; n < outputs; ++n) {
+                const char* row = source.data + (first_output + n) * source.row_bytes;
+                pack_codes(format, row, inner, column, until, n, codes + (column - first) * format.step_bytes());
+            }
         }
     }
 }

@@ -121,6 +121,17 @@ def test_stopping_ends_requests_and_may_be_repeated(tiny_model: TinyModel, promp
         engine.stop()
 
 
+def test_keys_and_values_in_8_bits(tiny_model: TinyModel, prompts: Prompts) -> None:
+    """The same memory holds more of them, and answers depend neither on the layout nor on how prompts were cut."""
+    answers = []
+    for layout, num_rows in (("1", 256), ("1+2/m2", 20)):
+        settings = config(tiny_model, layout, num_blocks=40, max_running=16, max_batch_tokens=num_rows, kv_dtype="int8")
+        with running(settings) as engine:
+            answers.append(complete(engine, prompts))
+            assert engine.stats().kv_blocks_total > 60
+    assert answers[0] == answers[1]
+
+
 def test_replicas_and_uneven_shares_of_experts(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:
     """Worker 0 holds three experts, worker 2 all five; two workers hold some twice."""
     owners = ((0, 2), (2,), (0, 1, 2), (2, 1), (0, 2))

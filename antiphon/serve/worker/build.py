@@ -202,7 +202,7 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
         exchange, moves, counters = _own_experts(source, seat, half.weight_bytes)
     else:
         exchange = _others_experts(source, seat.ranks)
-    cache = half.new_cache(configure.num_blocks, configure.block_size)
+    cache = half.new_cache(configure.num_blocks, configure.block_size, configure.kv_dtype)
     kv = _kv_links(source, seat, cache)
     runner = _attention_runner(source, seat, half, exchange, moves, cache, None if kv is None else kv.sender)
     links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
