@@ -134,6 +134,7 @@ class KVCache:
     def __init__(
         self,
         is_bf16: bool,
+        storage: str,
         num_layers: int,
         num_blocks: int,
         block_size: int,

@@ -34,7 +34,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
     info = engine.info
     num_tokens = engine.stats().kv_blocks_total * config.block_size
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
-    bytes_per_token = kv_cache_block_bytes(spec, 1, resolve_dtype(dtype).itemsize)
+    bytes_per_token = kv_cache_block_bytes(spec, 1, resolve_dtype(dtype).itemsize, config.kv_dtype)
     return {
         "version": __version__,
         "model": name,

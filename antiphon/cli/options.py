@@ -23,6 +23,7 @@ from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, W
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
+from antiphon.specs.precision import KVStorage
 
 ModelFolder = Annotated[
     Path,
@@ -106,6 +107,9 @@ class WorkerOptions:
     kv_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", show_default="30% of free", help="KV cache, e.g. 4GiB.")
     ] = None
+    kv_dtype: Annotated[
+        KVStorage, rare_option(metavar="NAME", help="Keys and values: auto (the model's), int8, fp8.")
+    ] = "auto"
     threads: ThreadsOption = None
     timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
     balance: Annotated[Policy, typer.Option(metavar="HOW", help="off, static, window, predict.")] = "off"
@@ -145,6 +149,7 @@ class WorkerOptions:
             rope_scaling=self.rope_scaling,
             weights=self.weights,
             kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
+            kv_dtype=self.kv_dtype,
             max_running=capacity.max_running,
             max_batch_tokens=capacity.max_batch_tokens,
             max_waiting=capacity.max_waiting,

@@ -10,6 +10,7 @@ reserve, never admits; planners elsewhere over-predicted throughput several time
 from typing import Any, Protocol, TypeVar
 
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
 
 
 class Counts(Protocol):
@@ -26,9 +27,14 @@ class Counts(Protocol):
 T = TypeVar("T", bound=Counts)
 
 
-def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: int) -> int:
-    """Bytes of one KV block over all layers: keys and values of all KV heads, or latent rows (which hold both)."""
-    return block_size * spec.kv_bytes_per_token(bytes_per_element)
+def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: int, storage: KVStorage = "auto") -> int:
+    """Bytes of one KV block over all layers: keys and values of all KV heads, or latent rows (which hold both). In 8
+    bits an element is a byte and every key and value has a scale."""
+    if storage == "auto":
+        return block_size * spec.kv_bytes_per_token(bytes_per_element)
+    attention = spec.attention
+    rows = 2 * attention.num_kv_heads if attention.latent is None else 1
+    return block_size * (spec.kv_bytes_per_token(1) + spec.num_caching_layers * rows * KV_SCALE_BYTES)
 
 
 def blocks_of(num_tokens: T, block_size: int) -> T:

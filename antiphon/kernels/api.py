@@ -16,11 +16,15 @@ from torch import Tensor
 
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
 from antiphon.specs.model import RouterSpec
+from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """What one attention worker caches. Latent attention: one head, values are the first `value_dim` of the key."""
+    """What one attention worker caches. Latent attention: one head, values are the first `value_dim` of the key.
+
+    `storage`: elements in the back-end's dtype ("auto"), or codes of 8 bits with a scale for each key and each value.
+    """
 
     num_layers: int
     num_blocks: int
@@ -29,11 +33,15 @@ class KVCacheSpec:
     key_dim: int
     value_dim: int
     values_in_keys: bool = False
+    storage: KVStorage = "auto"
 
     def block_bytes(self, bytes_per_element: int) -> int:
         """Bytes of one block over all layers: the unit in which KV memory is admitted."""
         width = self.key_dim if self.values_in_keys else self.key_dim + self.value_dim
-        return self.num_layers * self.block_size * self.num_kv_heads * width * bytes_per_element
+        row_bytes = width * bytes_per_element
+        if self.storage != "auto":
+            row_bytes = width + KV_SCALE_BYTES * (1 if self.values_in_keys else 2)
+        return self.num_layers * self.block_size * self.num_kv_heads * row_bytes
 
 
 class KVCache(Protocol):

@@ -192,6 +192,7 @@ class CpuKVCache:
         try:
             self.native = _native.KVCache(
                 dtype == torch.bfloat16,
+                "" if spec.storage == "auto" else spec.storage,
                 spec.num_layers,
                 spec.num_blocks,
                 spec.block_size,

@@ -9,6 +9,7 @@ sequence is padded to more than twice its length, and the shapes a row meets dep
 lie and which are visible is worked out once per batch and kept for all layers (`AttentionPlans`).
 Sinks (gpt-oss) are one more column of scores, dropped after the softmax; PyTorch's fused attention does not know them,
 so prompts then go through plain products, some rows at a time.
+In 8 bits a table of scales stands beside each table of codes, and what is gathered is multiplied out.
 Rejected: padding all sequences to the longest (wasteful, and bits would depend on the neighbours).
 
 Letters as in `antiphon.kernels.api`; C padded context, Q query rows of one sequence, M query heads per KV head.
@@ -24,15 +25,25 @@ from torch import Tensor
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.kernels.api import AttentionBatch, KVCacheSpec
+from antiphon.specs.precision import KVStorage
+
+CODE_DTYPES: dict[KVStorage, tuple[torch.dtype, float]] = {
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}
 
 
 class ReferenceCache:
-    """Keys [slots, G, key_dim] and values [slots, G, value_dim] of every layer; or values within keys."""
+    """Keys [slots, G, key_dim] and values [slots, G, value_dim] of every layer; or values within keys. In 8 bits these
+    are codes, and scales are float32 [slots, G, 1]."""
 
-    def __init__(self, spec: KVCacheSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: KVCacheSpec, device: torch.device, model_dtype: torch.dtype) -> None:
         self.spec = spec
+        self.model_dtype = model_dtype
+        dtype = model_dtype if spec.storage == "auto" else CODE_DTYPES[spec.storage][0]
+        num_scales = 0 if spec.storage == "auto" else spec.num_layers
         slots = spec.num_blocks * spec.block_size
-        wanted = spec.num_blocks * spec.block_bytes(dtype.itemsize)
+        wanted = spec.num_blocks * spec.block_bytes(model_dtype.itemsize)
         try:
             self.keys = [
                 torch.zeros((slots, spec.num_kv_heads, spec.key_dim), device=device, dtype=dtype)
@@ -42,6 +53,10 @@ class ReferenceCache:
                 torch.zeros((slots, spec.num_kv_heads, spec.value_dim), device=device, dtype=dtype)
                 for _ in range(0 if spec.values_in_keys else spec.num_layers)
             ]
+            self.key_scales, self.value_scales = (
+                [torch.zeros((slots, spec.num_kv_heads, 1), device=device) for _ in range(num)]
+                for num in (num_scales, 0 if spec.values_in_keys else num_scales)
+            )
         except (RuntimeError, MemoryError) as error:
             raise ResourceError(
                 f"{device} cannot hold a KV cache of {format_bytes(wanted)} "
@@ -50,16 +65,34 @@ class ReferenceCache:
 
     def store(self, layer: int, slots_T: Tensor, k_TGD: Tensor, v_TGV: Tensor | None) -> None:
         slots_T = slots_T.long()
-        self.keys[layer].index_copy_(0, slots_T, k_TGD)
+        self._store(self.keys, self.key_scales, layer, slots_T, k_TGD)
         if v_TGV is not None:
-            self.values[layer].index_copy_(0, slots_T, v_TGV)
+            self._store(self.values, self.value_scales, layer, slots_T, v_TGV)
+
+    def _store(self, tables: list[Tensor], scales: list[Tensor], layer: int, slots_T: Tensor, rows_TGX: Tensor) -> None:
+        if self.spec.storage == "auto":
+            tables[layer].index_copy_(0, slots_T, rows_TGX)
+            return
+        dtype, limit = CODE_DTYPES[self.spec.storage]
+        wide = rows_TGX.float()
+        scale_TG1 = wide.abs().amax(-1, keepdim=True) / limit
+        units = (wide / scale_TG1.masked_fill(scale_TG1 == 0, 1.0)).clamp(-limit, limit)
+        codes = (units.round() if dtype == torch.int8 else units).to(dtype)
+        tables[layer].view(torch.int8).index_copy_(0, slots_T, codes.view(torch.int8))
+        scales[layer].index_copy_(0, slots_T, scale_TG1)
+
+    def _read(self, tables: list[Tensor], scales: list[Tensor], layer: int, slots_SC: Tensor) -> Tensor:
+        if self.spec.storage == "auto":
+            return tables[layer][slots_SC]
+        codes = tables[layer].view(torch.int8)[slots_SC].view(tables[layer].dtype)
+        return (codes.float() * scales[layer][slots_SC]).to(self.model_dtype)
 
     def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [S, C, G, width] at `slots_SC`."""
-        keys = self.keys[layer][slots_SC]
+        keys = self._read(self.keys, self.key_scales, layer, slots_SC)
         if self.spec.values_in_keys:
             return keys, keys[..., : self.spec.value_dim]
-        return keys, self.values[layer][slots_SC]
+        return keys, self._read(self.values, self.value_scales, layer, slots_SC)
 
 
 SMALLEST_CONTEXT = 32

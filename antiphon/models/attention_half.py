@@ -32,6 +32,7 @@ from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCache
 from antiphon.models.attention import Attention
 from antiphon.models.shares import add_over_ranks, share_of
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import KVStorage
 
 
 class Norm(Protocol):
@@ -195,7 +196,7 @@ class AttentionHalf:
         whole_WT = self.ranks.all_gather(columns_WT, [last - first for first, last in shares])
         return whole_WT.t().contiguous().to(logits_TW.device)
 
-    def cache_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
+    def cache_spec(self, num_blocks: int, block_size: int, storage: KVStorage = "auto") -> KVCacheSpec:
         attention = self._share.local_spec(self.spec).attention
         latent = attention.latent
         return KVCacheSpec(
@@ -206,8 +207,9 @@ class AttentionHalf:
             key_dim=attention.head_dim if latent is None else latent.key_dim,
             value_dim=attention.head_dim if latent is None else latent.kv_lora_rank,
             values_in_keys=latent is not None,
+            storage=storage,
         )
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+    def new_cache(self, num_blocks: int, block_size: int, storage: KVStorage = "auto") -> KVCache:
         """`ResourceError` if the memory cannot be had."""
-        return self.backend.new_kv_cache(self.cache_spec(num_blocks, block_size))
+        return self.backend.new_kv_cache(self.cache_spec(num_blocks, block_size, storage))

@@ -26,6 +26,7 @@ from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
+from antiphon.specs.precision import KVStorage
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 WeightFormatName = Literal["as-stored", "int8", "int4", "mxfp4"]
@@ -98,6 +99,7 @@ class ServeConfig:
     rope_scaling: str = ""
     weights: WeightFormatName = "as-stored"
     kv_bytes: Count | None = None
+    kv_dtype: KVStorage = "auto"
     block_size: Annotated[Count, Field(multiple_of=16)] = 16
     max_batch_tokens: Annotated[Count, Field(le=MAX_BATCH_TOKENS)] = 2048
     max_running: Count = 256

@@ -154,6 +154,7 @@ def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement)
         cores=config.cores_of(local.index(name), [each.role for each in local]) if name in local else [],
         block_size=config.block_size,
         num_blocks=run.num_blocks,
+        kv_dtype=config.kv_dtype,
         max_model_len=run.context_length,
         rope_scaling=config.rope_scaling,
         weights=config.weights,

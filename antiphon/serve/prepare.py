@@ -243,7 +243,7 @@ def _num_kv_blocks(config: ServeConfig, spec: ModelSpec, context_length: int) ->
     attention = config.own("attention")
     parts = [share_of(spec, rank, config.attention_tp).local_spec(spec) for rank in range(config.attention_tp)]
     itemsize = resolve_dtype(attention.dtype).itemsize
-    block_bytes = sum(kv_cache_block_bytes(part, config.block_size, itemsize) for part in parts)
+    block_bytes = sum(kv_cache_block_bytes(part, config.block_size, itemsize, config.kv_dtype) for part in parts)
     free_bytes = free_memory_bytes(attention.device)
     blocks_per_sequence = blocks_of(context_length, config.block_size)
     budget = int(free_bytes * 0.3) if config.kv_bytes is None else config.kv_bytes

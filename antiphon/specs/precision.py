@@ -8,6 +8,9 @@ from antiphon.specs.device import ComputeDtype
 
 StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
 WEIGHTS_ONLY: tuple[StorageDtype, ...] = ("int8", "int4", "mxfp4", "nvfp4")  # computed in bfloat16
+# How an engine keeps keys and values: in the model's dtype, or in 8 bits with a float32 scale for each key and value.
+KVStorage = Literal["auto", "int8", "fp8"]
+KV_SCALE_BYTES = 4
 BYTES_OF: dict[StorageDtype, float] = {
     **{"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1},
     "int8": 1 + 2 / 32,  # groups of 32, as `antiphon quantize` writes and GGUF's Q8_0 has them

@@ -2,6 +2,11 @@
 #include "bind/bind.h"
 #include "kernels/isa.h"
 
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
 namespace nb = nanobind;
 
 namespace antiphon::bind {
@@ -39,9 +44,11 @@ struct RotaryAddresses {
 
 class KVCache {
   public:
-    KVCache(bool is_bf16, int64_t num_layers, int64_t num_blocks, int64_t block_size, int64_t num_kv_heads,
+    KVCache(bool is_bf16, const std::string& storage, int64_t num_layers, int64_t num_blocks, int64_t block_size, int64_t num_kv_heads,
             int64_t key_dim, int64_t value_dim)
-        : layout_{element_type(is_bf16), nullptr, num_layers, num_blocks, block_size, num_kv_heads, key_dim, value_dim},
+        : type_(element_type(is_bf16)),
+          layout_{storage_named(storage), storage.empty() ? type_ : kernels::ElementType::fp32, nullptr, num_layers,
+                  num_blocks, block_size, num_kv_heads, key_dim, value_dim},
           buffer_(layout_.num_bytes()) {
         layout_.data = buffer_.data();
     }
@@ -68,7 +75,7 @@ class KVCache {
             .eps = eps,
             .q = pointer<void>(q),
         };
-        kernels::kernels().of(layout_.type).rotate_and_store(call, ThreadPool::instance());
+        kernels::kernels().of(type_).rotate_and_store(call, ThreadPool::instance());
     }
 
     void paged_attention(int64_t layer, const BatchAddresses& batch, uintptr_t q, int64_t num_heads, float scale,
@@ -85,10 +92,18 @@ class KVCache {
             .sinks = pointer<const float>(sinks),
             .out = pointer<void>(out),
         };
-        kernels::kernels().of(layout_.type).paged_attention(call, ThreadPool::instance());
+        kernels::kernels().of(type_).paged_attention(call, ThreadPool::instance());
     }
 
   private:
+    static kernels::KVStorage storage_named(const std::string& name) {
+        if (name.empty()) return kernels::KVStorage::floats;
+        if (name == "int8") return kernels::KVStorage::int8;
+        if (name == "fp8") return kernels::KVStorage::fp8;
+        throw std::invalid_argument("keys and values in " + name + " are not known to the cpu back-end: use int8 or fp8");
+    }
+
+    kernels::ElementType type_;  // of rows in and out
     kernels::KVLayout layout_;
     HugeBuffer buffer_;
 };
@@ -105,8 +120,8 @@ void bind_kv_cache(nb::module_& module) {
         .def(nb::init<uintptr_t, uintptr_t, int64_t, bool>(), nb::arg("cos_address"), nb::arg("sin_address"),
              nb::arg("half"), nb::arg("interleaved"));
     nb::class_<KVCache>(module, "KVCache")
-        .def(nb::init<bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(), nb::arg("is_bf16"),
-             nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("num_kv_heads"),
+        .def(nb::init<bool, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),
+             nb::arg("is_bf16"), nb::arg("storage"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("num_kv_heads"),
              nb::arg("key_dim"), nb::arg("value_dim"))
         .def_prop_ro("num_bytes", &KVCache::num_bytes)
         .def("rotate_and_store", &KVCache::rotate_and_store, nb::arg("layer"), nb::arg("batch"), nb::arg("rotary"),

@@ -12,6 +12,7 @@
 #include "kernels/attention_plan.h"
 #include "kernels/block_product.h"
 #include "kernels/operations.h"
+#include "kernels/quantized_cache.h"
 #include "kernels/vector_math.h"
 
 namespace antiphon::kernels {
@@ -56,26 +57,58 @@ struct AttentionState {
     }
 };
 
-// One sequence's cache as seen by one KV head: where each panel of 16 tokens lies.
+// One sequence's cache as seen by one KV head: where each panel of 16 tokens lies. In 8 bits operands lie in scratch
+// memory, for one tile at a time.
 struct SequenceCache {
     const KVLayout& cache;
     const int32_t* table;
     const char* first_block;
     size_t block_bytes, key_panel_bytes, value_panel_bytes, value_offset;
     uint32_t panels_per_block;
+    float* tile = nullptr;  // in 8 bits: operands of the tile's keys, then of its values
 
     SequenceCache(const AttentionCall& call, const AttentionItem& item)
         : cache(call.cache), table(call.batch.block_tables + item.sequence * call.batch.table_stride),
           first_block(cache.keys(call.layer, 0, item.kv_head)),
           block_bytes(static_cast<size_t>(cache.num_kv_heads) * cache.head_bytes()),
-          key_panel_bytes(static_cast<size_t>(cache.key_steps() * panel_bytes)),
+          key_panel_bytes(cache.key_panel_bytes()),
           value_panel_bytes(static_cast<size_t>(cache.panel_steps() * panel_bytes)), value_offset(cache.key_bytes()),
-          panels_per_block(static_cast<uint32_t>(cache.block_size / panel_width)) {}
+          panels_per_block(static_cast<uint32_t>(cache.block_size / panel_width)) {
+        if (!cache.is_quantized()) return;
+        value_panel_bytes = panel_width;
+        tile = Scratch::get<float>(ScratchUse::cached,
+                                   static_cast<size_t>(tile_keys * (cache.key_dim + cache.value_panels() * panel_width)));
+    }
+
+    // Operands of 16 tokens' keys and values; `number`: which panel of the tile. And from value panel to value panel.
+    const char* key_operands(int64_t position, int number) const {
+        return tile == nullptr ? keys(position)
+                               : reinterpret_cast<const char*>(tile + number * panel_width * cache.key_dim);
+    }
+    const char* value_operands(int64_t position, int number) const {
+        return tile == nullptr ? values(position) : reinterpret_cast<const char*>(tile_values(number));
+    }
+    int64_t value_stride() const { return (tile == nullptr ? cache.block_steps() : panel_width) * panel_bytes; }
+
+    // Reads tokens [first, first + count).
+    template <class V>
+    void unpack_tile(int64_t first, int64_t count) const {
+        for (int n = 0; n * panel_width < count; ++n) {
+            const int64_t position = first + n * panel_width;
+            const int64_t token = position % cache.block_size;
+            unpack_keys<V>(cache, keys(position), tile + n * panel_width * cache.key_dim);
+            const char* head = panel_at(position, 0) + value_offset;
+            unpack_values<V>(cache, head, token, smaller(panel_width, count - n * panel_width), tile_values(n));
+        }
+    }
 
     const char* keys(int64_t position) const { return panel_at(position, key_panel_bytes); }
     const char* values(int64_t position) const { return panel_at(position, value_panel_bytes) + value_offset; }
 
   private:
+    float* tile_values(int number) const {
+        return tile + tile_keys * cache.key_dim + number * panel_width * cache.value_panels() * panel_width;
+    }
     const char* panel_at(int64_t position, size_t bytes) const {
         const auto panel = static_cast<uint32_t>(position / panel_width);
         const uint32_t block = panels_per_block == 1 ? panel : panel / panels_per_block;
@@ -100,8 +133,8 @@ inline void prefetch_first_tile(const SequenceCache& sequence, int64_t first, in
     }
 }
 
-template <class E>
-void start_item(const AttentionCall& call, const AttentionItem& item, AttentionState<E>& state) {
+template <class V, class E, class C>
+void start_item(const AttentionCall& call, const AttentionItem& item, AttentionState<C>& state) {
     using T = typename E::Storage;
     const int64_t dim = call.cache.key_dim;
     const int64_t group = call.num_heads / call.cache.num_kv_heads;
@@ -109,8 +142,7 @@ void start_item(const AttentionCall& call, const AttentionItem& item, AttentionS
     for (int64_t r = 0; r < state.num_rows; ++r) {
         const T* q = static_cast<const T*>(call.q) +
                      ((first_row + r / group) * call.num_heads + item.kv_head * group + r % group) * dim;
-        std::memcpy(state.q + r * state.q_stride, q, static_cast<size_t>(dim) * sizeof(T));
-        std::memset(state.q + r * state.q_stride + dim, 0, static_cast<size_t>(state.q_stride - dim) * sizeof(T));
+        copy_row<V>(q, dim, state.q_stride, state.q + r * state.q_stride);
         state.max[r] = lowest_score;
     }
     std::memset(state.out, 0, static_cast<size_t>(state.num_rows * state.out_stride) * 4);
@@ -132,8 +164,8 @@ void score_tile(const SequenceCache& sequence, const AttentionState<E>& state, i
     const int num_panels = static_cast<int>(divide_up(count, panel_width));
     for (int n = 0; n < num_panels; ++n) {
         const int64_t ahead = first + tile_keys + n * panel_width;
-        segment.panel[n] = sequence.keys(first + n * panel_width);
-        segment.prefetch[n] = ahead < num_keys ? sequence.keys(ahead) : segment.panel[n];
+        segment.panel[n] = sequence.key_operands(first + n * panel_width, n);
+        segment.prefetch[n] = ahead < num_keys ? sequence.key_operands(ahead, n) : segment.panel[n];
     }
     multiply_block<V, E>({
         .rows = reinterpret_cast<const char*>(state.q),
@@ -202,17 +234,17 @@ void add_values(const SequenceCache& sequence, const AttentionState<E>& state, i
                 int64_t num_keys) {
     const KVLayout& cache = sequence.cache;
     const int num_token_panels = static_cast<int>(divide_up(count, panel_width));
-    const int64_t stride = cache.block_steps() * panel_bytes;
+    const int64_t stride = sequence.value_stride();
     for (int64_t dims = 0; dims < cache.value_panels(); dims += group_panels) {
         const int num_panels = static_cast<int>(smaller(group_panels, cache.value_panels() - dims));
         Segment segments[group_panels];
         for (int t = 0; t < num_token_panels; ++t) {
             const int64_t position = first + t * panel_width;
-            const bool is_tail = first + count - position < panel_width;
-            const char* values = is_tail ? state.tail : sequence.values(position);
+            const bool is_tail = first + count - position < panel_width && !cache.is_quantized();
+            const char* values = is_tail ? state.tail : sequence.value_operands(position, t);
             const int64_t panel_stride = is_tail ? cache.panel_steps() * panel_bytes : stride;
             const bool more = position + tile_keys < num_keys;
-            const char* ahead = more ? sequence.values(position + tile_keys) : nullptr;
+            const char* ahead = more ? sequence.value_operands(position + tile_keys, t) : nullptr;
             segments[t].steps = cache.panel_steps();
             for (int n = 0; n < num_panels; ++n) {
                 segments[t].panel[n] = values + (dims + n) * panel_stride;
@@ -234,8 +266,8 @@ void add_values(const SequenceCache& sequence, const AttentionState<E>& state, i
     }
 }
 
-template <class V, class E>
-void finish_item(const AttentionCall& call, const AttentionItem& item, const AttentionState<E>& state) {
+template <class V, class E, class C>
+void finish_item(const AttentionCall& call, const AttentionItem& item, const AttentionState<C>& state) {
     using T = typename E::Storage;
     const int64_t dim = call.cache.value_dim;
     const int64_t group = call.num_heads / call.cache.num_kv_heads;
@@ -250,7 +282,8 @@ void finish_item(const AttentionCall& call, const AttentionItem& item, const Att
     }
 }
 
-template <class V, class E>
+// E: rows in and out; C: operands.
+template <class V, class E, class C>
 void attend(const AttentionCall& call, const AttentionItem& item) {
     const int64_t group = call.num_heads / call.cache.num_kv_heads;
     const SequenceCache sequence(call, item);
@@ -258,21 +291,22 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
     const int64_t window = call.sliding_window > 0 ? call.sliding_window : item.num_keys;
     int64_t first = larger(0, first_position - window + 1) / tile_keys * tile_keys;
     prefetch_first_tile(sequence, first, item.num_keys);
-    AttentionState<E> state(call.cache, item.num_queries * group);
-    start_item<E>(call, item, state);
+    AttentionState<C> state(call.cache, item.num_queries * group);
+    start_item<V, E>(call, item, state);
     for (; first < item.num_keys; first += tile_keys) {
         const int64_t count = smaller(tile_keys, item.num_keys - first);
-        score_tile<V, E>(sequence, state, first, count, item.num_keys);
+        if (call.cache.is_quantized()) sequence.unpack_tile<V>(first, count);
+        score_tile<V, C>(sequence, state, first, count, item.num_keys);
         const int num_panels = static_cast<int>(divide_up(count, panel_width));
         for (int64_t r = 0; r < state.num_rows; ++r) {
             const int64_t position = first_position + r / group;
-            weigh_row<V, E>(state, r, num_panels, position - window + 1 - first, position + 1 - first, call.scale);
+            weigh_row<V, C>(state, r, num_panels, position - window + 1 - first, position + 1 - first, call.scale);
         }
-        if (count % panel_width != 0) {
+        if (count % panel_width != 0 && !call.cache.is_quantized()) {
             const int64_t valid = count % panel_width;
-            copy_tail<E>(call.cache, sequence.values(first + count - valid), valid, state.tail);
+            copy_tail<C>(call.cache, sequence.values(first + count - valid), valid, state.tail);
         }
-        add_values<V, E>(sequence, state, first, count, item.num_keys);
+        add_values<V, C>(sequence, state, first, count, item.num_keys);
     }
     finish_item<V, E>(call, item, state);
 }
@@ -281,7 +315,11 @@ template <class Arch, class E>
 void paged_attention(const AttentionCall& call, ThreadPool& pool) {
     const AttentionPlan plan = plan_attention(call);
     pool.for_each_in_order(plan.num_items, [&](int64_t index) {
-        attend<typename Arch::Vector, E>(call, plan.items[index]);
+        if (call.cache.is_quantized()) {
+            attend<typename Arch::Vector, E, Fp32>(call, plan.items[index]);
+        } else {
+            attend<typename Arch::Vector, E, E>(call, plan.items[index]);
+        }
     });
 }
 

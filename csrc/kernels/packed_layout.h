@@ -9,9 +9,11 @@
 //
 // Where keys and values of a paged cache lie: both as operands of the same register tile that multiplies weights.
 //
-// Per (layer, block, head), with P tokens a block and "4 bytes" as in packed_layout.h:
+// Per (layer, block, head), with P tokens a block and "4 bytes" as above:
 //   keys    [P / 16][inner steps of key_dim][16 tokens][4 bytes]     scores = q @ keys:   outputs are tokens
 //   values  [value_dim / 16][inner steps of P][16 dims][4 bytes]     out = scores @ values: outputs are dims
+// In 8 bits, with a float32 scale for each token's key and value; attention turns a tile of tokens into float32 operands:
+//   keys    [P / 16] ([16 scales], [key_dim][16 tokens])             values  [P scales], [value_dim / 16][P][16 dims]
 #pragma once
 
 #include "kernels/element.h"
@@ -85,8 +87,11 @@ inline PackedMatrix packed_matrix(const PackedFormat& format, const char* data, 
     return {format, data, outputs, inner, format.steps(inner), format.panel_stride(inner)};
 }
 
+enum class KVStorage : uint8_t { floats, int8, fp8 };
+
 struct KVLayout {
-    ElementType type;
+    KVStorage storage;
+    ElementType type;  // of operands: fp32 in 8 bits
     char* data;
     int64_t num_layers;
     int64_t num_blocks;
@@ -100,10 +105,16 @@ struct KVLayout {
     int64_t panel_steps() const { return type == ElementType::bf16 ? panel_width / 2 : panel_width; }
     int64_t block_steps() const { return block_size / panel_width * panel_steps(); }
     int64_t value_panels() const { return divide_up(value_dim, panel_width); }
-    size_t key_bytes() const {
-        return static_cast<size_t>(block_size / panel_width * key_steps() * panel_bytes);
+    bool is_quantized() const { return storage != KVStorage::floats; }
+    // Bytes of the keys of 16 tokens.
+    size_t key_panel_bytes() const {
+        return static_cast<size_t>(is_quantized() ? panel_width * (4 + key_dim) : key_steps() * panel_bytes);
     }
-    size_t value_bytes() const { return static_cast<size_t>(value_panels() * block_steps() * panel_bytes); }
+    size_t key_bytes() const { return static_cast<size_t>(block_size / panel_width) * key_panel_bytes(); }
+    size_t value_bytes() const {
+        return static_cast<size_t>(is_quantized() ? block_size * (4 + value_panels() * panel_width)
+                                                  : value_panels() * block_steps() * panel_bytes);
+    }
     size_t head_bytes() const { return key_bytes() + value_bytes(); }
     size_t num_bytes() const {
         return static_cast<size_t>(num_layers * num_blocks * num_kv_heads) * head_bytes();

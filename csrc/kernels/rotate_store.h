@@ -105,8 +105,15 @@ void rotate_and_store(const RotateCall& call, ThreadPool& pool) {
             }
             for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
                 prepare_head<V, E>(call, position, k + head * dim, call.k_norm, scratch.wide, scratch.element);
-                store_key<E>(cache, cache.keys(call.layer, block, head), token, scratch.element);
-                store_value<E>(cache, cache.values(call.layer, block, head), token, v + head * cache.value_dim);
+                char* keys = cache.keys(call.layer, block, head);
+                char* values = cache.values(call.layer, block, head);
+                if (cache.is_quantized()) {
+                    store_quantized_key<V>(cache, keys, token, scratch.element);
+                    store_quantized_value<V>(cache, values, token, v + head * cache.value_dim);
+                } else {
+                    store_key<E>(cache, keys, token, scratch.element);
+                    store_value<E>(cache, values, token, v + head * cache.value_dim);
+                }
             }
         }
     });

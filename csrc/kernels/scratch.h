@@ -15,6 +15,7 @@ enum class ScratchUse {
     products,      // float32 results of one panel group
     sums,          // float32 output columns of one panel group
     logits,        // router scores
+    cached,        // a tile of 8-bit keys and values as floats
     attention,     // everything one attention item needs
     plan,          // work lists
     count,

@@ -1,5 +1,7 @@
 """Memory: weights by role against exact counts, and admission against the serving engine's own scheduler."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -88,6 +90,7 @@ def test_a_block_is_what_the_back_ends_allocate(model: ModelSpec) -> None:
         values_in_keys=latent is not None,
     )
     assert kv_cache_block_bytes(model, 16, 2) == cache.block_bytes(2)
+    assert kv_cache_block_bytes(model, 16, 2, "int8") == replace(cache, storage="int8").block_bytes(2)
     assert 16 * kv_bytes_per_token(model, 1, BF16) == cache.block_bytes(2)
 
 

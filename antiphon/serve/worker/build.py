@@ -285,7 +285,7 @@ def _attention_runner(
     return AttentionRunner(
         half,
         _step_exchange(source, seat, half, exchange, moves),
-        half.new_cache(configure.num_blocks, configure.block_size),
+        half.new_cache(configure.num_blocks, configure.block_size, configure.kv_dtype),
         BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
         PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler),
         RowRouting(half, record=configure.record_routing and leads, replay=_replay(configure, source.spec)),

@@ -15,6 +15,7 @@ from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import Collectives
+from antiphon.specs.precision import KVStorage
 from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]
@@ -76,6 +77,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     cores: list[int]
     block_size: int
     num_blocks: int
+    kv_dtype: KVStorage = "auto"
     max_model_len: int
     rope_scaling: str = ""
     weights: str = "as-stored"
