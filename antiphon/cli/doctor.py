@@ -33,6 +33,7 @@ from antiphon.base.allowance import allowance
 from antiphon.base.system import CPUINFO, cpu_fields
 from antiphon.base.units import format_bytes
 from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.models.gguf.container import SUPPORTED
 
 Status = Literal["ok", "info", "missing", "broken"]
 STYLES: dict[Status, str] = {"ok": "green", "info": "", "missing": "yellow", "broken": "bold red"}
@@ -120,6 +121,7 @@ def examine() -> list[DoctorFinding]:
         ("cpu", probe_cpu),
         ("devices", probe_devices),
         ("memory", probe_memory),
+        ("weights", probe_weights),
         ("transports", probe_transports),
         ("gpu libraries", probe_gpu_libraries),
         ("peers", probe_peers),
@@ -215,6 +217,15 @@ def probe_devices() -> list[DoctorFinding]:
         detail = f"{properties.name}, {format_bytes(properties.total_memory)}"
         findings.append(DoctorFinding("devices", f"{kind}:{index}", "ok", detail))
     return findings
+
+
+def probe_weights() -> list[DoctorFinding]:
+    """Which files `antiphon serve` reads."""
+    folders = "float32, bfloat16, float16, float8; compressed-tensors, GPTQ and AWQ in 4 and 8 bits; MXFP4"
+    return [
+        DoctorFinding("weights", "safetensors", "info", folders),
+        DoctorFinding("weights", "GGUF", "info", SUPPORTED),
+    ]
 
 
 def probe_memory() -> list[DoctorFinding]:

@@ -22,7 +22,7 @@ FRACTIONS: dict[RoundedFormat, tuple[float, ...]] = {
     "mxfp4": (1.0, 0.5),
 }
 GROUP = 32
-_NUMBERS_AT_A_TIME = 1 << 20
+_NUMBERS_AT_A_TIME = 1 << 18  # so that they stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +62,26 @@ def rounded(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
 
 def _rounded_rows(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
     weight = weight.float()
+    fractions = FRACTIONS[form.codes]  # type: ignore[index]
+    if len(fractions) == 1:
+        return quantize(weight, form)
     num_rows, num_columns = weight.shape
     width = form.columns_per_scale or max(1, num_columns)
-    best_error: Tensor | None = None
-    best_clip = torch.ones(form.scale_shape(num_rows, num_columns))
-    for fraction in FRACTIONS[form.codes]:  # type: ignore[index]
+    groups = torch.nn.functional.pad(weight, (0, -num_columns % width)).view(num_rows, -1, width)
+    errors = torch.stack([_squares(groups, weight, form, fraction) for fraction in fractions])
+    return quantize(weight, form, torch.tensor(fractions)[errors.argmin(0)])
+
+
+def _squares(groups: Tensor, weight: Tensor, form: WeightFormat, fraction: float) -> Tensor:
+    """The squared error of every group. Four bits without packing, since most of the time is spent here."""
+    if form.codes != "int4":
         wide = quantize(weight, form, fraction).dequantize()
-        error = torch.nn.functional.pad((wide - weight).square(), (0, -num_columns % width))
-        error = error.view(num_rows, -1, width).sum(2)
-        if best_error is None:
-            best_error = error
-            continue
-        better = error < best_error
-        best_clip = torch.where(better, fraction, best_clip)
-        best_error = torch.where(better, error, best_error)
-    return quantize(weight, form, best_clip)
+        error = torch.nn.functional.pad(wide - weight, (0, -wide.shape[1] % groups.shape[2]))
+        return error.view_as(groups).square_().sum(2)
+    scales = (groups.abs().amax(2, keepdim=True) * (fraction / 7.0)).to(form.scale_dtype).float()
+    scales.masked_fill_(scales == 0, 1.0)
+    rounded_units = (groups / scales).round_().clamp_(-8, 7)
+    return rounded_units.mul_(scales).sub_(groups).square_().sum(2)
 
 
 def _bits(scales: Tensor) -> Tensor:

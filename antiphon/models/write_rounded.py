@@ -163,6 +163,7 @@ def _write_shard(
         checkpoint.release(name)
     part = file.with_name(f".{file.name}.part")
     save_file(tensors, part, {"format": "pt", _MADE_BY: settings, "errors": json.dumps(errors)})
+    part.chmod(0o644)  # the library lets no one else read
     part.replace(file)
     return _Shard(list(tensors), errors)
 

@@ -51,5 +51,5 @@ def test_a_float8_checkpoint_says_that_only_its_weights_are_float8(
         caplog.clear()
         with running(config(wide, layout)) as engine:
             assert complete(engine, prompts) == expected, layout
-        said = "float8 for weights only: activations, which this checkpoint would round too, are not rounded"
+        said = "8 bits for weights only: activations, which this checkpoint would round too, are not rounded"
         assert [record.message for record in caplog.records].count(said) == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.families.defaults import completed
 from antiphon.models.files import brief
 from antiphon.models.gguf.container import GgufArray, GgufHeader, gguf_files, read_gguf
 from antiphon.models.shard_index import AGAIN
@@ -70,7 +71,8 @@ def _values(array: GgufArray, name: str) -> list[Any]:
 
 
 def gguf_config(path: Path) -> Config:
-    """The keys of a `config.json` for the model in this file, or in the files of which it is one."""
+    """The keys of a `config.json` for the model in this file, or in the files of which it is one, with the family's
+    defaults for all others."""
     first, *others = gguf_files(path)
     header = read_gguf(first)
     for other in others:
@@ -79,7 +81,7 @@ def gguf_config(path: Path) -> Config:
         header.types.update(part.types)
         header.shapes.update(part.shapes)
     try:
-        return config_of(header)
+        return completed(config_of(header))
     except CheckpointError as error:
         raise CheckpointError(f"{first.name}: {error}") from error
 
