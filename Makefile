@@ -96,7 +96,7 @@ ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a clus
 	$(PIP) install --quiet "ray>=2.60"
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/serve/test_ray.py
 
-clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain and LiteLLM against a server of ours (installs 7 GB)
+clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain, openai, anthropic and LiteLLM against a server of ours (installs 7 GB)
 	TORCH_FLAGS="$(TORCH_FLAGS)" $(PY) benchmarks/clients_check.py
 
 peers: setup  ## install the engines we compare with, each in its own environment under .peers

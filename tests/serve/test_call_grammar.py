@@ -191,3 +191,32 @@ def test_schemas_that_cannot_be_followed_are_refused() -> None:
         with pytest.raises(UserError) as raised:
             fits(dialect("hermes"), "x", forced=True, schemas={"add": schema})
         assert "too many things" not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["minimax_m2", "lfm2"])
+def test_schemas_made_to_be_costly_are_refused_at_once(form: str) -> None:
+    shared = {"$defs": {"a": {"type": "array", "description": "x" * 20_000}}}
+    many = {"properties": {f"p{number}": {"$ref": "#/$defs/a"} for number in range(10_000)}, **shared}
+    with pytest.raises(UserError, match="too long: at most"):
+        fits(dialect(form), "x", forced=True, schemas={"add": many})
+    itself: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/a"}] * 32}
+    reader = AnswerReader(dialect(form), {"add": {"properties": {"k": itself}, "$defs": {"a": itself}}})
+    assert reader.feed(WRITERS[form]([("add", {"k": 1})])).calls[0].arguments == '{"k": 1}'
+    for wrong in ({"minLength": "x"}, {"maxLength": 1.5}):
+        if form == "minimax_m2":
+            with pytest.raises(UserError, match="are integers"):
+                fits(dialect(form), "x", forced=True, schemas={"f": {"properties": {"k": {"type": "string", **wrong}}}})
+    fits(dialect(form), "x", forced=True, schemas={"f": {"required": [{}], "properties": {"k": True}}})
+
+
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_marks_that_are_special_tokens_reach_the_reader(form: str) -> None:
+    tokenizer, _ = vocabulary(True)
+    reader = AnswerReader(dialect(form), {"add": SCHEMA})
+    detokenizer = tokenizer.detokenizer(marks=reader.marks)
+    token_ids = tokenizer.encode(WRITERS[form](FULL), add_special_tokens=False)
+    pieces = [piece for token_id in token_ids for piece in reader.feed(detokenizer.feed(token_id)).calls]
+    assert json.loads("".join(piece.arguments for piece in pieces)) == FULL[0][1]
+    assert not AnswerReader(dialect(form), {}).marks or form == "harmony", (
+        "marks of calls that are not read stay hidden"
+    )

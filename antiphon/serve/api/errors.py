@@ -137,7 +137,7 @@ def install_error_handlers(app: FastAPI) -> None:
         without_slash = path.rstrip("/")
         if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
             message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
-        headers = dict(error.headers or {})
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:  # the router names the methods of one route, and a path may have several
             headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
         return ApiError(error.status_code, message, headers=headers).response(path)

@@ -18,7 +18,7 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.serve.text.call_values import property_types, resolved
 from antiphon.serve.text.dialects import CHANNEL, CONSTRAIN, MESSAGE, START, CallFormat, Dialect
-from antiphon.serve.text.grammar_text import schema_rule
+from antiphon.serve.text.grammar_text import MAX_GRAMMAR_CHARACTERS, schema_rule
 
 ANSWER = "answer"  # the grammar of an answer without calls, beside these rules
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -92,9 +92,14 @@ class _RuleWriter:
         self.spelling = spelling
         self.spell = spelling.text
         self.rules: list[str] = []
+        self._num_left = MAX_GRAMMAR_CHARACTERS
 
     def rule(self, body: str, *, options: str = "") -> str:
         """The name of a new rule."""
+        self._num_left -= len(body)
+        if self._num_left < 0:  # before more of them take memory
+            most = MAX_GRAMMAR_CHARACTERS
+            raise UserError(f"the JSON schemas of the tools are too long: at most {most} characters of rules")
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{options}: {body}")
         return name
@@ -174,8 +179,8 @@ def _call(writer: _RuleWriter, form: CallFormat, name: str, schema: dict[str, An
         return writer.rule(f"{named} {spell(form.name_end)} {_json(writer, _ANY_OBJECT | schema)} {close}")
     breaks = '"\\n"?' if form.line_breaks else ""
     values = [(key, _value(writer, form, key, part, schema)) for key, part in _properties(schema).items()]
-    required = schema.get("required")
-    required = set(required) if isinstance(required, list) else set()
+    stated = schema.get("required")
+    required = {key for key in stated if isinstance(key, str)} if isinstance(stated, list) else set()
     if form.structure == "python":
         parameters = _separated(writer, [(f"{spell(key + '=')} {value}", key in required) for key, value in values])
         return writer.rule(f'{spell(name + "(")} {parameters} ")"')
@@ -236,10 +241,12 @@ def _pattern(schema: dict[str, Any]) -> str:
     if pattern is None and least is None and most is None:
         return _ANY_TEXT
     if pattern is None:
-        return rf"(.|\n){{{int(least or 0)},{'' if most is None else int(most)}}}"
+        if not isinstance(least or 0, int) or not isinstance(most or 0, int):
+            raise UserError("the JSON schema cannot be used: minLength and maxLength are integers")
+        return rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
     if least is not None or most is not None:
         raise UserError("the JSON schema cannot be used: a string has both pattern and a length; keep one of them")
-    pattern = str(pattern)
+    pattern = str(pattern).replace("\n", r"\n")
     head = "" if pattern.startswith("^") else r"(.|\n)*"
     tail = "" if pattern.endswith("$") else r"(.|\n)*"
     inner = re.sub(r"(?<!\\)/", r"\/", pattern.removeprefix("^").removesuffix("$"))

@@ -12,6 +12,7 @@ from typing import Any
 
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _MAX_REFERENCES = 32  # that are followed from one to the next
+_MAX_PARTS = 64  # of a schema that are looked at for one value: it may refer to itself, many times over
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", '"': '\\"', "\\": "\\\\", "'": "'", "\n": ""}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
@@ -23,7 +24,7 @@ def property_types(schema: dict[str, Any], key: str) -> frozenset[str]:
     found = properties.get(key) if isinstance(properties, dict) else None
     if found is None:
         found = schema.get("additionalProperties")
-    return _types(found, schema, _MAX_REFERENCES)
+    return _types(found, schema, [_MAX_PARTS])
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> Any:
@@ -37,9 +38,11 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
     return None
 
 
-def _types(schema: Any, root: dict[str, Any], num_left: int) -> frozenset[str]:
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict) or not num_left:
+def _types(schema: Any, root: dict[str, Any], left: list[int]) -> frozenset[str]:
+    """`left`: how many parts may still be looked at, in all."""
+    left[0] -= 1
+    schema = resolved(schema, root) if left[0] >= 0 else None
+    if not isinstance(schema, dict):
         return frozenset()
     stated = schema.get("type")
     if isinstance(stated, str | list):
@@ -51,7 +54,7 @@ def _types(schema: Any, root: dict[str, Any], num_left: int) -> frozenset[str]:
     for keyword in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(keyword)
         if isinstance(parts, list):
-            each = [_types(part, root, num_left - 1) for part in parts[:_MAX_REFERENCES]]
+            each = [_types(part, root, left) for part in parts[:_MAX_PARTS]]
             return frozenset().union(*each) if all(each) or keyword == "allOf" else frozenset()
     return frozenset()
 

@@ -14,14 +14,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 from antiphon.base.errors import UserError
 
 _WHITE_SPACE = r"[ \n\r\t]{0,32}"
-_MAX_SCHEMA_CHARACTERS = 256 * 1024
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
 
 def _limited_json(schema: dict[str, Any], more: dict[str, Any] | None = None) -> str:
     """The text of a client's schema, with `more` beside its keywords; `UserError` if it is too long. Its length is
     estimated first: writing millions of characters holds up all threads."""
     num_characters, values = 0, [schema]
-    while values and num_characters <= _MAX_SCHEMA_CHARACTERS:
+    while values and num_characters <= MAX_GRAMMAR_CHARACTERS:
         value: Any = values.pop()
         if isinstance(value, dict):
             num_characters += sum(map(len, value)) + 6 * len(value)
@@ -31,14 +31,14 @@ def _limited_json(schema: dict[str, Any], more: dict[str, Any] | None = None) ->
             values.extend(value)
         else:
             num_characters += len(value) + 2 if isinstance(value, str) else 1
-    if num_characters <= _MAX_SCHEMA_CHARACTERS:
+    if num_characters <= MAX_GRAMMAR_CHARACTERS:
         try:
             text = json.dumps(schema | (more or {}), ensure_ascii=False)
         except RecursionError as error:
             raise UserError("the JSON schema cannot be used: it is nested too deeply; use $defs and $ref") from error
         num_characters = len(text)
-    if num_characters > _MAX_SCHEMA_CHARACTERS:
-        raise UserError(f"the JSON schema is too long: at most {_MAX_SCHEMA_CHARACTERS} characters are allowed")
+    if num_characters > MAX_GRAMMAR_CHARACTERS:
+        raise UserError(f"the JSON schema is too long: at most {MAX_GRAMMAR_CHARACTERS} characters are allowed")
     return text
 
 
@@ -57,8 +57,8 @@ def json_grammar(schema: dict[str, Any]) -> str:
 def lark_grammar(make_rules: Callable[[], str]) -> str:
     """llguidance's grammar of rules in its form of Lark; `UserError` for what shows without building it."""
     rules = make_rules()
-    if len(rules) > _MAX_SCHEMA_CHARACTERS:
-        raise UserError(f"the grammar has {len(rules)} characters: at most {_MAX_SCHEMA_CHARACTERS} are allowed")
+    if len(rules) > MAX_GRAMMAR_CHARACTERS:
+        raise UserError(f"the grammar has {len(rules)} characters: at most {MAX_GRAMMAR_CHARACTERS} are allowed")
     try:
         grammar: str = llguidance.LLMatcher.grammar_from_lark(rules)
     except ValueError as error:
