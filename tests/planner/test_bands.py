@@ -44,8 +44,8 @@ def test_constants_are_those_of_the_published_tables() -> None:
 
 
 def test_bands_hold_what_was_measured_and_left_out() -> None:
-    """Each deployment in the band that the others give: at least seven of ten, of eleven that are no sample. One ran with
-    unbalanced experts, which the prediction takes as balanced."""
+    """Each deployment in the band that the others give: at least seven of ten of these few. One ran with unbalanced
+    experts, which the prediction takes as balanced."""
     rows = [(one, math.log(ours / one.theirs)) for one, ours in deployments()]
     inside = 0
     for left_out, error in rows:
