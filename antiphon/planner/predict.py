@@ -193,8 +193,9 @@ def bound_by(setting: Setting, one: Candidates) -> dict[str, str]:
     return {**bounds, "step": words.get(waits, waits)}
 
 
-PRODUCTS_SPREAD, ATTENTION_SPREAD, EXCHANGE_SPREAD, WHOLE_SPREAD = 0.12, 0.09, 0.13, 0.15
+PRODUCTS_SPREAD, ATTENTION_SPREAD, EXCHANGE_SPREAD, WHOLE_SPREAD = 0.12, 0.09, 0.13, 0.18
 NORMAL_80_PERCENT = 1.28
+EQUAL = 0.005  # relative; what is no further apart is the same, and the simpler one is taken
 BY_SIMPLICITY: tuple[Layout, ...] = ("tp_pp", "dp_ep", "hybrid", "disaggregated")
 
 
@@ -232,6 +233,8 @@ def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tupl
         if gain <= apart:
             better = table.candidates.layout_of(best)
             said = f"{gain:.1%} better, less than the {apart:.0%} by which the model can tell two layouts apart"
+            if gain <= EQUAL:
+                return index, f"equal: {layout} is predicted within {EQUAL:.1%} of {better}, and simpler"
             if setting.limits.prefer_simple:
                 return index, f"a tie: {better} is predicted {said}; {layout} is simpler, and taken (--prefer simple)"
             return index, f"a tie: {better} is predicted {said}; {layout} is simpler (--prefer simple takes it)"

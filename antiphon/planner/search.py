@@ -23,7 +23,7 @@ from antiphon.planner.candidates import IntArray, joined
 from antiphon.planner.explain import RESOURCES, rejected_layouts
 from antiphon.planner.no_plan import NoPlan, no_plan
 from antiphon.planner.outcome import best_outcome
-from antiphon.planner.predict import phase_plan, simplest_of_ties
+from antiphon.planner.predict import EQUAL, phase_plan, simplest_of_ties
 from antiphon.planner.rate_match import Match, rate_match
 from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.setting import SearchLimits, Setting
@@ -290,13 +290,15 @@ def _best_of(settings: dict[PhaseName, Setting], tables: dict[PhaseName, Candida
     index = table.best(setting.objective)
     assert index is not None
     simplest, said = simplest_of_ties(setting, table, index)
-    index = simplest if setting.limits.prefer_simple else index
+    scores = table.score(setting.objective)
+    if setting.limits.prefer_simple or scores[index] <= scores[simplest] * (1 + EQUAL):
+        index = simplest
     return Match(
         index={name: index},
         num_instances={name: int(table.outcome.num_instances[index])},
         notes={name: (said,) if said else ()},
         share_of_layout={},
-        score=float(table.score(setting.objective)[index]) / setting.tokens_of_request,
+        score=float(scores[index]) / setting.tokens_of_request,
     )
 
 

@@ -80,6 +80,8 @@ def pools_of(
     both = len(plan.phases) > 1
     if both and prefill == "elsewhere":
         raise UserError("prefill elsewhere: the plan has a prefill phase of its own, whose pool computes the prompts")
+    if "serve" in plan.phases and prefill == "elsewhere":
+        raise UserError("prefill elsewhere: this plan's servers compute the prompts in their own steps: leave it out")
     pools = []
     for name in PHASES:
         found = plan.phases.get(name)

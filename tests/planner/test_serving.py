@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from antiphon.base.errors import ResourceError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.layers import attention_decode, attention_mixed
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.candidates import Candidates, candidates_of
@@ -15,6 +15,8 @@ from antiphon.planner.predict import predict
 from antiphon.planner.search import PlanResult, SearchLimits, evaluate_phase, make_plan, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
+from antiphon.sim.arrivals import draw_demand
+from antiphon.sim.pools import pools_of
 from antiphon.sim.promise import checked, kept_promise
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
@@ -138,6 +140,13 @@ def test_the_promise_is_kept_in_simulation_or_not_made(found: PlanResult) -> Non
     assert len(tried) == 3
     targets = [(one.slo.ttft_s or 0.0, one.slo.tpot_s or 0.0) for one in tried]
     assert targets[0] > targets[1] > targets[2], "each search asks for more than the one that failed"
+
+
+def test_servers_compute_their_own_prompts(found: PlanResult) -> None:
+    phase = replace(next(iter(found.plan.phases.values())), step_tokens=2048)
+    plan = replace(found.plan, phases={"serve": phase})
+    with pytest.raises(UserError, match="compute the prompts in their own steps"):
+        pools_of(plan, setting_of(), draw_demand(REQUESTS, num_requests=3), prefill="elsewhere")
 
 
 def test_experts_of_one_attention_group_are_summed_not_sent() -> None:
