@@ -5,6 +5,7 @@ import json as jsonlib
 import multiprocessing
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from contextlib import closing
@@ -57,6 +58,7 @@ from antiphon.train.trainer import TrainedStep, Trainer
 
 MOST_RANKS, RESTARTS = 256, 3
 SHOWN_SEQUENCES = 2  # by --show-data
+ENDED_S = 3.0  # from the end of a rank to that of its process, at most
 SAVE_S = 600  # for the ranks to save in after a signal
 _log = get_logger("train")
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="What to train, on what, how: a TOML file.")]
@@ -243,6 +245,10 @@ def _rank(run: Callable[[], int], ended: mmap) -> None:
         if code == UserError.exit_code:
             ended[0] = code
         sys.exit(code)
+    # A launcher that was told to end waits for processes, not for results, which a rank's process waits to be fetched.
+    end = threading.Timer(ENDED_S, os._exit, (0,))
+    end.daemon = True
+    end.start()
 
 
 def _show_data(config: TrainConfig) -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +209,23 @@ def test_a_signal_to_one_rank_ends_all(tmp_path: Path) -> None:
     ended = signalled(write_run(tmp_path), "[signal.SIGTERM]", "--nproc", "2", rank=1)
     assert ended.returncode == 0, ended.stderr
     assert steps_of(tmp_path) == [3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_saves_and_ends_in_seconds(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(write_run(tmp_path)), "--nproc", "2"]
+    command += ["--set", "steps=100000", "--set", "output.checkpoint_every=0"]
+    metrics = tmp_path / "out/metrics.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 300
+        while not (metrics.exists() and '"loss"' in metrics.read_text()):
+            assert time.monotonic() < deadline_s, "no step within 300 s"
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(120) == code
+    assert len(steps_of(tmp_path)) == 1
 
 
 def test_a_page_of_a_run_whose_ranks_changed_measures_the_last(tmp_path: Path) -> None:
