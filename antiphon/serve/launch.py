@@ -4,7 +4,7 @@ A worker that is started again gets the same configuration as at first, with the
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -184,7 +184,9 @@ def _balancer(run: PreparedEngine) -> Balancer:
     return Balancer(run.config.balance, run.placement, run.config.num_micro_batches, run.load_rows)
 
 
-def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement, cores: list[int]) -> Configure:
+def configure(
+    run: PreparedEngine, name: WorkerName, placement: ExpertPlacement, cores: Sequence[int] = ()
+) -> Configure:
     """What a worker process of this pool needs to know before it loads; `placement`: where experts are now."""
     config = run.config
     own = config.own(name.role)
@@ -205,7 +207,7 @@ def configure(run: PreparedEngine, name: WorkerName, placement: ExpertPlacement,
         kernels=config.kernels,
         num_threads=own.num_threads or 1,
         spins=config.spins,
-        cores=cores,
+        cores=list(cores),
         block_size=config.block_size,
         num_blocks=run.num_blocks,
         kv_dtype=config.kv_dtype,

@@ -195,8 +195,13 @@ def test_cores_are_shared_out_by_threads(tiny_model: TinyModel, monkeypatch: pyt
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     uneven = config(tiny_model, "1t2+2/m1", of_experts=OneRole(num_threads=3))
     roles: list[Role] = ["attention", "attention", "experts", "experts"]
-    assert [uneven.cores_of(process, roles) for process in range(4)] == [[0], [1], [2, 3, 4], [5, 6, 7]]
-    assert uneven.cores_of(0, roles[:3]) == []
+    assert [uneven.cores_of(process, [uneven.own(role) for role in roles]) for process in range(4)] == [
+        [0],
+        [1],
+        [2, 3, 4],
+        [5, 6, 7],
+    ]
+    assert uneven.cores_of(0, [uneven.own(role) for role in roles[:3]]) == []
 
 
 def test_more_ranks_than_heads_are_refused_before_anything_starts(tiny_model: TinyModel) -> None:
