@@ -52,8 +52,8 @@ STEPS = Axis(title="Step", low=None)
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """`steps`: the logged ones, each a dictionary of metrics. `held_out`: (step, nats a token). `alarms`: (step, text).
-    `ranks`: (first step, number of ranks) of each stretch of the run; time, speed and memory are of the last one, since
-    another number of ranks has others. `facts`: `run.json`."""
+    `ranks`: (first logged step, number of ranks) of each stretch of the run; time, speed and memory are of the last
+    one, since another number of ranks has others. `facts`: `run.json`."""
 
     facts: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -99,10 +99,9 @@ def read_run(folder: Path) -> RunRecord:
             row = json.loads(line)
         except ValueError:  # a kill cut it off
             continue
-        if "num_ranks" in row:
-            if not record.ranks or record.ranks[-1][1] != row["num_ranks"]:
-                record.ranks.append((row["step"], row["num_ranks"]))
-        elif "alarm" in row:
+        if "num_ranks" in row and (not record.ranks or record.ranks[-1][1] != row["num_ranks"]):
+            record.ranks.append((row["step"], row["num_ranks"]))
+        if "alarm" in row:
             record.alarms.append((row["step"], row["alarm"]))
         elif "held_out_loss" in row:
             record.held_out.append((row["step"], row["held_out_loss"]))

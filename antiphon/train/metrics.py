@@ -39,6 +39,7 @@ _GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
     "flops_per_s": _SPEED,
     "mfu": _SPEED,
     "step_s": _SPEED,
+    "num_ranks": _SPEED,
     "peak_rss_bytes": _SPEED,
     "fullest_expert_ratio": _EXPERTS,
     "expert_rows": _EXPERTS,
@@ -56,11 +57,6 @@ class Metrics:
         _keep_before(file, first_step)
         self._file = file.open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", first_step)
-
-    def begin(self, step: int, num_ranks: int) -> None:
-        """Note that from `step` on these ranks write: what they measure is not comparable with that of others."""
-        self._file.write(json.dumps({"step": step, "num_ranks": num_ranks}) + "\n")
-        self._file.flush()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Values of one step: numbers, texts, numbers by name, numbers by layer, numbers by layer and expert. The last

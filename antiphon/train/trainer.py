@@ -105,8 +105,6 @@ class Trainer:
         self._resume()
         self._saver = checkpoint.Saver(config, self._run.model_config, self._run.text, self.mesh.world)
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
-        if metrics is not None:
-            metrics.begin(self.state.step, self.mesh.sizes.world_size)
         if self.state.step >= config.steps:
             self._evaluate()
         started_s, first_step, stopped = time.monotonic(), self.state.step, ""
@@ -277,6 +275,7 @@ class Trainer:
                 "fullest_expert_ratio": result.fullest,
                 "expert_rows": result.counts_LE.tolist(),
                 "step_s": result.duration_s,
+                "num_ranks": self.mesh.sizes.world_size,
                 "operator_s": dict(watch.operator_s),
             }
             | self._of_some_runs(result, watch),

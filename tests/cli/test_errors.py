@@ -248,7 +248,10 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
         (("bench", "serve", "x", "--concurrency", "a"), "--concurrency 'a' is not a list of numbers: .*"),
         (("profile", "--phase", "both", "x"), "--phase is both: it must be one of serve, train"),
         (("placement", "x", "--knee", "0"), "--knee is 0: it must be at least 1"),
-        (("export", "x", "y", "--dtype", "int4"), "--dtype is int4: it must be one of bfloat16, float16, float32, float64"),
+        (
+            ("export", "x", "y", "--dtype", "int4"),
+            "--dtype is int4: it must be one of bfloat16, float16, float32, float64",
+        ),
         (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be at least 1"),
         (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),
         (("worker", *WORKER, "--host", ""), "--host is empty: give a value, or leave the option out"),
