@@ -29,7 +29,8 @@ from torch import Tensor
 from antiphon import _native
 from antiphon.base.allowance import share_of_threads
 from antiphon.kernels.api import AttentionBatch, ExpertFormats, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
-from antiphon.kernels.cpu import CpuBackend, CpuExperts
+from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.cpu_weights import CpuExperts
 from antiphon.kernels.quantized import WeightFormat, quantize
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4

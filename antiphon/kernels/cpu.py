@@ -9,8 +9,6 @@ more than a small kernel).
 Letters as in `antiphon.kernels.api`; O output width, I inner width of a plain linear.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -28,153 +26,11 @@ from antiphon.kernels.api import (
     PackedLinear,
     RotaryTable,
 )
+from antiphon.kernels.cpu_weights import CpuExperts, CpuLinear, address
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
-from antiphon.kernels.reference import FLOATS, ReferenceBackend, checked_format
+from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.kernels.reference import FLOATS, ReferenceBackend
 from antiphon.specs.model import RouterSpec
-
-
-def packed_format(form: WeightFormat | None, num_columns: int, dtype: torch.dtype) -> _native.PackedFormat:
-    """How the kernels keep a matrix of `num_columns`: floats of `dtype`, or codes. 4-bit codes with groups that are no
-    multiple of 8 columns are kept in 8 bits; see `CpuSource`."""
-    if form is None:
-        return _native.PackedFormat.floats(dtype == torch.bfloat16)
-    form = _native_form(form, num_columns)
-    scale_name = str(form.scale_dtype).removeprefix("torch.")
-    group = form.columns_per_scale or max(8, -(-num_columns // 8) * 8)
-    return _native.PackedFormat.quantized(form.codes, scale_name, form.offset, group)
-
-
-def _native_form(form: WeightFormat, num_columns: int) -> WeightFormat:
-    group = form.columns_per_scale
-    if not form.nibbles or group is None or group % 8 == 0:
-        return form
-    if group >= num_columns:
-        return replace(form, columns_per_scale=None)
-    return form.in_bytes()
-
-
-class CpuSource:
-    """A matrix whose parts the kernels can read: on the CPU, consecutive inner elements, a scale for every row. Parts
-    are views where that is so already; they live as long as this object."""
-
-    def __init__(
-        self,
-        name: str,
-        matrix: Tensor | QuantizedWeight,
-        shape: tuple[int, int],
-        form: WeightFormat | None,
-        dtype: torch.dtype,
-    ) -> None:
-        matrix = checked_format(name, matrix, shape, form)
-        if isinstance(matrix, Tensor):
-            matrix = matrix.detach().to(device="cpu", dtype=dtype)
-            codes = matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
-            scales, offsets = None, None
-        else:
-            codes, scales, offsets = _readable_parts(name, matrix)
-        self._parts = codes, scales, offsets
-        self.addresses = _native.SourceAddresses(
-            codes.data_ptr(),
-            codes.stride(0) * codes.itemsize,
-            _address(scales),
-            _address(offsets),
-            0 if scales is None else scales.stride(0),
-        )
-
-
-def _readable_parts(name: str, matrix: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and zero points or offsets; `ValueError` if one is not a number."""
-    assert matrix.format is not None
-    if _native_form(matrix.format, matrix.num_columns).codes != matrix.format.codes:
-        matrix = matrix.in_bytes()
-    matrix = matrix.with_scale_per_row()
-    codes, scales = matrix.codes.cpu(), matrix.scales.cpu().contiguous()
-    offsets = matrix.zeros if matrix.zeros is not None else matrix.offsets
-    if not matrix.is_finite():
-        raise ValueError(f"{name} holds values that are not finite numbers: the checkpoint is damaged")
-    if codes.stride(1) != 1 and codes.shape[1] > 1:
-        codes = codes.contiguous()
-    return codes, scales, None if offsets is None else offsets.cpu().contiguous()
-
-
-def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The bias through `dtype`, as the model stores it, then in float32, as the kernels add it."""
-    if bias.shape != (width,):
-        raise ValueError(f"{name} has shape {tuple(bias.shape)}, expected ({width},)")
-    return bias.detach().to(device="cpu", dtype=dtype).float().contiguous()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-class CpuLinear:
-    """Weight [out, in] in panels, bias in float32."""
-
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.out_features, self.in_features = weight.shape
-        form = None if isinstance(weight, Tensor) else weight.format
-        source = CpuSource("weight", weight, (self.out_features, self.in_features), form, dtype)
-        if bias is not None:
-            bias = checked_bias("bias", bias, self.out_features, dtype)
-        self.native = _native.PackedLinear(
-            dtype == torch.bfloat16,
-            packed_format(form, self.in_features, dtype),
-            self.out_features,
-            self.in_features,
-            source.addresses,
-            _address(bias),
-        )
-        self.num_bytes = self.native.num_bytes
-
-
-class CpuExperts:
-    """Gate and up interleaved in one stream, down in another, for each expert; biases in float32."""
-
-    def __init__(self, shape: ExpertShape, formats: ExpertFormats, dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.formats = formats
-        self.dtype = dtype
-        self.native = _native.PackedExperts(
-            dtype == torch.bfloat16,
-            packed_format(formats.gate_up, shape.hidden, dtype),
-            packed_format(formats.down, shape.intermediate, dtype),
-            shape.num_experts,
-            shape.hidden,
-            shape.intermediate,
-            shape.activation,
-            shape.alpha,
-            shape.limit,
-            shape.has_bias,
-        )
-        self.num_bytes = self.native.num_bytes
-
-    def set_expert(
-        self,
-        index: int,
-        gate_IH: Tensor | QuantizedWeight,
-        up_IH: Tensor | QuantizedWeight,
-        down_HI: Tensor | QuantizedWeight,
-    ) -> None:
-        self._check_index(index)
-        wide = self.shape.intermediate, self.shape.hidden
-        gate = CpuSource("gate", gate_IH, wide, self.formats.gate_up, self.dtype)
-        up = CpuSource("up", up_IH, wide, self.formats.gate_up, self.dtype)
-        down = CpuSource("down", down_HI, wide[::-1], self.formats.down, self.dtype)
-        self.native.set_expert(index, gate.addresses, up.addresses, down.addresses)
-
-    def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
-        self._check_index(index)
-        gate = checked_bias("gate bias", gate_I, self.shape.intermediate, self.dtype)
-        up = checked_bias("up bias", up_I, self.shape.intermediate, self.dtype)
-        down = checked_bias("down bias", down_H, self.shape.hidden, self.dtype)
-        self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
-
-    def _check_index(self, index: int) -> None:
-        if not 0 <= index < self.shape.num_experts:
-            raise ValueError(f"expert index {index} is outside 0..{self.shape.num_experts - 1}")
-
 
 PANEL_WIDTH = 16
 
@@ -361,8 +217,8 @@ class CpuBackend:
             self._addresses.of_rotary(heads.rotary),
             qkv_TX.data_ptr(),
             heads.num_heads,
-            _address(heads.q_norm_D),
-            _address(heads.k_norm_D),
+            address(heads.q_norm_D),
+            address(heads.k_norm_D),
             heads.eps,
             q_TND.data_ptr(),
         )
@@ -400,7 +256,7 @@ class CpuBackend:
             num_heads,
             scale,
             sliding_window or 0,
-            _address(sinks_N),
+            address(sinks_N),
             out_TNV.data_ptr(),
         )
         return out_TNV
@@ -425,7 +281,7 @@ class CpuBackend:
             x_TH.data_ptr(),
             num_rows,
             x_TH.stride(0),
-            _address(bias_E),
+            address(bias_E),
             ids.data_ptr(),
             weights.data_ptr(),
         )

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.cpu import CpuBackend, CpuExperts
+from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.cpu_weights import CpuExperts
 
 DTYPES = [torch.bfloat16, torch.float32]
 SIZES = [  # experts, hidden, intermediate, rows, top_k
