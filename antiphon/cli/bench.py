@@ -1,4 +1,4 @@
-"""`antiphon bench`: Antiphon beside other engines and loops; long because every benchmark's options are read here.
+"""`antiphon bench`: Antiphon beside other engines, libraries and loops, on one machine.
 
 What a benchmark can be asked for stands in the frozen dataclass of its case, as options; a command checks their limits,
 runs the benchmark and shows its columns. Options that several values share, written as one text, are read here.
