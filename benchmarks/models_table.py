@@ -84,11 +84,12 @@ antiphon quantize MODEL OUT --experts int4 --dense int8 --group 32 --text held_o
 antiphon serve MODEL --weights int4
 ```
 
-The first writes a folder in the form of compressed-tensors (`pack-quantized`, `mxfp4-pack-quantized`), which vLLM and
-transformers load too: `tests/models/test_write_rounded.py` compares with the library's own decompression. It rounds to
-the nearest code with the best clip of every group, shard by shard, prints the error of every layer and the change of
-the loss, and goes on where it was stopped. Router, embedding, head and norms stay as they are. The second rounds at
-load and writes nothing: experts in the format named, other matrices in int8, the head as stored. What is in few bits
+The first writes a folder in the form of compressed-tensors (`pack-quantized`, `mxfp4-pack-quantized`), the format that
+vLLM and transformers read: `tests/models/test_write_rounded.py` compares with that library's own decompression. Neither
+engine has loaded one yet. It rounds to the nearest code with the best clip of every group, shard by shard, prints the
+error of every layer and the change of the loss, and goes on where it was stopped. Router, embedding, head and norms
+stay as they are. The second rounds at load and writes nothing: experts in the format named, other matrices in int8, the
+head as stored. What is in few bits
 already stays so."""
 FORMATS_HEAD = "## Formats of weights"
 RESULT_ROW = re.compile(r"\| `?([^|`]+?)`? \| [^|]+ \| ([\d.e-]+) \| (\d+) of (\d+) \| (\d+) of \4 \|")

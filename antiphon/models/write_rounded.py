@@ -1,4 +1,4 @@
-"""A checkpoint folder in few bits, in the form of compressed-tensors, which vLLM and transformers load too.
+"""A checkpoint folder in few bits, in the form of compressed-tensors, which vLLM and transformers read.
 
 1. Shard by shard: a tensor is read, rounded (`models/rounding`) and put into the shard of the same name. No more than
    one shard is held, in few bits.

@@ -197,8 +197,8 @@ class ServeConfig:
             )
         if (self.path_profile is not None) != (self.balance == "paths"):
             raise UserError(
-                "--balance paths and --path-profile go together: give both, or leave both out (antiphon placement "
-                "--profile-paths writes a profile)"
+                "--balance paths and --path-profile go together: give both, or leave both out ('antiphon placement' "
+                "writes a profile)"
             )
         if self.layout == "hybrid" and self.balance in FORECASTING:
             raise UserError(

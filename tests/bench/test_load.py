@@ -249,4 +249,4 @@ def test_a_server_under_load(
     assert all(row["attained"] == 1.0 and row["num_failed"] == 0 for row in rows)
     assert "<svg" in page.read_text()
     assert "openai" in page.read_text()
-    assert "TTFT p50" in capsys.readouterr().out
+    assert "TTFT" in capsys.readouterr().out

@@ -57,7 +57,10 @@ def test_an_unknown_client_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         check.main(["--clients", "litellm,curl"])
     assert caught.value.code == 2
-    assert "no client 'curl': choose from guidellm,vllm,lm-eval,langchain,litellm" in capsys.readouterr().err
+    assert (
+        "no client 'curl': choose from guidellm,vllm,lm-eval,langchain,openai,anthropic,litellm"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("errored", "message"), [(0, None), (1, "its report says"), (None, "wrote no")])

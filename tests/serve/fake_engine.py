@@ -77,7 +77,7 @@ class FakeEngine:
         self.num_looks = 0  # at the last steps
         self.event_log = EventLog()
         self.placement = contiguous_placement(4, 2, [0])
-        self.drained: set[str] = set()
+        self.drained_workers: set[str] = set()
         self._queue_times_s = [0.02]
         self.on_giving_up: Callable[[], None] = lambda: None
         self._released = threading.Event()
@@ -240,7 +240,7 @@ class FakeEngine:
     def drain_worker(self, worker: str, *, undo: bool) -> str:
         if worker not in ("attention[0]", "prefill/replica[0]"):
             raise UserError(f"no worker {worker!r} has requests: drain one of attention[0], prefill/replica[0]")
-        self.drained = set() if undo else {worker}
+        self.drained_workers = set() if undo else {worker}
         return "ready" if undo else "draining, 3 requests left"
 
     def place(self, placement: ExpertPlacement) -> int:

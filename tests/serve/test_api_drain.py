@@ -30,9 +30,9 @@ def key_file(tmp_path: Path) -> Path:
 def test_a_worker_is_drained_and_serves_again(server: Live, key_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"prefill/replica.* after 0 s .*3 requests left"):
         drain("prefill/replica[0]", server.url, wait=0.0, api_key_file=key_file)
-    assert server.engine.drained == {"prefill/replica[0]"}
+    assert server.engine.drained_workers == {"prefill/replica[0]"}
     drain("prefill/replica[0]", server.url, undo=True, api_key_file=key_file)
-    assert server.engine.drained == set()
+    assert server.engine.drained_workers == set()
     assert "ready" in capsys.readouterr().out
 
 

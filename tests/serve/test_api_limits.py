@@ -195,7 +195,7 @@ def test_long_token_lists_are_answered_in_full() -> None:
         expected = small_tokenizer().encode(text, add_special_tokens=True)
         assert len(expected) > 8192, "long enough for the other process"
         assert (counted["count"], counted["tokens"]) == (len(expected), expected)
-        assert counted["token_strs"] == list(map(small_tokenizer().token_string, expected))
+        assert counted["token_strs"] == list(map(small_tokenizer().vocabulary_string, expected))
         assert server.http.post("/detokenize", json={"tokens": expected}).json() == {"prompt": text}
 
 

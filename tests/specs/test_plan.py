@@ -158,7 +158,7 @@ def test_a_wrong_phase_is_refused_with_its_place(changes: dict[str, Any], messag
         ("version", None, "version is missing"),
         ("phase", "train", "phase is 'train': this is a plan to train, not to serve"),
         ("phases", {}, "phases is {}: give at least one of prefill, decode"),
-        ("phases", {"training": {}}, "unknown key phases.training: it must be 'prefill' or 'decode'"),
+        ("phases", {"training": {}}, "unknown key phases.training: it must be 'prefill', 'decode' or 'serve'"),
         (
             "precision",
             {"weights": "fp9"},

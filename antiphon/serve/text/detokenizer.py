@@ -198,7 +198,9 @@ class IncrementalDetokenizer:
     @property
     def num_characters(self) -> int:
         """How many characters of the text are complete, those included that wait for the end of a run of bytes."""
-        return self._num_sent + (0 if self._broken else len(self._held))
+        held = "" if self._broken else self._held
+        dropped = min(len(held) - len(held.lstrip(" ")), self._num_spaces)
+        return self._num_sent + len(held) - dropped
 
     def feed(self, token_id: int) -> str:
         """The characters this token completes, possibly none."""
