@@ -8,7 +8,7 @@ The routes are described here too: FastAPI sees neither bodies, which are read b
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from antiphon.serve.api.requests import AnyRequest
 
@@ -177,6 +177,8 @@ class LoadResponse(BaseModel):
 
 class TokenizerInfoResponse(BaseModel):
     """What a client needs to tokenize as this server does."""
+
+    model_config = ConfigDict(protected_namespaces=())  # the oldest pydantic keeps names like `model_max_length`
 
     tokenizer_class: str
     vocab_size: int
