@@ -179,7 +179,10 @@ def on_two(theirs: Theirs, tmp_path_factory: pytest.TempPathFactory) -> OnTwo:
     return cache(found)
 
 
-@pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.param(NUM_STEPS, marks=pytest.mark.slow)])
+SIXTY = pytest.param(NUM_STEPS, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])  # the first one runs all forms
+
+
+@pytest.mark.parametrize("num_steps", [FEW_STEPS, SIXTY])
 @pytest.mark.parametrize("both", ON_RANKS)
 def test_steps_on_two_ranks_are_those_of_transformers(both: str, num_steps: int, theirs: Theirs, on_two: OnTwo) -> None:
     for of_rank in on_two(num_steps):
