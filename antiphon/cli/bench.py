@@ -252,8 +252,8 @@ def serve(
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     measured = jsonlib.loads(jsonlib.dumps(asdict(limits)))
-    about = {"device": device_name(device), "torch": torch.__version__, "limits": measured}
-    show_rows("serve", serving.COLUMNS, rows, json, about=about)
+    machine: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "limits": measured}
+    show_rows("serve", serving.COLUMNS, rows, json, about=None, **machine)
 
 
 # --- training
