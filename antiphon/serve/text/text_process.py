@@ -184,8 +184,8 @@ def main(make_work: type[TextWork] = TextWork) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread is a memory arena, and a core of the workers
     signals.ignore()
     die_with_parent()
-    with contextlib.suppress(PeerLost):  # the server has ended, or ends us
-        serve_jobs(Channel(socket.socket(fileno=arguments.fd), "the server", TextConfigure), make_work)
+    with contextlib.suppress(PeerLost), socket.socket(fileno=arguments.fd) as end:  # the server has ended, or ends us
+        serve_jobs(Channel(end, "the server", TextConfigure), make_work)
 
 
 if __name__ == "__main__":
