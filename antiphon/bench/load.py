@@ -40,13 +40,13 @@ from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, s
 from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
 from antiphon.bench.openai_peer import REQUEST_TIMEOUT_S, OpenAIPeer, inter_token_s
 from antiphon.bench.serve import parse_contestant
+from antiphon.bench.served_plans import START_S, end_process, wait_for
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.sim.arrivals import Demand, draw_demand
 from antiphon.specs.workload import WorkloadSpec, load_workload
 
-START_TIMEOUT_S, END_TIMEOUT_S = 300.0, 60.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LATENCIES = ("ttft_s", "tpot_s", "itl_s")
 
@@ -312,24 +312,9 @@ def _started(model: Path, contestant: str, case: LoadCase, file: Path, options: 
         command += ["--max-running", str(case.workload.max_batch)]
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-    stack.callback(_end, server)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not (ready.exists() and ready.stat().st_size):
-        if server.poll() is not None or time.monotonic() > deadline:
-            what = "ended" if server.poll() is not None else f"was not ready within {START_TIMEOUT_S:.0f} s"
-            said = log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
-            raise UserError(f"antiphon serve for {contestant} {what}: {said}")
-        time.sleep(0.1)
+    stack.callback(end_process, server)
+    wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, log, START_S)
     return str(json.loads(ready.read_text(encoding="utf-8"))["url"])
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 def serve_options(choice: LocalChoice) -> list[str]:

@@ -41,6 +41,7 @@ from antiphon.specs.sampling import SamplingParams
 _SHORT_TOKENS = 32  # of the prompts whose answers are timed
 _LONG_ANSWER = 2  # tokens: more than the first one, so that the prompt has to arrive
 _NEAR = 0.05  # a smaller difference is none
+_IDLE_S = 60.0  # in which aborted requests give back their blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +184,14 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
 
 
 def _end_all(engine: Engine) -> None:
-    """What is under way is not timed any more; the next run begins with an idle engine."""
+    """What is under way is not timed any more; the next run begins with an idle engine. `UserError` if it does not get
+    idle."""
     for request_id in engine.unfinished():
         engine.abort(request_id)
+    deadline = time.monotonic() + _IDLE_S
     while engine.stats().kv_blocks_used:
+        if time.monotonic() > deadline:
+            raise UserError(f"layout {engine.info.layout}: requests that were aborted have blocks after {_IDLE_S:g} s")
         time.sleep(0.01)  # a step at most
 
 

@@ -32,7 +32,7 @@ from antiphon.specs.plan import read_plan
 ANTIPHON = python_module("antiphon.cli.main")
 _SECRET = "only for a benchmark, on a private network"
 _PORTS = 7700, 7800  # of a node: workers join, and HTTP
-_START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
+START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
 _HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
 _NUM_PINGS = 200
 _PING = """
@@ -202,7 +202,7 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
 
         def start(node: int, arguments: Sequence[str], name: str) -> Process:
             process = machines.start(node, arguments, folder / f"{name}.log")
-            stack.callback(_end, process)
+            stack.callback(end_process, process)
             return process
 
         if machines.address:
@@ -212,11 +212,11 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
                 worker = [*ANTIPHON, "worker", "--role", role, "--join", join, "--threads", "1", "--patience", "120"]
                 start(1 + index // machines.devices_per_node, worker, f"worker-{index}")
         server = start(0, serve, "server")
-        _wait(lambda: ready.exists() and ready.stat().st_size > 0, server, folder / "server.log", _START_S)
+        wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, folder / "server.log", START_S)
         facts: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
         numbers = map(str, (size.concurrency, size.input_tokens, size.output_tokens))
         load = start(0, python_module(__spec__.name, facts["url"], str(model), *numbers), "load")
-        _wait(lambda: load.poll() is not None, server, folder / "server.log", _LOAD_S)
+        wait_for(lambda: load.poll() is not None, server, folder / "server.log", _LOAD_S)
         said = (folder / "load.log").read_text()
         if load.poll():
             raise UserError(f"the load failed: {said[-500:]}")
@@ -231,17 +231,17 @@ def _roles_elsewhere(served: ServedPlan) -> list[str]:
     return ranks[ranks_here:]
 
 
-def _wait(done: Callable[[], bool], server: Process, log: Path, patience_s: float) -> None:
+def wait_for(done: Callable[[], bool], server: Process, log: Path, patience_s: float) -> None:
     """`UserError` with the end of the log if the server ends meanwhile, or patience does."""
     deadline = time.monotonic() + patience_s
     while not done():
         if server.poll() is not None or time.monotonic() > deadline:
             what = "ended" if server.poll() is not None else f"was not done within {patience_s:.0f} s"
-            raise UserError(f"the server {what}: {log.read_text(encoding='utf-8')[-1000:]}")
+            raise UserError(f"the server {what}: {log.read_text(encoding='utf-8', errors='replace')[-1000:]}")
         time.sleep(0.1)
 
 
-def _end(process: Process) -> None:
+def end_process(process: Process) -> None:
     """SIGTERM, and SIGKILL for what does not end."""
     process.terminate()
     deadline = time.monotonic() + _END_S

@@ -100,8 +100,8 @@ class PathProfile:
 
     def check_fits(self, spec: ModelSpec) -> None:
         """`UserError` if it was made of another model."""
-        ours, theirs = (self.layers, self.num_experts, self.top_k), (spec.expert_layers, *_choices(spec))
-        if ours != theirs:
+        theirs = spec.expert_layers, spec.router.num_experts, spec.router.top_k
+        if (self.layers, self.num_experts, self.top_k) != theirs:
             raise UserError(
                 f"the profile's rows choose {self.top_k} of {self.num_experts} experts in {len(self.layers)} layers, "
                 f"this model's {spec.router.top_k} of {spec.router.num_experts} in {len(spec.expert_layers)}: make one "
@@ -126,8 +126,7 @@ def read_path_profile(file: Path) -> PathProfile:
     wrong = f"{file}: not a profile of sample paths: write one with antiphon placement --profile-paths"
     try:
         with np.load(file, allow_pickle=False) as archive:
-            if str(archive["format"]) != FORMAT:
-                raise UserError(wrong)
+            known = str(archive["format"]) == FORMAT
             num_experts, top_k, length, *layers = map(int, archive["about"])
             tables = tuple(
                 tuple(
@@ -138,24 +137,19 @@ def read_path_profile(file: Path) -> PathProfile:
             )
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
-    except UserError:
-        raise
     except Exception as error:  # zip, header and values: whatever a damaged archive makes of them
         raise UserError(wrong) from error
-    for of_layer in tables:
-        for table in of_layer:
-            shape = (len(table.numbers), top_k)
-            if table.numbers.ndim != 1 or not table.numbers.size or top_k < 1:
-                raise UserError(wrong)
-            if table.experts.shape != shape or table.shares.shape != shape:
-                raise UserError(wrong)
-            if not 0 <= int(table.experts.min()) <= int(table.experts.max()) < num_experts:
-                raise UserError(wrong)
+    if not known or not all(_is_whole(table, num_experts, top_k) for of_layer in tables for table in of_layer):
+        raise UserError(wrong)
     return PathProfile(tuple(layers), num_experts, top_k, length, tables)
 
 
-def _choices(spec: ModelSpec) -> tuple[int, int]:
-    return spec.router.num_experts, spec.router.top_k
+def _is_whole(table: PathTable, num_experts: int, top_k: int) -> bool:
+    if table.numbers.ndim != 1 or not table.numbers.size or top_k < 1:
+        return False
+    if not table.experts.shape == table.shares.shape == (len(table.numbers), top_k):
+        return False
+    return 0 <= int(table.experts.min()) <= int(table.experts.max()) < num_experts
 
 
 def _table(paths_T: IntArray, ids_TK: NDArray[np.integer], num_experts: int) -> PathTable:
