@@ -46,6 +46,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start_engine
+from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
@@ -231,9 +232,8 @@ def _bounds(row: dict[str, Any], decoder: DecoderSizes, limits: MachineLimits) -
 # --- Antiphon itself: the same engine that serves, without HTTP
 #
 # A contestant is written `colocated`, `colocated*2` (two replicas), `colocated/t2` (of two ranks), `colocated/p2` (two
-# stages), `hybrid*2/t2/e4` (two replicas of two ranks that share experts cut in four) or `1+1/m2` (one attention
-# worker, one expert worker, two micro-batches). Prefix caching must not help a run's second pass, so the first token of
-# every prompt differs between the passes.
+# stages), or as `serve --decode` takes a layout (`serve/layout_text`): `1+1/m2`, `2t2*4`. Prefix caching must not help
+# a run's second pass, so the first token of every prompt differs between the passes.
 
 
 BLOCK_SIZE = 16
@@ -246,21 +246,19 @@ def parse_contestant(text: str) -> LocalChoice:
         return LocalChoice(
             layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages, num_micro_batches=num_stages
         )
-    if match := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)/m([1-9]\d*)", text):
-        attention, experts, micro_batches = map(int, match.groups())
-        return LocalChoice(
-            layout="disaggregated",
-            num_attention=attention,
-            num_experts=experts,
-            num_micro_batches=micro_batches,
-        )
-    if match := re.fullmatch(r"hybrid\*([1-9]\d*)(?:/t([1-9]\d*))?(?:/e([1-9]\d*))?", text):
-        replicas, tp, expert_tp = (int(number or 1) for number in match.groups())
-        parts = replicas * tp // expert_tp or 1
-        return LocalChoice(layout="hybrid", num_attention=replicas, tp=tp, num_experts=parts, expert_tp=expert_tp)
-    raise UserError(
-        f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2, hybrid*2 or 1+1/m2"
-    )
+    try:
+        found = parse_layout("contestant", text)
+        if found.pop("num_instances") > 1:
+            raise UserError("a contestant is one instance")
+        found["tp"] = found.pop("attention_tp")
+        if found["layout"] == "hybrid":
+            found["num_experts"] = found["num_attention"] * found["tp"] // max(found["expert_tp"], 1)
+        return LocalChoice(**found)
+    except UserError:
+        raise UserError(
+            f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2, 1+1/m2 or 2*1 "
+            "(hybrid)"
+        ) from None
 
 
 def greedy_outputs(

@@ -32,30 +32,9 @@ ModelFolder = Annotated[
     Path,
     typer.Argument(metavar="MODEL", help="Checkpoint folder, or a GGUF file.", callback=model_folder),
 ]
-_PLANNED = (
-    "layout",
-    "instances",
-    "attention",
-    "experts",
-    "tp",
-    "expert_tp",
-    "pp",
-    "micro_batches",
-    "max_running",
-    "prefill_collectives",
-    "decode_collectives",
-)  # options a plan decides
-_OF_ONE_POOL = (
-    "layout",
-    "instances",
-    "attention",
-    "experts",
-    "tp",
-    "expert_tp",
-    "pp",
-    "micro_batches",
-    "placement",
-)  # options that say nothing of two pools
+_SIZES = ("layout", "instances", "attention", "experts", "tp", "expert_tp", "pp", "micro_batches")
+_PLANNED = (*_SIZES, "max_running", "prefill_collectives", "decode_collectives")  # options a plan decides
+_OF_ONE_POOL = (*_SIZES, "placement")  # options that say nothing of two pools
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
 KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")]

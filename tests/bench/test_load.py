@@ -196,7 +196,7 @@ def test_bursts_have_the_rate_and_another_spread() -> None:
     ("text", "options"),
     [
         ("colocated*2", "--layout colocated --attention 2 --tp 1 --pp 1"),
-        ("hybrid*2/t2/e4", "--layout hybrid --attention 2 --tp 2 --expert-tp 4"),
+        ("2t2*4", "--layout hybrid --attention 2 --tp 2 --expert-tp 4"),
         (
             "3+1/m2",
             "--layout disaggregated --attention 3 --tp 1 --expert-tp 1 --experts 1 --micro-batches 2",
