@@ -21,7 +21,7 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.balancer import Policy
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, WeightFormatName
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Switch, WeightFormatName
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
@@ -96,6 +96,7 @@ class WorkerOptions:
     device: DeviceOption = "cpu"
     dtype: DtypeOption = "auto"
     kernels: KernelsOption = "auto"
+    graphs: Annotated[Switch, rare_option(metavar="HOW", help="Decode steps as CUDA graphs: auto, on, off.")] = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
     ] = None
@@ -174,6 +175,7 @@ class WorkerOptions:
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
+            graphs=self.graphs,
             max_model_len=self.max_model_len,
             rope_scaling=self.rope_scaling,
             weights=self.weights,

@@ -143,6 +143,8 @@ class AttentionBatch:
 
     All tensors are int32 on the compute device; the tuples repeat what the host needs to know without a copy back.
     Beyond its last block a row of `block_tables_SB` holds any valid block id. `slots_T` = block * block_size + offset.
+    `refilled`: the tensors of this object get the values of one step after another, one row a sequence, and
+    `context_lens` are upper bounds. So nothing may be worked out from values and kept, nor read back to the host.
     """
 
     positions_T: Tensor
@@ -152,6 +154,7 @@ class AttentionBatch:
     block_tables_SB: Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
+    refilled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +189,9 @@ class KernelBackend(Protocol):
     name: str
     device: torch.device
     dtype: torch.dtype
+    asks_host: bool
+    """Operations may wait for the device and read values back. False while a step is captured: none may, and no shape
+    may depend on a value."""
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lay out weight [out, in]; the source tensor may be dropped afterwards."""

@@ -127,6 +127,7 @@ class CpuBackend:
             raise ValueError(f"dtype {dtype} is not known to the cpu back-end: use bfloat16 or float32")
         self.device = torch.device("cpu")
         self.dtype = dtype
+        self.asks_host = True
         self._is_bf16 = dtype == torch.bfloat16
         self._reference = ReferenceBackend(self.device, dtype)
         self._addresses = BatchAddresses()

@@ -6,8 +6,9 @@ it would have alone to rounding, not bit for bit: PyTorch picks matrix kernels b
 Weights are plain tensors in its dtype, gate and up projections stacked. The grouped feed-forward is a loop over touched
 experts, or two grouped matrix products: the loop asks the host which experts were touched, so on an accelerator it
 waits for the device; `torch._grouped_mm` (bfloat16, rows of 16-byte multiples) does not, and is used there when it can
-be. Quantized weights stay quantized and are multiplied out, in its dtype, for each product. Attention is in
-`reference_attention`.
+be. Where the host must not be asked and it cannot be used, every expert computes every row, with weight zero but for
+the rows that chose it: slow, for checks and for types that nothing else takes. Quantized weights stay quantized and are
+multiplied out, in its dtype, for each product. Attention is in `reference_attention`.
 
 Letters as in `antiphon.kernels.api`; R = T * K routed rows in order of local expert.
 """
@@ -170,6 +171,18 @@ def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts:
     return sums_TH.to(x_TH.dtype)
 
 
+def every_expert(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ReferenceExperts) -> Tensor:
+    """The sums of `loop_over_experts` in the same order, without asking which experts were touched."""
+    sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for expert in range(experts.shape.num_experts):
+        chosen_TK = ids_TK == expert
+        gate_up_TJ = F.linear(x_TH, experts.gate_up_of(expert), _of(expert, experts.gate_up_bias_EJ))
+        y_TH = F.linear(activate(gate_up_TJ, experts.shape), experts.down_of(expert), _of(expert, experts.down_bias_EH))
+        weights_T1 = torch.where(chosen_TK, weights_TK.float(), 0.0).sum(1, keepdim=True)
+        sums_TH += torch.where(chosen_TK.any(1, keepdim=True), y_TH.float() * weights_T1, 0.0)
+    return sums_TH.to(x_TH.dtype)
+
+
 def _of(expert: int, bias_EX: Tensor | None) -> Tensor | None:
     return None if bias_EX is None else bias_EX[expert]
 
@@ -216,6 +229,7 @@ class ReferenceBackend:
     def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
+        self.asks_host = True
         self._plans = AttentionPlans()
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> ReferenceLinear:
@@ -297,6 +311,8 @@ class ReferenceBackend:
         assert isinstance(experts, ReferenceExperts)
         if self.device.type == "cuda" and has_grouped_mm(experts):
             return grouped_products(x_TH, ids_TK, weights_TK, experts)
+        if not self.asks_host:
+            return every_expert(x_TH, ids_TK, weights_TK, experts)
         return loop_over_experts(x_TH, ids_TK, weights_TK, experts)
 
 

@@ -168,12 +168,21 @@ class AttentionPlans:
         self._recent: deque[AttentionPlan] = deque(maxlen=PLANS_IN_FLIGHT)
 
     def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+        if batch.refilled:
+            return _plan_of_values(batch, spec, window)
         for plan in self._recent:
             if plan.batch is batch and plan.spec is spec and plan.window == window:
                 return plan
         plan = make_plan(batch, spec, window)
         self._recent.append(plan)
         return plan
+
+
+def _plan_of_values(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+    """One group of all rows, made of what the tensors hold now, on the device alone."""
+    rows_S = torch.arange(len(batch.query_lens), device=batch.slots_T.device)
+    group = _group_of(batch, spec, window, max(batch.context_lens), rows_S, rows_S)
+    return AttentionPlan(batch, spec, window, [group], [])
 
 
 def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
@@ -199,8 +208,14 @@ def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> A
 def _decode_group(
     batch: AttentionBatch, spec: KVCacheSpec, window: int | None, padded: int, members: list[tuple[int, int]]
 ) -> DecodeGroup:
+    sequences, rows_S = torch.tensor(members).to(batch.slots_T.device, non_blocking=True).unbind(1)
+    return _group_of(batch, spec, window, padded, sequences, rows_S)
+
+
+def _group_of(
+    batch: AttentionBatch, spec: KVCacheSpec, window: int | None, padded: int, sequences: Tensor, rows_S: Tensor
+) -> DecodeGroup:
     device = batch.slots_T.device
-    sequences, rows_S = torch.tensor(members).to(device, non_blocking=True).unbind(1)
     lengths_S1 = batch.context_lens_S.index_select(0, sequences).unsqueeze(1)
     positions_C = torch.arange(padded, device=device)
     hidden_SC = positions_C >= lengths_S1

@@ -6,7 +6,7 @@ sequence.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,24 @@ class BlockTables:
         slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
         tables = self._table[slots, : -(-int(contexts.max()) // self._block_size)]
         return _batch(queries, contexts, tables, self._block_size, self._device)
+
+    def decode_rows(self, sequences: Sequence[SequenceRows], num_blocks: int) -> "DecodeRows":
+        """Of sequences with one row each; tables have `num_blocks` columns, those beyond a sequence's own are any."""
+        positions = np.fromiter((s.start for s in sequences), np.int32, len(sequences))
+        numbers = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
+        tables = np.zeros((len(sequences), num_blocks), np.int32)
+        known = self._table[numbers, :num_blocks]
+        tables[:, : known.shape[1]] = known
+        blocks = tables[np.arange(len(sequences)), positions // self._block_size]
+        return DecodeRows(positions, blocks * np.int32(self._block_size) + positions % self._block_size, tables)
+
+
+class DecodeRows(NamedTuple):
+    """Of sequences with one new row each: positions [S], cache slots [S] and block tables [S, B], in host memory."""
+
+    positions: Ints
+    slots: Ints
+    tables: Ints
 
 
 def make_attention_batch(

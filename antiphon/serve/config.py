@@ -31,6 +31,7 @@ from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_
 from antiphon.specs.precision import KVStorage
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
+Switch = Literal["auto", "on", "off"]
 WeightFormatName = Literal["as-stored", "int8", "int4", "mxfp4"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # as many as the native kernels' pool holds
@@ -111,6 +112,7 @@ class ServeConfig:
     device: str = "cpu"
     dtype: str = "auto"
     kernels: str = "auto"
+    graphs: Switch = "auto"
     max_model_len: Annotated[Count, Field(le=MAX_POSITIONS)] | None = None
     rope_scaling: str = ""
     weights: WeightFormatName = "as-stored"
@@ -154,6 +156,7 @@ class ServeConfig:
         if self.exchange not in TRANSPORTS:
             raise UserError(f"--transport is {self.exchange}: it must be {', '.join(TRANSPORTS)}")
         check_rope_scaling(self.rope_scaling)
+        self._check_graphs()
         self._check_layout()
         self._check_joining()
         if self.prefill is not None:
@@ -179,6 +182,33 @@ class ServeConfig:
                     f"{what} is {theirs} for --prefill and {ours} for --decode: what one side writes the other reads, "
                     "so they must be the same"
                 )
+
+    def _check_graphs(self) -> None:
+        if self.graphs != "on":
+            return
+        if why := self._no_graphs:
+            raise UserError(f"--graphs on: {why}; leave it out or use --graphs off")
+        if self.device == "cpu" and self.kernels != "reference":
+            raise UserError(
+                "--graphs on: the native kernels of a CPU work on the host; add --kernels reference (to check steps "
+                "without a GPU), or leave it out"
+            )
+
+    @property
+    def _no_graphs(self) -> str:
+        """Why decode steps cannot run without the host; empty: they can."""
+        if self.layout != "colocated":
+            return f"--layout {self.layout} exchanges rows between layers, which the host sends"
+        if self.attention_ranks > 1:
+            return "the ranks of a worker (--tp, --pp) add their parts up through the host"
+        if self.record_routing is not None or self.replay_routing is not None:
+            return "a record of the routing is read and written by the host"
+        return ""
+
+    def uses_graphs(self, role: Role) -> bool:
+        """Whether decode steps of these workers run without the host: where it was asked for, and on GPUs that can."""
+        on_gpu = self.own(role).device != "cpu"
+        return self.graphs == "on" or (self.graphs == "auto" and on_gpu and not self._no_graphs)
 
     def _check_layout(self) -> None:
         for name, own in (("attention", self.of_attention), ("expert", self.of_experts)):

@@ -205,6 +205,7 @@ def configure(
         device_index=on_device.index(name) if name in on_device else 0,
         dtype=own.dtype,
         kernels=config.kernels,
+        graphs=config.uses_graphs(name.role),
         num_threads=own.num_threads or 1,
         spins=config.spins,
         cores=list(cores),

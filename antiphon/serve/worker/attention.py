@@ -24,10 +24,11 @@ from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.worker.captured_step import CapturedSteps
 from antiphon.serve.worker.endpoints import hear_leader
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender
-from antiphon.serve.worker.messages import RunStep, StepResult
+from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.spans import ATTENTION, HAND_OVER, SAMPLE, STEP, SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, MicroBatch
@@ -50,10 +51,13 @@ class AttentionRunner:
         routing: RowRouting,
         recorder: SpanRecorder,
         sender: KVSender | None = None,
+        captured: CapturedSteps | None = None,
     ) -> None:
-        """`sender`: takes keys and values that other workers are to have, layer by layer."""
+        """`sender`: takes keys and values that other workers are to have, layer by layer. `captured`: runs the steps
+        that need no host between the first layer and the tokens."""
         self._half = half
         self._sender = sender
+        self._captured = captured
         self._exchange = exchange
         self._cache = cache
         self._tables = tables
@@ -85,6 +89,9 @@ class AttentionRunner:
         self._routing.begin_step()
         stage.begin_step(step)
         exchange.begin_step(step)
+        if self._captured is not None and (sampled := self._captured.run(step)) is not None:
+            self._give_all(step)
+            return self._result(sampled, started_ns, sum(map(len, step.micro_batches)))
         done: list[MicroBatch] = []
         for numbered in stage.rounds(step.micro_batches):
             micro_batches = [(index, self._begin(sequences)) for index, sequences in numbered]
@@ -94,11 +101,15 @@ class AttentionRunner:
                     stage.pass_on(micro_batch)
                     done.append(micro_batch)
         stage.take_back(done)
-        routed, forecasts = self._routing.of_step()
         sample_ns = time.monotonic_ns()
         requests = stage.sample(done, step.bitmasks)
         recorder.add(SAMPLE, sample_ns)
-        recorder.add(STEP, started_ns, rows=sum(each.batch.num_tokens for each in done))
+        return self._result(requests, started_ns, sum(each.batch.num_tokens for each in done))
+
+    def _result(self, requests: list[Sampled], started_ns: int, rows: int) -> StepResult:
+        exchange, stage = self._exchange, self._stage
+        routed, forecasts = self._routing.of_step()
+        self._recorder.add(STEP, started_ns, rows=rows)
         return StepResult(
             requests=requests,
             step_s=(time.monotonic_ns() - started_ns) * 1e-9,
@@ -163,6 +174,13 @@ class AttentionRunner:
             until = sequence.start + len(sequence.token_ids)
             blocks = partial(self._tables.blocks, sequence.slot, until)
             sender.layer_done(sequence.request_id, layer, until, blocks)
+
+    def _give_all(self, step: RunStep) -> None:
+        """The keys and values of all layers are in the pages, as after a captured step."""
+        if self._sender is not None:
+            for layer in self._half.layers:
+                for sequences in step.micro_batches:
+                    self._give(self._sender, layer, sequences)
 
     def _collect(self, index: int, micro_batch: MicroBatch) -> None:
         """Wait for the experts' part of the layer under way, if any, and complete `delta_TH`."""

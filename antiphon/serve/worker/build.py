@@ -30,6 +30,7 @@ from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, read_path_profile
 from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
+from antiphon.serve.worker.captured_step import CapturedSteps
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.exchange import LeadersExperts, LocalExperts, StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
@@ -202,7 +203,8 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
         exchange, moves, counters = _own_experts(source, seat, half.weight_bytes)
     else:
         exchange = _others_experts(source, seat.ranks)
-    cache = half.new_cache(configure.num_blocks, configure.block_size, configure.kv_dtype)
+    num_blocks = configure.num_blocks + (1 if configure.graphs else 0)  # one more for rows that pad a step
+    cache = half.new_cache(num_blocks, configure.block_size, configure.kv_dtype)
     kv = _kv_links(source, seat, cache)
     runner = _attention_runner(source, seat, half, exchange, moves, cache, None if kv is None else kv.sender)
     links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
@@ -323,11 +325,19 @@ def _attention_runner(
     configure, backend, recorder, leads = source.configure, source.backend, source.recorder, source.configure.rank == 0
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     sampler = RowSampler(backend) if leads else NoSampler()
+    tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
+    captured = None
+    if configure.graphs:
+        assert isinstance(exchange, LocalExperts), "only a worker with all experts runs without the host"
+        assert isinstance(sampler, RowSampler), "it has one rank"
+        captured = CapturedSteps(
+            half, exchange.half, cache, tables, sampler, block_size=configure.block_size, pad_block=configure.num_blocks
+        )
     return AttentionRunner(
         half,
         _step_exchange(source, seat, half, exchange, moves),
         cache,
-        BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device),
+        tables,
         PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler),
         RowRouting(
             half,
@@ -337,6 +347,7 @@ def _attention_runner(
         ),
         recorder,
         sender,
+        captured,
     )
 
 

@@ -139,10 +139,10 @@ class LocalExperts(_NoPeers):
 
     def __init__(self, half: ExpertHalf) -> None:
         super().__init__()
-        self._half = half
+        self.half = half
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._results[micro_batch] = self._half.forward(layer, rows_TH, ids_TK, weights_TK)
+        self._results[micro_batch] = self.half.forward(layer, rows_TH, ids_TK, weights_TK)
 
 
 class LeadersExperts(_NoPeers):

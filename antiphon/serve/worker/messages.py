@@ -85,6 +85,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     the other; this is number `rank`, and 0 leads: it gets the steps.
     `prefetch_rows`: attention workers ask for copies ahead of a layer, and a copy costs as much as this many rows.
     Expert workers have room for one more expert for each attention worker. 0: they do not.
+    `graphs`: decode steps run without the host (`worker/captured_step`), where the worker can.
     `spins`: threads of the kernels that wait may look again and again.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
@@ -98,6 +99,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device_index: int
     dtype: str
     kernels: str
+    graphs: bool = False
     num_threads: int
     spins: bool = True
     cores: list[int]

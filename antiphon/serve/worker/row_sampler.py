@@ -25,6 +25,7 @@ from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.sampling import (
     GrammarMask,
+    RowDraw,
     SamplingState,
     counter_uniform,
     draw_tokens,
@@ -160,6 +161,19 @@ class RowSampler:
             step.request_id: (token_id, logprob)
             for step, token_id, logprob in zip(sampling, sampled.token_ids, logprobs, strict=True)
         }
+
+    def draws(self, sampling: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[RowDraw] | None:
+        """How these rows are drawn, one each, if neither edits nor reports concern any of them; else None, and `sample`
+        must be asked. The states learn of the step's tokens either way; to learn of them twice changes nothing."""
+        found: list[RowDraw] = []
+        plain = True
+        for step in sampling:
+            state = self._states[step.request_id]
+            state.observe(step.start, step.token_ids)
+            index = step.start + len(step.token_ids) - state.num_prompt
+            plain &= state.only_drawn and not state.bans_stop_ids(index) and step.request_id not in bitmasks
+            found.append(RowDraw(state.params, 0.0 if state.params.greedy else counter_uniform(state.seed, index)))
+        return found if plain else None
 
     @staticmethod
     def _grammar(sampling: list[SequenceStep], bitmasks: dict[str, bytes]) -> GrammarMask | None:

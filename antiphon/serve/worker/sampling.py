@@ -25,6 +25,7 @@ R rows   V vocabulary   C segments of the vocabulary   S tokens of a segment
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +96,8 @@ class SamplingState:
         )
         self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64)
         has_edits = bool(self.penalised or params.logit_bias or params.allowed_token_ids or params.bad_words)
-        self.plain_greedy = params.greedy and not has_edits and params.logprobs is None
+        self.only_drawn = not has_edits and params.logprobs is None
+        self.plain_greedy = params.greedy and self.only_drawn
         self.token_counts = TokenCounts()
         self._tail: list[int] = []  # the output's last tokens, as many as the longest bad word has before its own last
         self._tail_length = max(map(len, params.bad_words), default=1) - 1
@@ -289,7 +291,41 @@ def _raise_thresholds(threshold_R: Tensor, sorted_RV: Tensor, last_rank_R: Tenso
     return torch.where(top_p_R < 1.0, torch.maximum(threshold_R, nucleus_R), threshold_R)
 
 
-def draw_tokens(probs_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
+class RowDraw(NamedTuple):
+    """How one row is drawn, where nothing edits its logits."""
+
+    params: SamplingParams
+    uniform: float
+
+    def last_rank(self, vocab_size: int) -> int:
+        """The place of the last value that top-k keeps, counted from 0."""
+        return (min(self.params.top_k, vocab_size) if self.params.top_k > 0 else vocab_size) - 1
+
+
+class Draws(NamedTuple):
+    """The same of R rows, as tensors of the logits' device: float64, but for ranks and `greedy_R`, which are int32."""
+
+    temperatures_R: Tensor
+    last_ranks_R: Tensor
+    top_ps_R: Tensor
+    min_ps_R: Tensor
+    uniforms_R: Tensor
+    greedy_R: Tensor
+
+
+def draw_on_device(logits_RV: Tensor, draws: Draws) -> Tensor:
+    """Token ids int64 [R]: the argmax of greedy rows, of the others what `filtered_probabilities` and `draw_tokens`
+    make of them, value by value. Asks the host nothing, so every row pays for the filters."""
+    best_R = logits_RV.argmax(dim=-1)
+    probs_RV = torch.softmax(logits_RV / draws.temperatures_R.float().unsqueeze(1), dim=-1)
+    threshold_R = probs_RV.amax(dim=1) * draws.min_ps_R.float()
+    sorted_RV = probs_RV.sort(dim=1, descending=True).values
+    threshold_R = _raise_thresholds(threshold_R, sorted_RV, draws.last_ranks_R.long(), draws.top_ps_R)
+    drawn_R = draw_tokens(probs_RV * (probs_RV >= threshold_R.unsqueeze(1)), draws.uniforms_R)
+    return torch.where((draws.greedy_R != 0) | (drawn_R < 0), best_R, drawn_R)
+
+
+def draw_tokens(probs_RV: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
     """Token ids int64 [R]: where the running sum of each row first exceeds uniform x total. -1 for rows without mass.
 
     Two levels, sums of segments and then one segment, so that nothing of length V is scanned one by one. A token of
@@ -299,7 +335,9 @@ def draw_tokens(probs_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
     segments_RCS = padded_RV.view(num_rows, -1, _SEGMENT)
     ends_RC = segments_RCS.sum(-1).double().cumsum(1)
     total_R = ends_RC[:, -1:]
-    target_R = torch.tensor(uniforms, dtype=torch.float64, device=probs_RV.device).unsqueeze(1) * total_R
+    if not isinstance(uniforms, Tensor):
+        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=probs_RV.device)
+    target_R = uniforms.unsqueeze(1) * total_R
     segment_R = ((ends_RC <= target_R) & (ends_RC < total_R)).sum(1, keepdim=True)
     before_R = torch.where(segment_R > 0, ends_RC.gather(1, (segment_R - 1).clamp(min=0)), 0.0)
     rows = torch.arange(num_rows, device=probs_RV.device)
