@@ -1,7 +1,5 @@
 """Chooses the kernel back-end once, at start, and says why."""
 
-import re
-
 import torch
 
 from antiphon.base.allowance import allowance
@@ -9,6 +7,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.cpu import CpuBackend
+from antiphon.kernels.gpu import check_gpu_dtype, find_gpu
 from antiphon.kernels.reference import ReferenceBackend
 
 _log = get_logger("kernels")
@@ -35,6 +34,8 @@ def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
             f"--kernels cpu: the native kernels compute in bfloat16 or float32 on a cpu, not in {kind} on {device}: "
             f"use --kernels reference"
         )
+    if device.type == "cuda":
+        check_gpu_dtype(device, dtype)
 
 
 def _native_fits(device: torch.device, dtype: torch.dtype) -> bool:
@@ -46,16 +47,7 @@ def resolve_device(name: str, index: int) -> torch.device:
     or "cuda:2" for all of them."""
     if name == "cpu":
         return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if match is None:
-        raise UserError(f"--device {name} is not supported: use cpu or cuda")
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda: this PyTorch sees no CUDA device; use --device cpu or install a CUDA build")
-    num_devices = torch.cuda.device_count()
-    wanted = index % num_devices if match.group(1) is None else int(match.group(1))
-    if wanted >= num_devices:
-        raise UserError(f"--device {name}: this machine has {num_devices} GPUs, use cuda:0 to cuda:{num_devices - 1}")
-    return torch.device("cuda", wanted)
+    return find_gpu(name, index)
 
 
 def free_memory_bytes(name: str) -> int:

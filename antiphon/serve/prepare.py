@@ -39,6 +39,7 @@ _KNEE_ROWS = {"cpu": 8, "gpu": 128}
 _LOAD_ROWS = {"cpu": 512, "gpu": 8192}
 # Measured on CPUs: to rank a vocabulary of 32,000 to 152,000 takes as long as a head of 420 to 600 columns.
 _RANKING_COLUMNS = 512
+_ROUNDED_BITS = {"int8": 8, "int4": 4, "mxfp4": 4}  # of --weights
 _EXPRESS_SLOTS = 8
 _LEAST_BLOCKS = 64  # of a worker with an express lane
 
@@ -214,6 +215,7 @@ def prepare(config: ServeConfig) -> PreparedEngine:
     run = pools[0] if len(pools) == 1 else replace(pools[0], prefill=pools[1])
     if run.prefill is not None:
         _check_both_fit(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
+    _check_gpu_memory(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
     _say_who_shares_gpus(run)
     return run
 
@@ -320,6 +322,50 @@ def _check_both_fit(run: PreparedEngine, stored_bytes: int) -> None:
             f"{format_bytes(free_bytes)} of memory are free: give them fewer replicas, share experts (1+1), or lower "
             "--kv-bytes"
         )
+
+
+def _check_gpu_memory(run: PreparedEngine, stored_bytes: int) -> None:
+    """`ResourceError` if what the workers of this machine keep on a GPU is more than is free there."""
+    kept: dict[torch.device, dict[str, int]] = {}
+    for pool in run.pools:
+        local = pool.local_names()
+        for name in local:
+            device = pool.config.own(name.role).device
+            if device == "cpu":
+                continue
+            beside = [each for each in local if pool.config.own(each.role).device == device]
+            gpu = resolve_device(device, beside.index(name))
+            of_gpu = kept.setdefault(gpu, {})
+            of_gpu[f"weights of {name}"] = _kept_weight_bytes(pool, name.role, stored_bytes)
+            if name.role != "experts":
+                block_bytes = kv_cache_block_bytes(
+                    pool.spec, pool.config.block_size, _itemsize(pool), pool.config.kv_dtype
+                )
+                of_gpu[f"KV cache of {name}"] = pool.num_blocks * block_bytes // pool.config.attention_ranks
+    for gpu, parts in kept.items():
+        needed, free_bytes = sum(parts.values()), int(torch.cuda.mem_get_info(gpu.index)[0])
+        if needed > free_bytes:
+            listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts.items())
+            raise ResourceError(
+                f"{gpu} has {format_bytes(free_bytes)} free and needs {format_bytes(needed)} ({listed}): "
+                f"{format_bytes(needed - free_bytes)} are missing; lower --kv-bytes, round experts (--weights int4), "
+                "use more GPUs (--tp, --experts), or keep the experts in the machine's memory (--expert-device cpu)"
+            )
+
+
+def _kept_weight_bytes(pool: PreparedEngine, role: Role, stored_bytes: int) -> int:
+    """What one process of that role keeps at least: quantized weights are counted as stored."""
+    config, counts = pool.config, count_parameters(pool.spec)
+    experts = pool.spec.num_moe_layers * pool.spec.router.num_experts * counts.expert
+    per_element = min(_itemsize(pool), stored_bytes / counts.total)
+    if config.weights in _ROUNDED_BITS:
+        experts_bytes = experts * min(per_element, _ROUNDED_BITS[config.weights] / 8)
+    else:
+        experts_bytes = experts * per_element
+    if role == "experts":
+        return int(experts_bytes / config.num_experts / config.expert_tp)
+    rest_bytes = (counts.total - experts) * per_element
+    return int((rest_bytes + (experts_bytes if role == "replica" else 0)) / config.attention_ranks)
 
 
 def _itemsize(pool: PreparedEngine) -> int:

@@ -2,13 +2,14 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.kernels.select import resolve_device
-from antiphon.serve.config import ServeConfig
+from antiphon.serve.config import OneRole, ServeConfig
 from antiphon.serve.joining import JoinRole, join_engine
 from antiphon.serve.launch import configure
 from antiphon.serve.prepare import prepare
@@ -27,7 +28,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> GpuCount:
     """Makes PyTorch see so many GPUs, each with 1 GiB free."""
 
     def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "compute_90"])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an invented GPU")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**30, 2**30))
 
@@ -85,6 +90,86 @@ def test_a_gpu_that_does_not_exist_is_refused(gpus: GpuCount, name: str, message
     gpus(2)
     with pytest.raises(UserError, match=message):
         resolve_device(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"version": None}, r"--device cuda: this PyTorch \(.*\) is a build without CUDA"),
+        ({"count": 0, "driver": 0}, "--device cuda: there is no NVIDIA driver .* install one for CUDA 12.9 or later"),
+        (
+            {"count": 0, "driver": 11080},
+            r"--device cuda: the driver is for CUDA 11.8, this PyTorch \(.*\) needs 12.0: update the driver",
+        ),
+        (
+            {"count": 0, "driver": 12040, "visible": "7"},
+            r"--device cuda: the driver shows no GPU \(CUDA_VISIBLE_DEVICES is '7'\): check nvidia-smi",
+        ),
+        (
+            {"capability": (6, 1)},
+            r"--device cuda: an invented GPU \(cuda:0\) has compute capability 6.1, this PyTorch \(.*\) has code for "
+            "8.0, 9.0: use another GPU",
+        ),
+        ({"capability": (8, 6)}, ""),  # the code for 8.0
+        ({"capability": (10, 0)}, ""),  # translated from that for 9.0
+    ],
+)
+def test_a_gpu_that_cannot_be_used_says_why(
+    gpus: GpuCount, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], message: str
+) -> None:
+    gpus(changed.get("count", 1))
+    monkeypatch.setattr(torch.version, "cuda", changed.get("version", "12.9"))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: changed.get("driver", 12090), raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: changed.get("capability", (9, 0)))
+    if "visible" in changed:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", changed["visible"])
+    if not message:
+        assert resolve_device("cuda", 0) == torch.device("cuda", 0)
+        return
+    with pytest.raises(UserError, match=message):
+        resolve_device("cuda", 0)
+
+
+def test_an_old_gpu_has_no_bfloat16(tiny_model: TinyModel, gpus: GpuCount, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
+    message = (
+        "--device cuda:0: an invented GPU has compute capability 7.5 and no bfloat16, which needs 8.0: use --dtype"
+    )
+    with pytest.raises(UserError, match=message):
+        prepare(config(tiny_model, "1", device="cuda", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        (
+            "1",
+            {},
+            r"cuda:0 has 1.0 MiB free and needs .* \(weights of replica\[0\] .*, KV cache of replica\[0\] .*\): ",
+        ),
+        (
+            "1+1",
+            {"device": "cpu", "of_experts": OneRole(device="cuda")},
+            r"\(weights of experts\[0\] [^,]*\): .* missing",
+        ),
+    ],
+)
+def test_a_gpu_that_is_too_small_says_how_much_is_missing(
+    tiny_model: TinyModel,
+    gpus: GpuCount,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    gpus(1)
+    free_bytes = 20_000 if "of_experts" in changes else 1 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free_bytes, 2**30))
+    settings = config(tiny_model, layout, **({"device": "cuda", "kv_bytes": 1 << 20} | changes))
+    with pytest.raises(ResourceError, match=message):
+        prepare(settings)
 
 
 class JoinedMachines:
