@@ -44,7 +44,7 @@ from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.engine_api import EngineOutput
+from antiphon.serve.engine_api import EngineOutput, EngineStats
 from antiphon.serve.launch import start_engine
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
@@ -335,6 +335,10 @@ class AntiphonEngine:
     def name(self) -> str:
         return self._name
 
+    def rename(self, name: str) -> None:
+        """What a report calls this contestant, where its layout does not say what differs."""
+        self._name = name
+
     @property
     def pid(self) -> int | None:
         return os.getpid()
@@ -426,6 +430,14 @@ class AntiphonEngine:
     def take_spans(self) -> dict[WorkerName, Spans]:
         """What the workers recorded since the last call (with `trace`)."""
         return self._running().take_spans()
+
+    def stats(self) -> EngineStats:
+        """What the engine has counted so far."""
+        return self._running().stats()
+
+    def worker_pid(self, name: WorkerName) -> int:
+        """Process id of one worker."""
+        return self._running().worker_pid(name)
 
     def _rss_bytes(self) -> int:
         return sum(psutil.Process(pid).memory_info().rss for pid in self._running().worker_pids())

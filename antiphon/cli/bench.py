@@ -30,7 +30,8 @@ from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladd
 from antiphon.bench.m2n import cases
 from antiphon.bench.m2n import contest as m2n_contest
 from antiphon.cli import options
-from antiphon.cli.bench_rows import check_limits, show_rows
+from antiphon.cli.bench_apart import apart, ping_pong
+from antiphon.cli.bench_rows import check_limits, list_of, show_rows
 from antiphon.cli.bench_serve import (
     MOST_TOKENS,
     check_sizes,
@@ -137,20 +138,14 @@ def collectives(
     """Time collectives between N ranks: Antiphon beside gloo, checked first, in turns."""
     check_limits(settings)
     settings.check()
-    chosen = [check_one_of("--only", name, collecting.COLLECTIVES) for name in _words("--only", only)]
-    sizes_bytes = [_tensor_bytes(text) for text in _words("--bytes", sizes)]
-    counts = [_number_of_ranks(text) for text in _words("--ranks", ranks)]
+    chosen = [check_one_of("--only", name, collecting.COLLECTIVES) for name in list_of("--only", only)]
+    sizes_bytes = [_tensor_bytes(text) for text in list_of("--bytes", sizes)]
+    counts = [_number_of_ranks(text) for text in list_of("--ranks", ranks)]
     rows: list[dict[str, Any]] = []
     for count in counts:
         with progress(f"{count} ranks") as report:
             rows += collecting.bench_collectives(count, chosen, sizes_bytes, settings, report)
     show_rows("collectives", collecting.COLUMNS, rows, json)
-
-
-def _words(option: str, text: str) -> list[str]:
-    if not (words := words_of(text)):
-        raise UserError(f"{option} is empty: name at least one")
-    return words
 
 
 def _tensor_bytes(text: str) -> int:
@@ -361,7 +356,7 @@ def pools(
 ) -> None:
     """Time one pool of workers against prefill and decode apart, on the same cores."""
     check_limits(case)
-    lengths = [_prompt_length(text) for text in _words("--prompts", prompts)]
+    lengths = [_prompt_length(text) for text in list_of("--prompts", prompts)]
     with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
         rows = pooling.bench_pools(model, lengths, case, say)
     said = pooling.verdicts(rows)
@@ -376,5 +371,16 @@ def _prompt_length(text: str) -> int:
     return int(text)
 
 
-for command in (m2n, train, dispatch, collectives, balance, hybrid, serve, pools):  # in the order of the help
+for command in (  # in the order of the help
+    m2n,
+    train,
+    dispatch,
+    collectives,
+    balance,
+    hybrid,
+    serve,
+    pools,
+    ping_pong,
+    apart,
+):
     app.command(context_settings=CONTEXT_SETTINGS)(command)

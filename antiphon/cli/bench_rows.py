@@ -5,9 +5,10 @@ from typing import Any, get_type_hints
 
 from typer.models import OptionInfo
 
+from antiphon.base.errors import UserError
 from antiphon.base.system import cpu_name
 from antiphon.bench.harness.contest import ContestColumns, OneOf, Patience, UpTo
-from antiphon.cli.options import check_count, check_one_of, check_timeout
+from antiphon.cli.options import check_count, check_one_of, check_timeout, words_of
 from antiphon.cli.output import emit_json, provenance, show, table
 
 
@@ -15,7 +16,7 @@ def check_limits(chosen: Any) -> None:
     """`UserError` for a field of a case that is beyond the limit in its annotation."""
     for name, hint in get_type_hints(type(chosen), include_extras=True).items():
         notes = getattr(hint, "__metadata__", ())
-        named = [text for note in notes if isinstance(note, OptionInfo) for text in note.param_decls or ()]
+        named = [text for note in notes if isinstance(note, OptionInfo) for text in _names_of(note)]
         option, value = named[0] if named else f"--{name.replace('_', '-')}", getattr(chosen, name)
         for note in notes:
             if isinstance(note, UpTo):
@@ -24,6 +25,18 @@ def check_limits(chosen: Any) -> None:
                 check_one_of(option, value, note.names)
             elif isinstance(note, Patience):
                 check_timeout(option, value)
+
+
+def _names_of(option: OptionInfo) -> list[str]:
+    """The names written in an annotation, where the first of them is in the place of the default."""
+    return [name for name in (option.default, *(option.param_decls or ())) if isinstance(name, str)]
+
+
+def list_of(option: str, text: str) -> list[str]:
+    """What commas separate; `UserError` if that is nothing."""
+    if not (words := words_of(text)):
+        raise UserError(f"{option} is empty: name at least one")
+    return words
 
 
 def show_rows(

@@ -23,7 +23,7 @@ from antiphon.placement.split import Phases
 from antiphon.serve.balancer import FORECASTING, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.layout_text import layout_text
-from antiphon.serve.worker.messages import Pool, Role
+from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
 from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
@@ -139,6 +139,7 @@ class ServeConfig:
     record_routing: Path | None = None
     path_profile: Path | None = None
     phases: Phases = "both"  # for `antiphon bench balance`, as of `worker/prefetch`
+    exchange_library: ExchangeLibrary = "m2n"  # for `antiphon bench apart`, as in `comm/gloo_exchange`
     replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
     of_attention: OneRole = OneRole()
     of_experts: OneRole = OneRole()
@@ -221,6 +222,11 @@ class ServeConfig:
         for phase, form in (("prefill", self.prefill_collectives), ("decode", self.decode_collectives)):
             if form != "auto" and self.layout != "hybrid":
                 raise UserError(f"--{phase}-collectives {form} needs --layout hybrid: elsewhere there is one form")
+        if self.exchange_library == "gloo" and (
+            (self.layout, self.attention_tp, self.expert_tp, self.balance) != ("disaggregated", 1, 1, "off")
+            or self.placement is not None
+        ):
+            raise UserError("gloo carries rows of --layout disaggregated only, without --tp, --balance and --placement")
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"

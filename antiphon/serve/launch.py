@@ -248,6 +248,7 @@ def _exchange(run: PreparedEngine, name: WorkerName) -> ExchangeConfig | None:
         num_micro_batches=config.num_micro_batches,
         max_rows=config.max_batch_tokens,
         dtype=config.own("attention").dtype,
+        library=config.exchange_library,
     )
 
 

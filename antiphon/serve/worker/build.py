@@ -11,6 +11,7 @@ from antiphon import _native
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.ranges import split_evenly
+from antiphon.comm.gloo_exchange import GlooAttentionExchange, GlooExpertExchange
 from antiphon.comm.m2n.api import AttentionExchange, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.rank_group import RankGroup
@@ -177,13 +178,18 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     experts = ExpertRanks(ranks, half, moves, recorder)
     if ranks.rank > 0:
         return Follower(experts, recorder, PeerLinks(None, ranks), moves, None, backend.name, configure.timeout_s)
-    exchange = NativeExpertExchange(
-        source.endpoints.open(f"experts[{configure.index}]"), configured_shape(configure, spec), configure.index
-    )
+    exchange = _experts_end(source)
     counters = ExpertCounters(configure.index, half)
     runner = ExpertRunner(experts, exchange, counters, recorder)
     links = PeerLinks(exchange, ranks)
     return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
+
+
+def _experts_end(source: _Source) -> ExpertExchange:
+    configure, shape = source.configure, configured_shape(source.configure, source.spec)
+    if configure.exchange is not None and configure.exchange.library == "gloo":
+        return GlooExpertExchange(shape, configure.index, configure.exchange.host, configure.timeout_s)
+    return NativeExpertExchange(source.endpoints.open(f"experts[{configure.index}]"), shape, configure.index)
 
 
 def _num_prefetched(configure: Configure) -> int:
@@ -303,13 +309,11 @@ def _others_experts(source: _Source, ranks: RankGroup) -> AttentionExchange:
     configure = source.configure
     if ranks.rank > 0:
         return LeadersExperts()
-    return NativeAttentionExchange(
-        source.endpoints.open(f"attention[{configure.index}]"),
-        configured_shape(configure, source.spec),
-        configure.index,
-        configure.placement,
-        configure.timeout_s,
-    )
+    shape, index, placement = configured_shape(configure, source.spec), configure.index, configure.placement
+    if configure.exchange is not None and configure.exchange.library == "gloo":
+        return GlooAttentionExchange(shape, index, placement, configure.exchange.host, configure.timeout_s)
+    endpoint = source.endpoints.open(f"attention[{index}]")
+    return NativeAttentionExchange(endpoint, shape, index, placement, configure.timeout_s)
 
 
 def _attention_runner(

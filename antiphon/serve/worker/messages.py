@@ -29,6 +29,7 @@ from antiphon.specs.precision import KVStorage
 from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]
+ExchangeLibrary = Literal["m2n", "gloo"]
 Pool = Literal["", "prefill", "decode"]  # the phase that a worker's group is for; "": both
 
 
@@ -36,8 +37,8 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach others: the transport (`rank_transport` between ranks of one worker), where they reach this worker,
     and the sizes both ends of an exchange agreed on. Without expert workers (`num_experts` 0) only ranks are reached.
 
-    `dtype`: of the rows that travel. `local_processes`: workers on this machine, for the choice how to wait (`waiting`,
-    as in `_m2n.Endpoint`)."""
+    `dtype`: of the rows that travel. `library`: what carries them. `local_processes`: workers on this machine, for the
+    choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
 
     transport: str
     rank_transport: str
@@ -50,6 +51,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     max_rows: int
     dtype: str
+    library: ExchangeLibrary = "m2n"
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,175 @@
+"""What taking attention and experts apart brings, and what the M2N library does (MegaScale-Infer 7.4).
+
+Two measurements, both with the engine that serves:
+
+- The ablation: replicas with everything, then the same processes apart over gloo, then over the M2N library. What
+  differs between the last two is one option of the engine; `tcp` stands beside `shm`, because gloo has only sockets.
+- The sweep (Figure 13): A attention workers for one set of experts, each with a fixed slice of a core. So adding one
+  adds hardware, although they share a machine. Throughput over the slices says which number pays most.
+
+Rejected: the sweep with whole cores. With more workers than cores it would measure how they share them.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+from typer import Option
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.progress import Report
+from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, ratio, share
+from antiphon.bench.harness.cores import limited, quota_unavailable
+from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, bench_serve, make_workload
+from antiphon.models.config import load_model_spec
+from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.plan import MAX_ATTENTION_WORKERS
+
+_LEAST_SLICE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartCase:
+    """What `antiphon bench apart` may be asked for. `slice_cores`, `expert_cores`: of the sweep."""
+
+    layout: Annotated[str, Option(metavar="L", help="Attention and experts apart, as bench serve has it.")] = "1+1/m2"
+    together: Annotated[
+        str | None, Option(metavar="L", show_default="as many replicas", help="What they are compared with.")
+    ] = None
+    requests: Annotated[int, Option(metavar="N", help="At once; sweep: for each attention worker."), UpTo(65_536)] = 64
+    input_tokens: Annotated[int, Option(metavar="N", help="Prompt length."), UpTo(1_000_000)] = 128
+    output_tokens: Annotated[int, Option(metavar="N", help="Tokens of a request."), UpTo(65_536)] = 64
+    rounds: Annotated[int, Option(metavar="N", help="Repetitions of each."), UpTo(1000)] = 3
+    slice_cores: Annotated[float, Option("--slice", metavar="X", help="Sweep: cores of an attention worker.")] = 0.1
+    expert_cores: Annotated[float, Option("--expert-slice", metavar="X", help="Sweep: cores of the experts.")] = 0.5
+
+    def check(self, model: Path) -> None:
+        """`UserError` for what the model does not hold."""
+        tokens, most = self.input_tokens + self.output_tokens, load_model_spec(model).max_position
+        if tokens > most:
+            raise UserError(
+                f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} are more than the "
+                f"model's context of {most}: lower them"
+            )
+
+    def engine(self, model: Path, layout: str, requests: int, **changes: Any) -> AntiphonEngine:
+        """An engine with room for all requests at once; a thread for each worker."""
+        tokens = self.input_tokens + self.output_tokens
+        return AntiphonEngine(
+            layout, model, max_concurrency=requests, max_tokens=tokens, threads=1, changes=changes or None
+        )
+
+
+def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any]]:
+    """A row for each step of the ablation, with its rate over that of the step before."""
+    case.check(model)
+    apart = case.engine(model, case.layout, case.requests)
+    if apart.choice.layout != "disaggregated":
+        raise UserError(f"--layout {case.layout} has attention and experts together: write for example 1+1/m2")
+    count = apart.choice.num_attention + apart.choice.num_experts
+    together = case.together or (f"colocated*{count}" if count > 1 else "colocated")
+    engines = {
+        "together": case.engine(model, together, case.requests),
+        "apart, gloo": case.engine(model, case.layout, case.requests, exchange_library="gloo"),
+        "apart, M2N over tcp": case.engine(model, case.layout, case.requests, exchange="tcp"),
+        "apart, M2N over shm": apart,
+    }
+    if engines["together"].choice.layout == "disaggregated":
+        raise UserError(f"--together {together} has attention and experts apart: write for example colocated*2 or 2*1")
+    for name, engine in engines.items():
+        engine.rename(name)
+    size = WorkloadSize(case.requests, case.input_tokens, case.output_tokens)
+    rows, _ = bench_serve(model, list(engines.values()), [size], max_rounds=case.rounds, say=say)
+    before = None
+    for row in rows:
+        row["layout_text"] = together if row["engine"] == "together" else case.layout
+        row["over_the_row_before"] = row["output_tokens_per_s"] / before if before else None
+        before = row["output_tokens_per_s"]
+    return rows
+
+
+ABLATION = ContestColumns(
+    (
+        ("", "engine"),
+        ("layout", "layout_text"),
+        ("out tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
+        ("over the row before", ratio("over_the_row_before")),
+        ("between tokens, ms", milliseconds("itl_s_median")),
+        ("p99", milliseconds("itl_s_p99")),
+        ("foreign", share("foreign_cpu_share")),
+    ),
+    title="the same requests together, apart over gloo, apart over M2N",
+)
+
+
+def bench_sweep(model: Path, case: ApartCase, counts: Sequence[int], report: Report) -> list[dict[str, Any]]:
+    """A row for each number of attention workers. `ResourceError` where no part of a core can be set aside."""
+    case.check(model)
+    for count in counts:
+        if not 1 <= count <= MAX_ATTENTION_WORKERS:
+            raise UserError(f"--attention has {count}: it must be 1 to {MAX_ATTENTION_WORKERS}")
+    for option, cores in (("--slice", case.slice_cores), ("--expert-slice", case.expert_cores)):
+        if not _LEAST_SLICE <= cores <= 1:
+            raise UserError(f"{option} is {cores:g}: it must be {_LEAST_SLICE} to 1 of a core")
+    if reason := quota_unavailable():
+        raise ResourceError(f"--attention sets slices of cores aside: {reason}")
+    micro_batches = case.engine(model, case.layout, 1).choice.num_micro_batches
+    rows = []
+    for number, count in enumerate(counts):
+        report(number, len(counts))
+        rows.append(_swept(model, case, count, micro_batches))
+    first = rows[0]
+    for row in rows:
+        row["gain"] = row["output_tokens_per_s"] / first["output_tokens_per_s"]
+        row["gain_per_core"] = row["output_tokens_per_s_per_core"] / first["output_tokens_per_s_per_core"]
+    return rows
+
+
+def _swept(model: Path, case: ApartCase, count: int, micro_batches: int) -> dict[str, Any]:
+    """One engine with `count` attention workers, each process in its slice."""
+    requests = count * case.requests
+    engine = case.engine(model, f"{count}+1/m{micro_batches}", requests)
+    vocab_size = load_model_spec(model).vocab_size
+    workload = make_workload(WorkloadSize(requests, case.input_tokens, case.output_tokens), vocab_size)
+    try:
+        engine.start()
+        with ExitStack() as stack:
+            for index in range(count):
+                stack.enter_context(limited(engine.worker_pid(WorkerName("attention", index)), case.slice_cores))
+            stack.enter_context(limited(engine.worker_pid(WorkerName("experts", 0)), case.expert_cores))
+            engine.fill_prefix_cache(workload)
+            rates = [engine.steady_decode_tokens_per_s(workload) for _ in range(case.rounds)]
+        stats = engine.stats()
+    finally:
+        engine.close()
+    cores = count * case.slice_cores + case.expert_cores
+    rate = median(rates)
+    return {
+        "attention": count,
+        "requests": requests,
+        "output_tokens_per_s": rate,
+        "tpot_s": requests / rate,
+        "cores": cores,
+        "output_tokens_per_s_per_core": rate / cores,
+        "attention_idle_ratio": stats.attention_idle_ratio,
+        "expert_idle_ratio": stats.expert_idle_ratio,
+    }
+
+
+SWEEP = ContestColumns(
+    (
+        ("attention workers", "attention"),
+        ("requests", "requests"),
+        ("tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
+        ("gain", ratio("gain")),
+        ("per token, ms", milliseconds("tpot_s")),
+        ("cores", lambda row: f"{row['cores']:.2g}"),
+        ("gain per core", ratio("gain_per_core")),
+        ("attention waits", share("attention_idle_ratio")),
+        ("experts idle", share("expert_idle_ratio")),
+    ),
+    title="attention workers for one set of experts, each in a slice of a core",
+)

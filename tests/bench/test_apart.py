@@ -1,0 +1,49 @@
+"""Apart against together: what cannot be compared is refused, and small runs have all rows."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from antiphon.base.errors import UserError
+from antiphon.bench.apart import ABLATION, SWEEP, ApartCase, bench_ablation, bench_sweep
+from antiphon.bench.harness.cores import quota_unavailable
+from antiphon.cli.bench import app
+from tests.serve.engine_harness import save_tiny_model
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
+    for options, said in (
+        (["--layout", "colocated"], "--layout colocated has attention and experts together"),
+        (["--together", "1+2/m2"], "--together 1+2/m2 has attention and experts apart"),
+        (["--input-tokens", "300"], "more than the model's context of 256"),
+        (["--attention", "two"], "--attention has 'two'"),
+        (["--attention", "0"], "--attention has 0"),
+        (["--attention", "1", "--slice", "3"], "--slice is 3"),
+        (["--requests", "0"], "--requests is 0"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            CliRunner().invoke(app, ["apart", str(folder), *options], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_a_small_ablation(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
+    case = ApartCase(requests=4, input_tokens=16, output_tokens=16, rounds=1)
+    rows = bench_ablation(folder, case, print)
+    assert [row["engine"] for row in rows] == ["together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm"]
+    assert [row["over_the_row_before"] is None for row in rows] == [True, False, False, False]
+    assert len(ABLATION.cells(rows)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(quota_unavailable() is not None, reason=str(quota_unavailable()))
+def test_a_small_sweep(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
+    case = ApartCase(requests=2, input_tokens=8, output_tokens=40, rounds=1)
+    rows = bench_sweep(folder, case, [1, 2], lambda done, total: None)
+    assert [row["attention"] for row in rows] == [1, 2]
+    assert rows[1]["cores"] == pytest.approx(0.7)
+    assert len(SWEEP.cells(rows)) == 2
