@@ -77,7 +77,7 @@ class Bucket:
         self.is_begun = False
         if self._zero:
             self._sizes = _shard_sizes(parameters, replicas.size)
-            self._values = torch.zeros(sum(self._sizes), dtype=parameters[0].tensor.dtype)
+            self._values = parameters[0].tensor.new_zeros(sum(self._sizes))
             self._num_bytes = self._values.untyped_storage().nbytes()
             first = sum(self._sizes[: replicas.place])
             self._own = first, first + self._sizes[replicas.place]

@@ -30,6 +30,7 @@ from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import Group, beside
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig
+from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
 from antiphon.train.shards import Shards
@@ -66,8 +67,16 @@ class Saver:
     """Writes checkpoints of a run. One that cannot be written is an error in the log, and training goes on: the last
     one is whole, and the next may succeed. Made by all `ranks` together."""
 
-    def __init__(self, config: TrainConfig, model_config: dict[str, Any], text: str, ranks: Group) -> None:
-        """`text`: the digest of what is trained on."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_config: dict[str, Any],
+        text: str,
+        ranks: Group,
+        device: torch.device = HOST,
+    ) -> None:
+        """`text`: the digest of what is trained on. `device`: where that is."""
+        self._device = device
         self._facts: dict[str, Any] = {"config": config.as_table(), "model_config": model_config, "text": text}
         self._keep, self._keep_best = config.output.keep, config.output.keep_best
         self._group = beside(ranks, max(_DISK_S, config.communication.timeout_s))
@@ -82,6 +91,7 @@ class Saver:
         self.close()
         self._facts["held_out_loss"] = held_out_loss
         copies = {name: boxes.copy() for name, boxes in stored.items()}
+        settle(self._device)
         self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._save_beside:
@@ -147,7 +157,9 @@ class Saver:
     def _check_room(self, boxes: Mapping[str, Boxes]) -> None:
         """`OSError` before anything is written if the disk has no room for all of it."""
         own = sum(view.nbytes for each in boxes.values() for _, view in each.boxes)
-        needed = int(run(AllReduce(self._group, "checkpoint"), torch.tensor([float(own)], dtype=torch.float64)))
+        needed = int(
+            run(AllReduce(self._group, "checkpoint"), torch.tensor([float(own)], dtype=torch.float64, device=HOST))
+        )
         failure = None
         if self._group.index == 0 and (free := shutil.disk_usage(self._folder).free) < needed:
             failure = OSError(errno.ENOSPC, f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
@@ -155,7 +167,7 @@ class Saver:
 
     def _agree(self, failure: OSError | None) -> None:
         """All ranks fail if the first one did."""
-        failed = run(AllReduce(self._group, "checkpoint"), torch.tensor([float(failure is not None)]))
+        failed = run(AllReduce(self._group, "checkpoint"), torch.tensor([float(failure is not None)], device=HOST))
         if failure is not None:
             raise failure
         if float(failed):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from antiphon.comm.collectives import AllGather, AllToAll, gather_sizes, run
 from antiphon.comm.mesh import Group
+from antiphon.train.device import HOST, host_copy
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
 from antiphon.train.partition import Part
@@ -60,9 +61,9 @@ class Boxes:
         return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.size()) for offsets, view in self.boxes]
 
     def copy(self) -> "Boxes":
-        """What this rank writes of them, as it is now."""
+        """What this rank writes of them, in host memory, as it is now: there once the device has settled."""
         boxes = self.boxes if self.written else []
-        return replace(self, boxes=[(offsets, view.clone()) for offsets, view in boxes])
+        return replace(self, boxes=[(offsets, host_copy(view)) for offsets, view in boxes])
 
     def at(self, index: MetadataIndex) -> Tensor:
         return next(view for offsets, view in self.boxes if torch.Size(offsets) == index.offset)
@@ -181,7 +182,7 @@ def _all_places(boxes: Mapping[str, Sequence[tuple[Offsets, Tensor]]], ranks: Gr
     """The places of the experts' tensors, by rank and name."""
     of_experts = {name: each for name, each in boxes.items() if _EXPERTS in name}
     places = {name: [(offsets, tuple(view.shape)) for offsets, view in each] for name, each in of_experts.items()}
-    own = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8).to(HOST)
     sizes = gather_sizes(ranks, own.shape[0], own.device)
     texts = torch.split(run(AllGather(ranks, "packing", sizes), own), list(sizes))
     return [json.loads(bytes(each.tolist())) for each in texts]

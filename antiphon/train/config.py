@@ -36,6 +36,7 @@ from antiphon.specs.checked import (
     read_mapping,
 )
 from antiphon.train.config_data import BelowOne, DataConfig
+from antiphon.train.device import DeviceName
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -299,7 +300,8 @@ class OutputConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run. `batch`: sequences of one optimizer step; `micro_batch`: of one pass (0: all). `dtype`: of the
-    arithmetic; parameters and optimizer are in float32 at least."""
+    arithmetic; parameters and optimizer are in float32 at least. `device`: of each rank; "auto": a GPU where there
+    are any (`train.device`)."""
 
     model: ModelConfig
     data: DataConfig
@@ -310,6 +312,7 @@ class TrainConfig:
     micro_batch: CountFromZero = 0
     seed: CountFromZero = 0
     dtype: Dtype = "float32"
+    device: DeviceName = "auto"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -27,6 +27,7 @@ from antiphon.comm.collectives import AllGather, barrier, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
+from antiphon.train.device import HOST, moved, settle
 from antiphon.train.metrics import FILE
 from antiphon.train.model import dispatcher_of
 
@@ -45,9 +46,11 @@ class DispatchChoice:
     sizes: Mapping[str, Any]
 
 
-def choose_dispatch(spec: ModelSpec, config: TrainConfig, mesh: Mesh) -> DispatchChoice | None:
-    """The faster way; None where nothing is to be chosen: one rank has all experts, or the configuration says which.
-    All ranks call it together."""
+def choose_dispatch(
+    spec: ModelSpec, config: TrainConfig, mesh: Mesh, device: torch.device = HOST
+) -> DispatchChoice | None:
+    """The faster way for rows on `device`; None where nothing is to be chosen: one rank has all experts, or the
+    configuration says which. All ranks call it together."""
     if config.parallel.dispatch != "auto" or mesh.sizes.expert == 1:
         return None
     sequences = config.batch // config.micro_batches // mesh.sizes.data
@@ -61,13 +64,13 @@ def choose_dispatch(spec: ModelSpec, config: TrainConfig, mesh: Mesh) -> Dispatc
         "deduplicate": config.parallel.deduplicate,
     }
     known = _former(Path(config.output.folder), sizes) if mesh.rank == 0 else None
-    number = torch.tensor([-1 if known is None else WAYS.index(known.way)])
+    number = torch.tensor([-1 if known is None else WAYS.index(known.way)], device=HOST)
     former = int(run(AllGather(mesh.world, "dispatch choice", (1,) * mesh.sizes.world_size), number)[0])
     if former >= 0:
         choice = DispatchChoice(way=WAYS[former], times_s={} if known is None else known.times_s, sizes=sizes)
         _say(mesh, "dispatch: %s, as before", choice.way)
         return choice
-    times_s = _measure(config, sizes, mesh)
+    times_s = _measure(config, sizes, mesh, device)
     choice = DispatchChoice(way=min(WAYS, key=lambda way: times_s[way]), times_s=times_s, sizes=sizes)
     words = ", ".join(f"{way} {format_seconds(each)}" for way, each in times_s.items())
     _say(mesh, "dispatch: %s (%s there and back)", choice.way, words)
@@ -96,18 +99,19 @@ def _former(folder: Path, sizes: Mapping[str, Any]) -> DispatchChoice | None:
     return DispatchChoice(**found) if found and found["sizes"] == dict(sizes) else None
 
 
-def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh) -> dict[str, float]:
+def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh, device: torch.device) -> dict[str, float]:
     """Seconds by way: the median over rounds of the slowest rank's."""
     generator, dtype = torch.Generator().manual_seed(mesh.rank), getattr(torch, config.dtype)
-    scores_TE = torch.rand(sizes["rows"], sizes["num_experts"], generator=generator)
+    scores_TE = moved(torch.rand(sizes["rows"], sizes["num_experts"], generator=generator, device=HOST), device)
     weights_TK, ids_TK = scores_TE.topk(sizes["top_k"], dim=1)  # even use, as the balance loss wants it
-    x_TH = torch.randn(sizes["rows"], sizes["hidden_size"], generator=generator).to(dtype).requires_grad_()
+    drawn_TH = torch.randn(sizes["rows"], sizes["hidden_size"], generator=generator, device=HOST)
+    x_TH = moved(drawn_TH.to(dtype), device).requires_grad_()
     weights_TK = weights_TK.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     ways = [
         dispatcher_of(mesh, sizes["num_experts"], replace(config.parallel, dispatch=way), config.communication, dtype)
         for way in WAYS
     ]
-    own = torch.zeros(ROUNDS + 1, len(WAYS), dtype=torch.float64)
+    own = torch.zeros(ROUNDS + 1, len(WAYS), dtype=torch.float64, device=HOST)
     for number in range(ROUNDS + 1):
         for index, way in enumerate(ways):
             barrier(mesh.world)
@@ -116,6 +120,7 @@ def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh) -> dict[
             rows_RH, _ = dispatched.wait()
             out_TH = dispatched.start_combine(rows_RH * 1).wait()
             torch.autograd.grad(out_TH, (x_TH, weights_TK), torch.ones_like(out_TH))
+            settle(device)
             own[number, index] = time.perf_counter() - began_s
     ranks = mesh.sizes.world_size
     collective = AllGather(mesh.world, "dispatch choice", (own.shape[0],) * ranks)

@@ -19,6 +19,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train.config import TrainConfig
+from antiphon.train.device import HOST
 from antiphon.train.model import Batch
 from antiphon.train.passes import Passes
 from antiphon.train.samples import Samples
@@ -69,11 +70,12 @@ def held_out_loss(
         for block in _blocks(windows, largest, data)
     ]
     own = [place + data * turn for turn in range(-(-len(blocks) // data))]  # as many on every rank
-    batches = [_batch(samples, blocks[number][1] if number < len(blocks) else []) for number in own]
+    device = passes.model.device
+    batches = [_batch(samples, blocks[number][1] if number < len(blocks) else [], device) for number in own]
     shards.begin_step()
     sums = passes.losses_of(batches, own, len(blocks))
     shards.end_step()
-    of_blocks = torch.tensor([source for source, _ in blocks])
+    of_blocks = torch.tensor([source for source, _ in blocks], device=HOST)
     whole, parts = _mean(sums), [_mean(sums[of_blocks == source]) for source in range(len(names))]
     if whole is None:
         _log.warning("the held-out text has no target: raise data.held_out, or give more text")
@@ -112,9 +114,9 @@ def _mean(sums: Tensor) -> HeldOutLoss | None:
     return HeldOutLoss(loss=loss, error=error, num_targets=int(num_targets))
 
 
-def _batch(samples: Samples, numbers: Sequence[int]) -> Batch:
+def _batch(samples: Samples, numbers: Sequence[int], device: torch.device) -> Batch:
     """These samples; without any, one that counts nothing."""
-    batch = samples.batch(numbers or [0], torch.device("cpu"))
+    batch = samples.batch(numbers or [0], device)
     if not numbers:
         batch.targets_BS.fill_(IGNORED)
     return batch

@@ -32,6 +32,7 @@ from antiphon.models.names import StackedLayout
 from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, check, expert_refs, outer_plan
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
+from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.partition import Part
 from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights, parts_of
@@ -91,7 +92,7 @@ class _OneExpert(ReferenceExperts):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         widths = spec.feed_forward
         shape = ExpertShape(1, spec.hidden_size, widths.intermediate, widths.activation, has_bias=widths.expert_bias)
-        super().__init__(shape, torch.device("cpu"), dtype)
+        super().__init__(shape, HOST, dtype)
         self._by_purpose = {GATE_UP: self.gate_up_EJH, DOWN: self.down_EHI}
         if self.gate_up_bias_EJ is not None and self.down_bias_EH is not None:
             self._by_purpose |= {GATE_UP + "_bias": self.gate_up_bias_EJ, DOWN + "_bias": self.down_bias_EH}

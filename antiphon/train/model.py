@@ -118,7 +118,7 @@ class MoeModel(nn.Module):
         self.turns = Turns()
         for each in self.layers:
             each.held, each.turns = self.held, self.turns
-        table = rotary_table(spec.attention.rope, max_positions, torch.device("cpu"))
+        table = rotary_table(spec.attention.rope, max_positions, first.device)
         self.register_buffer("cos_PR", table.cos, persistent=False)
         self.register_buffer("sin_PR", table.sin, persistent=False)
 
@@ -126,6 +126,11 @@ class MoeModel(nn.Module):
         """Say goodbye to other ranks."""
         for each in self.links:
             each.close()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters lie."""
+        return self.cos_PR.device
 
     def _holds(self, purpose: str) -> bool:
         """Whether a stage of this rank has this parameter of those outside of layers."""
@@ -163,7 +168,8 @@ class MoeModel(nn.Module):
 
     def rows_buffer(self, batch: Batch) -> Tensor:
         """Room for the rows between two stages."""
-        return torch.empty((*self.own_targets(batch).shape, self.spec.hidden_size), dtype=self.dtype)
+        shape = (*self.own_targets(batch).shape, self.spec.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _loss(self, x_BSH: Tensor, batch: Batch, num_targets: Tensor) -> Tensor:
         """This rank's part of the cross-entropy: its sum over the targets here, divided by `num_targets`, those of the

@@ -27,6 +27,7 @@ from antiphon.comm.mesh import Group, Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Matrices, Piece
 from antiphon.train.config import CommunicationConfig, OptimizerConfig
+from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.shards import Shards
 from antiphon.train.weights import DOWN, GATE_UP, layer_parameters, outer_parameters
@@ -87,7 +88,7 @@ class Optimizer:
                 if not state:
                     state |= {key: torch.zeros_like(piece.values) for key in ("exp_avg", "exp_avg_sq")}
                     self._adamw.state[piece.values] = state
-                state["step"] = torch.tensor(float(step))
+                state["step"] = torch.tensor(float(step), device=piece.values.device)
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
 
 
@@ -248,7 +249,7 @@ class Muon:
 
 def _joined(group: Group, x: Tensor, dim: int) -> tuple[Tensor, int]:
     """(slices of all ranks along `dim`, where this rank's begins)."""
-    own = torch.tensor([x.shape[dim]], dtype=torch.int64)
+    own = torch.tensor([x.shape[dim]], dtype=torch.int64, device=HOST)
     sizes = tuple(run(AllGather(group, "counts", (1,) * group.size), own).tolist())
     joined: Tensor = run(AllGather(group, "matrices", sizes), x.movedim(dim, 0).contiguous())
     found: Tensor = joined.movedim(0, dim)

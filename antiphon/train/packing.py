@@ -27,6 +27,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.comm.micro_ops import ExpertPacking
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
+from antiphon.train.device import HOST
 from antiphon.train.memory import check_memory, setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.ranks import local_ranks, sizes_of, world_size
@@ -103,7 +104,9 @@ class Packing:
     def _decision(self, step: int, mesh: Mesh) -> Decision:
         """The slowest rank's times count, and the one with the least memory."""
         now = self.expert_at(step)
-        own = torch.tensor([_mean(self._worked_s), _mean(self._travelled_s), float(not self._fits(now // 2))])
+        own = torch.tensor(
+            [_mean(self._worked_s), _mean(self._travelled_s), float(not self._fits(now // 2))], device=HOST
+        )
         times = run(AllGather(mesh.world, "packing", (3,) * mesh.world.size), own.double()).view(-1, 3).amax(0)
         ffn_s, travelled_s, is_short = times.tolist()
         self._worked_s, self._travelled_s = [], []

@@ -20,6 +20,7 @@ from antiphon.comm.collectives import AllReduce, run
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
 from antiphon.train.config import LossConfig
+from antiphon.train.device import HOST
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, StagePass, Tensors
 from antiphon.train.routing import Routing, balance_of
@@ -64,7 +65,7 @@ class Passes:
                 self.model.turns.together([partial(work.whole, micro_batch) for micro_batch in pair])
         else:
             self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
-        zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32))
+        zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.model.device)
         loss = torch.stack(work.all_losses()).sum() if work.losses else zero
         num_layers, num_experts = self.model.spec.num_moe_layers, self.model.spec.router.num_experts
         use = run(AllReduce(self._group, "balance"), work.use())
@@ -87,7 +88,7 @@ class Passes:
             self._pipeline.run(self._orders(schedule.one_after_another, batches), work)
 
         found = not_finite.explain(self.model, shards, again, self.spans)
-        numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64)
+        numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64, device=HOST)
         numbers[mesh.rank] = found.number
         first = int(run(AllReduce(mesh.world, "norm"), numbers).argmin())
         return found.words if first == mesh.rank else f"rank {first} found where it began"
@@ -98,9 +99,9 @@ class Passes:
         rank's, of which all ranks have equally many. Nothing is learned and, as when the model is served, nothing
         dropped."""
         losses = replace(self.losses, capacity=0.0, device_capacity=0.0)
-        work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1))
+        work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1, device=HOST))
         self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work)
-        sums = torch.zeros(num_places, 2, dtype=torch.float64)
+        sums = torch.zeros(num_places, 2, dtype=torch.float64, device=HOST)
         for number, (place, batch) in enumerate(zip(places, batches, strict=True)):
             if self.model.is_last and place < num_places:
                 sums[place, 0] += work.losses[number].double()
@@ -150,7 +151,7 @@ class _Stages:
         rows = self._model.rows_buffer(self._batches[action.micro_batch])
         if self._config.balance_over != "model":
             return (rows,)
-        return rows, torch.empty(self._model.spec.router.num_experts, dtype=torch.float64)
+        return rows, torch.empty(self._model.spec.router.num_experts, dtype=torch.float64, device=rows.device)
 
     def do(self, action: StagePass, given: Tensors) -> Tensors:
         self.before(action)
@@ -170,7 +171,8 @@ class _Stages:
         """The use of this rank's layers, with zeros for others: choices by MoE layer and expert, flat, then those
         dropped by layer, then the balance loss."""
         spec = self._model.spec
-        counts_LE = torch.zeros(spec.num_moe_layers, spec.router.num_experts, dtype=torch.float64)
+        shape = spec.num_moe_layers, spec.router.num_experts
+        counts_LE = torch.zeros(shape, dtype=torch.float64, device=self._model.device)
         dropped_L, balance = counts_LE.new_zeros(spec.num_moe_layers), counts_LE.new_zeros(1)
         for (stage, _), routing in self._routings.items():
             layers = self._model.moe_layers(stage)
@@ -188,6 +190,9 @@ class _Stages:
         )
         self._routings[key] = routing
         rows, routing.use_before_E = (*given, None, None)[:2]
+        if routing.use_before_E is None:
+            shape, device = (spec.router.num_experts,), self._model.device
+            routing.use_before_E = torch.zeros(shape, dtype=torch.float64, device=device)
         if rows is not None and torch.is_grad_enabled():
             rows.requires_grad_()
         batch = self._batches[action.micro_batch]
@@ -205,6 +210,7 @@ class _Stages:
         gradient, use_E = (*given, None, None)[:2]
         if self._config.balance_over == "model":
             routing.use_of_all_E = routing.use_so_far() if use_E is None else use_E
-        with self._spans.backward(flight.result):
+        one_thread = torch.autograd.set_multithreading_enabled(False)  # else another one for each kind of device
+        with self._spans.backward(flight.result), one_thread:
             torch.autograd.backward(flight.result, gradient)
         return None if flight.rows is None else flight.rows.grad, routing.use_of_all_E

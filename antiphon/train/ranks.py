@@ -8,6 +8,7 @@ import socket
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -17,6 +18,7 @@ from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import CommunicationConfig, TrainConfig
+from antiphon.train.device import HOST, backends_of
 from antiphon.train.pipeline import PipelineSchedule
 
 
@@ -27,6 +29,11 @@ def world_size() -> int:
 def rank() -> int:
     """The number of this process."""
     return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
+def local_rank() -> int:
+    """The number of this process among those of this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_ranks() -> int:
@@ -65,8 +72,9 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
     return sizes
 
 
-def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig()) -> Mesh:
-    """The mesh of this process. Waits for the other ranks; `ResourceError` names those that do not come in time."""
+def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(), device: torch.device = HOST) -> Mesh:
+    """The mesh of this process, whose tensors lie on `device`. Waits for the other ranks; `ResourceError` names those
+    that do not come in time."""
     if sizes.world_size == 1:
         return connect(sizes, 0)
     rank, timeout_s, roll = int(os.environ["RANK"]), communication.timeout_s, None
@@ -75,14 +83,13 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
         store = PrefixStore(f"antiphon/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _await_all(store, rank, sizes.world_size, timeout_s)
         roll = RollCall(store, rank, sizes.world_size, timeout_s)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=sizes.world_size, timeout=timedelta(seconds=timeout_s)
-        )
+        timeout, backends = timedelta(seconds=timeout_s), backends_of(device)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=sizes.world_size, timeout=timeout)
     return connect(sizes, rank, timeout_s, communication.launcher(), roll, first=communication.sums == "priority")
 
 
 def leave() -> None:
-    """End what `join` began. A process that ends without it may abort, because threads of gloo still run."""
+    """End what `join` began. A process that ends without it may abort: threads of its process groups still run."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

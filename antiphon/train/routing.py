@@ -193,8 +193,8 @@ class Routing:
     def use_so_far(self) -> Tensor:
         """[E]: each expert's share of the choices, summed over the layers of this stage and of those before."""
         shares = [facts.counts_E / facts.counts_E.sum() for facts in self.all_facts()]
-        before_E = torch.zeros(self._router.num_experts, dtype=torch.float64)
-        return torch.stack([before_E if self.use_before_E is None else self.use_before_E, *shares]).sum(0)
+        before = [] if self.use_before_E is None else [self.use_before_E]
+        return torch.stack([*before, *shares]).sum(0)
 
     def gradients(self, index: int) -> tuple[Tensor, Tensor]:
         """Gradients of this micro-batch's losses with respect to the layer's sums of probabilities [E] and of

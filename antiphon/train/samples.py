@@ -23,6 +23,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train.config import TrainConfig
 from antiphon.train.config_data import DataConfig
+from antiphon.train.device import moved
 from antiphon.train.model import Batch
 from antiphon.train.tokens import SourceTokens, TokenFile
 
@@ -112,7 +113,7 @@ class Samples:
         if not self._document_masks:
             targets[torch.from_numpy(unwanted)] = IGNORED
             positions = torch.from_numpy(np.broadcast_to(positions_S, inputs.shape).copy())
-            return Batch(inputs.to(device), targets.to(device), positions.to(device), None)
+            return Batch(moved(inputs, device), moved(targets, device), moved(positions, device), None)
         documents = np.searchsorted(tokens.starts, places, side="right") - 1
         first = np.maximum(tokens.starts[documents], begins[:, None])
         following = np.searchsorted(tokens.starts, places + 1, side="right") - 1
@@ -120,8 +121,8 @@ class Samples:
         targets[torch.from_numpy(unwanted)] = IGNORED
         positions = torch.from_numpy(places - first)
         several = bool((documents != documents[:, :1]).any())
-        masks = torch.from_numpy(documents).to(device) if several else None
-        return Batch(inputs.to(device), targets.to(device), positions.to(device), masks)
+        masks = moved(torch.from_numpy(documents), device) if several else None
+        return Batch(moved(inputs, device), moved(targets, device), moved(positions, device), masks)
 
     def _padded(self, values: Numbers, begin: int) -> Numbers:
         """The values of a window and of its last target; behind the last of all, the last one again."""

@@ -28,6 +28,7 @@ from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, AllReduce, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.checked import read_text
+from antiphon.train.device import HOST
 from antiphon.train.layer_plan import needs
 from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one, span_name
 from antiphon.train.model import Batch, MoeModel
@@ -183,7 +184,7 @@ def choose_schedules(
     with; no parameter changes. All ranks call it together, before the first step."""
     by_kind = _kinds(model)
     known = {kind: _file(folder, model.mesh, kind) for kind in by_kind}
-    missing = torch.tensor([float(not _usable(model, by_kind, known))])  # on a rank: then all measure
+    missing = torch.tensor([float(not _usable(model, by_kind, known))], device=HOST)  # on a rank: then all measure
     if not float(run(AllReduce(model.mesh.world, "schedule"), missing)):
         for kind, layers in by_kind.items():
             _give(model, layers, read_text(known[kind]), str(known[kind]))
@@ -264,7 +265,7 @@ def _times(actions: Sequence[Action], spans: Sequence[Span], mesh: Mesh, *, back
     for span in spans:
         if span.label.backward == backward:
             by_name.setdefault(span.label.operator, []).append((span.end_ns - span.start_ns - span.inner_ns) * 1e-9)
-    own = torch.tensor([statistics.median(by_name.get(span_name(action), [0.0])) for action in actions])
+    own = torch.tensor([statistics.median(by_name.get(span_name(action), [0.0])) for action in actions], device=HOST)
     ranks = mesh.stage.size
     slowest = run(AllGather(mesh.stage, "schedule", (len(actions),) * ranks), own.double()).view(ranks, -1).amax(0)
     seconds: Mapping[Action, float] = dict(zip(actions, slowest.tolist(), strict=True))

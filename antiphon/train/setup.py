@@ -6,6 +6,7 @@ model = build_model(run.spec, run.config, run.config.sequence_length, run.mesh)
 
 import threading
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.config import TrainConfig
+from antiphon.train.device import HOST, device_of, free_bytes
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
@@ -33,7 +35,7 @@ from antiphon.train.model import MoeModel, experts_axis
 from antiphon.train.output_lock import OutputLock
 from antiphon.train.packing import Packing, with_expert
 from antiphon.train.partition import RankShare
-from antiphon.train.ranks import join, local_ranks, rank, sizes_of, world_size
+from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, world_size
 from antiphon.train.resume import Former
 from antiphon.train.samples import Samples
 from antiphon.train.sequence_parallel import SequenceParallel
@@ -54,6 +56,7 @@ class TrainingRun:
 
     config: TrainConfig
     spec: ModelSpec
+    device: torch.device
     model_config: dict[str, Any]
     plan: TrainingPlan | None
     mesh: Mesh
@@ -71,12 +74,12 @@ def prepare(config: TrainConfig, plan: TrainingPlan | None = None, allowed: Coll
     the one that `config` obeys, for the page that closes the run. `allowed`: keys that may differ from the run that
     this one goes on with."""
     lock = OutputLock(Path(config.output.folder)) if rank() == 0 else None
-    try:
-        return _prepared(config, plan, Former(config, allowed), lock)
-    except BaseException:
+    with ExitStack() as unless_prepared:
         if lock is not None:
-            lock.close()
-        raise
+            unless_prepared.callback(lock.close)
+        prepared = _prepared(config, plan, Former(config, allowed), lock)
+        unless_prepared.pop_all()
+    return prepared
 
 
 def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lock: OutputLock | None) -> TrainingRun:
@@ -92,13 +95,16 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     if packing is not None:
         config = with_expert(config, packing.expert_at(former.step))
     sizes = sizes_of(config, spec, world_size())
-    need = check_memory(spec, config, setup_of(config, sizes), ranks_here=local_ranks())
-    mesh = join(sizes, config.communication)
+    device = device_of(config.device, local_rank(), local_ranks())
+    check_device(config, device)
+    sharing = local_ranks() if device == HOST else 1
+    need = check_memory(spec, config, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
+    mesh = join(sizes, config.communication, device)
     prepare_data_together(config, spec, mesh)
     held_out, text = open_tokens(cache_of(config), "held_out"), open_tokens(cache_of(config), "train")
     former.check_text(text.digest)
     samples = Samples.of(config, text, shuffled=True)
-    dispatch = choose_dispatch(spec, config, mesh)
+    dispatch = choose_dispatch(spec, config, mesh, device)
     config = with_choice(config, dispatch)
     if mesh.rank == 0:
         chosen = None if dispatch is None else asdict(dispatch)
@@ -106,6 +112,7 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     return TrainingRun(
         config=config,
         spec=spec,
+        device=device,
         model_config=read_config(path),
         plan=plan,
         mesh=mesh,
@@ -134,7 +141,29 @@ def prepare_data(config: TrainConfig, spec: ModelSpec) -> None:
     tokenize(config.data, tokenizer_of(config), spec, cache_of(config), config.seed)
 
 
-def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: Mesh | None = None) -> MoeModel:
+def check_device(config: TrainConfig, device: torch.device) -> None:
+    """`UserError` for what works in host memory alone."""
+    if device == HOST:
+        return
+    if config.overlap.inside:
+        raise UserError(
+            f"overlap.inside is true and the device is {device}: tiles travel through host memory: set device to "
+            "'cpu', or overlap.inside to false"
+        )
+    if config.parallel.pipeline > 1:
+        raise UserError(
+            f"parallel.pipeline is {config.parallel.pipeline} and the device is {device}: stages tell rows apart by "
+            "tags, which NCCL does not know: set device to 'cpu', or pipeline to 1"
+        )
+
+
+def build_model(
+    spec: ModelSpec,
+    config: TrainConfig,
+    max_positions: int,
+    mesh: Mesh | None = None,
+    device: torch.device = HOST,
+) -> MoeModel:
     """The model with its first weights: what the rank of `mesh` holds of it; None: all. Waits for the ranks of `mesh`
     where rows travel in tiles."""
     mesh = connect(Sizes(), 0) if mesh is None else mesh
@@ -144,7 +173,7 @@ def build_model(spec: ModelSpec, config: TrainConfig, max_positions: int, mesh: 
         mesh,
         max_positions=max_positions,
         dtype=_DTYPES[config.dtype],
-        first=FirstValues(config.seed, config.model.initializer_range),
+        first=FirstValues(config.seed, config.model.initializer_range, device),
         parallel=config.parallel,
         communication=config.communication,
         options=plan_options(spec, config, mesh.sizes),
@@ -226,7 +255,7 @@ def prepare_data_together(config: TrainConfig, spec: ModelSpec, mesh: Mesh) -> N
     while busy:
         if thread is not None:
             thread.join(min(30.0, config.communication.timeout_s / 4))
-        own = torch.tensor([float(thread is not None and thread.is_alive()), float(bool(failures))])
+        own = torch.tensor([float(thread is not None and thread.is_alive()), float(bool(failures))], device=HOST)
         busy, failed = run(AllReduce(mesh.world, "barrier"), own).tolist()
     if failures:
         raise failures[0]

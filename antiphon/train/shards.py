@@ -47,6 +47,7 @@ class Shards:
         communication: CommunicationConfig = CommunicationConfig(),
     ) -> None:
         self._world = model.mesh.world
+        self._device = model.device
         self._zero = zero
         self._is_last_pass = False
         replicas = ReplicaGroups(
@@ -99,7 +100,7 @@ class Shards:
         ]
         if self._world.size == 1:
             return torch.stack(squares).sum().sqrt()
-        mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float32)
+        mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float32, device=self._device)
         return run(AllReduce(self._world, "norm"), mine.double().view(1)).sqrt().squeeze(0)
 
     def clip(self, norm: Tensor, limit: float) -> None:

@@ -33,6 +33,7 @@ from torch.autograd.graph import Node
 
 from antiphon.base.errors import UserError
 from antiphon.base.trace import process_named, thread_named, write_events
+from antiphon.train.device import HOST, settle
 
 _NOTHING = nullcontext()
 _NUMBERLESS = 1 << 63  # nodes that add up a parameter's gradient: they run when they can
@@ -77,9 +78,11 @@ class _Own(threading.local):
 
 
 class StepSpans:
-    """Records while `on`. Forward and backward of a pass run in one thread; several threads may record."""
+    """Records while `on`. Forward and backward of a pass run in one thread; several threads may record. A span ends
+    when `device` has done what it was given in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
+        self._device = device
         self.on = False
         self.step = 0
         self._own = _Own()
@@ -152,9 +155,11 @@ class StepSpans:
         return change
 
     def _begin(self, label: Label) -> None:
+        settle(self._device)
         self._own.open.append(Span(label, self.step, time.monotonic_ns()))
 
     def _end(self) -> None:
+        settle(self._device)
         span = self._own.open.pop()
         span.end_ns = time.monotonic_ns()
         if self._own.open:

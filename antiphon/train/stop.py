@@ -16,6 +16,7 @@ import torch
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import Group
+from antiphon.train.device import HOST
 
 _SAME_S = 1.0
 MAX_HOURS = "--max-hours"
@@ -60,5 +61,6 @@ class StopRequest:
         is_late = self._deadline_s is not None and time.monotonic() > self._deadline_s
         flags = [name in self._received or (name == MAX_HOURS and is_late) for name in _REASONS]
         if self._ranks.size > 1:
-            flags = run(AllReduce(self._ranks, "barrier"), torch.tensor(flags, dtype=torch.float32)).bool().tolist()
+            own = torch.tensor(flags, dtype=torch.float32, device=HOST)
+            flags = run(AllReduce(self._ranks, "barrier"), own).bool().tolist()
         return next((name for name, is_set in zip(_REASONS, flags, strict=True) if is_set), "")

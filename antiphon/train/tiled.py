@@ -279,10 +279,11 @@ def parts_of(rows: RowMap, by_rank: Sequence[int], tile_rows: int) -> dict[Tile,
     """By tile of rows that lie in order of rank: each expert that has some of them, and where these lie in order of
     expert. Within an expert rows are in order of token, so those of a tile are one run."""
     num_tokens, num_experts = rows.place_TK.shape[0], len(rows.counts_E)
-    counts_E = torch.tensor(rows.counts_E)
-    keys_R = rows.token_R.cpu() + num_tokens * torch.arange(num_experts).repeat_interleave(counts_E)
-    bounds = torch.tensor(boundaries(by_rank, tile_rows))
-    cuts_EB = torch.searchsorted(keys_R, (num_tokens * torch.arange(num_experts)).unsqueeze(1) + bounds).tolist()
+    device = rows.token_R.device
+    firsts_E = num_tokens * torch.arange(num_experts, device=device)
+    keys_R = rows.token_R + firsts_E.repeat_interleave(torch.tensor(rows.counts_E, device=device))
+    bounds = torch.tensor(boundaries(by_rank, tile_rows), device=device)
+    cuts_EB = torch.searchsorted(keys_R, firsts_E.unsqueeze(1) + bounds).tolist()
     tiles = [tile for rank, count in enumerate(by_rank) for tile in tiles_of(rank, count, tile_rows)]
     return {
         tile: [(e, slice(cuts[i], cuts[i + 1])) for e, cuts in enumerate(cuts_EB) if cuts[i] < cuts[i + 1]]

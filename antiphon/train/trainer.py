@@ -22,6 +22,7 @@ from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move
+from antiphon.train.device import peak_bytes
 from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory import bytes_by_formula
@@ -39,7 +40,6 @@ from antiphon.train.watch import Watch
 from antiphon.train.weights import NOT_TRAINED, Weights
 
 _log = get_logger("train")
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Trainer:
         self.config = run.config
         self.mesh = run.mesh
         self.state = RunState(step=0, num_samples=0, num_tokens=0)
-        self._spans = StepSpans()
+        self._spans = StepSpans(run.device)
         self._held_out: HeldOutLoss | None = None
         self._saved_step = -1
 
@@ -103,7 +103,9 @@ class Trainer:
         former = self._run.former
         self._build(begin=config.model.begin == "checkpoint" and not former.step)
         self._resume()
-        self._saver = checkpoint.Saver(config, self._run.model_config, self._run.text, self.mesh.world)
+        self._saver = checkpoint.Saver(
+            config, self._run.model_config, self._run.text, self.mesh.world, self._run.device
+        )
         metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
         if self.state.step >= config.steps:
             self._evaluate()
@@ -158,7 +160,7 @@ class Trainer:
     def _build(self, *, begin: bool = False) -> None:
         """What is trained, as `config` and `mesh` say; `begin`: with the weights of the model's folder."""
         config = self.config
-        self.model = build_model(self.spec, config, config.sequence_length, self.mesh)
+        self.model = build_model(self.spec, config, config.sequence_length, self.mesh, self._run.device)
         if begin:
             import_weights(self.model, Path(config.model.path))
         share_spans(self.model, self._spans)
@@ -184,7 +186,10 @@ class Trainer:
 
     def _resume(self) -> None:
         if self.config.overlap.search:
-            batches = [self._run.samples.batch(numbers, _CPU) for numbers in numbers_of_rank(self.config, self.mesh, 0)]
+            batches = [
+                self._run.samples.batch(numbers, self._run.device)
+                for numbers in numbers_of_rank(self.config, self.mesh, 0)
+            ]
             choose_schedules(self.model, Path(self.config.output.folder), self._passes, self._shards, batches)
         found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
         if not found:
@@ -207,7 +212,7 @@ class Trainer:
         rate = rate_at(step, config.optimizer.schedule_steps or config.steps, config.optimizer)
         with self._spans.of("data"):
             numbers = numbers_of_rank(config, self.mesh, self.state.num_samples)
-            batches = [self._run.samples.batch(each, _CPU) for each in numbers]
+            batches = [self._run.samples.batch(each, self._run.device) for each in numbers]
         self._shards.begin_step()
         passed = self._passes.run(batches, self._shards)
         with self._spans.of("gradient sum"):
@@ -271,6 +276,7 @@ class Trainer:
                 "balance_loss": result.balance,
                 "tokens_per_s": rate,
                 "flops_per_s": self._flops_per_token * rate,
+                **({} if (peak := peak_bytes(self._run.device)) is None else {"peak_device_bytes": peak}),
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,
                 "expert_rows": result.counts_LE.tolist(),

@@ -24,6 +24,7 @@ from antiphon.comm.collectives import AllGather, barrier, gather_sizes, run
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
+from antiphon.train.device import HOST
 from antiphon.train.metrics import Metrics
 from antiphon.train.spans import Span, StepSpans, seconds_by_operator, write_part
 
@@ -233,7 +234,7 @@ class Watch:
 def _traffic(mesh: Mesh) -> StepTraffic:
     """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together."""
     text = json.dumps(asdict(_taken(mesh))).encode()
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(HOST)
     sizes = gather_sizes(mesh.world, len(text), own.device)
     texts = torch.split(run(AllGather(mesh.world, "ledger", sizes), own), list(sizes))
     ledgers = [json.loads(bytes(each.tolist())) for each in texts]

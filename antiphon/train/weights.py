@@ -16,6 +16,7 @@ from antiphon.models.config import tensor_names
 from antiphon.models.shares import pick
 from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
 from antiphon.specs.model import ModelSpec
+from antiphon.train.device import HOST, SHAPES_ONLY, moved
 from antiphon.train.partition import Part
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
@@ -107,26 +108,34 @@ def register(
 @dataclass(frozen=True)
 class FirstValues:
     """First values that depend on seed and name alone: matrices are normal with deviation `std`. Each expert draws by
-    itself, so that a rank draws only its own."""
+    itself, so that a rank draws only its own. They are drawn in host memory, so that every `device` begins with the
+    same bits; without memory (`SHAPES_ONLY`), they have shapes alone."""
 
     seed: int = 0
     std: float = 0.02
+    device: torch.device = HOST
 
     def of(self, spec: ParameterSpec, name: str, part: Part) -> Tensor:
         """The value of this part."""
+        if self.device == SHAPES_ONLY:
+            return torch.empty(part.local_shape, device=self.device)
+        return moved(self._drawn(spec, name, part), self.device)
+
+    def _drawn(self, spec: ParameterSpec, name: str, part: Part) -> Tensor:
         if spec.begins != "normal":
-            return torch.ones(part.local_shape) if spec.begins == "ones" else torch.zeros(part.local_shape)
+            number = 1.0 if spec.begins == "ones" else 0.0
+            return torch.full(part.local_shape, number, device=HOST)
         if not spec.purpose.startswith("experts."):
             return part.of(self._normal(spec.shape, name)).contiguous()
         experts = [expert for start, stop in part.ranges[0] for expert in range(start, stop)]
-        value = torch.empty(part.local_shape)
+        value = torch.empty(part.local_shape, device=HOST)
         for place, expert in enumerate(experts):
             one = self._normal(spec.shape[1:], f"{name}.{expert}")
             value[place] = Part(spec.shape[1:], part.ranges[1:]).of(one)
         return value
 
     def _normal(self, shape: Shape, name: str) -> Tensor:
-        return torch.empty(shape).normal_(std=self.std, generator=_generator(name, self.seed))
+        return torch.empty(shape, device=HOST).normal_(std=self.std, generator=_generator(name, self.seed))
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

@@ -84,6 +84,8 @@ def grouped_product(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...])
 
 def grouped_input_gradient(grad_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
     """[R, I]: the gradient of `grouped_product`'s rows."""
+    if _has_grouped_mm(grad_RO, weight_EOI):
+        return torch._grouped_mm(grad_RO, weight_EOI, offs=_ends(counts_E, grad_RO.device))
     grad_x_RI = grad_RO.new_empty(grad_RO.shape[0], weight_EOI.shape[2])
     for expert, rows in _groups(counts_E):
         torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])
@@ -92,7 +94,13 @@ def grouped_input_gradient(grad_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[
 
 def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
     """[E, O, I]: the gradient of `grouped_product`'s matrices."""
-    grad_EOI = grad_RO.new_empty(len(counts_E), grad_RO.shape[1], x_RI.shape[1])
+    shape = len(counts_E), grad_RO.shape[1], x_RI.shape[1]
+    if _has_grouped_mm(x_RI, grad_RO.new_empty(()).expand(shape)):
+        grad_EOI = torch._grouped_mm(grad_RO.t(), x_RI, offs=_ends(counts_E, x_RI.device))
+        if 0 in counts_E:
+            grad_EOI[[expert for expert, count in enumerate(counts_E) if not count]] = 0
+        return grad_EOI
+    grad_EOI = grad_RO.new_empty(shape)
     for expert, count in enumerate(counts_E):
         if not count:
             grad_EOI[expert].zero_()
