@@ -30,6 +30,9 @@ PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_P
 # Tests beside each other can starve one. Those that failed run once more, alone; the output shows both runs.
 AGAIN = || { [ $$? -eq 1 ] && echo "== failed tests again, alone" && \
 	$(PY) -m pytest --ignore=tests/test_imports.py --last-failed --last-failed-no-failures=none $(1); }
+LOCKED := from importlib.metadata import requires; \
+	own = ('torch==', 'triton==') if any(r.startswith('triton') for r in requires('torch')) else ('torch==',); \
+	print(*(line for line in open('requirements.lock') if not line.startswith(own)), sep='', end='')
 YARDSTICK := out/yardstick-tiny
 
 # Stamps live inside the environment, so that removing it removes what is known about it.
@@ -125,14 +128,15 @@ $(PYTHON_STAMP): scripts/create_venv.sh
 # torch first and alone: which build of it (CPU or CUDA) is the machine's choice, its dependencies follow the lock.
 $(TORCH_STAMP): $(PYTHON_STAMP)
 	@echo "== $(TORCH)"
-	@grep -v '^torch==' requirements.lock > $(VENV)/requirements-without-torch.txt
+	@grep -vE '^(torch|triton)==' requirements.lock > $(VENV)/requirements-without-torch.txt
 	$(PIP) install $(TORCH_FLAGS) --constraint $(VENV)/requirements-without-torch.txt "$(TORCH)"
 	@rm -f $(VENV)/.torch-*.stamp
 	@touch $@
 
+# A CUDA build of torch brings the Triton it was made with, which stays.
 $(PACKAGES_STAMP): $(TORCH_STAMP) requirements.lock
 	@echo "== packages"
-	@grep -v '^torch==' requirements.lock > $(VENV)/requirements-without-torch.txt
+	@$(PY) -c "$(LOCKED)" > $(VENV)/requirements-without-torch.txt
 	$(PIP) install --no-deps --requirement $(VENV)/requirements-without-torch.txt
 	@touch $@
 

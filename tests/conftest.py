@@ -24,6 +24,10 @@ LEFT_OUT = pytest.StashKey[int]()
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Without a GPU, Triton's kernels are tested in its interpreter, which it has to know before it is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:

@@ -51,7 +51,10 @@ ISA_FLAGS = (
 )
 NAMED_PACKAGES = ("torch", "transformers")
 MIN_PYTHON = (3, 11)
-GPU_LIBRARIES = {"triton": "comes with a CUDA build of torch", "flashinfer": "pip install flashinfer-python"}
+GPU_LIBRARIES = {
+    "triton": "pip install 'antiphon[triton]'; a CUDA build of torch brings it",
+    "flashinfer": "pip install flashinfer-python",
+}
 BUFFER_LIMITS = (Path("/proc/sys/net/core/wmem_max"), Path("/proc/sys/net/core/rmem_max"))
 WANTED_BUFFER_BYTES = 4 * 2**20  # a micro-batch of 512 rows of 4096 bf16 values
 HALT_POLL_NS = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")

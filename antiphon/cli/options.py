@@ -37,7 +37,7 @@ _PLANNED = (*_SIZES, "max_running", "prefill_collectives", "decode_collectives")
 _OF_ONE_POOL = (*_SIZES, "placement")  # options that say nothing of two pools
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
-KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), reference.")]
+KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), triton (GPU), reference.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", metavar="N", show_default="share the cores", help="Threads per worker.")
 ]

@@ -9,31 +9,39 @@ from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.gpu import check_gpu_dtype, find_gpu
 from antiphon.kernels.reference import ReferenceBackend
+from antiphon.kernels.triton import load, why_not
 
 _log = get_logger("kernels")
+KERNELS = ("auto", "cpu", "triton", "reference")
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> KernelBackend:
-    """`name` is "auto", "cpu" (native packed kernels) or "reference" (plain PyTorch)."""
+    """`name` is "auto", "cpu" (native packed kernels), "triton" (for GPUs) or "reference" (plain PyTorch)."""
     check_backend(name, device, dtype)
-    if _native_fits(device, dtype) and name != "reference":
+    if name in ("auto", "cpu") and _native_fits(device, dtype):
         return CpuBackend(dtype)
+    reason = why_not(device, dtype)
+    if name == "triton" or (name == "auto" and device.type != "cpu" and reason is None):
+        made: KernelBackend = load("backend").TritonBackend(device, dtype)
+        return made
     if name == "auto":
-        _log.info("kernels: reference (no native kernels for %s on %s)", dtype, device)
+        _log.info("kernels: reference (no native kernels for %s on %s; of Triton's, %s)", dtype, device, reason)
     return ReferenceBackend(device, dtype)
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """`UserError` if there is no such back-end for this device and dtype. Makes nothing, touches no device."""
-    if name not in ("auto", "cpu", "reference"):
-        raise UserError(f"--kernels {name} do not exist: use auto, cpu or reference")
+    if name not in KERNELS:
+        raise UserError(f"--kernels {name} do not exist: use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     if name == "cpu" and not _native_fits(device, dtype):
         kind = str(dtype).removeprefix("torch.")
         raise UserError(
             f"--kernels cpu: the native kernels compute in bfloat16 or float32 on a cpu, not in {kind} on {device}: "
             f"use --kernels reference"
         )
+    if name == "triton" and (reason := why_not(device, dtype)) is not None:
+        raise UserError(f"--kernels triton: {reason}; or use --kernels reference")
     if device.type == "cuda":
         check_gpu_dtype(device, dtype)
 

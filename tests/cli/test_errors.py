@@ -99,7 +99,7 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
     ("--token-ids 1 --micro-batches 65", 2, "--micro-batches is 65: it must be at most 64"),
     ("--token-ids 1 --dtype int3", 2, "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
     ("--token-ids 1 --device tpu", 2, "--device tpu is not supported: use cpu or cuda"),
-    ("--token-ids 1 --kernels fast", 2, "--kernels fast do not exist: use auto, cpu or reference"),
+    ("--token-ids 1 --kernels fast", 2, "--kernels fast do not exist: use auto, cpu, triton or reference"),
     ("--token-ids 1 --kernels cpu --dtype float16", 2, "--kernels cpu: the native kernels .* use --kernels reference"),
     ("--token-ids 1 --threads -1", 2, "--threads is -1: it must be at least 1"),
     ("--token-ids 1 --threads 0", 2, "--threads is 0: it must be at least 1"),

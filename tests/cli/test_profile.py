@@ -75,7 +75,7 @@ def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monk
         ("--phase train --ranks 1,two", "--ranks '1,two' is not a list of numbers: write for example 2,1"),
         ("--phase train --dtype float16", "--dtype is float16: to train it must be float32 or bfloat16"),
         ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
-        ("--kernels fast", "--kernels fast do not exist: use auto, cpu or reference"),
+        ("--kernels fast", "--kernels fast do not exist: use auto, cpu, triton or reference"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(checkpoint: Path, options: str, message: str) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.kernels.triton import kernels_for
+
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis (arXiv 1910.07467), in x's dtype."""
@@ -22,6 +24,11 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        if (kernels := kernels_for(x, "norm")) is not None:
+            y: Tensor
+            _, y, factors = kernels.norm(x, weight_H, eps)
+            ctx.save_for_backward(x, weight_H, factors)
+            return y
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_H, factor)
@@ -32,6 +39,8 @@ class _RmsNorm(torch.autograd.Function):
         """With n = x * factor: the weight's is the sum of grad * n, the input's factor * (g - n * mean(g * n)) for
         g = grad * weight."""
         x, weight_H, factor = ctx.saved_tensors
+        if (kernels := kernels_for(x, "norm")) is not None:
+            return *kernels.norm_gradient(grad, x, weight_H, factor), None
         grad = grad.to(factor.dtype)
         normed = x * factor
         product = grad * normed

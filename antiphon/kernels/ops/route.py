@@ -29,7 +29,7 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor | None, router: RouterSpec)
 
 def _keep_best_groups(choice_TE: Tensor, router: RouterSpec) -> Tensor:
     """-inf for every expert outside the `top_k_groups` best groups (DeepSeek-V2 section 2.2.2, -V3 section 2.1.2)."""
-    grouped = choice_TE.view(choice_TE.shape[0], router.num_groups, -1)
+    grouped = choice_TE.view(choice_TE.shape[0], router.num_groups, router.num_experts // router.num_groups)
     if router.group_score == "max":
         group_scores = grouped.amax(-1)
     else:
