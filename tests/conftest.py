@@ -78,7 +78,7 @@ def live_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> "
     """One attention worker, one expert worker, two micro-batches."""
     from tests.serve.server_harness import serve
 
-    with serve(checkpoint, tmp_path_factory.mktemp("server"), "--layout", "disaggregated") as server:
+    with serve(checkpoint, tmp_path_factory.mktemp("server"), "--experts", "1", "--micro-batches", "2") as server:
         yield server
 
 

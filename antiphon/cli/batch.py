@@ -38,7 +38,8 @@ def batch(
     check_requests(requests)
     if answers.exists() and answers.samefile(requests):
         raise UserError(f"{answers} holds the requests: name another file for the answers")
-    config, served = options.planned_config(context, model, workers, capacity, trace=False)
+    planned, served = options.planned_config(context, model, workers, capacity, trace=False)
+    config = workers.with_micro_batches(planned)
     if served is not None:
         options.check_plan_fits(config, served)
     spec = load_model_spec(config.model, config.rope_scaling)

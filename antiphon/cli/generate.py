@@ -83,7 +83,8 @@ def generate(
     """Complete a prompt with MODEL, without a server."""
     check_output_file("--timeline", timeline)
     params = sampling.params()
-    config, served = options.planned_config(context, model, workers, _CAPACITY, trace=timeline is not None)
+    planned, served = options.planned_config(context, model, workers, _CAPACITY, trace=timeline is not None)
+    config = workers.with_micro_batches(planned)
     if served is not None:
         options.check_plan_fits(config, served)
     ids, tokenizer = prompt.read(model)

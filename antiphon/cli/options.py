@@ -23,6 +23,7 @@ from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.balancer import Policy
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Switch, WeightFormatName
 from antiphon.serve.layout_text import parse_layout
+from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
@@ -78,7 +79,7 @@ class WorkerOptions:
     ] = None
     pp: Annotated[int, rare_option(metavar="N", help="Stages of a replica.")] = 1
     micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", show_default="2", help="Ping-pong, if disaggregated.")
+        int | None, typer.Option(metavar="N", show_default="measured", help="Ping-pong, if disaggregated.")
     ] = None
     prefill: Annotated[
         str | None, typer.Option(metavar="LAYOUT", show_default=False, help="Workers for prompts alone, e.g. 2.")
@@ -137,6 +138,16 @@ class WorkerOptions:
             self._one_pool(decode, capacity, model, trace=trace),
             prefill=self._one_pool(prefill, capacity, model, trace=trace),
         )
+
+    def with_micro_batches(self, config: ServeConfig) -> ServeConfig:
+        """`config` with as many micro-batches as a short measurement says, in pools for which no number was written and
+        no plan has one."""
+        if config.prefill is None:
+            is_given = self.plan is not None or self.micro_batches is not None
+            return config if is_given else choose_micro_batches(config)
+        if self.plan is None and "m" not in (self.prefill or ""):
+            config = replace(config, prefill=choose_micro_batches(config.prefill))
+        return config if self.plan is not None or "m" in (self.decode or "") else choose_micro_batches(config)
 
     def _pool_layouts(self) -> dict[str, str]:
         """What was written for the pools; `UserError` if it does not go together with other options."""
@@ -207,7 +218,7 @@ class WorkerOptions:
     def _num_micro_batches(self, layout: Layout) -> int:
         if self.micro_batches is not None:
             return self.micro_batches
-        return 2 if layout == "disaggregated" else min(self.pp, MAX_MICRO_BATCHES)
+        return UNMEASURED if layout == "disaggregated" else min(self.pp, MAX_MICRO_BATCHES)
 
     def _resolve_layout(self) -> Layout:
         if self.layout == "disaggregated":

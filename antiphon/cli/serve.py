@@ -225,6 +225,8 @@ def serve(
     check_output_file("--timeline", timeline)
     asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
     config = join.by_plan(served).add_to(asked)
+    if not ray.ray:
+        config = workers.with_micro_batches(config)
     settings = replace(http.settings(), model_root=str(model.resolve()))
     if served is not None:
         if config.join_address:

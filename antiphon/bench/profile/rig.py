@@ -33,14 +33,13 @@ from antiphon.bench.profile.orders import (
     Rounds,
     Served,
 )
-from antiphon.kernels.api import HeadRows, KVCache
 from antiphon.kernels.select import make_backend, resolve_dtype
-from antiphon.models.batch import BlockTables, make_attention_batch
+from antiphon.models.batch import BlockTables
 from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
-from antiphon.models.rotary import rotary_table, unrotated
+from antiphon.serve.micro_batch_choice import fill_with_noise
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.exchange import LocalExperts, StepExchange
@@ -52,7 +51,6 @@ from antiphon.serve.worker.stages import AllLayers
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16
-_FILL_TOKENS = 4096
 _TIMEOUT_S = 60.0  # of a wait for experts; here there is none
 _NUM_DRAWS = 8
 _MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
@@ -97,7 +95,7 @@ class Rig:
         blocks = -(-order.max_tokens // BLOCK_SIZE) + 2 * order.max_rows + 1
         self._num_blocks = blocks
         self._cache = self._half.new_cache(blocks, BLOCK_SIZE)
-        self._fill(self._cache, blocks)
+        fill_with_noise(self._cache, self.spec, self.backend, blocks)
         max_blocks = -(-order.max_context // BLOCK_SIZE) + 1
         self._tables = BlockTables(BLOCK_SIZE, order.max_rows, max_blocks, self.backend.device)
         self._sampler = RowSampler(self.backend)
@@ -112,22 +110,6 @@ class Rig:
         half, recorder = self._half, self._recorder
         exchange, stage = StepExchange(experts, half, recorder, _TIMEOUT_S), AllLayers(half, self._sampler)
         return AttentionRunner(half, exchange, self._cache, self._tables, stage, RowRouting(half), recorder)
-
-    def _fill(self, cache: KVCache, num_blocks: int) -> None:
-        """Noise into every slot of every layer: unwritten memory is one page of zeros, which is read too fast."""
-        spec = cache.spec
-        width = spec.num_kv_heads * (spec.key_dim + (0 if spec.values_in_keys else spec.value_dim))
-        rotary = rotary_table(self.spec.attention.rope, _FILL_TOKENS, self.backend.device)
-        only_stored = HeadRows(num_heads=0, rotary=unrotated(rotary))
-        generator = torch.Generator().manual_seed(0)
-        per_chunk = _FILL_TOKENS // BLOCK_SIZE
-        rows = torch.randn(_FILL_TOKENS, width, generator=generator).to(self.dtype)
-        for first in range(0, num_blocks, per_chunk):
-            blocks = list(range(first, min(first + per_chunk, num_blocks)))
-            tokens = len(blocks) * BLOCK_SIZE
-            batch = make_attention_batch([tokens], [tokens], [blocks], BLOCK_SIZE, self.backend.device)
-            for layer in range(self.spec.num_layers):
-                self.backend.rotate_and_store(rows[:tokens], cache, layer, batch, only_stored)
 
     def run_once(self, work: RigWork) -> None:
         """One repetition; its times are recorded."""

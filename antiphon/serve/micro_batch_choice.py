@@ -1,0 +1,298 @@
+"""How many micro-batches take turns, where nobody says: from T_a, T_e and T_c, measured on this machine before the
+engine starts (MegaScale-Infer 4.1).
+
+1. One MoE layer is read, its attention half and the experts of one expert worker, and timed with a full step of rows,
+   cut into m = 1 to 4 micro-batches: T_a and T_e. The caches begin with other contents. A dispatch and a combine of as
+   many rows between two threads give 2 T_c.
+2. A layer then takes max(m T_f, T_a + T_e + 2 T_c), and at least what all workers compute over the cores they share.
+3. The least m within 3% of the best one is taken: each further micro-batch reads the experts' weights again.
+
+Rejected: m = 3 or 4, as the paper's conditions say. They hold for a constant micro-batch; a batch that is cut into
+more parts is not computed in as much less time where reading weights is most of it.
+"""
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from antiphon import _m2n, _native
+from antiphon.base.allowance import allowance
+from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout
+from antiphon.base.logging import get_logger
+from antiphon.base.units import format_seconds
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
+from antiphon.cost.kv_blocks import blocks_of
+from antiphon.cost.ping_pong import layer_time
+from antiphon.kernels.api import AttentionBatch, HeadRows, KernelBackend, KVCache
+from antiphon.kernels.select import make_backend, resolve_dtype
+from antiphon.models.batch import make_attention_batch
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.config import load_model_spec
+from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.rotary import rotary_table, unrotated
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.worker.endpoints import exchange_shape
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.placement import contiguous_placement
+
+_log = get_logger("launch")
+UNMEASURED = 2  # where nothing can be measured here
+_MOST = 4
+_CONTEXT = 256  # tokens of each request
+_WORTH = 1.03
+_POINT_S, _LEAST_REPETITIONS, _MOST_REPETITIONS = 0.1, 5, 20
+_FILL_TOKENS = 4096
+_CACHE_BYTES = 64 << 20  # more than any cache holds
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one micro-batch and layer at the slowest worker of each side, and of one way between them."""
+
+    attention_s: float
+    experts_s: float
+    exchange_s: float
+
+
+def choose_micro_batches(config: ServeConfig) -> ServeConfig:
+    """`config` with as many micro-batches as pay for it, where attention and experts are apart on CPUs of this machine;
+    else as it is. Takes a second, more for large layers. `UserError` for what is wrong with the checkpoint."""
+    if config.layout != "disaggregated" or config.max_running == 1:
+        return config
+    elsewhere = bool(config.joined_attention or config.joined_experts)
+    if elsewhere or config.own("attention").device != "cpu" or config.own("experts").device != "cpu":
+        _log.info(
+            "%d micro-batches: other machines and GPUs are not measured here, --micro-batches says another number",
+            UNMEASURED,
+        )
+        return replace(config, num_micro_batches=UNMEASURED)
+    times = measure_layer(config)
+    layers_s = {m: predicted_layer_s(config, m, of_m) for m, of_m in times.items()}
+    chosen = best_micro_batches(layers_s)
+    of_chosen = times[chosen]
+    others = ", ".join(f"m = {m}: {format_seconds(seconds)}" for m, seconds in layers_s.items())
+    _log.info(
+        "%d micro-batches: T_a %s, T_e %s, T_c %s with %d rows; predicted time of a layer: %s",
+        chosen,
+        *map(format_seconds, (of_chosen.attention_s, of_chosen.experts_s, of_chosen.exchange_s)),
+        -(-config.max_running // chosen),
+        others,
+    )
+    return replace(config, num_micro_batches=chosen)
+
+
+def best_micro_batches(layers_s: Mapping[int, float]) -> int:
+    """The least m that is nearly as good as the best."""
+    best_s = min(layers_s.values())
+    return min(m for m, seconds in layers_s.items() if seconds <= _WORTH * best_s)
+
+
+def predicted_layer_s(config: ServeConfig, micro_batches: int, times: LayerTimes) -> float:
+    """Of a full step: the pipeline's time, or that of the cores that all workers share, whichever is longer."""
+    pipeline_s = float(layer_time(micro_batches, times.attention_s, times.experts_s, times.exchange_s))
+    work_s = 0.0
+    for role, count, seconds in (
+        ("attention", config.num_attention * config.attention_tp, times.attention_s),
+        ("experts", config.num_experts * config.expert_tp, times.experts_s),
+    ):
+        threads = config.own("attention" if role == "attention" else "experts").num_threads or 1
+        work_s += config.num_instances * count * threads * seconds
+    return max(pipeline_s, micro_batches * work_s / _num_cores())
+
+
+def _num_cores() -> int:
+    return allowance().num_cores
+
+
+def measure_layer(config: ServeConfig) -> dict[int, LayerTimes]:
+    """By m, with a full step cut into m micro-batches."""
+    spec = load_model_spec(config.model, config.rope_scaling)
+    checkpoint = open_weights(config.model, config.weights)
+    rows = {m: -(-config.max_running // m) for m in range(1, min(_MOST, config.max_running) + 1)}
+    before = torch.get_num_threads()
+    try:
+        attention_s = _attention_s(config, spec, checkpoint, rows)
+        experts_s = _experts_s(config, spec, checkpoint, rows)
+    finally:
+        torch.set_num_threads(before)
+    exchange_s = _exchange_s(config, spec, rows)
+    return {
+        m: LayerTimes(
+            attention_s=attention_s[m] / config.attention_tp,
+            experts_s=experts_s[m] / config.expert_tp,
+            exchange_s=exchange_s[m],
+        )
+        for m in rows
+    }
+
+
+def _backend(config: ServeConfig, role: str, spec: ModelSpec) -> KernelBackend:
+    own = config.own("attention" if role == "attention" else "experts")
+    dtype = resolve_dtype(spec.dtype if own.dtype == "auto" else own.dtype)
+    backend = make_backend(config.kernels, torch.device("cpu"), dtype)
+    threads = own.num_threads or 1
+    if backend.name == "cpu":
+        _native.set_num_threads(threads)
+        torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(threads)
+    return backend
+
+
+def _layer_of(spec: ModelSpec) -> int:
+    """The last MoE layer: reading it reads no embedding."""
+    return spec.expert_layers[-1]
+
+
+@torch.inference_mode()
+def _attention_s(
+    config: ServeConfig, spec: ModelSpec, checkpoint: Checkpoint, rows: Mapping[int, int]
+) -> dict[int, float]:
+    """Attention and gate, with the shared expert, by m."""
+    backend, layer = _backend(config, "attention", spec), _layer_of(spec)
+    context = min(_CONTEXT, config.context_length(spec))
+    half = load_attention_half(checkpoint, spec, backend, max_positions=context, layers=range(layer, layer + 1))
+    each = blocks_of(context, config.block_size)
+    block_size, most = config.block_size, max(m * count for m, count in rows.items())
+    cache = half.new_cache(most * each, block_size, config.kv_dtype)
+    fill_with_noise(cache, spec, backend, most * each)
+    found = {}
+    for m, count in rows.items():
+        tables = [range(index * each, (index + 1) * each) for index in range(m * count)]
+        of_each = [tables[first : first + count] for first in range(0, m * count, count)]
+        batches = [make_attention_batch([1] * count, [context] * count, own, block_size, "cpu") for own in of_each]
+        x_TH = _rows(count, spec, backend)
+
+        def attend(x_TH: torch.Tensor = x_TH, batches: list[AttentionBatch] = batches) -> None:
+            for batch in batches:
+                _, y_TH = half.attend(layer, x_TH, None, cache, batch)
+                half.gate(layer, y_TH)
+                half.local_feed_forward(layer, y_TH)
+
+        found[m] = _seconds_of(attend) / m
+    return found
+
+
+def fill_with_noise(cache: KVCache, spec: ModelSpec, backend: KernelBackend, num_blocks: int) -> None:
+    """Into every slot of every layer of `cache`: memory that was never written is one page of zeros, read too fast."""
+    stored = cache.spec
+    width = stored.num_kv_heads * (stored.key_dim + (0 if stored.values_in_keys else stored.value_dim))
+    only_stored = HeadRows(
+        num_heads=0, rotary=unrotated(rotary_table(spec.attention.rope, _FILL_TOKENS, backend.device))
+    )
+    rows = torch.randn(_FILL_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(backend.dtype)
+    per_chunk = _FILL_TOKENS // stored.block_size
+    for first in range(0, num_blocks, per_chunk):
+        blocks = list(range(first, min(first + per_chunk, num_blocks)))
+        tokens = len(blocks) * stored.block_size
+        batch = make_attention_batch([tokens], [tokens], [blocks], stored.block_size, backend.device)
+        for layer in range(stored.num_layers):
+            backend.rotate_and_store(rows[:tokens], cache, layer, batch, only_stored)
+
+
+@torch.inference_mode()
+def _experts_s(
+    config: ServeConfig, spec: ModelSpec, checkpoint: Checkpoint, rows: Mapping[int, int]
+) -> dict[int, float]:
+    """The experts of the first expert worker with the rows that all attention workers send it, by m."""
+    backend, layer, router = _backend(config, "experts", spec), _layer_of(spec), spec.router
+    held = range(-(-router.num_experts // config.num_experts))
+    half = load_expert_half(checkpoint, spec, backend, {layer: held})
+    found = {}
+    for m, count in rows.items():
+        ids_TK = _chosen(count * config.num_attention, spec)
+        here_T = (ids_TK < len(held)).any(dim=1)
+        x_RH = _rows(int(here_T.sum()), spec, backend)
+        local_RK = torch.where(ids_TK[here_T] < len(held), ids_TK[here_T], -1).contiguous()
+        weights_RK = torch.full(local_RK.shape, 1 / router.top_k)
+
+        def compute(
+            m: int = m, x: torch.Tensor = x_RH, ids: torch.Tensor = local_RK, weights: torch.Tensor = weights_RK
+        ) -> None:
+            for _ in range(m):
+                half.forward(layer, x, ids, weights)
+
+        found[m] = _seconds_of(compute) / m
+    return found
+
+
+def _rows(count: int, spec: ModelSpec, backend: KernelBackend) -> torch.Tensor:
+    return torch.randn(count, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(backend.dtype)
+
+
+def _chosen(count: int, spec: ModelSpec) -> torch.Tensor:
+    """Experts of rows that choose evenly, int32 [T, K]."""
+    scores = torch.rand(count, spec.router.num_experts, generator=torch.Generator().manual_seed(0))
+    return scores.topk(spec.router.top_k).indices.int()
+
+
+def _seconds_of(call: Callable[[], None]) -> float:
+    """Least of some repetitions behind one that does not count: other programs only add to it. Before each, the caches
+    get other contents, as by the layers in between."""
+    call()
+    others = torch.ones(_CACHE_BYTES // 4)
+    took_s: list[float] = []
+    deadline = time.perf_counter() + _POINT_S
+    while len(took_s) < _LEAST_REPETITIONS or (time.perf_counter() < deadline and len(took_s) < _MOST_REPETITIONS):
+        others.add_(1.0)
+        started_s = time.perf_counter()
+        call()
+        took_s.append(time.perf_counter() - started_s)
+    return min(took_s)
+
+
+def _exchange_s(config: ServeConfig, spec: ModelSpec, rows: Mapping[int, int]) -> dict[int, float]:
+    """One way of the rows of one attention worker to one expert worker, by m: half a round trip over the engine's
+    transport between two threads, of which the other one answers at once."""
+    own = config.own("attention")
+    dtype = resolve_dtype(spec.dtype if own.dtype == "auto" else own.dtype)
+    shape = exchange_shape(spec, dtype, 1, 1, 1, max(rows.values()))
+    placement, secret = contiguous_placement(spec.router.num_experts, 1, (0,)), secrets.token_bytes(32)
+    stopped = threading.Event()
+    with ExitStack() as stack:
+
+        def endpoint(name: str) -> _m2n.Endpoint:
+            return _m2n.Endpoint(name, config.transport, host="127.0.0.1", secret=secret, waiting="block")
+
+        far = NativeExpertExchange(endpoint("experts[0]"), shape, 0)
+        stack.callback(far.close)
+        far.reset(1, [far.ticket])
+        near = NativeAttentionExchange(endpoint("attention[0]"), shape, 0, placement, _TIMEOUT_S)
+        stack.callback(near.close)
+        answering = threading.Thread(target=_answer, args=(far, stopped), name="answers", daemon=True)
+        answering.start()
+        stack.callback(answering.join, _TIMEOUT_S)
+        stack.callback(stopped.set)
+        near.reset(1, [far.ticket])
+        found, steps = {}, itertools.count(_m2n.first_step_of(1))
+        for m, count in rows.items():
+            x_TH = torch.randn(count, spec.hidden_size).to(dtype)
+            ids_TK, weights_TK = _chosen(count, spec), torch.ones(count, spec.router.top_k)
+
+            def there_and_back(
+                x: torch.Tensor = x_TH, ids: torch.Tensor = ids_TK, weights: torch.Tensor = weights_TK
+            ) -> None:
+                near.begin_step(next(steps), [[0]])
+                near.dispatch(0, 0, x, ids, weights)
+                near.combine(0, 0, _TIMEOUT_S)
+
+            found[m] = _seconds_of(there_and_back) / 2
+    return found
+
+
+def _answer(far: NativeExpertExchange, stopped: threading.Event) -> None:
+    """Send every batch back as it came."""
+    while not stopped.is_set():
+        try:
+            if (batch := far.receive(0.05, _TIMEOUT_S)) is not None:
+                far.reply(batch, batch.rows_RH, (0, 0))
+        except (PeerLost, PeerTimeout, Interrupted):
+            return  # the other end has left

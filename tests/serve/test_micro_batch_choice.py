@@ -1,0 +1,71 @@
+"""The number of micro-batches where nobody gives one: measured, predicted, chosen; and where nothing is measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from antiphon.cli.options import CapacityOptions, WorkerOptions
+from antiphon.serve import micro_batch_choice
+from antiphon.serve.config import ServeConfig
+from antiphon.serve.micro_batch_choice import (
+    UNMEASURED,
+    LayerTimes,
+    best_micro_batches,
+    choose_micro_batches,
+    measure_layer,
+    predicted_layer_s,
+)
+from tests.serve.engine_harness import TinyModel, config
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, LayerTimes]:
+    """Sides of equal speed, half of the work in half of the time; two cores."""
+    found = {m: LayerTimes(attention_s=6e-3 / m, experts_s=6e-3 / m, exchange_s=3e-4 / m) for m in range(1, 5)}
+    monkeypatch.setattr(micro_batch_choice, "measure_layer", lambda config: found)
+    monkeypatch.setattr(micro_batch_choice, "_num_cores", lambda: 2)
+    return found
+
+
+def test_the_least_that_is_nearly_as_good_is_chosen() -> None:
+    assert best_micro_batches({1: 2.0, 2: 1.02, 3: 1.0, 4: 1.0}) == 2
+    assert best_micro_batches({1: 2.0, 2: 1.1, 3: 1.0, 4: 1.0}) == 3
+    assert best_micro_batches({1: 1.0, 2: 1.2, 3: 1.3, 4: 1.4}) == 1
+
+
+def test_a_layer_takes_as_long_as_its_pipeline_or_the_shared_cores(
+    tiny_model: TinyModel, times: dict[int, LayerTimes]
+) -> None:
+    one_each = config(tiny_model, "1+1/m2", num_threads=1)
+    assert predicted_layer_s(one_each, 1, times[1]) == pytest.approx(12.6e-3)
+    assert predicted_layer_s(one_each, 2, times[2]) == pytest.approx(6.3e-3)
+    assert predicted_layer_s(one_each, 3, times[3]) == pytest.approx(6e-3)
+    more = config(tiny_model, "2+2/m2", num_threads=1)  # four workers on two cores
+    assert predicted_layer_s(more, 3, times[3]) == pytest.approx(12e-3)
+
+
+def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, times: dict[int, LayerTimes]) -> None:
+    def chosen(**options: object) -> ServeConfig:
+        workers = WorkerOptions(threads=1, **options)  # type: ignore[arg-type]
+        return workers.with_micro_batches(workers.config(tiny_model.folder, CapacityOptions(), trace=False))
+
+    assert chosen(experts=1).num_micro_batches == 3
+    assert chosen(experts=1, micro_batches=2).num_micro_batches == 2
+    assert chosen().num_micro_batches == 1  # colocated
+    pools = chosen(prefill="1+1/m4", decode="1+1")
+    assert pools.prefill is not None
+    assert (pools.prefill.num_micro_batches, pools.num_micro_batches) == (4, 3)
+
+
+def test_other_machines_are_not_measured(tiny_model: TinyModel, times: dict[int, LayerTimes]) -> None:
+    here = config(tiny_model, "1+1/m2")
+    joined = replace(here, joined_experts=1, join_address="127.0.0.1:7000", join_secret=b"s", num_micro_batches=4)
+    assert choose_micro_batches(joined).num_micro_batches == UNMEASURED
+    alone = replace(here, max_running=1)
+    assert choose_micro_batches(alone) == alone
+
+
+def test_a_layer_of_the_model_is_measured(tiny_model: TinyModel) -> None:
+    found = measure_layer(config(tiny_model, "2+2/m2", num_threads=1, max_running=6))
+    assert set(found) == {1, 2, 3, 4}
+    assert all(min(each.attention_s, each.experts_s, each.exchange_s) > 0 for each in found.values())
