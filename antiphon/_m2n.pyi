@@ -263,24 +263,27 @@ class ExpertSplit:
         """(expert, worker, gain) of copies worth having for these rows: see `antiphon.placement.forecast`."""
 
 class ReceivedBatch:
-    """Rows of one (layer, micro-batch)."""
+    """Rows of one layer, of one step or of several."""
 
     def fields(
         self,
     ) -> tuple[
         int, int, int, tuple[int, ...], tuple[int, ...], int, int, tuple[tuple[int, int, int], ...], int, int, int, int
     ]:
-        """Step, layer, micro-batch, sources, rows per source, oldest and newest placement, (source, layer, expert) of
-        copies that are asked for, number of rows; addresses of rows, ids and weights, valid until `reply`. One call,
-        because what calls it has cold caches."""
+        """Step, layer and micro-batch of the first part, sources, rows per source, oldest and newest placement,
+        (source, layer, expert) of copies that are asked for, number of rows; addresses of rows, ids and weights, valid until
+        `reply`. One call, because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""
 
     def __init__(self, hidden: int, top_k: int, max_rows: int, dtype: str, requests: Inbox) -> None: ...
     def set_attention(self, worker: int, outbox: Outbox) -> None: ...
-    def receive(self, timeout_s: float) -> ReceivedBatch | tuple[int, bytes] | None:
-        """The next complete batch, or (source, ticket) of a new attention worker; None at the timeout."""
+    def next(self, timeout_s: float) -> tuple[int, int, int, tuple[int, ...]] | tuple[int, bytes] | None:
+        """The next step of which everything is here, once: its number, layer, micro-batch and sources. Or (source,
+        ticket) of a new attention worker; None at the timeout."""
+    def collect(self, steps: Sequence[int]) -> ReceivedBatch | None:
+        """The rows of these steps of one layer; None if their senders are gone."""
     def reply(self, batch: ReceivedBatch, partials: int, start_ns: int, end_ns: int, timeout_s: float) -> None: ...
     def overdue(self, age_s: float) -> list[str]:
         """Attention workers that a begun batch has been waiting for so long."""

@@ -21,7 +21,7 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.balancer import Policy
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Switch, WeightFormatName
+from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Stepping, Switch, WeightFormatName
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
@@ -87,6 +87,9 @@ class WorkerOptions:
     decode: Annotated[
         str | None, typer.Option(metavar="LAYOUT", show_default=False, help="Workers beside those, e.g. 1+1/m2.")
     ] = None
+    stepping: Annotated[
+        Stepping, rare_option(metavar="HOW", help="Attention workers together (barrier), or each for itself (free).")
+    ] = "barrier"
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     prefill_collectives: Annotated[
         Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
@@ -134,10 +137,20 @@ class WorkerOptions:
             return self._one_pool(self._layout_fields(), capacity, model, trace=trace)
         layouts = self._pool_layouts().items()
         decode, prefill = (parse_layout(f"--{name}", text) | {"pool": name} for name, text in layouts)
+        of_decode, of_prefill = self.for_pools(decode["layout"], prefill["layout"])
         return replace(
-            self._one_pool(decode, capacity, model, trace=trace),
-            prefill=self._one_pool(prefill, capacity, model, trace=trace),
+            of_decode._one_pool(decode, capacity, model, trace=trace),
+            prefill=of_prefill._one_pool(prefill, capacity, model, trace=trace),
         )
+
+    def for_pools(self, *layouts: Layout) -> "list[WorkerOptions]":
+        """The options of each of two pools in these layouts: `--stepping` is about those with expert workers."""
+        if self.stepping != "barrier" and "disaggregated" not in layouts:
+            raise UserError(
+                f"--stepping {self.stepping} needs a pool with expert workers, such as --decode 1+1/m2: others step "
+                "freely anyway; leave it out"
+            )
+        return [self if layout == "disaggregated" else replace(self, stepping="barrier") for layout in layouts]
 
     def with_micro_batches(self, config: ServeConfig) -> ServeConfig:
         """`config` with as many micro-batches as a short measurement says, in pools for which no number was written and
@@ -180,6 +193,7 @@ class WorkerOptions:
         return ServeConfig(
             **layout,
             model=model,
+            stepping=self.stepping,
             exchange=self.transport,
             prefill_collectives=self.prefill_collectives,
             decode_collectives=self.decode_collectives,
@@ -279,11 +293,12 @@ def planned_config(
     values = {**vars(workers), **vars(capacity)}
     served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
     room = None if given_options(context, ["max_batch_tokens"]) else capacity.max_batch_tokens
-    config = _obey(served, workers, capacity, model, room, trace=trace)
     if served.prefill is None:
-        return config, served
-    prefill = replace(_obey(served.prefill, workers, capacity, model, room, trace=trace), pool="prefill")
-    return replace(config, prefill=prefill, pool="decode"), served
+        return _obey(served, workers, capacity, model, room, trace=trace), served
+    decode, prefill = workers.for_pools(served.layout, served.prefill.layout)
+    config = _obey(served, decode, capacity, model, room, trace=trace)
+    prefill_config = replace(_obey(served.prefill, prefill, capacity, model, room, trace=trace), pool="prefill")
+    return replace(config, prefill=prefill_config, pool="decode"), served
 
 
 def _obey(

@@ -33,6 +33,7 @@ from antiphon.specs.precision import KVStorage
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 Switch = Literal["auto", "on", "off"]
 WeightFormatName = Literal["as-stored", "int8", "int4", "mxfp4"]
+Stepping = Literal["barrier", "free"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
@@ -82,6 +83,8 @@ class ServeConfig:
     and hybrid, there are `num_instances` of all workers, which know nothing of each other. In a hybrid instance
     `num_attention` replicas of `attention_tp` ranks share one set of experts, each expert on `expert_tp` of all ranks.
 
+    `stepping`: attention workers of an instance step together, or each for itself (`serve/group`).
+
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`). A
     replica may have `num_stages` stages of that many processes, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
@@ -109,6 +112,7 @@ class ServeConfig:
     expert_tp: Count = 1
     num_stages: Count = 1
     num_micro_batches: Annotated[Count, Field(le=MAX_MICRO_BATCHES)] = 1
+    stepping: Stepping = "barrier"
     device: str = "cpu"
     dtype: str = "auto"
     kernels: str = "auto"
@@ -225,8 +229,11 @@ class ServeConfig:
         if self.exchange_library == "gloo" and (
             (self.layout, self.attention_tp, self.expert_tp, self.balance) != ("disaggregated", 1, 1, "off")
             or self.placement is not None
+            or self.stepping != "barrier"
         ):
-            raise UserError("gloo carries rows of --layout disaggregated only, without --tp, --balance and --placement")
+            raise UserError(
+                "gloo carries rows of --layout disaggregated only, without --tp, --balance, --placement and --stepping"
+            )
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
@@ -236,6 +243,7 @@ class ServeConfig:
                 "--balance paths and --path-profile go together: give both, or leave both out ('antiphon placement' "
                 "writes a profile)"
             )
+        self._check_stepping()
         if self.layout == "hybrid" and self.balance in FORECASTING:
             raise UserError(
                 f"--balance {self.balance} needs --layout disaggregated: in the hybrid one the ranks that send rows "
@@ -254,6 +262,20 @@ class ServeConfig:
             raise UserError(
                 f"--record-routing with --pp {self.num_stages}: a pipeline's leader sees the choices of its own layers "
                 "only; use --pp 1"
+            )
+
+    def _check_stepping(self) -> None:
+        if self.stepping == "barrier":
+            return
+        if self.layout != "disaggregated":
+            why = "replicas exchange rows in every layer" if self.layout == "hybrid" else "replicas step freely anyway"
+            raise UserError(
+                f"--stepping {self.stepping} needs --layout disaggregated: {self.layout}, {why}; leave it out"
+            )
+        if self.balance in FORECASTING:
+            raise UserError(
+                f"--balance {self.balance} with --stepping {self.stepping}: copies ahead of a layer are for rows of "
+                "steps that all take together; use --balance window or --stepping barrier"
             )
 
     def _check_joining(self) -> None:

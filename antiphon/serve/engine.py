@@ -261,7 +261,8 @@ class Engine:
             return {}
         local = [worker.name for worker in list(self._fleet.workers.values()) if not worker.is_remote]
         names = {name for name in local if name.index < _MAX_SHOWN and not name.rank}
-        return {str(name): spans for name, spans in self._spans.collect(num_steps, names, timeout_s).items()}
+        num_numbers = num_steps * max(group.num_side_by_side for group in self.workforce.groups)
+        return {str(name): spans for name, spans in self._spans.collect(num_numbers, names, timeout_s).items()}
 
     def stop(self) -> None:
         """End all requests, the thread and the workers. Safe to call again."""
@@ -300,11 +301,11 @@ class Engine:
         self._router.take_masks()
         self._router.assign()
         for group in self.workforce.other_groups:
-            group.start_step()
+            group.start_steps()
         if self._handovers is not None:
             self._handovers.begin()
         for group in self.workforce.groups if self._handovers else ():  # of those, some may compute for others now
-            group.start_step()
+            group.start_steps()
         self._router.note_first_schedules()
         self._router.count_waiting()
         self._events.extend(self._fleet.poll(0.0 if self._events else self._router.tracked.mask_patience_s or _TICK_S))

@@ -1,18 +1,24 @@
-"""Workers that step together: attention and expert workers, or a replica. One step runs at a time.
+"""Workers that depend on each other: attention and expert workers, or a replica. An attention worker runs one step at a
+time.
 
-    start_step   every attention worker with work gets its plan, cut into micro-batches
+    start_steps  every attention worker with work gets its plan, cut into micro-batches
     on_message   a worker has computed its part: its requests move forward, and what they got goes to their sinks;
                  or the step has failed: its parts stay, to be sent again unchanged (plans may be applied twice)
     on_death     its requests move to other attention workers, or wait for its return, and are computed again
 
-The engine names for each micro-batch the workers that take part, so experts wait for exactly those and an idle worker
-delays no other. How the workers begin anew after a failure is in `recovery`.
+Attention workers step in one of two ways:
+
+    barrier   together: the next step begins when all have answered. The engine names for each micro-batch the workers
+              that take part, so experts wait for exactly those and an idle worker delays no other
+    free      each for itself: the next step begins with a worker's own answer, and a slow one delays no other. Expert
+              workers compute what is ready of a layer together (`comm/m2n/ready_batches`)
+
+What needs all to stand still (to begin anew, to take requests back) holds new steps until no step runs; where experts
+are may change beside steps (`placement_control`). How the workers begin anew after a failure is in `recovery`.
 
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
 An attention worker fails over one of its own requests. Where an expert worker fails, or a worker makes others wait, it
 may be any request of the step.
-
-Rejected: attention workers that step each for itself. Experts would compute small batches, each reading all weights.
 """
 
 import time
@@ -82,7 +88,7 @@ class PrefillOwner(Protocol):
 
 
 class StepGroup:
-    """Driven by the engine's thread: `start_step`, `on_message`, `on_death`, `on_tick`."""
+    """Driven by the engine's thread: `start_steps`, `on_message`, `on_death`, `on_tick`."""
 
     def __init__(
         self,
@@ -94,6 +100,7 @@ class StepGroup:
         statistics: EngineStatistics,
         tracked: TrackedRequests,
         timeout_s: float,
+        steps_freely: bool = False,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes], None] | None = None,
@@ -115,11 +122,13 @@ class StepGroup:
         self._tracked = tracked
         self.owner: PrefillOwner | None = None
         self._num_micro_batches = num_micro_batches
+        self._steps_freely = steps_freely
+        self._is_held = False
         self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
         self._parts: dict[WorkerName, _Part] = {}  # planned and not computed
         self._running: list[WorkerName] = []  # whose parts were sent, and not answered yet
-        self._num_steps = 0
-        self._step_started_s = 0.0
+        self._num_steps = 0  # sent, of all its workers
+        self._counted_until_s = 0.0  # time in which steps ran
 
     @property
     def pool(self) -> Pool:
@@ -142,48 +151,70 @@ class StepGroup:
         return self._recovery.complete
 
     @property
+    def num_side_by_side(self) -> int:
+        """Steps that may run at once, each with a number of its own."""
+        return len(self.schedulers) if self._steps_freely else 1
+
+    @property
     def quiet(self) -> bool:
         """No step runs."""
         return not self._running
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    def start_step(self) -> None:
-        """Plan and send the next step, or one that failed again, if none is running and there is work."""
-        if not self.quiet:
+    def start_steps(self) -> None:
+        """Plan and send the next steps, or those that failed again, where none is running and there is work."""
+        if self._is_held or not (self.quiet or self._steps_freely) or not self._prepare_steps():
             return
-        self._between_steps()
-        workers = self.live_attention
-        if not self._parts and any(self._tracked.is_mask_near(self.schedulers[name].requests) for name in workers):
+        idle = [name for name in self.live_attention if name not in self._running]
+        late = [name for name in idle if name not in self._parts and self._awaits_mask(name)]
+        if self._steps_freely:
+            idle = [name for name in idle if name not in late]
+        elif late and not self._parts:
             return
-        for name in workers:
+        for name in idle:
             if name not in self._parts:
                 self._plan(name)
-        running = [name for name in workers if name in self._parts]
-        if not running:
-            return
-        if self.members.share_experts:
-            self._parts |= {name: _Part(None, []) for name in workers if name not in running}
-            running = workers
-        self._running = running
+        ready = [name for name in idle if name in self._parts]
+        if ready and self.members.share_experts:
+            self._parts |= {name: _Part(None, []) for name in idle if name not in ready}
+            ready = idle
+        for names in [[name] for name in ready] if self._steps_freely else [ready] if ready else []:
+            self._send_step(names)
+
+    def hold(self) -> None:
+        """No step begins from now on, until `take_back`."""
+        self._is_held = True
+
+    def _awaits_mask(self, name: WorkerName) -> bool:
+        """Worth waiting for: it comes soon."""
+        return self._tracked.is_mask_near(self.schedulers[name].requests)
+
+    def _send_step(self, names: list[WorkerName]) -> None:
+        """The parts of these workers are one step."""
+        if self.quiet:
+            self._counted_until_s = time.monotonic()
+        self._running += names
         self._num_steps += 1
-        self._step_started_s = time.monotonic()
-        self._recovery.note_step()
-        for name, message in self._messages().items():
+        self._recovery.note_step(names)
+        for name, message in self._messages(names).items():
             self._fleet.send(self._fleet.workers[name], message)
 
-    def _between_steps(self) -> None:
-        """Take back expert workers that were missing; let experts move on."""
+    def _prepare_steps(self) -> bool:
+        """Take back expert workers that were missing; let experts move on. False: no step may begin now."""
         if self.placing is None or self._recovery.phase is not RecoveryPhase.STEPPING:
-            return
+            return True
         members, missing = self.members, self.members.missing_experts()
         if self.placing.absent - missing:
-            self._recovery.begin(quiet=True)
-        elif not missing:
+            if self.quiet:
+                self._recovery.begin(quiet=True)
+            return False
+        if not missing:
             if self._balancer is not None:
                 self._balancer.advance(self.placing)
             informed = [] if members.share_experts else members.loaded_attention()
-            self.placing.advance(informed, members.expert_holders)
+            self.placing.advance(informed, members.expert_holders, self._running)
+        return True
 
     def _plan(self, name: WorkerName) -> None:
         scheduler = self.schedulers[name]
@@ -191,9 +222,9 @@ class StepGroup:
             ratio = scheduler.config.context_tokens_per_row
             self._parts[name] = _Part(plan, split_into_micro_batches(plan.sequences, self._num_micro_batches, ratio))
 
-    def _messages(self) -> dict[WorkerName, RunStep]:
-        """The running step, as each of its workers gets it."""
-        parts = {name: self._parts[name] for name in self._running}
+    def _messages(self, names: list[WorkerName]) -> dict[WorkerName, RunStep]:
+        """A step of these workers, as each of them gets it."""
+        parts = {name: self._parts[name] for name in names}
         num_micro_batches = max(len(part.micro_batches) for part in parts.values())
         participants = [
             [name.index for name, part in parts.items() if len(part.micro_batches) > index]
@@ -229,7 +260,7 @@ class StepGroup:
 
     def _commit(self, name: WorkerName, result: StepResult) -> None:
         """A worker has computed its part: move its requests forward and hand out what they got."""
-        self._running.remove(name)
+        self._stop_running(name)
         plan = self._parts.pop(name).plan
         if plan is None:
             return
@@ -245,13 +276,19 @@ class StepGroup:
     def _give_up(self, name: WorkerName) -> None:
         """A worker has not computed its part, if it had one: the same again, next time."""
         if name in self._running:
-            self._running.remove(name)
+            self._stop_running(name)
             if self._parts[name].plan is None:
                 del self._parts[name]
+
+    def _stop_running(self, name: WorkerName) -> None:
+        self._running.remove(name)
+        if self.placing is not None:
+            self.placing.note_step_over(name)
 
     def take_back(self) -> list[Request]:
         """Hand over all requests, oldest first; the plans that failed are void. Only while no step runs."""
         assert self.quiet, "a step is running"
+        self._is_held = False
         self._parts.clear()
         return [request for scheduler in self.schedulers.values() for request in scheduler.take_back()]
 
@@ -290,9 +327,9 @@ class StepGroup:
             self._balancer.count(self._num_steps, result.expert_rows)
         if self._record is not None and result.routed:
             self._record(self._num_steps, name.index, result.routed, result.forecasts)
-        if self.quiet:
-            took_s = time.monotonic() - self._step_started_s
-            self._statistics.record_group_step(took_s, len(self.members.experts))
+        if self.quiet or self._steps_freely:
+            counted_until_s, self._counted_until_s = self._counted_until_s, time.monotonic()
+            self._statistics.record_group_step(self._counted_until_s - counted_until_s, len(self.members.experts))
         self._recovery.advance(quiet=self.quiet)
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
@@ -311,7 +348,7 @@ class StepGroup:
     def _failure(
         self, worker: WorkerName, what: str, owners: Iterable[WorkerName], *, reported: bool = False
     ) -> StepFailure | None:
-        """The running step fails, maybe over a request that one of `owners` computes. None: they compute nothing."""
+        """A running step fails, maybe over a request that one of `owners` computes. None: they compute nothing."""
         blamed = {}
         for owner in owners:
             plan = self._parts[owner].plan if owner in self._running else None

@@ -366,6 +366,8 @@ class Handovers:
 
     def _clear_groups(self) -> None:
         """Take back what prefill workers have whose step failed again, so that it can be computed without suspects."""
+        for group in self._to_clear:
+            group.hold()
         for group in [group for group in self._to_clear if group.quiet]:
             self._to_clear.remove(group)
             for prefill in group.take_back():

@@ -94,6 +94,7 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
             members=_members(pool, attention, experts, fleet),
             schedulers=[Scheduler(pool.scheduler_config) for _ in attention],
             num_micro_batches=pool.config.num_micro_batches,
+            steps_freely=pool.config.stepping == "free",
             fleet=fleet,
             statistics=statistics,
             tracked=tracked,
@@ -249,6 +250,7 @@ def _exchange(run: PreparedEngine, name: WorkerName) -> ExchangeConfig | None:
         max_rows=config.max_batch_tokens,
         dtype=config.own("attention").dtype,
         library=config.exchange_library,
+        merges=config.stepping == "free",
     )
 
 

@@ -3,7 +3,7 @@
     aim       a target is set: by a client (`POST /placement`) or by the balancer
     prepare   the holders of experts load what the next map on the way wants there, beside serving (`placement/moves`)
     switch    all have it: between two steps attention workers begin to send rows by the new map
-    retire    the holders of experts free what only older maps named
+    retire    the holders of experts free what only older maps named, once no step runs that began before the switch
 
 Where replicas share experts (layout hybrid), every rank prepares, and each step says by which map its rows go, because
 all ranks have to change in the same one. Elsewhere attention workers are sent the map, and their rows name it.
@@ -55,6 +55,7 @@ class PlacementControl:
         self._target: ExpertPlacement | None = None
         self._coming: ExpertPlacement | None = None
         self._waiting_for: set[WorkerName] = set()
+        self._old_steps: set[WorkerName] | None = None  # begun before the last switch; None: retired
         self.absent: frozenset[int] = frozenset()
         self._newest = placement.version
 
@@ -80,13 +81,28 @@ class PlacementControl:
         """Go to `target`, which was checked, from wherever things are now. Replaces an earlier target."""
         self._target = target
 
-    def advance(self, attention: Collection[WorkerName], experts: Collection[WorkerName]) -> None:
-        """Take the next step of a move, if one is due. Call between two steps, when all these processes are ready:
-        attention workers' leaders, unless their steps say it, and all processes that hold experts for others."""
+    def advance(
+        self,
+        attention: Collection[WorkerName],
+        experts: Collection[WorkerName],
+        stepping: Collection[WorkerName] = (),
+    ) -> None:
+        """Take the next step of a move, if one is due. Call when all these processes are ready: attention workers'
+        leaders, unless their steps say it, and all processes that hold experts for others. `stepping`: those attention
+        workers that are in the middle of a step, which ends with the old map."""
         if self._coming is not None and not self._waiting_for:
-            self._switch(attention, experts)
-        if self._target is not None and self._coming is None and not self.absent:
+            self._switch(attention, stepping)
+        if self._old_steps is not None and not self._old_steps:
+            self._old_steps = None
+            for name in experts:
+                self._fleet.send(self._fleet.workers[name], Retire(self.current.version))
+        if self._target is not None and self._coming is None and self._old_steps is None and not self.absent:
             self._prepare(experts)
+
+    def note_step_over(self, name: WorkerName) -> None:
+        """The attention worker's step has ended, or has come to nothing: the next one goes by the present map."""
+        if self._old_steps is not None:
+            self._old_steps.discard(name)
 
     def _prepare(self, experts: Collection[WorkerName]) -> None:
         assert self._target is not None
@@ -102,12 +118,11 @@ class PlacementControl:
         for name in experts:
             self._fleet.send(self._fleet.workers[name], PreparePlacement(self._coming))
 
-    def _switch(self, attention: Collection[WorkerName], experts: Collection[WorkerName]) -> None:
+    def _switch(self, attention: Collection[WorkerName], stepping: Collection[WorkerName]) -> None:
         assert self._coming is not None
         before, self.current, self._coming = self.current, self._coming, None
         self._send_place(attention)
-        for name in experts:
-            self._fleet.send(self._fleet.workers[name], Retire(self.current.version))
+        self._old_steps = set(stepping)
         if before.owners != self.current.owners:  # else only the workers' speeds are new
             self._statistics.record_placement(self.current.version, num_moves(before, self.current))
 

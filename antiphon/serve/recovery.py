@@ -133,7 +133,8 @@ class Recovery:
         self._joined: set[WorkerName] = set()
         self._num_asked: Counter[WorkerName] = Counter()
         self._unresponsive: set[str] = set()
-        self._waiting_since_s = fleet.clock.now_s  # for answers to a step, or for a phase to end
+        self._waiting_since_s = fleet.clock.now_s  # for a phase to end
+        self._stepping_since_s: dict[WorkerName, float] = {}
 
     @property
     def live_attention(self) -> list[WorkerName]:
@@ -154,9 +155,9 @@ class Recovery:
 
     # --- what happens to the members -----------------------------------------------------------------------------
 
-    def note_step(self) -> None:
-        """A step has begun: its answers are waited for from now on."""
-        self._waiting_since_s = self._fleet.clock.now_s
+    def note_step(self, names: Iterable[WorkerName]) -> None:
+        """A step of these workers has begun: their answers are waited for from now on."""
+        self._stepping_since_s |= dict.fromkeys(names, self._fleet.clock.now_s)
 
     def on_ready(self, worker: WorkerProcess, ready: WorkerReady, *, quiet: bool) -> None:
         """A process is ready and can be reached at its tickets; a restarted one has new ones."""
@@ -206,12 +207,13 @@ class Recovery:
         """The workers that owe an answer for longer than twice their own timeout, in which they would have said why,
         and for how long. The unresponsive have less time, once the step they hold up has been given up. `stepping`: the
         workers that owe a result."""
-        waited_s = self._fleet.clock.now_s - self._waiting_since_s
+        now_s = self._fleet.clock.now_s
         owing = set(stepping)
         if self.phase is RecoveryPhase.JOINING:
             owing |= {worker.name for worker in self._members.loaded(self._absent)} - self._joined
         found = []
         for name in owing:
+            waited_s = now_s - max(self._waiting_since_s, self._stepping_since_s.get(name, 0.0))
             blamed = not self._unresponsive.isdisjoint(name.among_peers[name.rank > 0 :])
             unresponsive = blamed and self.phase is not RecoveryPhase.STEPPING
             if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):

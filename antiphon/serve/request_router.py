@@ -146,6 +146,8 @@ class RequestRouter:
             self._trial_group = None
         elif self._turn != turn and self._trial_group is not None:
             self._to_clear.add(self._trial_group)
+        for group in self._to_clear:
+            group.hold()
         for group in [group for group in self._to_clear if group.quiet]:
             self._to_clear.remove(group)
             if self._handovers is not None:

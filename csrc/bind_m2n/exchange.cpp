@@ -132,18 +132,28 @@ void bind_experts(nb::module_& module) {
              },
              nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"), nb::arg("dtype"), nb::arg("requests"))
         .def("set_attention", &ExpertSide::set_attention, nb::arg("worker"), nb::arg("outbox"))
-        .def("receive",
+        .def("next",
              [](ExpertSide& side, double timeout_s) -> nb::object {
-                 auto received = within(timeout_s, [&](m2n::Deadline deadline) { return side.receive(deadline); });
-                 if (received.batch) return nb::cast(std::move(*received.batch));
-                 if (!received.introduction) return nb::none();
-                 const auto& ticket = received.introduction->ticket;
-                 return nb::make_tuple(received.introduction->source,
+                 auto arrived = within(timeout_s, [&](m2n::Deadline deadline) { return side.next(deadline); });
+                 if (arrived.step) {
+                     const BatchKey key = BatchKey::unpack(*arrived.step);
+                     return nb::make_tuple(*arrived.step, key.layer, key.micro_batch,
+                                           tuple_of(side.sources_of(*arrived.step)));
+                 }
+                 if (!arrived.introduction) return nb::none();
+                 const auto& ticket = arrived.introduction->ticket;
+                 return nb::make_tuple(arrived.introduction->source,
                                        nb::bytes(reinterpret_cast<const char*>(ticket.data()), ticket.size()));
              },
              nb::arg("timeout_s"))
+        .def("collect",
+             [](ExpertSide& side, const std::vector<m2n::Step>& steps) -> nb::object {
+                 auto batch = side.collect(steps);
+                 return batch ? nb::cast(std::move(*batch)) : nb::none();
+             },
+             nb::arg("steps"))
         .def("reply",
-             [](ExpertSide& side, const ReceivedBatch& batch, uintptr_t partials, int64_t start_ns, int64_t end_ns,
+             [](ExpertSide& side, ReceivedBatch& batch, uintptr_t partials, int64_t start_ns, int64_t end_ns,
                 double timeout_s) {
                  within(timeout_s, [&](m2n::Deadline deadline) {
                      side.reply(batch, at(partials), {start_ns, end_ns}, deadline);

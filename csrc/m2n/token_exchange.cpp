@@ -165,10 +165,10 @@ void ExpertSide::set_attention(SourceId worker, std::shared_ptr<Outbox> outbox) 
     attention_.at(worker) = std::move(outbox);
 }
 
-ExpertSide::Received ExpertSide::receive(Deadline deadline) {
+ExpertSide::Arrived ExpertSide::next(Deadline deadline) {
     const std::optional<Step> step = requests_->wait_complete(deadline);
     if (!step) return {};
-    if ((*step & introduction_bit) == 0) return {collect(*step), std::nullopt};
+    if ((*step & introduction_bit) == 0) return {*step, std::nullopt};
     Introduction introduction;
     requests_->for_each(*step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
         introduction.source = source;
@@ -178,8 +178,17 @@ ExpertSide::Received ExpertSide::receive(Deadline deadline) {
     return {std::nullopt, std::move(introduction)};
 }
 
-ReceivedBatch ExpertSide::collect(Step step) {
+std::vector<SourceId> ExpertSide::sources_of(Step step) {
+    std::vector<SourceId> sources;
+    requests_->for_each(step, [&](const MessageHeader&, SourceId source, const std::byte*) {
+        sources.push_back(source);
+    });
+    return sources;
+}
+
+std::optional<ReceivedBatch> ExpertSide::collect(std::span<const Step> steps) {
     struct Part {
+        Step step;
         SourceId source;
         uint32_t num_rows;
         uint32_t placement;
@@ -187,25 +196,29 @@ ReceivedBatch ExpertSide::collect(Step step) {
         const std::byte* payload;
     };
     std::vector<Part> parts;
-    requests_->for_each(step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
-        const uint32_t num_rows = header.user[num_rows_word];
-        const uint64_t expected = num_rows == 0 ? 0 : shape_.dispatch_bytes(num_rows);
-        if (num_rows > shape_.max_rows || header.length != expected) {
-            throw Error(Code::invalid, requests_->name_of(source) + " sent " + std::to_string(header.length) +
-                                           " bytes for " + std::to_string(num_rows) + " rows");
-        }
-        Part part{source, num_rows, header.user[placement_word], {}, payload};
-        std::copy_n(&header.user[first_prefetch_word], max_prefetches, part.prefetches.begin());
-        parts.push_back(part);
-    });
-    std::ranges::sort(parts, {}, &Part::source);
+    for (const Step step : steps) {
+        requests_->for_each(step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
+            const uint32_t num_rows = header.user[num_rows_word];
+            const uint64_t expected = num_rows == 0 ? 0 : shape_.dispatch_bytes(num_rows);
+            if (num_rows > shape_.max_rows || header.length != expected) {
+                throw Error(Code::invalid, requests_->name_of(source) + " sent " + std::to_string(header.length) +
+                                               " bytes for " + std::to_string(num_rows) + " rows");
+            }
+            Part part{step, source, num_rows, header.user[placement_word], {}, payload};
+            std::copy_n(&header.user[first_prefetch_word], max_prefetches, part.prefetches.begin());
+            parts.push_back(part);
+        });
+    }
+    if (parts.empty()) return std::nullopt;
+    std::ranges::sort(parts, {}, [](const Part& part) { return std::pair(part.source, part.step); });
     ReceivedBatch batch;
-    batch.key = BatchKey::unpack(step);
+    batch.key = BatchKey::unpack(parts.front().step);
     const auto [oldest, newest] = std::ranges::minmax_element(parts, {}, &Part::placement);
     batch.oldest_placement = oldest->placement;
     batch.newest_placement = newest->placement;
     std::vector<const std::byte*> payloads;
     for (const Part& part : parts) {
+        batch.steps.push_back(part.step);
         batch.sources.push_back(part.source);
         batch.rows_per_source.push_back(part.num_rows);
         batch.num_rows += part.num_rows;
@@ -248,18 +261,19 @@ void ExpertSide::gather(ReceivedBatch& batch, const std::vector<const std::byte*
     batch.rows = rows_.data();
 }
 
-void ExpertSide::reply(const ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline) {
-    MessageLabel label;
-    label.step = batch.key.pack();
-    std::memcpy(&label.user[times_word], &times, sizeof(times));
+void ExpertSide::reply(ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline) {
     for (const SourceId source : batch.sources) {
         if (attention_[source] == nullptr) {
             throw Error(Code::invalid, requests_->name_of(source) + " sent rows before it introduced itself");
         }
-        attention_[source]->slot(deadline);
     }
-    for (size_t i = 0; i < batch.sources.size(); ++i) {
+    for (size_t i = 0; i < batch.num_replied; ++i) partials += shape_.combine_bytes(batch.rows_per_source[i]);
+    for (; batch.num_replied < batch.sources.size(); ++batch.num_replied) {
+        const size_t i = batch.num_replied;
         const SourceId source = batch.sources[i];
+        MessageLabel label;
+        label.step = batch.steps[i];
+        std::memcpy(&label.user[times_word], &times, sizeof(times));
         const uint64_t length = shape_.combine_bytes(batch.rows_per_source[i]);
         // Copied before the release: the partial sums may lie where the rows were received.
         std::byte* slot = attention_[source]->slot(deadline);

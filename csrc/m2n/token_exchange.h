@@ -4,8 +4,12 @@
 // worker (an empty one costs a header, and tells that nothing comes); `combine` waits for the partial sums and adds
 // them. Expert worker: `receive` returns the rows of one (layer, micro-batch) from all attention workers that take
 // part, `reply` sends each its rows back. Slots are released before the reply leaves, so a dispatch that follows a
-// combine finds a free slot. Both senders wait for all the slots they need before they send anything, so a call that
-// was interrupted can be made again. The request to fetch an expert ahead of a layer rides in a dispatch's header.
+// combine finds a free slot. A call that was interrupted can be made again: a dispatch waits for all the slots that it
+// needs before it sends anything, a reply knows which of its parts have left. The request to fetch an expert ahead of a
+// layer rides in a dispatch's header.
+//
+// `next` says which steps have come whole, `collect` puts the rows of some of them together: the caller keeps the
+// queue, and may compute several steps of one layer as one batch.
 //
 // A step of the library is (epoch of the exchange, engine step, layer, micro-batch) in one number that only grows
 // with the epoch: a new epoch discards all that is older.
@@ -15,6 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -95,9 +100,10 @@ struct Prefetch {
     uint32_t expert = 0;
 };
 
-// Rows of one (layer, micro-batch). Pointers are valid until `reply`.
+// Rows of one layer, of one step or of several. Pointers are valid until `reply`.
 struct ReceivedBatch {
-    BatchKey key;
+    BatchKey key;  // of its first part
+    std::vector<Step> steps;  // of each part
     std::vector<SourceId> sources;
     std::vector<uint32_t> rows_per_source;
     uint32_t oldest_placement = 0;  // versions of the maps by which they were sent
@@ -107,6 +113,7 @@ struct ReceivedBatch {
     const int32_t* ids = nullptr;
     const float* weights = nullptr;
     std::vector<Prefetch> prefetches;  // in the order of `sources`
+    size_t num_replied = 0;            // parts whose answer has left
 };
 
 // A new attention worker says how to reach it.
@@ -121,21 +128,25 @@ class ExpertSide {
     ExpertSide(const RowShape& shape, std::shared_ptr<Inbox> requests);
 
     void set_attention(SourceId worker, std::shared_ptr<Outbox> outbox);
-    // The next complete batch, or introduction; neither at the deadline. Error(peer_lost) once for each lost worker.
-    struct Received {
-        std::optional<ReceivedBatch> batch;
+    // The next step of which everything is here, once, or introduction; neither at the deadline. Error(peer_lost) once
+    // for each lost worker.
+    struct Arrived {
+        std::optional<Step> step;
         std::optional<Introduction> introduction;
     };
-    Received receive(Deadline deadline);
-    // `partials`: num_rows rows in the order of `receive`. Deadline: for free slots.
-    void reply(const ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline);
+    Arrived next(Deadline deadline);
+    // Which attention workers have sent rows of this step.
+    std::vector<SourceId> sources_of(Step step);
+    // The rows of these steps of one layer. None: their senders are gone, and what they sent with them.
+    std::optional<ReceivedBatch> collect(std::span<const Step> steps);
+    // `partials`: num_rows rows in the order of `collect`. Deadline: for free slots.
+    void reply(ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline);
     // Attention workers that a batch waits for since `age_ns` or longer, by name.
     std::vector<std::string> overdue(int64_t age_ns);
 
     uint64_t bytes_sent() const { return bytes_sent_; }
 
   private:
-    ReceivedBatch collect(Step step);
     void gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads);
 
     RowShape shape_;

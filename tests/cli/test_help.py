@@ -82,7 +82,7 @@ def test_all_options_of_serve_are_in_a_help_of_their_own(
     few = capsys.readouterr().out
     assert run(monkeypatch, "serve", "--help-all") == 0
     many = capsys.readouterr().out
-    for name in ("pp", "instances", "max-waiting", "max-body-bytes", "drain-timeout", "record-routing", "ray-address"):
+    for name in ("pp", "instances", "max-waiting", "max-body-bytes", "drain-timeout", "record-routing", "stepping"):
         assert f"--{name} " in many
         assert f"--{name} " not in few
 

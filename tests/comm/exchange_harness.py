@@ -110,8 +110,9 @@ class Control:
 class Exchange:
     """All ends of an exchange. `serve` starts threads that answer as `expert_output` says."""
 
-    def __init__(self, shape: ExchangeShape, placement: ExpertPlacement, backend: Backend) -> None:
+    def __init__(self, shape: ExchangeShape, placement: ExpertPlacement, backend: Backend, *, merges: bool) -> None:
         self.shape = shape
+        self.merges = merges
         self.placement = placement
         self.backend = backend
         self.row_bytes = shape.hidden_size * shape.dtype.itemsize
@@ -135,7 +136,8 @@ class Exchange:
         return NativeAttentionExchange(endpoint, self.shape, index, self.placement, TIMEOUT_S)
 
     def new_experts(self, index: int) -> NativeExpertExchange:
-        return NativeExpertExchange(self.backend.endpoint(f"experts[{index}]"), self.shape, index)
+        endpoint = self.backend.endpoint(f"experts[{index}]")
+        return NativeExpertExchange(endpoint, self.shape, index, merges=self.merges)
 
     def replace_attention(self, index: int, *, farewell: bool) -> None:
         """A new worker in place of this one, which says goodbye or lives on, cut off."""
@@ -223,6 +225,7 @@ def exchange(
     hidden_size: int = 6,
     top_k: int = 2,
     dtype: torch.dtype = torch.float32,
+    merges: bool = False,
 ) -> Iterator[Exchange]:
     """Ends that are connected."""
     shape = ExchangeShape(
@@ -234,7 +237,7 @@ def exchange(
         top_k=top_k,
         dtype=dtype,
     )
-    made = Exchange(shape, placement, backend)
+    made = Exchange(shape, placement, backend, merges=merges)
     try:
         made.connect()
         yield made

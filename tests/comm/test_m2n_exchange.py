@@ -50,7 +50,7 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
 
 def run_step(made: Exchange, step: int, rows_of: dict[tuple[int, int], int], num_layers: int) -> None:
     """One step of all attention workers: `rows_of[attention, micro-batch]` rows, absent: no part in it. Compares with
-    the dense computation."""
+    the dense computation. Where expert workers merge what is ready, each makes a step of its own of it."""
     shape, placement = made.shape, made.placement
     participants = [
         [attention for attention in range(shape.num_attention) if (attention, index) in rows_of]
@@ -65,7 +65,10 @@ def run_step(made: Exchange, step: int, rows_of: dict[tuple[int, int], int], num
     def work(attention: int) -> None:
         end = made.attention[attention]
         mine = [index for index in range(shape.num_micro_batches) if (attention, index) in rows_of]
-        end.begin_step(step, participants)
+        if made.merges:
+            end.begin_step(step * shape.num_attention + attention, [[attention]] * shape.num_micro_batches)
+        else:
+            end.begin_step(step, participants)
         under_way: dict[int, tuple[int, Traffic]] = {}
         for layer in range(num_layers + 1):
             for index in mine:
@@ -102,6 +105,7 @@ def check_any_exchange(backend: Backend, placement: ExpertPlacement, data: st.Da
         max_rows=max_rows,
         hidden_size=data.draw(st.sampled_from([1, 5, 16]), "hidden"),
         top_k=top_k,
+        merges=data.draw(st.booleans(), "merges"),
     ) as made:
         made.serve()
         num_choices = 0
@@ -122,7 +126,8 @@ def check_any_exchange(backend: Backend, placement: ExpertPlacement, data: st.Da
                 assert list(batch.sources) == sorted(batch.sources)
         received: Counter[int] = Counter()
         for batch in (batch for batches in made.served.batches.values() for batch in batches):
-            received.update(dict(zip(batch.sources, batch.rows_per_source, strict=True)))
+            for source, num_rows in zip(batch.sources, batch.rows_per_source, strict=True):
+                received[source] += num_rows
         for index, end in enumerate(made.attention):  # each row once for each worker: the row, ids and weights
             assert end.bytes_sent == received[index] * (made.row_bytes + 8 * top_k)
         all_batches = [batch for batches in made.served.batches.values() for batch in batches]

@@ -92,9 +92,13 @@ def save_tiny_model(folder: Path, family: str = "qwen3_moe", **changes: Any) -> 
 def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **changes: Any) -> ServeConfig:
     """`layout`: "2" is two replicas, "3+2/m4" three attention and two expert workers with four micro-batches, "1t2+1t3"
     one of each, of two and of three ranks; "2t2*1" a hybrid of two replicas of two ranks, each expert on one;
-    "1t2p3" has three stages of two ranks. "2>1+1/m2": two replicas for prompts, and workers that decode.
+    "1t2p3" has three stages of two ranks. "2>1+1/m2": two replicas for prompts, and workers that decode. "2+1/m2 free":
+    attention workers step each for itself.
 
     `num_blocks` KV blocks for each attention worker; 0: enough for all requests."""
+    layout, _, stepping = layout.partition(" ")
+    if stepping:
+        changes = {"stepping": stepping} | changes
     prefill, _, decode = layout.rpartition(">")
     settings: dict[str, Any] = {"max_running": 64, "max_batch_tokens": 256, "num_threads": 1}
     made = ServeConfig(model=model.folder, **(_fields(decode) | settings | changes))

@@ -64,6 +64,7 @@ def at_outputs(*actions: Callable[[], object]) -> Callable[[int], None]:
     [
         ("2+2/m2", "static"),
         ("2+2/m2", "window"),
+        ("2+2/m2 free", "window"),
         ("2t2*2", "window"),
         pytest.param("2*1/m2", "static", marks=pytest.mark.slow),
     ],
@@ -167,7 +168,12 @@ def test_deaths_among_copies_cost_no_token(
 
 @pytest.mark.parametrize(
     "layout",
-    ["2+2/m2", "2t2*2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("1t2+2t2/m2", "2*1/m2", "2p2*1"))],
+    [
+        "2+2/m2",
+        "3+2/m2 free",
+        "2t2*2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("1t2+2t2/m2", "2*1/m2", "2p2*1")),
+    ],
 )
 def test_moves_while_requests_run_and_what_is_refused(
     layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens

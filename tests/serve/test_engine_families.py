@@ -27,9 +27,13 @@ POOLS = [
     pytest.param(family, HANDED_OVER[number % 3], marks=[] if family in QUICK[1:] else [pytest.mark.slow])
     for number, family in enumerate(FAMILIES)
 ]
+FREE = [
+    pytest.param(family, "2+2/m2 free", marks=[] if family == "deepseek_v2" else [pytest.mark.slow])
+    for family in FAMILIES
+]
 
 
-@pytest.mark.parametrize(("family", "layout"), [*MATRIX, *RANKS, *POOLS])
+@pytest.mark.parametrize(("family", "layout"), [*MATRIX, *RANKS, *POOLS, *FREE])
 def test_greedy_tokens_equal_transformers(family: str, layout: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "checkpoint", family)
     prompts = random_prompts([1, 40] * 6, seed=5)

@@ -62,6 +62,7 @@ def run_with_deaths(
         pytest.param("2", ["replica[0]", "replica[1]"], marks=pytest.mark.slow),
         pytest.param("1+1/m2", ["experts[0]", "attention[0]"], marks=pytest.mark.slow),
         ("2+2/m2", ["attention[0]", "experts[1]", "attention[1]"]),
+        ("3+2/m2 free", ["attention[0]", "experts[1]"]),
     ],
 )
 def test_killed_workers_cost_no_token(
@@ -131,6 +132,8 @@ def no_look_at_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("1+1/m2", "experts", marks=pytest.mark.slow),
         ("2+2/m2", "attention"),
         pytest.param("2+2/m2", "experts", marks=pytest.mark.slow),
+        pytest.param("2+2/m2 free", "attention", marks=pytest.mark.slow),
+        pytest.param("2+2/m2 free", "experts", marks=pytest.mark.slow),
     ],
 )
 def test_a_hanging_worker_is_replaced(

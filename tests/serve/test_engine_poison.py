@@ -54,6 +54,13 @@ def run_with_poison(engine: Engine, prompts: Prompts, reference: Tokens, num_poi
             r"(attention\[[01]\] died: killed by SIGKILL|experts\[0\]: lost attention\[[01]\]).*",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "2+1/m2 free",
+            "die",
+            r"(attention\[[01]\] died: killed by SIGKILL|experts\[0\]: lost attention\[[01]\]).*",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("2+1/m2 free", "error", r"attention\[[01]\]: RuntimeError: poisoned", marks=pytest.mark.slow),
         ("1+1/m2", "error", r"attention\[0\]: RuntimeError: poisoned"),
         pytest.param("1>1", "die", r"decode/replica\[0\] died: killed by SIGKILL \(.*\)", marks=pytest.mark.slow),
         pytest.param("1>1", "error", r"decode/replica\[0\]: RuntimeError: poisoned", marks=pytest.mark.slow),

@@ -54,6 +54,13 @@ def disaggregated(tiny_model: TinyModel) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
+def free(tiny_model: TinyModel) -> Iterator[Engine]:
+    """Attention workers step each for itself."""
+    with running(config(tiny_model, "3+2/m2 free")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
 def apart(tiny_model: TinyModel) -> Iterator[Engine]:
     """Prefill and decode in workers of their own."""
     with running(config(tiny_model, "1>1")) as engine:
@@ -61,8 +68,8 @@ def apart(tiny_model: TinyModel) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def both(colocated: Engine, disaggregated: Engine, apart: Engine) -> list[Engine]:
-    return [colocated, disaggregated, apart]
+def both(colocated: Engine, disaggregated: Engine, free: Engine, apart: Engine) -> list[Engine]:
+    return [colocated, disaggregated, free, apart]
 
 
 def test_seeds_give_the_same_tokens_in_every_layout(both: list[Engine], prompts: Prompts) -> None:

@@ -35,7 +35,9 @@ class ExchangeShape:
 
 
 class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`.
+    """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`. Where those
+    step each for itself, rows of one layer that were ready together: `step` and `micro_batch` are then of the first
+    part, and a source may have several.
 
     `ids_RK` are global expert ids, -1 where the expert lives on another worker. `placements`: the oldest and the newest
     version of the placement by which they were sent. `prefetches`: (source, layer, expert) for which rows will come, of

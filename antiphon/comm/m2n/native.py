@@ -22,6 +22,7 @@ from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, Us
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
+from antiphon.comm.m2n.ready_batches import ReadyBatches, ReadyStep
 from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.specs.placement import ExpertPlacement
 
@@ -255,7 +256,8 @@ class NativeAttentionExchange(_End):
 class NativeExpertExchange(_End):
     """`ExpertExchange` of expert worker `index`."""
 
-    def __init__(self, endpoint: _m2n.Endpoint, shape: ExchangeShape, index: int) -> None:
+    def __init__(self, endpoint: _m2n.Endpoint, shape: ExchangeShape, index: int, *, merges: bool = False) -> None:
+        """`merges`: rows of one layer that are ready are one batch, whatever steps they are of (`ready_batches`)."""
         slot_bytes = _m2n.dispatch_bytes(shape.hidden_size, shape.top_k, shape.max_rows, dtype_name(shape.dtype))
         names = [f"attention[{worker}]" for worker in range(shape.num_attention)]
         # The first message is a ticket.
@@ -265,7 +267,8 @@ class NativeExpertExchange(_End):
         self._side = _m2n.ExpertSide(
             shape.hidden_size, shape.top_k, shape.max_rows, dtype_name(shape.dtype), self._inbox
         )
-        self._batch: _m2n.ReceivedBatch | None = None
+        self._ready = ReadyBatches(merges=merges)
+        self._batch: tuple[_m2n.ReceivedBatch, list[ReadyStep]] | None = None
         self._views: dict[tuple[int, int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
@@ -282,6 +285,7 @@ class NativeExpertExchange(_End):
         reported again."""
         self._epoch = epoch
         self._batch = None
+        self._ready.forget()
         self._inbox.discard_below(_m2n.first_step_of(epoch))
         self._inbox.forget_losses()
 
@@ -293,14 +297,19 @@ class NativeExpertExchange(_End):
             self.wait_s += time.monotonic() - started
 
     def _receive(self, idle_until: float, timeout_s: float) -> ExpertBatch | None:
+        ready = self._ready
         while True:
-            left_s = max(0.0, idle_until - time.monotonic())
+            is_empty = not ready
+            left_s = max(0.0, (idle_until if is_empty else ready.wait_until_s()) - time.monotonic())
             patience_s = min(left_s, timeout_s)  # a batch may become overdue before nothing at all is no error
-            received = self._waiting(self._side.receive, patience_s)
-            if isinstance(received, tuple):
-                self._welcome(*received)
-            elif received is not None:
-                return self._to_batch(received)
+            arrived = self._waiting(self._side.next, patience_s) if is_empty or ready.merges else None
+            if arrived is not None and len(arrived) == 2:
+                self._welcome(*arrived)
+            elif arrived is not None:
+                ready.add(ReadyStep(*arrived, time.monotonic()))
+            elif not is_empty:
+                if (batch := self._collect(ready.take())) is not None:
+                    return batch
             elif overdue := self._side.overdue(timeout_s):
                 raise PeerTimeout(f"experts[{self._index}] receive", overdue, timeout_s)
             elif patience_s == left_s:
@@ -315,8 +324,12 @@ class NativeExpertExchange(_End):
         except (PeerTimeout, PeerLost, Refused, UserError, OSError) as error:
             _log.warning("experts[%d] cannot connect back to attention[%d]: %s", self._index, source, error)
 
-    def _to_batch(self, received: _m2n.ReceivedBatch) -> ExpertBatch:
-        self._batch = received
+    def _collect(self, steps: list[ReadyStep]) -> ExpertBatch | None:
+        """The rows of these steps; None if their senders are gone."""
+        received = self._side.collect([step.number for step in steps])
+        if received is None:
+            return None
+        self._batch = received, steps
         step, layer, micro_batch, sources, rows_per_source, oldest, newest, asked, num_rows, *addresses = (
             received.fields()
         )
@@ -351,8 +364,9 @@ class NativeExpertExchange(_End):
         return views
 
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
-        received = self._batch
-        assert received is not None, "one reply to one batch"
+        assert self._batch is not None, "one reply to one batch"
+        received, steps = self._batch
         partial_RH = on_host(partial_RH, self._shape.dtype)
         self._waiting(self._side.reply, received, partial_RH.data_ptr(), *computed_ns, _CONNECT_S)
         self._batch = None
+        self._ready.answered(steps, (computed_ns[1] - computed_ns[0]) * 1e-9, time.monotonic())

@@ -189,7 +189,12 @@ def _experts_end(source: _Source) -> ExpertExchange:
     configure, shape = source.configure, configured_shape(source.configure, source.spec)
     if configure.exchange is not None and configure.exchange.library == "gloo":
         return GlooExpertExchange(shape, configure.index, configure.exchange.host, configure.timeout_s)
-    return NativeExpertExchange(source.endpoints.open(f"experts[{configure.index}]"), shape, configure.index)
+    return NativeExpertExchange(
+        source.endpoints.open(f"experts[{configure.index}]"),
+        shape,
+        configure.index,
+        merges=configure.exchange is not None and configure.exchange.merges,
+    )
 
 
 def _num_prefetched(configure: Configure) -> int:

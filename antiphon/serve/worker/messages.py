@@ -37,8 +37,9 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach others: the transport (`rank_transport` between ranks of one worker), where they reach this worker,
     and the sizes both ends of an exchange agreed on. Without expert workers (`num_experts` 0) only ranks are reached.
 
-    `dtype`: of the rows that travel. `library`: what carries them. `local_processes`: workers on this machine, for the
-    choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
+    `dtype`: of the rows that travel. `library`: what carries them. `merges`: an expert worker computes what is ready of
+    a layer together, because attention workers step each for itself. `local_processes`: workers on this machine, for
+    the choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
 
     transport: str
     rank_transport: str
@@ -52,6 +53,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     dtype: str
     library: ExchangeLibrary = "m2n"
+    merges: bool = False
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,9 +88,11 @@ class Exchange {
                                experts_[me]->endpoint->connect(attention_[a]->ticket, static_cast<SourceId>(me), soon()));
         }
         for (uint64_t served = 0; served < num_steps * num_layers * num_micro_batches; ++served) {
-            const auto received = persistently([&] { return side.receive(soon()); });
-            CHECK(received.batch.has_value() && received.batch->sources.size() == num_attention);
-            answer(side, *received.batch);
+            const auto arrived = persistently([&] { return side.next(soon()); });
+            CHECK(arrived.step.has_value());
+            auto batch = side.collect({{*arrived.step}});
+            CHECK(batch.has_value() && batch->sources.size() == num_attention);
+            answer(side, *batch);
         }
         over_.arrive_and_wait();
     }
@@ -126,7 +128,7 @@ class Exchange {
         }
     }
 
-    static void answer(ExpertSide& side, const ReceivedBatch& batch) {
+    static void answer(ExpertSide& side, ReceivedBatch& batch) {
         std::vector<float> rows(size_t{batch.num_rows} * shape.hidden), partials(rows.size());
         if (!rows.empty()) std::memcpy(rows.data(), batch.rows, rows.size() * sizeof(float));
         for (uint32_t row = 0; row < batch.num_rows; ++row) {
