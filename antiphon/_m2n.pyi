@@ -271,8 +271,8 @@ class ReceivedBatch:
         int, int, int, tuple[int, ...], tuple[int, ...], int, int, tuple[tuple[int, int, int], ...], int, int, int, int
     ]:
         """Step, layer and micro-batch of the first part, sources, rows per source, oldest and newest placement,
-        (source, layer, expert) of copies that are asked for, number of rows; addresses of rows, ids and weights, valid until
-        `reply`. One call, because what calls it has cold caches."""
+        (source, layer, expert) of copies that are asked for, number of rows; addresses of rows, ids and weights, valid
+        until `reply`. One call, because what calls it has cold caches."""
 
 class ExpertSide:
     """An expert worker's receive and reply."""
