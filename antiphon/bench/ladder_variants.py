@@ -134,10 +134,10 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
             f"experts, and decides until step {settled}: give an even number, and more than {settled} --rounds"
         )
     parallel = {"parallel": {"expert": ranks}}
-    keys: dict[str, Any] = {"sums": "fixed", "chunk_bytes": chunk_bytes}
+    keys: dict[str, Any] = {"sums": "baseline", "chunk_bytes": chunk_bytes}
     found = [Variant(name="nothing beside", tables=parallel, overlaps=False)]
     for name, more in (
-        ("fixed", {}),
+        ("baseline", {}),
         ("priority", {"sums": "priority"}),
         ("+ partition", {"partition": True}),
         ("+ pipeline", {"pipeline_experts": True}),
@@ -146,9 +146,9 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
         keys = keys | more
         settles = settled if "packing" in more else 0
         found.append(Variant(name=name, tables=parallel | {"communication": keys}, settles=settles))
-    fixed = parallel | {"communication": {"sums": "fixed"}}
-    found.append(Variant(name="fixed, in tiles", tables=fixed | {"overlap": {"inside": True}}))
-    found.append(Variant(name="+ tiles first", tables=fixed | {"overlap": {"inside": True, "tiles_first": True}}))
+    baseline = parallel | {"communication": {"sums": "baseline"}}
+    found.append(Variant(name="baseline, in tiles", tables=baseline | {"overlap": {"inside": True}}))
+    found.append(Variant(name="+ tiles first", tables=baseline | {"overlap": {"inside": True, "tiles_first": True}}))
     return tuple(found)
 
 

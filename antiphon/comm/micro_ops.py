@@ -14,7 +14,8 @@ all-reduce to the end of an all-to-all pair (Lina Figure 7c), which leaves the g
 
 A tensor is cut into ceil(size / chunk) pieces whose sizes differ by at most one element: equal pieces make waiting
 predictable, and no piece mixes two gradients. Rejected: full chunks and a short rest, which pays the fixed cost of a
-micro-op for a few bytes.
+micro-op for a few bytes. What the trainer submits as one tensor are gradients that are ready at once and needed at
+once: those of one layer for the same ranks, or of the head, or of the embedding (`train.shards`).
 
 Experts per device (section 4.2): start with one and double, as long as the FFN micro-op is shorter than the all-to-all
 micro-op. More experts on a device means fewer devices per all-to-all, so less is sent and more is computed between two

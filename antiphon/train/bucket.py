@@ -89,6 +89,11 @@ class Bucket:
         else:
             self.pieces = list(self._whole())
 
+    @property
+    def is_of_loss(self) -> bool:
+        """Whether it holds what stands behind the last layer, and so gets its gradients first."""
+        return any(each.purpose in ("final_norm", "final_norm_bias", "head", "head_bias") for each in self._parameters)
+
     def _lay_out(self) -> None:
         begin = 0
         for each in self._parameters:

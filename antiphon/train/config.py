@@ -121,18 +121,18 @@ class CommunicationConfig:
     only those that all-to-alls move, which add nothing. `gate_weights`: where a result is multiplied by its choice's
     weight: "combine", behind the experts, or "experts", before their second product.
 
-    `sums`: when gradients are summed: "behind" backward; "fixed", as soon as a layer's are known, beside whatever else
-    travels; "priority", the same, but what computation waits for goes first (Lina, section 4). `partition`: these sums
-    go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to experts and back in such chunks too,
-    and experts begin with the first. `packing`: fewer ranks share the experts where these wait for rows (`train.
-    packing`). `timeout_s`: how long a rank waits for others before it names those that hang, and ends."""
+    `sums`: when gradients are summed: "behind" backward; "baseline", as soon as a layer's are known, beside whatever
+    else travels (what Lina compares with); "priority", the same, but what computation waits for goes first (Lina,
+    section 4). `partition`: these sums go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to
+    experts and back in such chunks too, and experts begin with the first. `packing`: fewer ranks share the experts
+    where these wait for rows (`train.packing`). `timeout_s`: how long a rank waits for others before it names those that hang, and ends."""
 
     gradients: Literal["float32", "bfloat16"] = "float32"
     hierarchical: Flag = False
     node_size: CountFromZero = 0
     activations: Format = "plain"
     gate_weights: Literal["combine", "experts"] = "combine"
-    sums: Literal["behind", "fixed", "priority"] = "behind"
+    sums: Literal["behind", "baseline", "priority"] = "behind"
     partition: Flag = False
     pipeline_experts: Flag = False
     packing: Flag = False
@@ -143,7 +143,7 @@ class CommunicationConfig:
         if self.partition and self.sums == "behind":
             raise UserError(
                 "partition is true and sums is 'behind', where nothing runs beside a sum: set sums to 'priority' or "
-                "'fixed', or partition to false"
+                "'baseline', or partition to false"
             )
         if self.packing and self.sums != "priority":
             raise UserError(
@@ -380,8 +380,15 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:
 
 
 def config_of(mapping: Mapping[str, Any], where: str) -> TrainConfig:
-    """The configuration that `as_table` gave, or that a file holds."""
+    """The configuration that `as_table` gave, or that a file holds. Former names of values are read as the new ones."""
+    for (table, key, former), name in _RENAMED.items():
+        entries = mapping.get(table)
+        if isinstance(entries, Mapping) and entries.get(key) == former:
+            mapping = {**mapping, table: {**entries, key: name}}
     return read(TrainConfig, mapping, where)
+
+
+_RENAMED = {("communication", "sums", "fixed"): "baseline"}  # Lina's own "fixed" is another schedule
 
 
 def apply_change(mapping: dict[str, Any], change: str) -> None:

@@ -3,7 +3,8 @@
 It begins with `parallel.expert` ranks. Behind step 10, and every 4 steps after that, the search of `comm.micro_ops`
 learns how long the experts work on a part of their rows and how long that part travels. While working is shorter, half
 as many ranks share the experts: each holds twice as many, fewer rows leave it, and every expert has twice the replicas.
-A time is the mean of the slowest rank since the last decision.
+A time is the mean of the slowest rank since the last decision. Without a time of both on every rank nothing is
+decided, and the search asks again; where one rank has all experts no rows travel, so there is nothing left to decide.
 
 What was decided stands in `OUTPUT/packing.json`. A run that goes on, or one that is given this file, takes its
 decisions from there: they depend on times, and another division rounds in another way.
@@ -13,6 +14,7 @@ packing ends.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -82,27 +84,30 @@ class Packing:
             self._travelled_s += each if name.startswith(("dispatch.", "combine.")) else []
         parts = sum(len(each) for name, each in exchanges.items() if name.startswith("combine."))
         forward_s = {name: seconds for name, seconds in operator_s.items() if not name.endswith("backward")}
-        worked_s = sum(forward_s[name] for name in forward_s if whole_name(name) in _EXPERTS)
-        self._worked_s.append(worked_s / max(1, parts))
+        worked_s = [forward_s[name] for name in forward_s if whole_name(name) in _EXPERTS]
+        if parts and worked_s:
+            self._worked_s.append(sum(worked_s) / parts)
 
     def decide(self, step: int, mesh: Mesh) -> int:
         """How many ranks share the experts from `step` on. All ranks call it together, behind every step."""
         is_due = step >= FIRST_STEP and (step - FIRST_STEP) % EVERY == 0
-        if is_due and not self._is_decided(step):
-            self._known.append(self._decision(step, mesh))
+        if is_due and not self._is_decided(step) and (decision := self._decision(step, mesh)) is not None:
+            self._known.append(decision)
             if mesh.rank == 0:
                 self._write()
         return self.expert_at(step)
 
     def _is_decided(self, step: int) -> bool:
         """Whether no search is needed at `step`: it has ended, or an earlier life of the run went further."""
+        if self.expert_at(step) == 1:
+            return True
         if not self._known:
             return False
         *before, last = [self._config.parallel.expert, *(each.expert for each in self._known)]
         return self._search.has_ended or last == before[-1] or step <= self._known[-1].step
 
-    def _decision(self, step: int, mesh: Mesh) -> Decision:
-        """The slowest rank's times count, and the one with the least memory."""
+    def _decision(self, step: int, mesh: Mesh) -> Decision | None:
+        """The slowest rank's times count, and the one with the least memory; None: a rank has no time."""
         now = self.expert_at(step)
         own = torch.tensor(
             [_mean(self._worked_s), _mean(self._travelled_s), float(not self._fits(now // 2))], device=HOST
@@ -110,6 +115,14 @@ class Packing:
         times = run(AllGather(mesh.world, "packing", (3,) * mesh.world.size), own.double()).view(-1, 3).amax(0)
         ffn_s, travelled_s, is_short = times.tolist()
         self._worked_s, self._travelled_s = [], []
+        if math.isnan(ffn_s + travelled_s):
+            if mesh.rank == 0:
+                _log.warning(
+                    "step %d: no time of experts and of an exchange on every rank: packing is decided %d steps later",
+                    step,
+                    EVERY,
+                )
+            return None
         self._search.observe(ffn_s, travelled_s)
         expert = now if self._search.has_ended or is_short else now // 2
         return Decision(step=step, expert=expert, ffn_s=ffn_s, all_to_all_s=travelled_s)
@@ -147,7 +160,8 @@ def with_expert(config: TrainConfig, expert: int) -> TrainConfig:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    """nan: nothing was measured."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def _read(file: Path, most: int) -> list[Decision]:

@@ -37,7 +37,8 @@ class Shards:
 
     From zero 2 on, the model's layers do their part in forward and backward by themselves; what belongs to no layer is
     gathered by `begin_step` and summed by `reduce`. With a mesh that has a launcher, sums run beside backward: layers
-    begin theirs behind their last backward of a step, and `reduce` waits for all."""
+    begin theirs behind their last backward of a step, final norm and head before the last layer's, and `reduce` waits
+    for all."""
 
     def __init__(
         self,
@@ -62,6 +63,9 @@ class Shards:
         if zero >= 2 or model.mesh.launcher is not None:
             for layer, buckets in zip(model.layers, self._layers, strict=True):
                 _attach(layer, buckets, lambda: zero >= 2 or self._is_last_pass, gathered=zero == 3)
+        if model.mesh.launcher is not None and model.spec.num_layers - 1 in model.layers:
+            early = [bucket for bucket in self._outer if bucket.is_of_loss]
+            _attach_loss(model.layers[model.spec.num_layers - 1], early, lambda: self._is_last_pass)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -128,15 +132,16 @@ def _buckets(
     matrices: MatricesOf,
 ) -> list[Bucket]:
     """The buckets of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks
-    hold parts apart again, so that these ranks cut their shards alike."""
-    found: dict[tuple[int, bool, bool], tuple[Replicas, list[Parameter]]] = {}
+    hold parts apart again, so that these ranks cut their shards alike. The embedding, whose gradient comes last, is
+    apart from the head, whose gradient comes first: a chunk of a sum never waits for its other half."""
+    found: dict[tuple[int, bool, bool, bool], tuple[Replicas, list[Parameter]]] = {}
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))
         if isinstance(tensor, nn.Parameter):
             tied = purpose == "embedding" and model.spec.tie_embeddings  # held by the first and by the last stage
             group = model.mesh.ends if tied else model.mesh.replicas(part.axes)
             taken = matrices(purpose, tuple(tensor.shape))
-            key = id(group), bool(taken), bool(part.axes)
+            key = id(group), bool(taken), bool(part.axes), purpose == "embedding"
             parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
             found.setdefault(key, (replicas.of(group), []))[1].append(parameter)
     return [Bucket(parameters, alike, zero, model.mesh.launcher) for alike, parameters in found.values()]
@@ -163,6 +168,17 @@ def _attach(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bo
         return found
 
     layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(behind)
+
+
+def _attach_loss(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bool]) -> None:
+    """Sum what is behind the last layer as soon as its gradients are there, if that `is_due`: before the last layer's
+    backward begins."""
+
+    def behind(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        found: Tensor = _AtBegin.apply(out, buckets, is_due)  # type: ignore[no-untyped-call]
+        return found
+
     layer.register_forward_hook(behind)
 
 

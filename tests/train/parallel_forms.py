@@ -24,7 +24,7 @@ from tests.comm.ranks import begin_anew, made_once
 
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 PLAIN = CommunicationConfig()
-FIXED = CommunicationConfig(sums="fixed")
+BASELINE = CommunicationConfig(sums="baseline")
 PRIORITY = CommunicationConfig(sums="priority")
 CHUNKS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000)
 LEVELS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000, hierarchical=True, node_size=2)
@@ -33,7 +33,7 @@ LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
 DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
 NAMES: dict[Any, str] = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
-NAMES |= {EARLY: "early", FIXED: "fixed", PRIORITY: "priority", CHUNKS: "chunks", LEVELS: "levels"}
+NAMES |= {EARLY: "early", BASELINE: "baseline", PRIORITY: "priority", CHUNKS: "chunks", LEVELS: "levels"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ SOME_FAMILIES = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="full", inside=True),
     Form(tensor=2, expert=4, dispatch="gather_scatter", losses=DROPPING, inside=True),
     Form(pipeline=2, virtual_stages=2, expert=2, row_budget=0.5, communication=EARLY, inside=True),
-    Form(expert=2, communication=FIXED),  # here and below, gradients are summed beside backward
+    Form(expert=2, communication=BASELINE),  # here and below, gradients are summed beside backward
     Form(sequence=2, expert=2, communication=PRIORITY),
     Form(sequence=2, expert=2, communication=CHUNKS),
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, row_budget=0.5, losses=DROPPING, communication=CHUNKS),

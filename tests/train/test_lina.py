@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config
+from antiphon.train.optimizer import shards_of
 from antiphon.train.packing import Packing
 from antiphon.train.ranks import sizes_of
-from antiphon.train.setup import parts_of, prepare
+from antiphon.train.setup import build_model, parts_of, prepare
 from antiphon.train.trainer import Trainer
 from tests.comm.ranks import begin_anew, on_ranks
 from tests.train.harness import config_of, write_run
@@ -27,7 +29,7 @@ PARTITION = ("communication.partition=true", "communication.chunk_bytes=2000")
 PIPELINE = "communication.pipeline_experts=true"
 SWITCHES: dict[str, tuple[str, ...]] = {
     "behind": (),
-    "fixed": ("communication.sums=fixed",),
+    "baseline": ("communication.sums=baseline",),
     "priority": (PRIORITY,),
     "partition": (PRIORITY, *PARTITION),
     "pipeline": (PRIORITY, *PARTITION, PIPELINE),
@@ -41,7 +43,7 @@ OF_PASSES = {  # two a step
     "two in turns": ("micro_batch=2", "overlap.pairs=true"),
 }
 OF_SHARDS = {
-    "zero 2": ("communication.sums=fixed", "parallel.zero=2"),
+    "zero 2": ("communication.sums=baseline", "parallel.zero=2"),
     "zero 3": (PRIORITY, *PARTITION, PIPELINE, "parallel.zero=3", "parallel.dispatch=auto"),
 }
 PACKED = (PRIORITY, *PARTITION, PIPELINE, "communication.packing=true")
@@ -157,6 +159,38 @@ def test_packing_that_does_not_divide(tmp_path: Path) -> None:
     config = config_of(tmp_path, PRIORITY, "communication.packing=true", "parallel.expert=3")
     with pytest.raises(UserError, match=r"parallel.expert is 3: packing halves it, so make it even"):
         Packing(config, load_model_spec(Path(config.model.path)))
+
+
+def test_packing_decides_on_measured_times_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without a time of an exchange decides nothing; with all experts on a rank nothing is left to decide."""
+    config = config_of(tmp_path, PRIORITY, "communication.packing=true", "parallel.expert=4")
+    Path(config.output.folder).mkdir(parents=True)
+    packing, mesh = Packing(config, load_model_spec(Path(config.model.path))), connect(Sizes(), 0)
+    monkeypatch.setattr(packing, "_fits", lambda expert: True)
+    packing.observe({"fc1": 1.0}, {})
+    assert packing.decide(10, mesh) == 4
+    assert not packing._known
+    assert packing.is_measured(11)
+    for step, expert in ((14, 2), (18, 1)):
+        packing.observe({"fc1": 1.0}, {"dispatch.all_to_all": [9.0], "combine.all_to_all": [9.0]})
+        assert packing.decide(step, mesh) == expert
+    assert not packing.is_measured(19)
+    assert packing.decide(22, mesh) == 1
+    assert [each.all_to_all_s for each in packing._known] == [9.0, 9.0]
+
+
+def test_the_former_name_of_the_baseline_is_read(tmp_path: Path) -> None:
+    assert config_of(tmp_path, "communication.sums=fixed").communication.sums == "baseline"
+
+
+def test_a_chunk_holds_gradients_of_one_urgency(tmp_path: Path) -> None:
+    """The head's gradients, which are ready first, share no bucket with the embedding's, which are ready last."""
+    config = config_of(tmp_path)
+    model = build_model(load_model_spec(Path(config.model.path)), config, 16)
+    shards = shards_of(model, 1, config.optimizer, config.communication)
+    urgent = [{piece.name.partition(".")[0] for piece in bucket.pieces} for bucket in shards._outer]
+    assert sorted(map(sorted, urgent)) == [["embedding"], ["final_norm", "head"]]
+    assert [bucket.is_of_loss for bucket in shards._outer].count(True) == 1
 
 
 def test_pipelined_experts_that_no_rows_reach(tmp_path: Path) -> None:
