@@ -83,7 +83,9 @@ def find_training_plan(model: str, search: SearchOptions, options: TrainingOptio
             num_devices=options.devices,
             device=None if options.device is None else groups[0].device.name,
             model_name=model_name_of(path),
-            precision=parse_training_precision(search.precision) if measured is None else trained_in(measured.dtype),
+            precision=parse_training_precision(search.precision)
+            if measured is None
+            else trained_in(measured.dtype, options.zero),
             compress=not options.no_compress and profile is None,
             deduplicate=options.deduplicate or profile is not None,
             overlap=options.overlap if profile is None else "none",

@@ -18,6 +18,8 @@ What `RowFormat` chooses from:
     float8_permutation   only all-to-alls, which move rows and add nothing; where others found a reduce-scatter by FP8
                          all-to-all slower across nodes, this form still gained
 
+Attention's rows between tensor ranks have the same form, with `Float8Rows.tokens` a position.
+
 Rejected: E5M2 for gradients. Scales by channel and group of tokens give them range enough, and E4M3 has a bit more.
 
 Letters: T rows, H width, G groups.
@@ -116,12 +118,13 @@ Format = Literal["plain", "float8", "float8_permutation"]
 
 @dataclass(frozen=True)
 class Float8Rows:
-    """`plain` with its rows sent as E4M3; they come out, and are added, in `out`, which is float32 or wider.
-    `by_channel`: how scales are taken, else by token."""
+    """`plain` with its rows sent as E4M3; they are added in float32 or wider, and come out in `out`. `by_channel`: how
+    scales are taken, else by token. `tokens`: of a row, which is [tokens, H] then and not [H]."""
 
     plain: MovesRows
     out: torch.dtype
     by_channel: bool = False
+    tokens: int | None = None
 
     @property
     def group(self) -> Group:
@@ -144,26 +147,35 @@ class Float8Rows:
         plain: MovesRows = self.plain
         if isinstance(plain, ReduceScatter):
             plain = AllToAll(plain.group, plain.purpose, plain.sent, plain.received)
+        if self.tokens is not None:
+            plain = plain.with_sizes(self._in_tokens)
         return plain.with_sizes(lambda runs: tuple(map(rows_by_channel, runs))) if self.by_channel else plain
 
+    def _in_tokens(self, runs: Runs) -> Runs:
+        return runs if self.tokens is None else tuple(rows * self.tokens for rows in runs)
+
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        encoded, (clipped, flushed) = encode_by_channel(x, self.sent) if self.by_channel else encode_by_token(x)
+        x = x if self.tokens is None else x.flatten(0, 1)
+        encoded, (clipped, flushed) = (
+            encode_by_channel(x, self._in_tokens(self.sent)) if self.by_channel else encode_by_token(x)
+        )
         purpose, _, _ = self.name.partition(".")
         self.group.ledger.lost(f"{purpose}.clipped", clipped)
         self.group.ledger.lost(f"{purpose}.flushed", flushed)
         return self._bytes.launch(encoded)
 
     def finish(self, buffer: Tensor) -> Tensor:
-        rows = self._bytes.finish(buffer)
-        rows = decode_by_channel(rows, self.received, self.out) if self.by_channel else decode_by_token(rows, self.out)
-        return sum_in_order(rows.chunk(self.group.size)) if isinstance(self.plain, ReduceScatter) else rows
+        rows, wide = self._bytes.finish(buffer), _wide(self.out)
+        runs = self._in_tokens(self.received)
+        rows = decode_by_channel(rows, runs, wide) if self.by_channel else decode_by_token(rows, wide)
+        rows = sum_in_order(rows.chunk(self.group.size)) if isinstance(self.plain, ReduceScatter) else rows
+        return (rows if self.tokens is None else rows.view(-1, self.tokens, rows.shape[1])).to(self.out)
 
     def with_sizes(self, sizes: Callable[[Runs], Runs]) -> "Float8Rows":
         return replace(self, plain=self.plain.with_sizes(sizes))
 
     def reverse(self) -> "Float8Rows":
-        wide = torch.promote_types(self.out, torch.float32)
-        return Float8Rows(moving(self.plain.reverse()), wide, not self.by_channel)
+        return replace(self, plain=moving(self.plain.reverse()), by_channel=not self.by_channel)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 1. On one level a sum is an all-reduce, or a reduce-scatter where each rank keeps a shard.
 2. On two levels (MegaScale-MoE, Appendix A.1) it is a reduce-scatter inside each node, one across nodes on the part
    that is left, then all-gathers in the reverse order. So one copy travels between nodes, however many a node holds.
+   The two levels are different wires, so it goes in chunks: while one chunk is between nodes, the next is inside
+   (Figure 5b).
 3. In a narrow format (section 5, Figure 11) an all-to-all of bfloat16 takes the place of each reduce-scatter: numbers
    are rounded in place, and each rank adds what it got in the numbers' own format, in order of rank. So a number is
    rounded once, whatever the number of ranks, and half the bytes of float32 are sent. A sum that all ranks keep is
@@ -27,7 +29,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from antiphon.comm.collectives import AllGather, AllReduce, ReduceScatter, run
+from antiphon.comm.collectives import (
+    AllGather,
+    AllReduce,
+    Collective,
+    Done,
+    Pending,
+    ReduceScatter,
+    joined,
+    run,
+    start,
+    taken,
+)
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.comm.point_to_point import start_all_to_all
@@ -134,13 +147,30 @@ class Replicas:
 
     def sum_shard(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's shard of the sum; shards have these sizes. `flat` is used up."""
-        for level, parts in _levels(self.sums, sizes):
-            purpose = f"gradients{level.suffix}"
-            if self.narrow:
-                flat = run(NarrowSum(level.group, purpose, parts, flat.dtype), flat)
-            else:
-                flat = run(ReduceScatter(level.group, purpose, parts), flat)
-        return flat
+        count = _chunks(self.sums, sizes, flat.element_size())
+        if count == 1:
+            for level, parts in _levels(self.sums, sizes):
+                flat = start(self._sum_of(level, parts, flat.dtype), flat).wait()
+            return flat
+        under_way: list[Pending | Done] = []  # across nodes
+        inside = self._start_inside(flat, sizes, 0, count)
+        for number in range(count):
+            shard = inside.wait()
+            across, parts = _levels(self.sums, _part_sizes(sizes, number, count))[1]
+            under_way.append(start(self._sum_of(across, parts, flat.dtype), shard))
+            if number + 1 < count:
+                inside = self._start_inside(flat, sizes, number + 1, count)
+        return torch.cat([each.wait() for each in under_way])
+
+    def _start_inside(self, flat: Tensor, sizes: Sequence[int], number: int, count: int) -> Pending | Done:
+        inside, parts = _levels(self.sums, _part_sizes(sizes, number, count))[0]
+        return start(self._sum_of(inside, parts, flat.dtype), taken(flat, tuple(sizes), number, count))
+
+    def _sum_of(self, level: Level, parts: tuple[int, ...], dtype: torch.dtype) -> Collective:
+        purpose = f"gradients{level.suffix}"
+        if self.narrow:
+            return NarrowSum(level.group, purpose, parts, dtype)
+        return ReduceScatter(level.group, purpose, parts)
 
     def gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
         """The parameters of which this rank has a shard."""
@@ -152,9 +182,46 @@ class Replicas:
 
 
 def _gather(levels: Sequence[Level], purpose: str, shard: Tensor, sizes: Sequence[int]) -> Tensor:
-    for level, parts in reversed(list(_levels(levels, sizes))):
-        shard = run(AllGather(level.group, purpose + level.suffix, parts), shard)
-    return shard
+    count = _chunks(levels, sizes, shard.element_size())
+    if count == 1:
+        for level, parts in reversed(_levels(levels, sizes)):
+            shard = run(AllGather(level.group, purpose + level.suffix, parts), shard)
+        return shard
+    under_way: list[Pending | Done] = []  # inside nodes
+    across = _start_gather(levels, purpose, shard, sizes, 1, (0, count))
+    for number in range(count):
+        came = across.wait()
+        if number + 1 < count:
+            across = _start_gather(levels, purpose, shard, sizes, 1, (number + 1, count))
+        under_way.append(_start_gather(levels, purpose, came, sizes, 0, (number, count)))
+    return joined([each.wait() for each in under_way], tuple(sizes))
+
+
+def _start_gather(
+    levels: Sequence[Level], purpose: str, x: Tensor, sizes: Sequence[int], which: int, part: tuple[int, int]
+) -> Pending | Done:
+    """Chunk `part` (number, count) over the level at place `which`; across nodes `x` is the whole shard."""
+    level, parts = _levels(levels, _part_sizes(sizes, *part))[which]
+    return start(
+        AllGather(level.group, purpose + level.suffix, parts),
+        taken(x, (x.shape[0],), *part) if which else x,
+    )
+
+
+MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 1 << 16
+
+
+def _chunks(levels: Sequence[Level], sizes: Sequence[int], element_bytes: int) -> int:
+    """In how many chunks shards of these sizes go, the same on every rank: one where there are not two levels, or where
+    a chunk would be small."""
+    if len(levels) == 1:
+        return 1
+    return max(1, min(MOST_CHUNKS, sum(sizes) * element_bytes // LEAST_CHUNK_BYTES))
+
+
+def _part_sizes(sizes: Sequence[int], number: int, count: int) -> tuple[int, ...]:
+    """Of chunk `number` of `count`, as `taken` cuts them."""
+    return tuple(size * (number + 1) // count - size * number // count for size in sizes)
 
 
 def _levels(levels: Sequence[Level], sizes: Sequence[int]) -> list[tuple[Level, tuple[int, ...]]]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.comm.collectives import Collective
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.norm import rms_norm
@@ -29,12 +30,20 @@ def attention_operators(spec: ModelSpec, *, sequence_ranks: int, links: TileLink
     """The operators from normed rows to attention's output, without the residual. `links`: who carries tiles between
     the sequence ranks, None: all-to-alls stay whole."""
     return [
-        exchange("tensor_gather", "ln1_out -> ln1_out_ag", lambda here, x: here.sequences.parallel.gather(), dim=1),
+        exchange("tensor_gather", "ln1_out -> ln1_out_ag", _gathered, dim=1),
         *_until_heads(spec.attention, sequence_ranks, links),
         compute("attention", "q_a2a k_a2a v_a2a -> attn", attend, saves="q_a2a k_a2a v_a2a attn"),
         *_rows(sequence_ranks, links),
-        exchange("tensor_scatter", "attn_out -> attn_out_rs", lambda here, x: here.sequences.parallel.scatter(), dim=1),
+        exchange("tensor_scatter", "attn_out -> attn_out_rs", _scattered, dim=1),
     ]
+
+
+def _gathered(here: LayerContext, x_BsH: Tensor) -> Collective:
+    return here.sequences.parallel.gather(x_BsH)
+
+
+def _scattered(here: LayerContext, x_BSH: Tensor) -> Collective:
+    return here.sequences.parallel.scatter(x_BSH)
 
 
 def reads_qkv(attention: AttentionSpec) -> bool:

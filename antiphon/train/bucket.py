@@ -1,5 +1,11 @@
 """Parameters that several ranks hold alike, end to end in one tensor, cut into shards: a `Bucket`; and the `Piece`s of
-them that this rank updates."""
+them that this rank updates.
+
+What is cut into shards is kept twice where the arithmetic is narrower than float32 (MegaScale-MoE's multi-precision
+optimizer, section 7): the shard, which the optimizer moves, in float32; the whole, which products read, in the format
+of the arithmetic. So the parameters are gathered in that format, and no copy of them is made for a product. Gradients
+are added up in the shard's format all the same (`Tensor.grad_dtype`).
+"""
 
 import itertools
 import time
@@ -64,26 +70,35 @@ class Parameter:
 
 class Bucket:
     """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`. `launcher`: sums gradients beside
-    other work, if there is one. `is_begun`: whether gradients were reduced since `finish` was called."""
+    other work, if there is one. `kept`: the type of whole parameters between their shards' updates. `is_begun`: whether
+    gradients were reduced since `finish` was called."""
 
     def __init__(
-        self, parameters: Sequence[Parameter], replicas: Replicas, zero: int, launcher: CollectiveLauncher | None
+        self,
+        parameters: Sequence[Parameter],
+        replicas: Replicas,
+        zero: int,
+        launcher: CollectiveLauncher | None,
+        kept: torch.dtype,
     ) -> None:
         self._parameters = parameters
         self._replicas = replicas
         self._zero = zero if replicas.size > 1 else 0
         self._launcher = launcher if replicas.size > 1 else None
         self._submissions: list[Submission] = []
+        self._summed = parameters[0].tensor.dtype  # of gradients
         self.is_begun = False
         if self._zero:
             self._sizes = _shard_sizes(parameters, replicas.size)
-            self._values = parameters[0].tensor.new_zeros(sum(self._sizes))
-            self._num_bytes = self._values.untyped_storage().nbytes()
             first = sum(self._sizes[: replicas.place])
             self._own = first, first + self._sizes[replicas.place]
+            whole = parameters[0].tensor.data.new_zeros(sum(self._sizes))
+            torch.cat([each.tensor.data.flatten() for each in parameters], out=whole[: _numel(parameters)])
+            self._values = whole.to(kept)
+            self._num_bytes = self._values.untyped_storage().nbytes()
+            shard = whole[slice(*self._own)]
+            self._shard = shard.clone() if self._zero == 3 or kept != whole.dtype else shard
             self._lay_out()
-            shard = self._values[slice(*self._own)]
-            self._shard = shard.clone() if self._zero == 3 else shard
             self.pieces = list(self._cut(self._shard))
             self.release()
         else:
@@ -97,8 +112,8 @@ class Bucket:
     def _lay_out(self) -> None:
         begin = 0
         for each in self._parameters:
-            view = self._values[begin : begin + each.tensor.numel()].view(each.tensor.shape)
-            each.tensor.data = view.copy_(each.tensor.data)
+            each.tensor.data = self._values[begin : begin + each.tensor.numel()].view(each.tensor.shape)
+            each.tensor.grad_dtype = self._shard.dtype
             begin += each.tensor.numel()
 
     def _whole(self) -> Iterator[Piece]:
@@ -129,7 +144,7 @@ class Bucket:
         """Add the gradients of this rank's parameters, summed over replicas, to those of its pieces. A parameter that
         was not used counts zeros. With a launcher this only begins: `finish` waits."""
         self.is_begun = True
-        gradients = [_gradient(each.tensor).flatten() for each in self._parameters]
+        gradients = [_gradient(each.tensor, self._summed).flatten() for each in self._parameters]
         for each in self._parameters:
             each.tensor.grad = None
         if self._replicas.size == 1:
@@ -188,7 +203,7 @@ class Bucket:
         storage = self._values.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self._num_bytes)
-        self._values.copy_(self._replicas.gather(self._shard.detach(), self._sizes))
+        self._values.copy_(self._replicas.gather(self._shard.detach().to(self._values.dtype), self._sizes))
 
     def release(self) -> None:
         """Give back the memory of parameters that are kept in shards; until `gather` they may not be used."""
@@ -201,7 +216,7 @@ def _shard_sizes(parameters: Sequence[Parameter], ranks: int) -> tuple[int, ...]
     come."""
     sizes = [each.rows * each.columns for of in parameters for each in of.matrices for _ in range(each.count)]
     if not sizes:
-        return (-(-sum(each.tensor.numel() for each in parameters) // ranks),) * ranks
+        return (-(-_numel(parameters) // ranks),) * ranks
     ends = [0, *itertools.accumulate(sizes)]
     cuts = [min(ends, key=lambda end: abs(end * ranks - rank * ends[-1])) for rank in range(ranks + 1)]
     return tuple(last - first for first, last in itertools.pairwise(cuts))
@@ -221,5 +236,9 @@ def _blocks(parameter: Parameter, flat: Tensor) -> list[Tensor]:
     return list(torch.split(flat, [size for size, _ in parameter.blocks()]))
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _gradient(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(parameter, dtype=dtype) if parameter.grad is None else parameter.grad
+
+
+def _numel(parameters: Sequence[Parameter]) -> int:
+    return sum(each.tensor.numel() for each in parameters)

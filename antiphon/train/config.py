@@ -118,19 +118,22 @@ class CommunicationConfig:
     as many as torchrun started on this machine).
 
     `activations`: rows and their gradients on the way to experts and back: "float8" all of them, "float8_permutation"
-    only those that all-to-alls move, which add nothing. `gate_weights`: where a result is multiplied by its choice's
+    only those that all-to-alls move, which add nothing. `attention`: rows that tensor ranks gather before attention and
+    add up behind it. `gate_weights`: where a result is multiplied by its choice's
     weight: "combine", behind the experts, or "experts", before their second product.
 
     `sums`: when gradients are summed: "behind" backward; "baseline", as soon as a layer's are known, beside whatever
     else travels (what Lina compares with); "priority", the same, but what computation waits for goes first (Lina,
     section 4). `partition`: these sums go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to
     experts and back in such chunks too, and experts begin with the first. `packing`: fewer ranks share the experts
-    where these wait for rows (`train.packing`). `timeout_s`: how long a rank waits for others before it names those that hang, and ends."""
+    where these wait for rows (`train.packing`). `timeout_s`: how long a rank waits for others before it names those
+    that hang, and ends."""
 
     gradients: Literal["float32", "bfloat16"] = "float32"
     hierarchical: Flag = False
     node_size: CountFromZero = 0
     activations: Format = "plain"
+    attention: Literal["plain", "float8"] = "plain"
     gate_weights: Literal["combine", "experts"] = "combine"
     sums: Literal["behind", "baseline", "priority"] = "behind"
     partition: Flag = False
@@ -156,6 +159,14 @@ class CommunicationConfig:
         if self.sums == "behind":
             return None
         return CollectiveLauncher(MicroOpScheduler(self.chunk_bytes if self.partition else None))
+
+    def check_attention(self, tensor: int) -> None:
+        """`UserError` where `attention` would do nothing."""
+        if self.attention != "plain" and tensor == 1:
+            raise UserError(
+                "communication.attention is 'float8' and parallel.tensor is 1, so no rank gathers rows before "
+                "attention: raise tensor, or leave attention 'plain'"
+            )
 
     def check_dispatch(self, dispatch: str) -> None:
         """`UserError` where a switch would do nothing with this way of rows."""
@@ -326,6 +337,7 @@ class TrainConfig:
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
         self.communication.check_dispatch(self.parallel.dispatch)
+        self.communication.check_attention(self.parallel.tensor)
         if self.overlap.pairs:
             self._check_pairs()
         if self.overlap.inside and (self.communication.pipeline_experts or self.communication.packing):

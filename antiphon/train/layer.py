@@ -100,13 +100,13 @@ def reference_forward(here: LayerContext, x_BSH: Tensor) -> Tensor:
 
     # 1. attention, at all positions, of the heads that this rank works on
     y_BSH = norm(spec, weights, "input_norm", x_BSH)
-    y_BSH = run(parallel.gather(), y_BSH.transpose(0, 1)).transpose(0, 1)
+    y_BSH = run(parallel.gather(y_BSH), y_BSH.transpose(0, 1)).transpose(0, 1)
     projection = weights[projection_weight(spec.attention)]
     qkv_BSX = F.linear(y_BSH, projection, projection_bias(spec.attention, weights))
     q, k, v = parallel.share_heads(*rope_heads(here, qkv_BSX))
     out_BSW = parallel.share_rows(attend(here, q, k, v))
     out_BSH = F.linear(out_BSW, weights["out"])
-    out_BSH = run(parallel.scatter(), out_BSH.transpose(0, 1)).transpose(0, 1)
+    out_BSH = run(parallel.scatter(out_BSH), out_BSH.transpose(0, 1)).transpose(0, 1)
     x_BSH = _add_attention(here, x_BSH, out_BSH)
 
     # 2. the feed-forward that all rows pass, or the experts that each row chooses

@@ -1,7 +1,8 @@
 """What a run needs in memory: whether it fits, before its first step, and what layers keep for backward.
 
 1. Parameters, gradients and the optimizer's moments are in float32 (float64 if that is the arithmetic). A bfloat16 run
-   keeps a copy of the parameters for its products until backward has used them.
+   without shards keeps a copy of the parameters for its products until backward has used them; one with shards keeps
+   parameters in bfloat16 and the main ones of its shard.
 2. Activations are those that backward needs, of the micro-batches in flight, and what the cross-entropy keeps.
 3. What cannot fit is refused. A process holds more than backward needs, `KEPT_OVER_NEEDED` times by the peak of the
    demo model (autograd saves 1.5 times; the rest are results in between and what the allocator keeps): what fits by
@@ -84,7 +85,7 @@ def setup_of(config: TrainConfig, sizes: Sizes) -> TrainingSetup:
         pipeline=sizes.pipeline,
         virtual_stages=config.parallel.virtual_stages,
         data_parallel=min(sizes.data, sizes.expert_data),
-        precision=trained_in("bfloat16" if config.dtype == "bfloat16" else "float32"),
+        precision=trained_in("bfloat16" if config.dtype == "bfloat16" else "float32", config.parallel.zero),
     )
 
 
@@ -99,24 +100,25 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     activations = _kept(activations, in_flight * float(layers.num_moe), in_flight * float(layers.total), sizes, config)
     rows = sizes.rows * spec.hidden_size * setup.precision.row_bytes
     head = 4.0 * spec.vocab_size * spec.hidden_size + 2 * rows  # the cross-entropy's gradients of head and rows
-    copies = 2.0 * held.total if config.dtype == "bfloat16" else 0.0
+    copies = 2.0 * held.total if config.dtype == "bfloat16" and setup.precision.weights == "float32" else 0.0
     wide = 2.0 if config.dtype == "float64" else 1.0
     return MemoryNeed(
         parameters=wide * float(parameters) + float(copies),
         gradients=wide * float(gradients),
-        optimizer=wide * float(optimizer) * _moments(spec, config),
+        optimizer=wide * float(optimizer) * _moments(spec, config, setup),
         activations=wide * float(activations),
         head=wide * float(head),
     )
 
 
-def _moments(spec: ModelSpec, config: TrainConfig) -> float:
-    """Bytes of the optimizer's moments over those of AdamW's two: Muon keeps one for matrices."""
+def _moments(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> float:
+    """Bytes of the optimizer's state over those with AdamW's two moments: Muon keeps one for matrices."""
     if config.optimizer.name == "adamw":
         return 1.0
     counts = count_parameters(spec)
     others = counts.embedding + counts.head + spec.num_moe_layers * counts.router
-    return 0.5 + 0.5 * others / counts.total
+    adamw = 0.5 + 0.5 * others / counts.total
+    return adamw if setup.precision.weights == "float32" else (1.0 + 2.0 * adamw) / 3.0
 
 
 def _kept(everything: float, moe_layers: float, layers: float, sizes: LayerSizes, config: TrainConfig) -> float:

@@ -95,6 +95,7 @@ class MoeModel(nn.Module):
         self.links = links
         self.dtype = dtype
         self.spans = StepSpans()
+        self._narrow_attention = communication.attention == "float8"
         self.share = RankShare.of(spec, mesh.sizes, mesh.rank)
         self.schedule = PipelineSchedule(pipeline=mesh.sizes.pipeline, virtual_stages=parallel.virtual_stages)
         self.stages = self.schedule.stages_of(mesh.sizes.place(mesh.rank, "pipeline"))
@@ -195,7 +196,10 @@ class MoeModel(nn.Module):
 
     def _parallel(self, batch: Batch) -> SequenceParallel:
         sequence, tensor = self.mesh.group("sequence"), self.mesh.group("tensor")
-        return SequenceParallel(self.spec.attention, self.share, sequence, tensor, batch.ids_BS.shape[1])
+        positions = batch.ids_BS.shape[1]
+        return SequenceParallel(
+            self.spec.attention, self.share, sequence, tensor, positions, narrow=self._narrow_attention
+        )
 
     def _rows(self, stage: int, x_BSH: Tensor | None, batch: Batch, routing: Routing) -> Tensor:
         """The residual stream behind the last layer of `stage`, at this rank's positions."""

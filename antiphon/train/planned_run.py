@@ -88,9 +88,11 @@ def _parallel(layout: TrainingLayout) -> dict[str, Any]:
 
 def _formats(layout: TrainingLayout) -> dict[str, Any]:
     """The keys of `CommunicationConfig` that the layout decides."""
+    tensor = layout.attention == "tensor" and layout.model_parallel > 1
     return {
         "gradients": layout.gradient_wire,
         "activations": "float8" if layout.activation_wire == "fp8" else "plain",
+        "attention": "float8" if layout.activation_wire == "fp8" and tensor else "plain",
     }
 
 

@@ -20,7 +20,7 @@ from antiphon.train.optimizer import rate_at
 
 TEXT = "data.files"  # stands for all that decides the ids
 _MEANING = ("seed", "sequence_length", "batch", "dtype", "optimizer.", "loss.", "data.document_masks", "data.share")
-_FORMATS = ("communication.gradients", "communication.activations", "communication.gate_weights")
+_FORMATS = tuple(f"communication.{key}" for key in ("gradients", "activations", "attention", "gate_weights"))
 _IN_THE_TEXT = ("data.",)  # judged by the digest
 _SCHEDULE = "optimizer.schedule_steps"
 _log = get_logger("train")

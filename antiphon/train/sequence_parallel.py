@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, run
+from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, MovesRows, ReduceScatter, run
+from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.mesh import Group
 from antiphon.kernels.ops.attention import attention_mask
 from antiphon.models.shares import Range, Ranges
@@ -32,11 +33,20 @@ from antiphon.train.partition import RankShare
 
 
 class SequenceParallel:
-    """The way of one rank. `num_positions` of every sequence: at least one a rank."""
+    """The way of one rank. `num_positions` of every sequence: at least one a rank. `narrow`: tensor ranks send each
+    other rows as E4M3."""
 
     def __init__(
-        self, spec: AttentionSpec, share: RankShare, sequence: Group, tensor: Group, num_positions: int
+        self,
+        spec: AttentionSpec,
+        share: RankShare,
+        sequence: Group,
+        tensor: Group,
+        num_positions: int,
+        *,
+        narrow: bool = False,
     ) -> None:
+        self.narrow = narrow
         self.sequence = sequence
         self.tensor = tensor
         self._widths = spec.head_dim, spec.head_dim if spec.latent is None else spec.latent.v_head_dim
@@ -71,13 +81,18 @@ class SequenceParallel:
         first, last = self._kv_of(self.heads)
         return (self.heads[1] - self.heads[0]) * head_dim, (last - first) * head_dim
 
-    def gather(self) -> AllGather:
+    def gather(self, x_BsH: Tensor) -> MovesRows:
         """The gather of rows, positions first."""
-        return AllGather(self.tensor, "attention", self._in_group)
+        return self._formatted(AllGather(self.tensor, "attention", self._in_group), x_BsH)
 
-    def scatter(self) -> ReduceScatter:
+    def scatter(self, x_BSH: Tensor) -> MovesRows:
         """The sum, scattered, of what each tensor rank has for all rows of the group, positions first."""
-        return ReduceScatter(self.tensor, "attention", self._in_group)
+        return self._formatted(ReduceScatter(self.tensor, "attention", self._in_group), x_BSH)
+
+    def _formatted(self, plain: MovesRows, x_BsH: Tensor) -> MovesRows:
+        if self.narrow and self.tensor.size > 1:
+            return Float8Rows(plain, x_BsH.dtype, tokens=x_BsH.shape[0])
+        return plain
 
     def sum_over_heads(self, x: Tensor) -> Tensor:
         """The sum over tensor ranks of something that each has of its heads."""

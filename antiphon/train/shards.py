@@ -8,7 +8,8 @@ same part of a parameter (its replicas) may share the work and the memory behind
     zero 2   gradients too are kept in shards: summed behind each layer        the same, once a pass
     zero 3   parameters too: gathered before a layer, forward and backward     two all-gathers, once a pass
 
-From 1 on, parameters of a module lie end to end in one tensor, a bucket, which is cut into shards. A `Piece` is what
+From 1 on, parameters of a module lie end to end in one tensor, a bucket, which is cut into shards. Parameters are
+gathered in the format of the arithmetic (`train.bucket`). A `Piece` is what
 this rank updates of one parameter. Each element counts once in the norm, whichever ranks hold copies of it: the classic
 mistake is to take experts, which differ between ranks, for copies.
 
@@ -28,7 +29,7 @@ from antiphon.comm.replicas import ReplicaGroups, Replicas
 from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
 from antiphon.train.config import CommunicationConfig
 from antiphon.train.model import MoeModel
-from antiphon.train.weights import attribute_of, parts_of
+from antiphon.train.weights import READ_WIDE, attribute_of, parts_of
 
 
 class Shards:
@@ -133,18 +134,25 @@ def _buckets(
 ) -> list[Bucket]:
     """The buckets of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks
     hold parts apart again, so that these ranks cut their shards alike. The embedding, whose gradient comes last, is
-    apart from the head, whose gradient comes first: a chunk of a sum never waits for its other half."""
-    found: dict[tuple[int, bool, bool, bool], tuple[Replicas, list[Parameter]]] = {}
+    apart from the head, whose gradient comes first: a chunk of a sum never waits for its other half. The router, which
+    is read in float32 at least, is apart from what is read in the model's own type."""
+    found: dict[tuple[int, bool, bool, bool, bool], tuple[Replicas, list[Parameter]]] = {}
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))
         if isinstance(tensor, nn.Parameter):
+            is_narrow = model.dtype.itemsize < tensor.dtype.itemsize
             tied = purpose == "embedding" and model.spec.tie_embeddings  # held by the first and by the last stage
             group = model.mesh.ends if tied else model.mesh.replicas(part.axes)
             taken = matrices(purpose, tuple(tensor.shape))
-            key = id(group), bool(taken), bool(part.axes), purpose == "embedding"
+            key = id(group), bool(taken), bool(part.axes), purpose == "embedding", is_narrow and purpose in READ_WIDE
             parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
             found.setdefault(key, (replicas.of(group), []))[1].append(parameter)
-    return [Bucket(parameters, alike, zero, model.mesh.launcher) for alike, parameters in found.values()]
+    buckets = []
+    for (*_, is_wide), (alike, parameters) in found.items():
+        stored = parameters[0].tensor.dtype
+        kept = stored if is_wide or model.dtype.itemsize >= stored.itemsize else model.dtype
+        buckets.append(Bucket(parameters, alike, zero, model.mesh.launcher, kept))
+    return buckets
 
 
 def _attach(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bool], *, gathered: bool) -> None:

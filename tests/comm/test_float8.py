@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from antiphon.base.ranges import split_evenly
+from antiphon.comm.collectives import AllGather, MovesRows, ReduceScatter, run
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.float8 import (
+    Float8Rows,
     RowFormat,
     decode_by_channel,
     decode_by_token,
@@ -17,7 +19,7 @@ from antiphon.comm.float8 import (
     encode_by_token,
     rows_by_channel,
 )
-from antiphon.comm.mesh import Sizes, connect
+from antiphon.comm.mesh import Group, Sizes, connect
 from tests.comm.ranks import on_ranks
 
 RANKS, ROWS, WIDTH, EXPERTS, TOP_K = 4, 150, 16, 6, 2
@@ -96,7 +98,31 @@ def both_ways(rank: int) -> dict[tuple[str, str], Any]:
             same = all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
             sent = {key: num for key, num in ledger.sent_bytes.items() if key.split(".")[0] in ("dispatch", "combine")}
             found[kind, name] = off, sent, dict(ledger.lost_numbers), same
+    for gathers in (True, False):
+        found["attention", gathers] = of_attention(group, gathers)
     return found
+
+
+POSITIONS, TOKENS = (3, 2, 2, 2), 2  # of each rank, and sequences of a position
+
+
+def of_attention(group: Group, gathers: bool) -> tuple[torch.dtype, list[float], dict[str, int]]:
+    """What tensor ranks gather before attention, or add up behind it, with its gradient: how far from plain, and bytes
+    of the E4M3 form."""
+    generator = torch.Generator().manual_seed(group.index)
+    num_positions = POSITIONS[group.index] if gathers else sum(POSITIONS)
+    x = torch.randn(num_positions, TOKENS, WIDTH, generator=generator).bfloat16()
+    plain: MovesRows = (AllGather if gathers else ReduceScatter)(group, "attention", POSITIONS)
+    results = []
+    for collective in (plain, Float8Rows(plain, torch.bfloat16, tokens=TOKENS)):
+        leaf = x.clone().requires_grad_()
+        group.ledger.take()
+        out = run(collective, leaf)
+        out.backward(torch.randn(out.shape, generator=generator.manual_seed(9)).bfloat16())
+        assert leaf.grad is not None
+        results.append((out.detach(), leaf.grad))
+    off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True)]
+    return results[1][0].dtype, off, dict(group.ledger.take().sent_bytes)
 
 
 def sent_to(rank: int, kind: str) -> list[int]:
@@ -135,6 +161,22 @@ def test_bytes_of_all_to_alls(of_ranks: list[Any], kind: str) -> None:
         back = sum(came) * (WIDTH + 4) + sum(away) * WIDTH + 4 * WIDTH * sum(-(-rows // 128) for rows in away)
         for name in ("float8", "float8_permutation"):
             assert found[kind, name][1] == {"dispatch.all_to_all": there, "combine.all_to_all": back}
+
+
+def test_rows_of_attention(of_ranks: list[Any]) -> None:
+    """By token forward and by channel backward; sums are all-to-alls, added in float32 and given in the own type."""
+    for rank, found in enumerate(of_ranks):
+        away = TOKENS * (sum(POSITIONS) - POSITIONS[rank])
+        others = (RANKS - 1) * TOKENS * max(POSITIONS)
+        by_channel = others * WIDTH + (RANKS - 1) * 4 * WIDTH
+        dtype, off, sent = found["attention", True]
+        assert dtype == torch.bfloat16
+        assert max(off) < 0.1
+        back = away * WIDTH + 4 * WIDTH * (RANKS - 1)
+        assert sent == {"attention.all_gather": others * (WIDTH + 4), "attention.all_to_all": back}
+        _, off, sent = found["attention", False]
+        assert max(off) < 0.1
+        assert sent == {"attention.all_to_all": away * (WIDTH + 4), "attention.all_gather": by_channel}
 
 
 def test_bytes_of_gathers(of_ranks: list[Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from antiphon.comm import replicas
 from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Sizes, connect
@@ -22,17 +23,22 @@ def number_of(rank: int) -> torch.Tensor:
     return torch.randn(COUNT, generator=torch.Generator().manual_seed(rank))
 
 
+def in_small_chunks() -> None:
+    """Of this rank: levels hide each other whatever the size."""
+    replicas.LEAST_CHUNK_BYTES = 100
+
+
 def sums(rank: int) -> dict[tuple[bool, bool], Any]:
     """By (two levels, narrow): worst distance of the sum, of uneven shards and of what is gathered of them, how many
     numbers ranks disagree on, and the bytes of each."""
     launcher = CollectiveLauncher(MicroOpScheduler())
     mesh = connect(Sizes(world_size=RANKS), rank, 60, launcher)
+    in_small_chunks()
     expected = torch.stack([number_of(each) for each in range(RANKS)]).double().sum(0)
     found = {}
     for levels in (False, True):
         for narrow in (False, True):
-            replicas = ReplicaGroups(mesh, node_size=NODE if levels else 0, narrow=narrow)
-            of = replicas.of(mesh.world)
+            of = ReplicaGroups(mesh, node_size=NODE if levels else 0, narrow=narrow).of(mesh.world)
             launcher.ledger.take()
             total = of.sum(number_of(rank))
             whole = launcher.ledger.take().sent_bytes
@@ -95,6 +101,33 @@ def by_level(sent: dict[str, int]) -> dict[str, int]:
         level = name.split(".")[0]
         found[level] = found.get(level, 0) + num_bytes
     return found
+
+
+def test_chunks_of_two_levels_hide_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a chunk is between nodes the next is inside (Figure 5b), and on the way back the other way round."""
+    said: list[str] = []
+
+    class Told:
+        def __init__(self, collective: Any, x: torch.Tensor) -> None:
+            said.append(f"start {collective.purpose.rpartition('_')[2]}")
+            self.collective, self.x = collective, x
+
+        def wait(self) -> torch.Tensor:
+            said.append(f"wait {self.collective.purpose.rpartition('_')[2]}")
+            own = self.collective.sizes[self.collective.group.index]
+            return self.x[:own] if "gradients" in self.collective.purpose else self.x.repeat(2)
+
+    monkeypatch.setattr(replicas, "start", Told)
+    ranks = [Group((0, 1), 0, Ledger(), None)] * 2
+    levels = tuple(replicas.Level(group, suffix) for group, suffix in zip(ranks, ("_inside", "_across"), strict=True))
+    of = replicas.Replicas(ranks[0], levels, levels)
+    count, sizes = 4 * replicas.LEAST_CHUNK_BYTES, (replicas.LEAST_CHUNK_BYTES,) * 4
+    of.sum_shard(torch.zeros(count), sizes)
+    assert said[:6] == ["start inside", "wait inside", "start across", "start inside", "wait inside", "start across"]
+    assert said[-4:] == ["wait across"] * 4
+    said.clear()
+    assert of.gather(torch.zeros(sizes[0]), sizes).shape == (count,)
+    assert said[:5] == ["start across", "wait across", "start across", "start inside", "wait across"]
 
 
 def test_which_groups_have_levels() -> None:

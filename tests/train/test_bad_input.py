@@ -30,6 +30,8 @@ from tests.train.harness import config_of, write_model, write_run
         ("optimizer.frozen=[3]", "optimizer.frozen[0] is 3: it must be a valid string"),
         ('optimizer.rates={"*"=-1.0}', "it must be at least 0"),
         ("model.path=${NO_SUCH_VARIABLE}/x", "NO_SUCH_VARIABLE"),
+        ("communication.attention=float8", "attention is 'float8' and parallel.tensor is 1, so no rank gathers"),
+        ("communication.attention=float4", "attention is 'float4': it must be 'plain' or 'float8'"),
         ("optimizer=3", "optimizer is 3: it must be an object"),
     ],
 )

@@ -49,6 +49,8 @@ SLICED = (("tensor", 2), ("expert_tensor", 2))
 TWO_NODES = CommunicationConfig(hierarchical=True, node_size=2)
 NARROW = CommunicationConfig(gradients="bfloat16")
 FLOAT8 = CommunicationConfig(activations="float8")
+ATTENTION8 = CommunicationConfig(attention="float8")
+HALF = Form("qwen3_moe", "adamw", 1, MIXED, dtype="bfloat16")
 COUNTED = [Form("qwen3_moe", "adamw", zero, axes) for zero in (0, 1, 2, 3) for axes in (DATA, MIXED)]
 FORMS = [
     *COUNTED,
@@ -63,7 +65,9 @@ FORMS = [
     Form("qwen3_moe", "muon", 2, MIXED, NARROW),
     *(Form("qwen3_moe", "adamw", 0, axes, FLOAT8) for axes in (MIXED, SLICED)),
     Form("qwen3_moe", "adamw", 0, MIXED, replace(FLOAT8, activations="float8_permutation")),
+    *(Form("qwen3_moe", "adamw", 0, SLICED, ATTENTION8, dtype) for dtype in ("float64", "bfloat16")),
     Form("qwen3_moe", "adamw", 0, MIXED, dtype="bfloat16"),
+    HALF,
     Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
     Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
 ]
@@ -82,6 +86,8 @@ QUICK = [  # every optimizer, zero, axis, communication and type, each zero with
     Form("qwen3_moe", "muon", 2, MIXED, NARROW),
     Form("qwen3_moe", "adamw", 0, SLICED, FLOAT8),
     Form("qwen3_moe", "adamw", 0, MIXED, replace(FLOAT8, activations="float8_permutation")),
+    Form("qwen3_moe", "adamw", 0, SLICED, ATTENTION8, "bfloat16"),
+    HALF,
     Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
     Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
 ]
@@ -233,7 +239,11 @@ def test_steps_are_those_of_one_process(differences_of: DifferencesOf, form: For
     for of_rank in differences_of(form):
         numbers, values, name, *_ = of_rank[form]
         communication = form.communication
-        narrow = "bfloat16" in (form.dtype, communication.gradients) or communication.activations != "plain"
+        narrow = "bfloat16" in (form.dtype, communication.gradients) or communication in (
+            FLOAT8,
+            ATTENTION8,
+            replace(FLOAT8, activations="float8_permutation"),
+        )
         assert numbers < (0.1 if narrow else 1e-9)
         assert values < (2 * STEPS * RATE if narrow else 1e-9), name  # AdamW steps by the rate, whatever the gradient
 
@@ -243,3 +253,14 @@ def test_bytes_are_those_of_the_formulas(differences_of: DifferencesOf, form: Fo
     for of_rank in differences_of(form):
         *_, sent, expected = of_rank[form]
         assert sent == expected
+
+
+def test_parameters_are_gathered_in_the_format_of_the_arithmetic(differences_of: DifferencesOf) -> None:
+    """Two bytes each in a bfloat16 run, four of the router, which is read in float32."""
+    spec, sizes = model_spec(MODELS[HALF.model]), sizes_of(HALF)
+    alike, router = sizes.data * sizes.sequence, spec.num_layers * count_parameters(spec).router
+    wider = float(collective_bytes("all_gather", 2 * router, alike).inside)
+    for of_rank in differences_of(HALF):
+        *_, sent, expected = of_rank[HALF]  # the formula has eight bytes each
+        assert sent["parameters"] == expected["parameters"] / 4 + wider
+        assert sent["gradients"] == expected["gradients"] / 2

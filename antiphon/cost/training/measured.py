@@ -201,7 +201,8 @@ def _sync(
     total = np.zeros(1)
     for size, degree in ((held.sharded, data), (held.replicated, data * setup.model_parallel)):
         for name, times in calls:
-            in_all = BYTES_OF[setup.precision.gradients] * size
+            sent = setup.precision.weights if name == "all_gather" else setup.precision.gradients
+            in_all = BYTES_OF[sent] * size
             total = total + times * _sum_s(tables, name, in_all, degree, ranks, np.asarray(layers.total))
     return total
 

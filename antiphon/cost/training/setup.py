@@ -55,12 +55,18 @@ class TrainingPrecision:
         return size + 4 / hidden_size if self.activation_wire == "fp8" else size
 
 
-def trained_in(compute: ComputeDtype) -> TrainingPrecision:
-    """The formats of `antiphon train`: parameters and gradients in float32, two moments beside them; rows travel as
-    they are computed."""
+def trained_in(compute: ComputeDtype, zero: int = 0) -> TrainingPrecision:
+    """The formats of `antiphon train`: gradients in float32, rows travel as they are computed. Without shards
+    parameters are in float32, two moments beside them; with shards (`zero` 1 and more) they are gathered as they are
+    computed with, and the main ones lie beside the moments."""
     wire: StorageDtype = "float32" if compute == "float32" else "bfloat16"
+    is_apart = zero > 0 and wire != "float32"
     return TrainingPrecision(
-        weights="float32", compute=compute, gradients="float32", activation_wire=wire, optimizer_bytes=8.0
+        weights=wire if is_apart else "float32",
+        compute=compute,
+        gradients="float32",
+        activation_wire=wire,
+        optimizer_bytes=12.0 if is_apart else 8.0,
     )
 
 

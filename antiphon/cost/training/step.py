@@ -177,7 +177,8 @@ def _synchronisation(case: LayerCase, layers: StageLayers) -> SyncTime:
     setup = case.setup
     precision = setup.precision
     parameters = rank_parameters(case.model, setup, layers)
-    wire, kept = BYTES_OF[precision.gradient_wire], BYTES_OF[precision.weights]
+    wire = BYTES_OF[precision.gradient_wire]
+    kept = BYTES_OF[precision.weights] if setup.zero else wire  # without shards sums are gathered, not parameters
     return sync_time(
         case.network,
         degree=setup.model_parallel,
