@@ -23,6 +23,7 @@ from antiphon.comm.float8 import Format
 from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
 from antiphon.comm.tiles import check_tile_rows
+from antiphon.kernels.ops.products import Kind
 from antiphon.specs.checked import (
     Count,
     CountFromZero,
@@ -311,7 +312,8 @@ class OutputConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole run. `batch`: sequences of one optimizer step; `micro_batch`: of one pass (0: all). `dtype`: of the
-    arithmetic; parameters and optimizer are in float32 at least. `device`: of each rank; "auto": a GPU where there
+    arithmetic; parameters and optimizer are in float32 at least. `products`: of layers' weights, whose factors are
+    rounded to E4M3 first ("float8"), gradients to E5M2 ("hybrid"). `device`: of each rank; "auto": a GPU where there
     are any (`train.device`)."""
 
     model: ModelConfig
@@ -323,6 +325,7 @@ class TrainConfig:
     micro_batch: CountFromZero = 0
     seed: CountFromZero = 0
     dtype: Dtype = "float32"
+    products: Kind = "plain"
     device: DeviceName = "auto"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -340,6 +343,11 @@ class TrainConfig:
         self.communication.check_attention(self.parallel.tensor)
         if self.overlap.pairs:
             self._check_pairs()
+        if self.overlap.inside and self.products != "plain":
+            raise UserError(
+                f"overlap.inside is true and products is {self.products!r}: tiles are multiplied as they are, so set "
+                "products to 'plain', or overlap.inside to false"
+            )
         if self.overlap.inside and (self.communication.pipeline_experts or self.communication.packing):
             raise UserError(
                 "overlap.inside cuts rows into tiles between fixed ranks: set communication.pipeline_experts and "

@@ -67,6 +67,7 @@ class MoeLayer(nn.Module):
         self.spans = StepSpans()
         self.held = HeldBytes()
         self.turns = Turns()
+        self.products = options.products
         graph = layer_graph(spec, layer, share, dispatcher, budget, options, links)
         self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
@@ -85,7 +86,7 @@ class MoeLayer(nn.Module):
             spec=self.spec,
             layer=self.layer,
             adds_bias=self.share.adds_bias,
-            weights=Recorder(self, dtype),
+            weights=Recorder(self, dtype, self.products),
             sequences=sequences,
             routing=routing,
             dispatcher=self.dispatcher,
@@ -102,10 +103,12 @@ def reference_forward(here: LayerContext, x_BSH: Tensor) -> Tensor:
     y_BSH = norm(spec, weights, "input_norm", x_BSH)
     y_BSH = run(parallel.gather(y_BSH), y_BSH.transpose(0, 1)).transpose(0, 1)
     projection = weights[projection_weight(spec.attention)]
-    qkv_BSX = F.linear(y_BSH, projection, projection_bias(spec.attention, weights))
+    bias = projection_bias(spec.attention, weights)
+    qkv_BSX = weights.products.forward(y_BSH, projection)
+    qkv_BSX = qkv_BSX if bias is None else qkv_BSX + bias
     q, k, v = parallel.share_heads(*rope_heads(here, qkv_BSX))
     out_BSW = parallel.share_rows(attend(here, q, k, v))
-    out_BSH = F.linear(out_BSW, weights["out"])
+    out_BSH = weights.products.forward(out_BSW, weights["out"])
     out_BSH = run(parallel.scatter(out_BSH), out_BSH.transpose(0, 1)).transpose(0, 1)
     x_BSH = _add_attention(here, x_BSH, out_BSH)
 
@@ -130,8 +133,9 @@ def reference_forward(here: LayerContext, x_BSH: Tensor) -> Tensor:
 
 def _gated(here: LayerContext, kind: str, y_TH: Tensor) -> Tensor:
     """The feed-forward "dense" or "shared"."""
-    hidden = activate(F.linear(y_TH, here.weights[f"{kind}.gate_up"]), here.spec.feed_forward)
-    return F.linear(hidden, here.weights[f"{kind}.down"])
+    products = here.weights.products
+    hidden = activate(products.forward(y_TH, here.weights[f"{kind}.gate_up"]), here.spec.feed_forward)
+    return products.forward(hidden, here.weights[f"{kind}.down"])
 
 
 def layer_graph(

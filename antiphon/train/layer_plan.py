@@ -20,9 +20,10 @@ says, beside other work.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
+from antiphon.kernels.ops.products import Products
 from antiphon.specs.checked import nearest_names
 from antiphon.train.layer_schedule import (
     AGAIN,
@@ -107,7 +108,7 @@ STARTED = (RowExchange, Tiled)  # operators that are started and waited for
 class PlanOptions:
     """`keep` and `dropped`: as for `keeping`. `schedule`: as text, and `where` it comes from; empty: the default one,
     or, unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows, see
-    `train.way_operators`."""
+    `train.way_operators`. `products`: in which arithmetic layers multiply by their weights."""
 
     keep: Keep = "none"
     dropped: tuple[str, ...] = ()
@@ -115,11 +116,13 @@ class PlanOptions:
     where: str = "the default schedule"
     beside: bool = True
     parts: int = 1
+    products: Products = field(default_factory=Products)
 
     @property
     def weighs_early(self) -> bool:
-        """Whether the router's weights multiply before the experts' second product, see `train.feed_forward`."""
-        return self.keep in ("selective", "full")
+        """Whether the router's weights multiply before the experts' second product, see `train.feed_forward`. Not in
+        FP8: they widen the range of what it reads (MegaScale-MoE, section 7)."""
+        return self.keep in ("selective", "full") and self.products.kind == "plain"
 
 
 @dataclass(frozen=True)

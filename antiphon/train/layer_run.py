@@ -299,7 +299,7 @@ class _LayerRun:
     def _weight_gradients(self, operator: WeightProduct, values: list[Any], grad: Tensor) -> None:
         weights = self._here.weights
         with torch.no_grad():
-            gradients = operator.weight_gradients(values, grad)
+            gradients = operator.weight_gradients(weights, values, grad)
         with torch.enable_grad():
             used = [weights[operator.weight], operator.bias(weights)]
         pairs = [(tensor, each) for tensor, each in zip(used, gradients, strict=True) if tensor is not None]

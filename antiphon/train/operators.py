@@ -19,19 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from antiphon.base.errors import UserError
 from antiphon.comm.collectives import Collective
 from antiphon.comm.dispatch import Dispatcher
-from antiphon.kernels.ops.feed_forward import (
-    grouped_bias_gradient,
-    grouped_input_gradient,
-    grouped_product,
-    grouped_weight_gradient,
-)
+from antiphon.kernels.ops.feed_forward import grouped_bias_gradient
 from antiphon.specs.model import ModelSpec
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
@@ -92,26 +86,24 @@ class WeightProduct(Operator):
     grouped: bool = False
 
     def forward(self, weights: Weights, values: Sequence[Any]) -> Tensor:
-        x, weight, bias = values[0], weights[self.weight], self.bias(weights)
-        if not self.grouped:
-            return F.linear(x, weight, bias)
-        counts_E = values[1].counts_E
-        y = grouped_product(x, weight, counts_E)
-        return y if bias is None else y + bias.repeat_interleave(torch.tensor(counts_E, device=y.device), dim=0)
+        bias = self.bias(weights)
+        counts_E = values[1].counts_E if self.grouped else None
+        y = weights.products.forward(values[0], weights[self.weight], counts_E)
+        if bias is None:
+            return y
+        return y + (bias if counts_E is None else bias.repeat_interleave(torch.tensor(counts_E, device=y.device), 0))
 
     def input_gradient(self, weights: Weights, values: Sequence[Any], grad: Tensor) -> Tensor:
-        weight = weights[self.weight]
-        if not self.grouped:
-            return grad @ weight
-        return grouped_input_gradient(grad.contiguous(), weight, values[1].counts_E)
+        counts_E = values[1].counts_E if self.grouped else None
+        return weights.products.input_gradient(grad, weights[self.weight], counts_E)
 
-    def weight_gradients(self, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor]:
+    def weight_gradients(self, weights: Weights, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the weight and of the bias."""
-        if self.grouped:
-            grad, counts_E = grad.contiguous(), values[1].counts_E
-            return grouped_weight_gradient(grad, values[0], counts_E), grouped_bias_gradient(grad, counts_E)
-        rows = grad.flatten(0, -2)
-        return rows.t() @ values[0].flatten(0, -2), rows.sum(0)
+        counts_E = values[1].counts_E if self.grouped else None
+        found = weights.products.weight_gradient(grad, values[0], counts_E)
+        if counts_E is not None:
+            return found, grouped_bias_gradient(grad, counts_E)
+        return found, grad.flatten(0, -2).sum(0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,17 @@ from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.optimizer import rate_at
 
 TEXT = "data.files"  # stands for all that decides the ids
-_MEANING = ("seed", "sequence_length", "batch", "dtype", "optimizer.", "loss.", "data.document_masks", "data.share")
+_MEANING = (
+    "seed",
+    "sequence_length",
+    "batch",
+    "dtype",
+    "products",
+    "optimizer.",
+    "loss.",
+    "data.document_masks",
+    "data.share",
+)
 _FORMATS = tuple(f"communication.{key}" for key in ("gradients", "activations", "attention", "gate_weights"))
 _IN_THE_TEXT = ("data.",)  # judged by the digest
 _SCHEDULE = "optimizer.schedule_steps"

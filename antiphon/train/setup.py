@@ -20,6 +20,7 @@ from antiphon.comm.float8 import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
+from antiphon.kernels.ops.products import Products
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
@@ -211,6 +212,7 @@ def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOpti
         dropped=tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes)),
         beside=config.overlap.beside,
         parts=parts_of(spec, config, sizes),
+        products=Products(config.products),
     )
     return replace(found, schedule=read_text(Path(file)), where=file) if file else found
 

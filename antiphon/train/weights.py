@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from antiphon.kernels.ops.products import Products
 from antiphon.models.config import tensor_names
 from antiphon.models.shares import pick
 from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
@@ -153,11 +154,12 @@ def parts_of(module: nn.Module) -> dict[str, Part]:
 
 class Weights:
     """`weights["qkv"]` is what this rank uses of that parameter of `module`, as `dtype`; gradients reach the parameter
-    itself."""
+    itself. `products`: how rows are multiplied by them."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, products: Products = Products()) -> None:
         self._module = module
         self.dtype = dtype
+        self.products = products
 
     def __getitem__(self, purpose: str) -> Tensor:
         part = parts_of(self._module)[purpose]
@@ -178,8 +180,8 @@ class Weights:
 class Recorder(Weights):
     """Notes which parameters are asked for, so that their gradients can be asked for in turn."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(module, dtype)
+    def __init__(self, module: nn.Module, dtype: torch.dtype, products: Products = Products()) -> None:
+        super().__init__(module, dtype, products)
         self._asked: dict[str, nn.Parameter] = {}
         self._places: set[int] = set()
 
