@@ -287,7 +287,7 @@ def _show_step(result: TrainedStep, config: TrainConfig, json: str | None) -> No
     dropped = f"dropped {int(result.dropped_L.sum()):,} rows  " if config.loss.drops else ""
     show(
         f"step {result.step + 1:>6,}  loss {result.loss:.4f}  gradient {result.norm:.3f}  rate {result.rate:.2e}  "
-        f"fullest expert {fullest:.2f} x mean  {dropped}{speed:,.0f} tokens/s",
+        f"fullest expert {fullest:.2f} x mean  {dropped}{speed:,.0f} tokens/s  MFU {result.mfu:.0%}",
         json=json,
     )
 

@@ -34,6 +34,7 @@ from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
 from antiphon.train.shards import Shards
+from antiphon.train.spikes import Recent
 
 _NAME = re.compile(r"step-(\d{8})")
 _VERSION = 2
@@ -42,11 +43,13 @@ _log = get_logger("train")
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """How far a run is. `num_samples`: how many were seen; the next has this global number."""
+    """How far a run is. `num_samples`: how many were seen or left out; the next has this global number. `recent`: what
+    spikes are compared with."""
 
     step: int
     num_samples: int
     num_tokens: int
+    recent: Recent = ()
 
 
 def folder_of(config: TrainConfig) -> Path:
@@ -237,7 +240,8 @@ def load(
             "change output.folder"
         ) from error
     shards.end_step()
-    return RunState(**facts["state"])
+    state = facts["state"]
+    return RunState(**(state | {"recent": tuple((loss, norm) for loss, norm in state.get("recent", ()))}))
 
 
 def load_newest(

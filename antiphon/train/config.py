@@ -296,7 +296,8 @@ class OutputConfig:
     `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is
     written beside the steps that follow it, from a copy. `evaluate_sequences`: how many of the held-out text are
     looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and the checkpoint
-    of the lowest held-out loss stays beside the newest."""
+    of the lowest held-out loss stays beside the newest. `wandb`: a project of Weights & Biases that gets the metrics
+    too (empty: none)."""
 
     folder: Text
     log_every: Count = 10
@@ -306,6 +307,18 @@ class OutputConfig:
     evaluate_every: CountFromZero = 0
     evaluate_sequences: CountFromZero = 64
     keep_best: Flag = False
+    wandb: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """Spikes (`train.spikes`): a gradient norm of `norm_ratio` times the last steps', a loss `loss_rise` nats above
+    theirs (0: not looked at). `on_spike`: "warn"; "skip" leaves the step's update out; "rollback" goes back to the
+    newest checkpoint and leaves out all samples since."""
+
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
+    norm_ratio: NotNegative = 10.0
+    loss_rise: NotNegative = 1.0
 
 
 @checked("")
@@ -333,6 +346,7 @@ class TrainConfig:
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         if self.micro_batch and self.batch % self.micro_batch:

@@ -11,19 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
-from antiphon.base.logging import get_logger
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
+from antiphon.train.boards import open_boards
 from antiphon.train.config import TrainConfig
 from antiphon.train.memory import MemoryNeed
-
-_log = get_logger("train")
-
 
 _LEARNING, _SPEED, _EXPERTS, _OTHERS = "1 learning", "2 speed", "3 experts", "4 operators and bytes"
 _GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
@@ -48,23 +44,21 @@ _GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
 
 
 class Metrics:
-    """Writes `FOLDER/metrics.jsonl` and `FOLDER/tensorboard`. Steps from `first_step` on that a former run wrote after
-    its last checkpoint are taken out again: they are made anew."""
+    """Writes `FOLDER/metrics.jsonl` and shows the same on boards (`train.boards`). Steps from `first_step` on that a
+    former run wrote after its last checkpoint are taken out again: they are made anew."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, wandb_project: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "metrics.jsonl"
-        _keep_before(file, first_step)
-        self._file = file.open("a", encoding="utf-8")
-        self._board = _tensorboard(folder / "tensorboard", first_step)
+        self._path = folder / "metrics.jsonl"
+        _keep_before(self._path, first_step)
+        self._boards = open_boards(folder, first_step, wandb_project)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Values of one step: numbers, texts, numbers by name, numbers by layer, numbers by layer and expert. The last
         are a histogram a layer in TensorBoard: a curve an expert would be thousands."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
-        if self._board is None:
-            return
         for name, value in values.items():
             if isinstance(value, list):
                 for index, entry in enumerate(value):
@@ -77,17 +71,19 @@ class Metrics:
 
     def _show(self, name: str, value: Any, step: int) -> None:
         name = f"{_GROUPS.get(name.partition('/')[0], _OTHERS)}/{name}"
-        if isinstance(value, list):
-            self._board.add_histogram(name, np.asarray(value), step)
-        elif isinstance(value, str):
-            self._board.add_text(name, value, step)
-        else:
-            self._board.add_scalar(name, value, step)
+        for board in self._boards:
+            board.show(name, value, step)
+
+    def go_back(self, step: int) -> None:
+        """Take out steps from `step` on: they are made anew."""
+        self._file.close()
+        _keep_before(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
 
 def _keep_before(file: Path, step: int) -> None:
@@ -102,16 +98,6 @@ def _keep_before(file: Path, step: int) -> None:
         if entry["step"] < step:
             kept.append(line + "\n")
     file.write_text("".join(kept), encoding="utf-8")
-
-
-def _tensorboard(folder: Path, first_step: int) -> Any:
-    """A writer, or None without the package."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # an optional dependency
-    except ImportError:
-        _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 FILE = "run.json"

@@ -45,7 +45,7 @@ from antiphon.train.weights import FirstValues
 
 _log = get_logger("train")
 NUMBER_BYTES = 8  # of float64, the widest that travels in tiles; E4M3 with its scales is narrower than float32
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def build_model(
         spec,
         mesh,
         max_positions=max_positions,
-        dtype=_DTYPES[config.dtype],
+        dtype=DTYPES[config.dtype],
         first=FirstValues(config.seed, config.model.initializer_range, device),
         parallel=config.parallel,
         communication=config.communication,
@@ -232,7 +232,7 @@ def parts_of(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> int:
     rows = -(-config.sequence_length // (sizes.sequence * sizes.tensor)) * sequences * sizes.expert_tensor
     if config.parallel.dispatch == "all_to_all" and sizes.expert > 1:
         rows *= min(spec.router.top_k, sizes.expert) if config.parallel.deduplicate else spec.router.top_k
-    wide = _DTYPES[config.dtype].itemsize
+    wide = DTYPES[config.dtype].itemsize
     row_bytes = spec.hidden_size * wide if communication.activations == "plain" else spec.hidden_size + SCALE_BYTES
     return max(1, -(-rows * row_bytes // communication.chunk_bytes))
 

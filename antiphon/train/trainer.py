@@ -4,10 +4,11 @@ One step: its micro-batches are taken from the data and passed (`passes`), their
 norm is limited, the optimizer moves.
 """
 
+import math
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import barrier
+from antiphon.comm.collectives import AllReduce, barrier, run
 from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.train import checkpoint, not_finite
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move
-from antiphon.train.device import peak_bytes
+from antiphon.train.device import HOST, peak_bytes, product_flops_per_s
 from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory import bytes_by_formula
@@ -33,8 +34,9 @@ from antiphon.train.passes import Passes
 from antiphon.train.ranks import sizes_of, world_size
 from antiphon.train.samples import numbers_of_rank
 from antiphon.train.schedule_search import choose_schedules
-from antiphon.train.setup import TrainingRun, build_model
+from antiphon.train.setup import DTYPES, TrainingRun, build_model
 from antiphon.train.spans import StepSpans, join_parts, share_spans
+from antiphon.train.spikes import SpikeLimit, spike, with_step
 from antiphon.train.stop import StopRequest
 from antiphon.train.watch import Watch
 from antiphon.train.weights import NOT_TRAINED, Weights
@@ -45,7 +47,8 @@ _log = get_logger("train")
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
     """`loss` in nats a target; `norm` of the gradient before it is limited; `counts_LE`: choices by MoE layer
-    and expert; `dropped_L`: those of a layer that no expert had room for."""
+    and expert; `dropped_L`: those of a layer that no expert had room for. `spike`: what stood out, empty if nothing
+    did. `mfu`: of the fastest matrix products that the ranks can make, which share this step's were."""
 
     step: int
     loss: float
@@ -55,6 +58,8 @@ class TrainedStep:
     counts_LE: Tensor
     dropped_L: Tensor
     duration_s: float
+    mfu: float
+    spike: str = ""
 
     @property
     def fullest(self) -> list[float]:
@@ -87,6 +92,7 @@ class Trainer:
         self._spans = StepSpans(run.device)
         self._held_out: HeldOutLoss | None = None
         self._saved_step = -1
+        self._spikes = SpikeLimit()
 
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step, or until a signal or the end of
@@ -106,11 +112,13 @@ class Trainer:
         self._saver = checkpoint.Saver(
             config, self._run.model_config, self._run.text, self.mesh.world, self._run.device
         )
-        metrics = Metrics(Path(config.output.folder), self.state.step) if self.is_first else None
+        output = config.output
+        metrics = Metrics(Path(output.folder), self.state.step, output.wandb) if self.is_first else None
         if self.state.step >= config.steps:
             self._evaluate()
         started_s, first_step, stopped = time.monotonic(), self.state.step, ""
         loss: float | None = None
+        self._peak_flops_per_s = self._measured_peak()
         watch = Watch(self.spec, self._spans, metrics, self.mesh, first_step=first_step, timeline=timeline)
         try:
             while self.state.step < config.steps and not (stopped := stop.reason()):
@@ -120,6 +128,10 @@ class Trainer:
                 loss = result.loss
                 watch.after_step(result.step, result.counts_LE.tolist())
                 self._on_step(result)
+                if not result.spike:
+                    self._spikes.good()
+                elif self._met_spike(result, metrics, watch):
+                    continue
                 if metrics is not None and self._is_logged(result.step):
                     self._record(metrics, result, watch)
                 self._after_step(metrics)
@@ -220,30 +232,75 @@ class Trainer:
         self._optimizer.forget_frozen()
         with self._spans.of("gradient norm"):
             norm = self._shards.norm()
-        if not torch.isfinite(norm) or not torch.isfinite(passed.loss):
+        loss_now, norm_now, recent = float(passed.loss), float(norm), self.state.recent
+        if not (math.isfinite(loss_now) and math.isfinite(norm_now)) and config.watch.on_spike == "warn":
             why = self._passes.cause_of_nan(batches, self._shards)
             newest = checkpoint.find_checkpoints(checkpoint.folder_of(config))[-1:]
-            raise not_finite.complaint(step, float(passed.loss), float(norm), why, newest[0] if newest else None, rate)
+            raise not_finite.complaint(step, loss_now, norm_now, why, newest[0] if newest else None, rate)
+        found = spike(config.watch, recent, loss_now, norm_now)
+        is_left_out = bool(found) and config.watch.on_spike != "warn"
         with self._spans.of("optimizer"):
-            self._shards.clip(norm, config.optimizer.clip)
-            self._optimizer.step(rate)
+            if is_left_out:
+                self._shards.zero_grad()
+            else:
+                self._shards.clip(norm, config.optimizer.clip)
+                self._optimizer.step(rate)
             self._shards.end_step()
-        self._move_score_biases(passed.counts_LE)
+        if not is_left_out:
+            self._move_score_biases(passed.counts_LE)
         self.state = RunState(
             step=step + 1,
             num_samples=self.state.num_samples + config.batch,
             num_tokens=self.state.num_tokens + config.tokens_per_step,
+            recent=recent if is_left_out else with_step(recent, loss_now, norm_now),
         )
+        duration_s = time.perf_counter() - started_s
+        flops_per_s = self._flops_per_token * config.tokens_per_step / duration_s
         return TrainedStep(
             step=step,
-            loss=float(passed.loss),
-            norm=float(norm),
+            loss=loss_now,
+            norm=norm_now,
             rate=rate,
             balance=float(passed.balance),
             counts_LE=passed.counts_LE,
             dropped_L=passed.dropped_L,
-            duration_s=time.perf_counter() - started_s,
+            duration_s=duration_s,
+            mfu=flops_per_s / self._peak_flops_per_s,
+            spike=found,
         )
+
+    def _met_spike(self, result: TrainedStep, metrics: Metrics | None, watch: Watch) -> bool:
+        """Says what stood out of this step, and goes back to the newest checkpoint where that is wanted; returns
+        whether it did. Samples up to here are not seen again."""
+        reaction, words = self.config.watch.on_spike, f"step {result.step}: {result.spike}"
+        if reaction == "warn":
+            watch.warn(result.step, f"{words}: set watch.on_spike to skip or rollback, or lower the rate")
+            return False
+        self._spikes.skipped(result.step, words)
+        self._saver.close()
+        barrier(self.mesh.world)  # every rank sees the checkpoint that the first one completed
+        folder = checkpoint.folder_of(self.config)
+        if reaction == "skip" or not checkpoint.find_checkpoints(folder):
+            why = "" if reaction == "skip" else "; there is no checkpoint to go back to yet"
+            watch.warn(result.step, f"{words}: its update is left out{why}")
+            return False
+        state = checkpoint.load_newest(folder, self.model, self._shards, self._optimizer)
+        assert state is not None
+        self._spikes.rolled_back(state.step, words)
+        if metrics is not None:
+            metrics.go_back(state.step)
+        num_samples = self.state.num_samples
+        watch.warn(
+            state.step, f"{words}: back to step {state.step}, without samples {state.num_samples} to {num_samples - 1}"
+        )
+        self.state = replace(state, num_samples=num_samples)
+        return True
+
+    def _measured_peak(self) -> float:
+        """FLOPs a second of all ranks' matrix products, all at once, as they share this machine's cores."""
+        barrier(self.mesh.world)
+        own = product_flops_per_s(self._run.device, DTYPES[self.config.dtype])
+        return float(run(AllReduce(self.mesh.world, "barrier"), torch.tensor([own], dtype=torch.float64, device=HOST)))
 
     def _move_score_biases(self, counts_LE: Tensor) -> None:
         """One step of each score bias towards even use, from this step's counts. Its mean is taken out: it changes no
@@ -276,6 +333,7 @@ class Trainer:
                 "balance_loss": result.balance,
                 "tokens_per_s": rate,
                 "flops_per_s": self._flops_per_token * rate,
+                "mfu": result.mfu,
                 **({} if (peak := peak_bytes(self._run.device)) is None else {"peak_device_bytes": peak}),
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "fullest_expert_ratio": result.fullest,

@@ -219,6 +219,12 @@ class Watch:
             _log.log(logging.INFO if alarm.ended else logging.WARNING, "%s", alarm.text)
             self._metrics.write(step, {"alarm": alarm.text})
 
+    def warn(self, step: int, text: str) -> None:
+        """Log it, and write it among the metrics of `step`."""
+        if self._metrics is not None:
+            _log.warning("%s", text)
+            self._metrics.write(step, {"alarm": text})
+
     def close(self) -> None:
         """Write this rank's part of the timeline."""
         if self._timeline is None:

@@ -32,6 +32,11 @@ from tests.train.harness import config_of, write_model, write_run
         ("model.path=${NO_SUCH_VARIABLE}/x", "NO_SUCH_VARIABLE"),
         ("communication.attention=float8", "attention is 'float8' and parallel.tensor is 1, so no rank gathers"),
         ("communication.attention=float4", "attention is 'float4': it must be 'plain' or 'float8'"),
+        ("device=gpu", "device is 'gpu': it must be 'auto', 'cpu' or 'cuda'"),
+        ("watch.on_spike=stop", "watch.on_spike is 'stop': it must be 'warn', 'skip' or 'rollback'"),
+        ("watch.norm_ratio=-1", "watch.norm_ratio is -1: it must be at least 0"),
+        ("watch.loss_rise=x", "watch.loss_rise is 'x'"),
+        ("output.wandb=3", "output.wandb is 3"),
         ("optimizer=3", "optimizer is 3: it must be an object"),
     ],
 )

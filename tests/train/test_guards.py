@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -243,3 +244,21 @@ def test_a_page_of_a_run_whose_ranks_changed_measures_the_last(tmp_path: Path) -
     assert median_s < 100
     assert len(record.curve("loss")[0]) == 6, "what is learned is one curve"
     assert "The number of ranks changed: 2 ranks from step 1, 1 rank from step 4" in str(run_page(record))
+
+
+def test_steps_wait_for_the_copy_of_a_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes no checkpoint until two more steps are done holds no step up."""
+    write, may_write, waited = checkpoint.Saver._write, threading.Event(), []
+
+    def slow(saver: Any, *arguments: Any) -> None:
+        waited.append(may_write.wait(60))
+        write(saver, *arguments)
+
+    def on_step(result: TrainedStep) -> None:
+        if result.step == 4:
+            may_write.set()
+
+    monkeypatch.setattr(checkpoint.Saver, "_write", slow)
+    Trainer(prepare(config_of(tmp_path)), on_step).run()
+    assert waited == [True, True]
+    assert steps_of(tmp_path) == [3, 6]

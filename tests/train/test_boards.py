@@ -1,0 +1,80 @@
+"""Where numbers are shown beside `metrics.jsonl`."""
+
+import builtins
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import UserError
+from antiphon.train.metrics import Metrics
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import Trainer
+from tests.train.harness import config_of
+
+
+class Service:
+    """What is asked of the package `wandb`."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+        self.ended = 0
+
+    def init(self, **settings: Any) -> Any:
+        self.begun.append(settings)
+        return SimpleNamespace(define_metric=lambda *_, **__: None, log=self.logged.append, finish=self._finish)
+
+    def Histogram(self, values: Any) -> tuple[str, Any]:
+        return "histogram", values
+
+    def _finish(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    made = Service()
+    monkeypatch.setitem(sys.modules, "wandb", made)  # type: ignore[arg-type]
+    return made
+
+
+def test_weights_and_biases_gets_the_same_numbers(tmp_path: Path, service: Service) -> None:
+    Trainer(prepare(config_of(tmp_path, "steps=3", "output.wandb=moe"))).run()
+    (begun,) = service.begun
+    assert begun["project"] == "moe"
+    assert begun["resume"] == "allow"
+    assert begun["config"]["num_experts"] == 5
+    losses = [line["1 learning/loss"] for line in service.logged if "1 learning/loss" in line]
+    assert len(losses) == 3
+    assert all("step" in line for line in service.logged)
+    kinds = [line.get("3 experts/expert_rows/layer_00") for line in service.logged]
+    assert any(isinstance(kind, tuple) and kind[0] == "histogram" for kind in kinds)
+    assert service.ended == 1
+    Trainer(prepare(config_of(tmp_path, "steps=4", "output.wandb=moe"))).run()
+    assert service.begun[1]["id"] == begun["id"], "a run that goes on is the same run there"
+
+
+def test_a_service_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Service) -> None:
+    def no_key(**_: Any) -> None:
+        raise RuntimeError("api_key not configured\n(no-tty)")
+
+    monkeypatch.setattr(service, "init", no_key)
+    with pytest.raises(
+        UserError, match=r"output.wandb: api_key not configured \(no-tty\): log in .*MODE=offline"
+    ):
+        Metrics(tmp_path, 0, "moe")
+    monkeypatch.delitem(sys.modules, "wandb")
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name == "wandb":
+            raise ImportError(name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"output\.wandb is 'moe' and the package is missing: pip install wandb"):
+        Metrics(tmp_path, 0, "moe")
+    Metrics(tmp_path, 0).close()
