@@ -62,9 +62,7 @@ def test_a_service_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
         raise RuntimeError("api_key not configured\n(no-tty)")
 
     monkeypatch.setattr(service, "init", no_key)
-    with pytest.raises(
-        UserError, match=r"output.wandb: api_key not configured \(no-tty\): log in .*MODE=offline"
-    ):
+    with pytest.raises(UserError, match=r"output.wandb: api_key not configured \(no-tty\): log in .*MODE=offline"):
         Metrics(tmp_path, 0, "moe")
     monkeypatch.delitem(sys.modules, "wandb")
     real = builtins.__import__
