@@ -20,22 +20,35 @@ from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
-from antiphon.train.operators import LayerContext, Operator, compute, exchange, product
+from antiphon.train.operators import LayerContext, Operator, RowExchange, WeightProduct, compute, exchange, product
 from antiphon.train.sequence_parallel import SequenceParallel, Sequences
-from antiphon.train.tiled_attention import HeadsArriving, HeadsLeaving
+from antiphon.train.tiled_attention import HeadsArriving, HeadsLeaving, RowsArriving, RowsLeaving
 from antiphon.train.weights import Weights
 
 
-def attention_operators(spec: ModelSpec, *, sequence_ranks: int, links: TileLinks | None = None) -> list[Operator]:
+def attention_operators(
+    spec: ModelSpec, *, sequence_ranks: int, links: TileLinks | None = None, tensor_links: TileLinks | None = None
+) -> list[Operator]:
     """The operators from normed rows to attention's output, without the residual. `links`: who carries tiles between
-    the sequence ranks, None: all-to-alls stay whole."""
-    return [
+    the sequence ranks, `tensor_links`: between the tensor ranks; None: their exchanges stay whole. A projection is in
+    tiles with one exchange: where ranks share positions, with that between them."""
+    found = [
         exchange("tensor_gather", "ln1_out -> ln1_out_ag", _gathered, dim=1),
         *_until_heads(spec.attention, sequence_ranks, links),
         compute("attention", "q_a2a k_a2a v_a2a -> attn", attend, saves="q_a2a k_a2a v_a2a attn"),
         *_rows(sequence_ranks, links),
         exchange("tensor_scatter", "attn_out -> attn_out_rs", _scattered, dim=1),
     ]
+    if tensor_links is None:
+        return found
+    (gather, project), (out, scatter) = found[:2], found[-2:]
+    assert isinstance(gather, RowExchange)
+    assert isinstance(scatter, RowExchange)
+    if isinstance(project, WeightProduct):
+        found[:2] = [RowsArriving.of(gather, project, tensor_links)]
+    if isinstance(out, WeightProduct):
+        found[-2:] = [RowsLeaving.of(out, scatter, tensor_links)]
+    return found
 
 
 def _gathered(here: LayerContext, x_BsH: Tensor) -> Collective:

@@ -45,7 +45,7 @@ from antiphon.train.weights import FirstValues, Recorder, Weights, layer_paramet
 
 class MoeLayer(nn.Module):
     """Layer `layer` of the model, this rank's `share` of it. A dense layer has no use for `dispatcher` and `budget`.
-    `links`: who carries tiles between the ranks that share its positions."""
+    `links`: who carries tiles between the ranks that share its positions, `tensor_links`: its heads."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class MoeLayer(nn.Module):
         first: FirstValues,
         options: PlanOptions = PlanOptions(),
         links: TileLinks | None = None,
+        tensor_links: TileLinks | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -68,7 +69,7 @@ class MoeLayer(nn.Module):
         self.held = HeldBytes()
         self.turns = Turns()
         self.products = options.products
-        graph = layer_graph(spec, layer, share, dispatcher, budget, options, links)
+        graph = layer_graph(spec, layer, share, dispatcher, budget, options, links, tensor_links)
         self.plan = LayerPlan.of(graph, options)
         register(self, layer_parameters(spec, layer), f"layers.{layer}", first, partial(part_of, spec, share))
 
@@ -146,11 +147,12 @@ def layer_graph(
     budget: RowBudget,
     options: PlanOptions,
     links: TileLinks | None,
+    tensor_links: TileLinks | None = None,
 ) -> Graph:
-    """All operators of one layer. `links`: see `attention_operators`."""
+    """All operators of one layer. `links`, `tensor_links`: see `attention_operators`."""
     operators: list[Operator] = [
         compute("ln1", "hidden -> ln1_out", _input_norm, saves="hidden"),
-        *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence, links=links),
+        *attention_operators(spec, sequence_ranks=budget.mesh.sizes.sequence, links=links, tensor_links=tensor_links),
         compute("add_attention", "hidden attn_out_rs -> ln2_in", _add_attention),
         compute("ln2", "ln2_in -> ln2_out", _post_norm, saves="ln2_in"),
         *(

@@ -111,6 +111,8 @@ forward:
 ln1
 start tensor_gather
 wait tensor_gather
+start tensor_gather_qkv
+wait tensor_gather_qkv
 qkv
 start qkv_heads_a2a
 wait qkv_heads_a2a
@@ -131,6 +133,8 @@ wait rows_a2a_out
 out
 start tensor_scatter
 wait tensor_scatter
+start out_tensor_scatter
+wait out_tensor_scatter
 add_attention
 ln2
 dense_fc1
@@ -262,8 +266,10 @@ gradient send
 gradient ln2
 gradient add_attention
 start gradient tensor_scatter
+start gradient out_tensor_scatter
 again ln1
 wait gradient tensor_scatter
+wait gradient out_tensor_scatter
 gradient out
 gradient rows
 gradient unpack_rows
@@ -273,6 +279,7 @@ wait again rows_a2a
 wait again rows_a2a_out
 weights out
 weights rows_a2a_out
+weights out_tensor_scatter
 wait gradient rows_a2a
 wait gradient rows_a2a_out
 gradient pack_rows
@@ -287,11 +294,16 @@ start gradient qkv_heads_a2a
 wait gradient qkv_heads_a2a
 gradient qkv
 start gradient tensor_gather
+start gradient tensor_gather_qkv
 start again tensor_gather
 wait again tensor_gather
+start again tensor_gather_qkv
+wait again tensor_gather_qkv
 weights qkv
 weights qkv_heads_a2a
+weights tensor_gather_qkv
 wait gradient tensor_gather
+wait gradient tensor_gather_qkv
 gradient ln1
 """
 OPERATORS = frozenset(

@@ -103,17 +103,17 @@ class MoeModel(nn.Module):
         register(self, outer, "outer", first, partial(part_of, spec, self.share))
         dispatcher = dispatcher_of(mesh, spec.router.num_experts, parallel, communication, dtype)
         dispatcher = replace(dispatcher, links=links_between(mesh.group(experts_axis(mesh.sizes)), links))
-        of_attention = links_between(mesh.group("sequence"), links)
+        of_attention = [links_between(mesh.group(axis), links) for axis in ("sequence", "tensor")]
         budget = RowBudget(mesh, spec.router.num_experts, parallel.row_budget)
         own = [layer for stage in self.stages for layer in self._layers_of(stage)]
         if isinstance(options.keep, tuple):
             kinds = {routes: layer for layer, routes in enumerate(spec.moe_layers)}.values()
             check_names(
                 options.keep,
-                [layer_graph(spec, each, self.share, dispatcher, budget, options, of_attention) for each in kinds],
+                [layer_graph(spec, each, self.share, dispatcher, budget, options, *of_attention) for each in kinds],
             )
         self.layers = Layers(
-            MoeLayer(spec, layer, self.share, dispatcher, budget, first, options, of_attention) for layer in own
+            MoeLayer(spec, layer, self.share, dispatcher, budget, first, options, *of_attention) for layer in own
         )
         self.held = HeldBytes()
         self.turns = Turns()

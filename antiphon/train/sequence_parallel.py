@@ -17,13 +17,13 @@ Letters: B sequences, S positions, s those of this rank (after the gather: of it
 G KV heads, D head width, V width of a value, H hidden, P positions that have rotations, R rotated width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, MovesRows, ReduceScatter, run
+from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, MovesRows, ReduceScatter, moving, run
 from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.mesh import Group
 from antiphon.kernels.ops.attention import attention_mask
@@ -88,6 +88,13 @@ class SequenceParallel:
     def scatter(self, x_BSH: Tensor) -> MovesRows:
         """The sum, scattered, of what each tensor rank has for all rows of the group, positions first."""
         return self._formatted(ReduceScatter(self.tensor, "attention", self._in_group), x_BSH)
+
+    def in_rows(self, collective: Collective, x_BsH: Tensor) -> Collective:
+        """`gather` or `scatter` for a row of each token, as tiles have it; its sums are in float32 at least."""
+        whole, num_sequences = moving(collective), x_BsH.shape[0]
+        if isinstance(whole, Float8Rows):
+            whole = replace(whole, out=torch.promote_types(whole.out, torch.float32), tokens=None)
+        return whole.with_sizes(lambda runs: tuple(num_sequences * positions for positions in runs))
 
     def _formatted(self, plain: MovesRows, x_BsH: Tensor) -> MovesRows:
         if self.narrow and self.tensor.size > 1:

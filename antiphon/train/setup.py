@@ -184,13 +184,17 @@ def build_model(
 
 
 def connect_tiles(spec: ModelSpec, tile_rows: int, mesh: Mesh, *, first: bool = False) -> tuple[TileLinks, ...]:
-    """Links between the ranks whose rows the experts here work on, and between those that share positions: one for
-    both where they are the same ranks. They wait for each other."""
+    """Links between the ranks whose rows the experts here work on, between those that share positions, and between
+    those that share heads: one for all where they are the same ranks. They wait for each other."""
     sequence, tensor = mesh.group("sequence"), mesh.group("tensor")
     share = RankShare.of(spec, mesh.sizes, mesh.rank)
     parallel = SequenceParallel(spec.attention, share, sequence, tensor, sequence.size * tensor.size)
     widths = dict[tuple[int, ...], tuple[Group, int]]()
-    for group, width in ((mesh.group(experts_axis(mesh.sizes)), spec.hidden_size), (sequence, parallel.widest_row)):
+    for group, width in (
+        (mesh.group(experts_axis(mesh.sizes)), spec.hidden_size),
+        (sequence, parallel.widest_row),
+        (tensor, spec.hidden_size),
+    ):
         if group.size > 1:
             _, known = widths.get(group.ranks, (group, 0))
             widths[group.ranks] = group, max(known, width)

@@ -1,19 +1,27 @@
-"""A projection of attention and the all-to-all beside it (Ulysses), as one operator in tiles (MegaScale-MoE, 4.2).
+"""A projection of attention and the exchange beside it, as one operator in tiles (MegaScale-MoE, 4.2).
+
+With ranks that share positions (Ulysses):
 
     HeadsLeaving    the projection to queries, keys and values, then the all-to-all to those who work on their heads:
                     columns for other ranks are multiplied first and sent tile by tile, the own ones last
     HeadsArriving   the all-to-all of attention's output, then the output projection: own columns are multiplied first,
                     then each tile that has come, and the products are added
 
-The backward of each is the other one's forward, so there are two loops. A tile is some rows with the columns of one
-rank. Products that are added to the same rows take turns (`comm/tiles`), so sums have the same bits however tiles
-arrive.
+With ranks that share heads (tensor parallelism), rows whole:
+
+    RowsArriving    the all-gather of rows, then the first projection: own rows are multiplied first, then as they come
+    RowsLeaving     the output projection, then the reduce-scatter: rows for other ranks are multiplied and sent first
+
+The backward of each is the other one's forward, so there are two loops for either pair. A tile is some rows: with the
+columns of one rank, or whole. Products that are added to the same rows take turns (`comm/tiles`) or are added in order
+of rank, so sums have the same bits however tiles arrive.
 
 Per-head norms, clipping and rotation come behind the all-to-all here, at all positions of the heads of this rank: each
 needs its own head alone. Rejected: in each tile. Backward would need an autograd graph a tile.
 
-Letters: T rows of this rank, H hidden, W columns of all heads, w those of the heads of one rank, B sequences,
-S positions, s those of this rank, P rows of all positions in order of rank.
+Letters: T rows, of this rank or of all, H hidden, X fused width of queries, keys and values, I and O inputs and outputs
+of a product, W columns of all heads, w those of the heads of one rank, B sequences, S positions, s those of this rank,
+P rows of all positions in order of rank.
 """
 
 from dataclasses import dataclass
@@ -23,7 +31,7 @@ from torch import Tensor
 
 from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
 from antiphon.models.shares import Ranges, pick
-from antiphon.train.operators import LayerContext, WeightProduct, exchange
+from antiphon.train.operators import LayerContext, RowExchange, WeightProduct, exchange
 from antiphon.train.tiled import Tiled, TiledRun, Values
 
 
@@ -119,6 +127,121 @@ class HeadsArriving(Tiled):
 
     def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
         return {self.reads[0]: run.land_gradient().land()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsArriving(Tiled):
+    @staticmethod
+    def of(exchange: RowExchange, product: WeightProduct, links: TileLinks) -> "RowsArriving":
+        return RowsArriving(
+            name=f"{exchange.name}_{product.name}",
+            reads=exchange.reads,
+            makes=(*product.reads, *product.makes),
+            saves=product.saves,
+            exchange=exchange,
+            product=product,
+            parts=(exchange.name, product.name),
+            arrives=True,
+            links=links,
+        )
+
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+        x_BsH = values[self.reads[0]]
+        run.collective = here.sequences.parallel.in_rows(self.exchange.collective(here, x_BsH), x_BsH)
+        run.flight = launch_in_tiles(run.collective, self.links, _rows(x_BsH))
+        return {}
+
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+        flight, num_sequences = run.land(), here.sequences.cos_BSR.shape[0]
+        multiplies = self.product.makes[0] in wanted
+        weight_HX = here.weights[self.product.weight].mT if multiplies else None
+        came_TH, out_TX = _multiply_arrivals(flight, weight_HX, here.weights.dtype)
+        made = {self.product.reads[0]: _sequences(came_TH, num_sequences)}
+        if out_TX is not None:
+            bias_X = self.product.bias(here.weights)
+            made[self.product.makes[0]] = _sequences(out_TX if bias_X is None else out_TX + bias_X, num_sequences)
+        return made
+
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+        run.product_grad = grad
+        weight_XH = here.weights[self.product.weight]
+        run.gradient_flight = TileFlight(run.reverse, self.links, weight_XH.shape[1], grad.dtype)
+        _send_rows(run.gradient_flight, _rows(grad), weight_XH)
+        return {}
+
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
+        grad_TH = run.land_gradient().land().to(here.weights.dtype)
+        return {self.reads[0]: _sequences(grad_TH, here.sequences.cos_BSR.shape[0])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsLeaving(Tiled):
+    @staticmethod
+    def of(product: WeightProduct, exchange: RowExchange, links: TileLinks) -> "RowsLeaving":
+        return RowsLeaving(
+            name=f"{product.name}_{exchange.name}",
+            reads=product.reads,
+            makes=exchange.makes,
+            saves=product.saves,
+            exchange=exchange,
+            product=product,
+            parts=(product.name, exchange.name),
+            arrives=False,
+            links=links,
+        )
+
+    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+        x_BSW, weight_WH = values[self.reads[0]], here.weights[self.product.weight].mT
+        run.collective = here.sequences.parallel.in_rows(self.exchange.collective(here, x_BSW), x_BSW)
+        run.flight = TileFlight(run.collective, self.links, weight_WH.shape[1], x_BSW.dtype)
+        _send_rows(run.flight, _rows(x_BSW), weight_WH)
+        return {}
+
+    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+        sum_TH = run.land().land().to(here.weights.dtype)
+        return {self.makes[0]: _sequences(sum_TH, here.sequences.cos_BSR.shape[0])}
+
+    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
+        run.gradient_flight = launch_in_tiles(run.reverse, self.links, _rows(grad))
+        return {}
+
+    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
+        num_sequences, weight_HW = here.sequences.cos_BSR.shape[0], here.weights[self.product.weight]
+        grad_TH, grad_TW = _multiply_arrivals(run.land_gradient(), weight_HW, here.weights.dtype)
+        assert grad_TW is not None
+        run.product_grad = _sequences(grad_TH, num_sequences)
+        return {self.reads[0]: _sequences(grad_TW, num_sequences)}
+
+
+def _rows(x_BSH: Tensor) -> Tensor:
+    """[T, H], positions first: so the rows of each rank are one run."""
+    return x_BSH.transpose(0, 1).flatten(0, 1)
+
+
+def _sequences(x_TH: Tensor, num_sequences: int) -> Tensor:
+    """[B, S, H] of rows with positions first."""
+    return x_TH.view(-1, num_sequences, x_TH.shape[1]).transpose(0, 1).contiguous()
+
+
+def _send_rows(flight: TileFlight, x_TI: Tensor, weight_IO: Tensor) -> None:
+    """Sends each rank the products of its rows, tile by tile."""
+    begins = [sum(flight.routes.send[:rank]) for rank in range(len(flight.routes.send))]
+    for tile in flight.to_send:
+        rows = slice(begins[tile.rank] + tile.first, begins[tile.rank] + tile.last)
+        flight.send(tile, x_TI[rows] @ weight_IO)
+
+
+def _multiply_arrivals(
+    flight: TileFlight, weight_IO: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """All rows that came, in order of rank and in `dtype`, and their products with a weight if there is one."""
+    out_TO = None if weight_IO is None else weight_IO.new_empty(flight.received.shape[0], weight_IO.shape[1])
+    begins = [sum(flight.routes.receive[:rank]) for rank in range(len(flight.routes.receive))]
+    for tile in flight.arrivals():
+        rows = slice(begins[tile.rank] + tile.first, begins[tile.rank] + tile.last)
+        if weight_IO is not None and out_TO is not None:
+            torch.mm(flight.received[rows].to(dtype), weight_IO, out=out_TO[rows])
+    return flight.received.to(dtype), out_TO
 
 
 def _send_products(

@@ -16,7 +16,7 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import heads_leave_in_tiles
-from antiphon.train.config import LossConfig
+from antiphon.train.config import CommunicationConfig, LossConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
@@ -24,7 +24,7 @@ from antiphon.train.setup import connect_tiles
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans, share_spans
 from antiphon.train.weights import FirstValues
-from tests.comm.ranks import on_ranks
+from tests.comm.ranks import begin_anew, on_ranks
 from tests.models.conftest import family_config
 
 RANKS, LENGTH, TILE_ROWS = 3, 11, 3
@@ -36,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, int], str]] = {
     "a norm over all heads": ("olmoe", {"num_attention_heads": 4, "num_key_value_heads": 4}, "selective"),
     "latent rows": ("deepseek_v3", {"num_attention_heads": 4, "num_key_value_heads": 4}, "full"),
 }
+IN_FLOAT8 = ("plain", "latent rows")
+PLAIN, FLOAT8 = CommunicationConfig(), CommunicationConfig(attention="float8")
 WHY = {"a norm over all heads": "a norm is over all heads", "latent rows": "heads are made of a latent row"}
 
 
@@ -55,13 +57,16 @@ class Found:
         )
 
 
-def step(spec: ModelSpec, mesh: Mesh, keep: str, links: tuple[TileLinks, ...]) -> Found:
+def step(
+    spec: ModelSpec, mesh: Mesh, keep: str, links: tuple[TileLinks, ...], wire: CommunicationConfig = PLAIN
+) -> Found:
     model = MoeModel(
         spec,
         mesh,
         max_positions=LENGTH,
         dtype=torch.float32,
         first=FirstValues(1, 0.2),
+        communication=wire,
         options=PlanOptions(keep=keep),
         links=links,
     )
@@ -73,7 +78,9 @@ def step(spec: ModelSpec, mesh: Mesh, keep: str, links: tuple[TileLinks, ...]) -
     shards = Shards(model)
     mesh.ledger.take()
     loss = Passes(model, LossConfig(balance=0.1), spans).run([batch]).loss
-    sent_bytes = mesh.ledger.take().sent_bytes["attention.all_to_all"]
+    kinds = ("attention.all_to_all", "attention.all_gather", "attention.reduce_scatter")
+    sent = mesh.ledger.take().sent_bytes
+    sent_bytes = sum(sent.get(kind, 0) for kind in kinds)
     shards.reduce()
     gradients = {piece.name: piece.values.grad for piece in shards.pieces if piece.values.grad is not None}
     return Found(loss, gradients, sent_bytes, {span.label.name for span in spans.take()})
@@ -104,7 +111,53 @@ def compared(rank: int) -> dict[str, dict[str, Any]]:
             "cut": heads_leave_in_tiles(spec.attention),
             "said": [said.get().getMessage() for _ in range(said.qsize())],
         }
+    begin_anew()
+    return found | between_tensor_ranks(rank)
+
+
+def between_tensor_ranks(rank: int) -> dict[str, dict[str, Any]]:
+    """By case and wire: the same of ranks that share heads and not positions."""
+    mesh, found = connect(Sizes(world_size=RANKS, tensor=RANKS, expert=RANKS), rank, 60), {}
+    for case, (family, heads, keep) in CASES.items():
+        spec = model_spec(family_config(family, num_hidden_layers=2, **heads).to_dict())
+        links = connect_tiles(spec, TILE_ROWS, mesh)
+        for name, wire in (("", PLAIN), (", FP8", FLOAT8))[: 2 if case in IN_FLOAT8 else 1]:
+            whole, tiled, again = (step(spec, mesh, keep, each, wire) for each in ((), links, links))
+            off = {
+                name: float((tiled.gradients[name] - each).abs().max() / (each.abs().max() or 1.0))
+                for name, each in whole.gradients.items()
+            }
+            found[f"heads: {case}{name}"] = {
+                "loss": float((tiled.loss - whole.loss).abs()),
+                "gradient": max(off.items(), key=lambda it: it[1]),
+                "same": tiled.is_same(again),
+                "bytes": (tiled.sent_bytes, whole.sent_bytes),
+                "names": tiled.names,
+            }
+        torch.distributed.barrier()
+        links[0].close()
     return found
+
+
+OF_HEADS = [f"heads: {case}{wire}" for case in CASES for wire in ("", *((", FP8",) if case in IN_FLOAT8 else ()))]
+
+
+@pytest.mark.parametrize("case", OF_HEADS)
+def test_gathers_and_sums_of_heads_are_beside_products(of_ranks: list[dict[str, dict[str, Any]]], case: str) -> None:
+    """Also where a norm is over all heads and with latent rows. Tiles of unequal ranks are not padded; E4M3 gradients
+    have scales for each tile of theirs."""
+    for found in of_ranks:
+        band = 0.1 if case.endswith("FP8") else 1e-5
+        assert found[case]["loss"] < band
+        assert found[case]["gradient"][1] < band, found[case]["gradient"]
+        assert found[case]["same"]
+        tiled, whole = found[case]["bytes"]
+        assert 0 < tiled <= whole * (3 if case.endswith("FP8") else 1)
+        assert {"tensor_gather_qkv", "wait for tensor_gather_qkv", "wait for tensor_gather_qkv backward"} <= found[
+            case
+        ]["names"]
+        assert {"out_tensor_scatter weights backward", "wait for out_tensor_scatter"} <= found[case]["names"]
+        assert not {"tensor_gather", "tensor_scatter", "qkv", "out"} & found[case]["names"]
 
 
 @pytest.fixture(scope="module")
