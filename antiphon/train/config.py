@@ -50,14 +50,24 @@ class MemoryConfig:
     MoE, section 4.1), "full" keeps the layer's input and its routing. `keep`: instead, the tensors to keep, by name.
     `again`: instead, what to make again, in the words of a plan (`cost.training.rematerialize`). `activation_bytes`:
     instead, a limit to what a rank keeps; what is cheapest for its bytes is made again until the rest fits (0: no
-    limit)."""
+    limit).
+
+    `offload`: AdamW's "moments", or with them the "experts" parameters, lie in a mapped file and are fetched a layer
+    ahead (`train.offload`). `offload_folder`: on which disk (empty: the output's)."""
 
     remake: Literal["none", "selective", "full"] = "none"
     keep: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     activation_bytes: CountFromZero = 0
+    offload: Literal["none", "moments", "experts"] = "none"
+    offload_folder: str = ""
 
     def __post_init__(self) -> None:
+        if self.offload_folder and self.offload == "none":
+            raise UserError(
+                f"offload_folder is {self.offload_folder} and offload is 'none', so nothing would lie there: set "
+                "offload to 'moments' or 'experts', or leave offload_folder out"
+            )
         given = [
             name
             for name, is_given in (
@@ -355,6 +365,7 @@ class TrainConfig:
             )
         self.communication.check_dispatch(self.parallel.dispatch)
         self.communication.check_attention(self.parallel.tensor)
+        self._check_offload()
         if self.overlap.pairs:
             self._check_pairs()
         if self.overlap.inside and self.products != "plain":
@@ -372,6 +383,30 @@ class TrainConfig:
                 "communication.packing changes how many ranks share the experts, and so a layer's operators: leave out "
                 "overlap.schedule and overlap.search, or set packing to false"
             )
+
+    def _check_offload(self) -> None:
+        if self.memory.offload == "none":
+            return
+        if self.optimizer.name != "adamw":
+            raise UserError(
+                f"memory.offload is {self.memory.offload!r} and optimizer.name is {self.optimizer.name!r}, which moves "
+                "matrices of all layers together: use adamw, or offload 'none'"
+            )
+        if self.communication.packing:
+            raise UserError(
+                "memory.offload and communication.packing: packing moves experts between ranks while a run goes on, "
+                "and the file is made once: leave one of them out"
+            )
+        if self.memory.offload == "experts" and self.parallel.zero:
+            raise UserError(
+                f"memory.offload is 'experts' and parallel.zero is {self.parallel.zero}, which keeps parameters in "
+                "shards already: use offload 'moments', or zero 0"
+            )
+
+    @property
+    def offload_folder(self) -> Path:
+        """Where mapped files are made."""
+        return Path(self.memory.offload_folder or self.output.folder)
 
     def _check_pairs(self) -> None:
         wrong = {
@@ -446,6 +481,7 @@ _PATHS = {
     "data": ("files", "exclude", "tokenizer", "cache"),
     "output": ("folder",),
     "overlap": ("schedule",),
+    "memory": ("offload_folder",),
 }
 _PATHS_OF_SOURCE = ("files", "exclude")
 

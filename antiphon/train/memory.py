@@ -102,10 +102,19 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     head = 4.0 * spec.vocab_size * spec.hidden_size + 2 * rows  # the cross-entropy's gradients of head and rows
     copies = 2.0 * held.total if config.dtype == "bfloat16" and setup.precision.weights == "float32" else 0.0
     wide = 2.0 if config.dtype == "float64" else 1.0
+    held_layers = min(1.0, 2.0 / float(layers.total))  # of what is mapped: one in use, one fetched
+    moments, experts = 1.0, 0.0
+    if config.memory.offload != "none" and setup.precision.weights == "float32":
+        moments = held_layers
+    elif config.memory.offload != "none":
+        moments = (1.0 + 2.0 * held_layers) / 3.0  # main parameters stay
+    if config.memory.offload == "experts":
+        of_layer = spec.router.num_experts * count_parameters(spec).expert / float(setup.model_parallel)
+        experts = 4.0 * float(layers.num_moe) * of_layer * (1.0 - held_layers)
     return MemoryNeed(
-        parameters=wide * float(parameters) + float(copies),
+        parameters=wide * (float(parameters) - experts) + float(copies),
         gradients=wide * float(gradients),
-        optimizer=wide * float(optimizer) * _moments(spec, config, setup),
+        optimizer=wide * float(optimizer) * _moments(spec, config, setup) * moments,
         activations=wide * float(activations),
         head=wide * float(head),
     )

@@ -16,6 +16,7 @@ not decayed, and does not count in the norm of the gradient; its gradient is com
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ from antiphon.train.bucket import Matrices, Piece
 from antiphon.train.config import CommunicationConfig, OptimizerConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
+from antiphon.train.offload import MOMENTS_OF_ADAMW, MappedParts, layer_of, moments_of
 from antiphon.train.shards import Shards
 from antiphon.train.weights import DOWN, GATE_UP, layer_parameters, outer_parameters
 
@@ -36,9 +38,17 @@ _MUON_MOMENTUM = 0.95
 
 
 class Optimizer:
-    """Over the pieces of `shards`."""
+    """Over the pieces of `shards`. `offload_folder`: where AdamW's moments are mapped (`train.offload`), None: they are
+    in memory; `experts`: where parameters are mapped already. `mapped`: both."""
 
-    def __init__(self, model: MoeModel, shards: Shards, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        model: MoeModel,
+        shards: Shards,
+        config: OptimizerConfig,
+        offload_folder: Path | None = None,
+        experts: MappedParts | None = None,
+    ) -> None:
         self._config = config
         _check_patterns(config, parameter_names(model.spec))
         self._frozen = [piece for piece in shards.pieces if is_frozen(piece.name, config)]
@@ -52,17 +62,34 @@ class Optimizer:
             weight_decay=config.weight_decay,
             factors=config.rates,
         )
-        by_kind: dict[tuple[bool, float], list[Tensor]] = {(True, 1.0): [], (False, 1.0): []}
-        for piece in plain:
+        self._moments = None if offload_folder is None else moments_of(plain, offload_folder)
+        self.mapped = [each for each in (self._moments, experts) if each is not None]
+        self._adamws = {number: self._adamw_of(pieces, number) for number, pieces in self._by_part(plain).items()}
+
+    def _by_part(self, pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+        """By layer where moments are mapped, else all in one."""
+        found: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            found.setdefault(-1 if self._moments is None else layer_of(piece.name), []).append(piece)
+        return found
+
+    def _adamw_of(self, pieces: Sequence[Piece], number: int) -> torch.optim.AdamW:
+        config, by_kind = self._config, dict[tuple[bool, float], list[Tensor]]()
+        for piece in pieces:
             by_kind.setdefault((_is_decayed(piece), factor_of(piece.name, config.rates)), []).append(piece.values)
         groups = [
             {"params": values, "weight_decay": config.weight_decay if decayed else 0.0, "factor": factor}
             for (decayed, factor), values in by_kind.items()
         ]
         beta1, beta2 = config.betas
-        self._adamw = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(beta1, beta2), eps=config.eps, fused=True
-        )
+        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(beta1, beta2), eps=config.eps, fused=True)
+        if self._moments is not None:
+            self._moments.begin(number)
+            for piece in pieces:
+                room = [self._moments.room(piece.values.numel(), piece.values.dtype) for _ in range(MOMENTS_OF_ADAMW)]
+                adamw.state[piece.values] = {"step": torch.tensor(0.0), "exp_avg": room[0], "exp_avg_sq": room[1]}
+            self._moments.give_up(number)
+        return adamw
 
     def forget_frozen(self) -> None:
         """Drop the gradients of what is frozen; to be called before their norm is taken."""
@@ -71,9 +98,15 @@ class Optimizer:
 
     def step(self, rate: float) -> None:
         """Move every piece along its gradient, AdamW's by `rate`, and forget the gradients."""
-        for group in self._adamw.param_groups:
-            group["lr"] = rate * group["factor"]
-        self._adamw.step()
+        numbers = list(self._adamws)
+        for number, behind in zip(numbers, [*numbers[1:], -2], strict=True):  # -2: nothing is behind the last
+            for parts in self.mapped:
+                parts.fetch(behind)
+            for group in self._adamws[number].param_groups:
+                group["lr"] = rate * group["factor"]
+            self._adamws[number].step()
+            for parts in self.mapped:
+                parts.give_up(number)
         self._muon.step(rate * self._config.muon_scale)
         self._shards.zero_grad()
 
@@ -84,10 +117,11 @@ class Optimizer:
             if piece in self._muon.state:
                 state: dict[str, Tensor] = self._muon.state[piece]
             else:
-                state = self._adamw.state[piece.values]
+                adamw = self._adamws[-1 if self._moments is None else layer_of(piece.name)]
+                state = adamw.state[piece.values]
                 if not state:
                     state |= {key: torch.zeros_like(piece.values) for key in ("exp_avg", "exp_avg_sq")}
-                    self._adamw.state[piece.values] = state
+                    adamw.state[piece.values] = state
                 state["step"] = torch.tensor(float(step), device=piece.values.device)
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
 

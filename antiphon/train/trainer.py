@@ -28,6 +28,7 @@ from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory import bytes_by_formula
 from antiphon.train.metrics import Metrics
+from antiphon.train.offload import check_offload, map_experts
 from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
 from antiphon.train.passes import Passes
@@ -176,8 +177,13 @@ class Trainer:
         if begin:
             import_weights(self.model, Path(config.model.path))
         share_spans(self.model, self._spans)
+        memory, folder = config.memory, config.offload_folder
+        if memory.offload != "none":
+            check_offload(self._run.device)
+        experts = map_experts(self.model, folder) if memory.offload == "experts" else None
         self._shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
-        self._optimizer = Optimizer(self.model, self._shards, config.optimizer)
+        moments = None if memory.offload == "none" else folder
+        self._optimizer = Optimizer(self.model, self._shards, config.optimizer, moments, experts)
         self._passes = Passes(self.model, config.loss, self._spans, pairs=config.overlap.pairs)
         self._bytes_by_formula = bytes_by_formula(self.model, config)
         self._flops_per_token = training_flops_per_token(self.spec, config.sequence_length)
@@ -355,6 +361,9 @@ class Trainer:
             values["dropped_rows"] = result.dropped_L.tolist()
         if self._run.dispatch is not None:
             values["dispatch"] = self._run.dispatch.way
+        if mapped := self._optimizer.mapped:
+            values["offloaded_bytes"] = sum(each.num_bytes for each in mapped)
+            values["offloaded_resident_bytes"] = sum(each.resident_bytes for each in mapped)
         return values if watch.traffic is None else values | watch.traffic.metrics()
 
     def _evaluate(self) -> None:
