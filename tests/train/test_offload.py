@@ -95,6 +95,6 @@ def test_what_cannot_be(tmp_path: Path, changes: tuple[str, ...], message: str) 
 
 def test_a_gpu_is_refused() -> None:
     with pytest.raises(
-        UserError, match="memory.offload maps the memory of the processor, and the run computes on cuda"
+        UserError, match=r"memory.offload maps the memory of the processor, and the run computes on cuda"
     ):
         offload.check_offload(torch.device("cuda", 0))
