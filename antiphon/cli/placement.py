@@ -12,7 +12,7 @@ each worker, whose loads cost nothing.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
@@ -62,12 +62,18 @@ def placement(
     path_length: Annotated[
         int, typer.Option("--path-length", metavar="L", min=1, help="Layers of a sample path.")
     ] = DEFAULT_PATH_LENGTH,
+    phase: Annotated[
+        Literal["both", "prefill", "decode"],
+        typer.Option("--phase", metavar="NAME", help="Only rows of prompts (prefill), or of answers (decode)."),
+    ] = "both",
     json: JsonOption = None,
 ) -> None:
     """Place experts by recorded routing: copies of the popular ones, and how even the load becomes."""
     check_output_file("--out", out)
     check_output_file("--profile-paths", profile_paths)
     recorded = read_routing_trace(trace)
+    if phase != "both":
+        recorded = recorded.of_phase(phase)
     counts = recorded.counts_of_steps()
     if len(counts) < 2:
         raise UserError(f"{trace} has {len(counts)} steps: record at least 2, one to place by and one to judge by")
@@ -93,7 +99,10 @@ def placement(
             json=json,
         )
         show(f"{profile_paths}: for antiphon serve --balance paths --path-profile", json=json)
-    emit_json(json, {"bench": "placement", **provenance(), "steps": len(counts), "layers": layers, "paths": paths})
+    emit_json(
+        json,
+        {"bench": "placement", **provenance(), "phase": phase, "steps": len(counts), "layers": layers, "paths": paths},
+    )
 
 
 def _profile(

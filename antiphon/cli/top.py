@@ -253,9 +253,14 @@ def _load(reading: DashboardReading) -> Iterator[RenderableType]:
     )
     workers = [load.name for load in worst[0].workers]
     yield table(
-        ("layer", "balancedness", *workers),
+        ("layer", "balancedness", *workers, "fullest: prompts", "answers"),
         (
-            (layer.layer, round(layer.balancedness, 3), *_heat([sum(load.rows) for load in layer.workers]))
+            (
+                layer.layer,
+                round(layer.balancedness, 3),
+                *_heat([sum(load.rows) for load in layer.workers]),
+                *([f"{each.largest_share:.1f}x" for each in layer.phases] or ["", ""]),
+            )
             for layer in worst
         ),
     )

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -56,13 +56,18 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 class RoutedRows(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of one attention worker in one step of the group. `ids`: uint16 [L, T, K], little endian.
 
-    `forecasts`: [L - 1, T, K], of all layers but the first, by the rows of the layer before; empty if not known."""
+    `forecasts`: [L - 1, T, K], of all layers but the first, by the rows of the layer before; empty if not known.
+    `prompts`: uint8 [T], 1 for a row of a prompt; empty if not known (files of older versions)."""
 
     step: int
     worker: int
     num_rows: int
     ids: bytes
     forecasts: bytes = b""
+    prompts: bytes = b""
+
+
+Phase = Literal["prefill", "decode"]
 
 
 class RoutingTrace:
@@ -71,6 +76,24 @@ class RoutingTrace:
     def __init__(self, header: TraceHeader, rows: list[RoutedRows]) -> None:
         self.header = header
         self.rows = rows
+
+    def of_phase(self, phase: Phase) -> "RoutingTrace":
+        """Only the rows of prompts, or only those of answers. `UserError` if the file does not say which is which."""
+        if any(rows.num_rows and not rows.prompts for rows in self.rows):
+            raise UserError(f"the recording does not say which rows are of {phase}: record it anew with this version")
+        return RoutingTrace(self.header, [self._kept(rows, phase) for rows in self.rows])
+
+    def _kept(self, rows: RoutedRows, phase: Phase) -> RoutedRows:
+        kept_T = np.frombuffer(rows.prompts, dtype=np.uint8) == (phase == "prefill")
+        forecasts = self._forecasts_of(rows)[:, kept_T].tobytes() if rows.forecasts else b""
+        return RoutedRows(
+            step=rows.step,
+            worker=rows.worker,
+            num_rows=int(kept_T.sum()),
+            ids=self.ids_of(rows)[:, kept_T].tobytes(),
+            forecasts=forecasts,
+            prompts=bytes([phase == "prefill"]) * int(kept_T.sum()),
+        )
 
     @property
     def num_rows(self) -> int:
@@ -145,10 +168,12 @@ class RoutingTraceWriter:
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
 
-    def append_step(self, step: int, worker: int, ids: bytes, forecasts: bytes = b"") -> None:
-        """Add the rows of one worker and step; `ids` and `forecasts` as in `RoutedRows`."""
+    def append_step(self, step: int, worker: int, ids: bytes, forecasts: bytes = b"", prompts: bytes = b"") -> None:
+        """Add the rows of one worker and step; the rest as in `RoutedRows`."""
         num_rows = len(ids) // (2 * self._header.num_layers * self._header.top_k)
-        self._write(RoutedRows(step=step, worker=worker, num_rows=num_rows, ids=ids, forecasts=forecasts))
+        self._write(
+            RoutedRows(step=step, worker=worker, num_rows=num_rows, ids=ids, forecasts=forecasts, prompts=prompts)
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -174,12 +199,12 @@ class RoutingRecord:
         self._num_groups = num_groups
         self._writer: RoutingTraceWriter | None = RoutingTraceWriter(path, header)
 
-    def add(self, group: int, step: int, worker: int, ids: bytes, forecasts: bytes) -> None:
+    def add(self, group: int, step: int, worker: int, ids: bytes, forecasts: bytes, prompts: bytes) -> None:
         """The rows of one worker in one step of its group. Groups step by themselves, so each has its own numbers."""
         if self._writer is None:
             return
         try:
-            self._writer.append_step(step * self._num_groups + group, worker, ids, forecasts)
+            self._writer.append_step(step * self._num_groups + group, worker, ids, forecasts, prompts)
         except OSError as error:
             _log.error("%s: nothing more is recorded: %s", self._path, error.strerror or error)
             with contextlib.suppress(OSError):
@@ -206,6 +231,10 @@ def read_routing_trace(path: Path) -> RoutingTrace:
             raise UserError(f"{path}: step {each.step} has {len(each.ids)} bytes of ids for {each.num_rows} rows")
         if len(each.forecasts) not in (0, len(each.ids) // header.num_layers * (header.num_layers - 1)):
             raise UserError(f"{path}: step {each.step} has {len(each.forecasts)} bytes of forecasts")
+        if len(each.prompts) not in (0, each.num_rows):
+            raise UserError(
+                f"{path}: step {each.step} has {len(each.prompts)} bytes of phases for {each.num_rows} rows"
+            )
         if np.frombuffer(each.ids + each.forecasts, "<u2").max(initial=0) >= header.num_experts:
             raise UserError(f"{path}: step {each.step} names an expert beyond {header.num_experts - 1}")
     return trace

@@ -148,6 +148,7 @@ class EngineStats:
     dispatch_bytes: int
     balancedness_per_layer: dict[int, float] = field(default_factory=dict)
     rows_per_expert: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)  # by layer, worker, expert
+    prompt_rows_per_expert: dict[int, list[float]] = field(default_factory=dict)  # by layer; the others are of answers
     expert_rows_per_s: dict[int, float] = field(default_factory=dict)
     placement_changes: int = 0
     prefetch: PrefetchCounts = field(default_factory=PrefetchCounts)

@@ -103,12 +103,12 @@ class StepGroup:
         steps_freely: bool = False,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
-        record: Callable[[int, int, bytes, bytes], None] | None = None,
+        record: Callable[[int, int, bytes, bytes, bytes], None] | None = None,
         first_expert: int = 0,
     ) -> None:
         """`placing`: where experts are, if attention workers do not have them all; `balancer`: decides where they
-        should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, and
-        the experts that its rows chose and were expected to choose.
+        should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, the
+        experts that its rows chose and were expected to choose, and which rows are of prompts.
 
         An `owner`, of requests that are computed here for other workers, is set before the first step."""
         self.members = members
@@ -321,12 +321,14 @@ class StepGroup:
     def _on_result(self, name: WorkerName, result: StepResult) -> None:
         if name not in self._running:
             return  # one of its ranks died behind the step: the worker is lost, and its requests have moved
+        sizes = [len(sequence.token_ids) for part in self._parts[name].micro_batches for sequence in part]
         self._commit(name, result)
-        self._statistics.record_step(result)
+        self._statistics.record_step(result, () if self.placing is None else tuple(self.placing.current.owners))
         if self._balancer is not None:
             self._balancer.count(self._num_steps, result.expert_rows)
         if self._record is not None and result.routed:
-            self._record(self._num_steps, name.index, result.routed, result.forecasts)
+            prompts = b"".join(bytes([size > 1]) * size for size in sizes)
+            self._record(self._num_steps, name.index, result.routed, result.forecasts, prompts)
         if self.quiet or self._steps_freely:
             counted_until_s, self._counted_until_s = self._counted_until_s, time.monotonic()
             self._statistics.record_group_step(self._counted_until_s - counted_until_s, len(self.members.experts))

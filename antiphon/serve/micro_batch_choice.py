@@ -54,7 +54,7 @@ _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerTimes:
+class TurnTimes:
     """Seconds of one micro-batch and layer at the slowest worker of each side, and of one way between them."""
 
     attention_s: float
@@ -95,7 +95,7 @@ def best_micro_batches(layers_s: Mapping[int, float]) -> int:
     return min(m for m, seconds in layers_s.items() if seconds <= _WORTH * best_s)
 
 
-def predicted_layer_s(config: ServeConfig, micro_batches: int, times: LayerTimes) -> float:
+def predicted_layer_s(config: ServeConfig, micro_batches: int, times: TurnTimes) -> float:
     """Of a full step: the pipeline's time, or that of the cores that all workers share, whichever is longer."""
     pipeline_s = float(layer_time(micro_batches, times.attention_s, times.experts_s, times.exchange_s))
     work_s = 0.0
@@ -112,7 +112,7 @@ def _num_cores() -> int:
     return allowance().num_cores
 
 
-def measure_layer(config: ServeConfig) -> dict[int, LayerTimes]:
+def measure_layer(config: ServeConfig) -> dict[int, TurnTimes]:
     """By m, with a full step cut into m micro-batches."""
     spec = load_model_spec(config.model, config.rope_scaling)
     checkpoint = open_weights(config.model, config.weights)
@@ -125,7 +125,7 @@ def measure_layer(config: ServeConfig) -> dict[int, LayerTimes]:
         torch.set_num_threads(before)
     exchange_s = _exchange_s(config, spec, rows)
     return {
-        m: LayerTimes(
+        m: TurnTimes(
             attention_s=attention_s[m] / config.attention_tp,
             experts_s=experts_s[m] / config.expert_tp,
             exchange_s=exchange_s[m],

@@ -17,7 +17,7 @@ import numpy as np
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
-from antiphon.placement.split import balancedness
+from antiphon.placement.split import FloatArray, balancedness
 from antiphon.serve.engine_api import EngineEvent, EventKind, HandoverCounts, PrefetchCounts
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
@@ -74,9 +74,10 @@ class EngineStatistics:
         self._expert_busy_s: dict[int, float] = defaultdict(float)
         self._rows: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._expert_rows: dict[int, dict[int, dict[int, float]]] = defaultdict(dict)  # layer, worker, expert
+        self._prompt_rows: dict[int, FloatArray] = {}  # by layer, of each expert
 
-    def record_step(self, result: StepResult) -> None:
-        """One attention worker finished its part of a step."""
+    def record_step(self, result: StepResult, expert_layers: Sequence[int] = ()) -> None:
+        """One attention worker finished its part of a step. `expert_layers`: those of its `prompt_rows`."""
         self.dispatch_bytes += result.dispatch_bytes
         self.exposed_communication_s += result.exposed_s
         self.handovers.exposed_s += result.hand_over_s
@@ -84,6 +85,11 @@ class EngineStatistics:
         self._attention_wait_s += result.wait_s
         if result.prefetch is not None:
             self.prefetch.add(result.prefetch)
+        if result.prompt_rows:
+            counts_LE = np.frombuffer(result.prompt_rows, "<u4").reshape(len(expert_layers), -1).astype(np.float64)
+            with self._lock:
+                for layer, counts_E in zip(expert_layers, counts_LE, strict=True):
+                    self._prompt_rows[layer] = counts_E + self._prompt_rows.get(layer, 0.0)
 
     def record_group_step(self, step_s: float, num_experts: int) -> None:
         """A step of all workers that step together, `num_experts` expert workers among them, took this long."""
@@ -145,6 +151,8 @@ class EngineStatistics:
             for per_worker in self._rows.values():
                 for index in per_worker:
                     per_worker[index] /= 2
+            for counts_E in self._prompt_rows.values():
+                counts_E /= 2
             for experts_of in self._expert_rows.values():
                 for held in experts_of.values():
                     for expert in held:
@@ -169,6 +177,12 @@ class EngineStatistics:
                 layer: {index: dict(held) for index, held in sorted(experts_of.items())}
                 for layer, experts_of in sorted(self._expert_rows.items())
             }
+
+    def prompt_rows_per_expert(self) -> dict[int, list[float]]:
+        """Rows of prompts lately, by layer and expert; the other rows were of answers. Without any, a layer is left
+        out."""
+        with self._lock:
+            return {layer: counts_E.tolist() for layer, counts_E in sorted(self._prompt_rows.items())}
 
     def rows_per_s(self) -> dict[int, float]:
         """Rows that each expert worker computes in a second of computing, measured lately: how fast it is."""

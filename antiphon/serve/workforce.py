@@ -157,6 +157,7 @@ class Workforce:
             placement_changes=statistics.placement_changes,
             prefetch=msgspec.structs.replace(statistics.prefetch),
             rows_per_expert=statistics.rows_per_expert(),
+            prompt_rows_per_expert=statistics.prompt_rows_per_expert(),
             expert_rows_per_s=statistics.rows_per_s(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),

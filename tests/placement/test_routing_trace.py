@@ -50,6 +50,29 @@ def test_forecasts_are_of_all_rows_or_of_none(tmp_path: Path) -> None:
         read_routing_trace(path)
 
 
+def test_rows_of_one_phase_are_kept_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    writer = RoutingTraceWriter(path, HEADER)
+    writer.append_step(1, 0, FIRST.tobytes(), FIRST[1:].tobytes(), bytes([1, 0, 1]))
+    writer.append_step(2, 0, SECOND.tobytes(), SECOND[1:].tobytes(), bytes([0]))
+    writer.close()
+    trace = read_routing_trace(path)
+    prompts, answers = trace.of_phase("prefill"), trace.of_phase("decode")
+    assert prompts.ids_LTK().tolist() == FIRST[:, [0, 2]].tolist()
+    assert answers.ids_LTK().tolist() == np.concatenate([FIRST[:, 1:2], SECOND], axis=1).tolist()
+    forecasts = prompts.forecasts_LTK()
+    assert forecasts is not None
+    assert forecasts.tolist() == FIRST[1:, [0, 2]].tolist()
+    assert prompts.counts_of_steps().sum() + answers.counts_of_steps().sum() == trace.counts_of_steps().sum()
+    old = read_routing_trace(written(path, (1, 0, FIRST)))
+    with pytest.raises(UserError, match="does not say which rows are of decode: record it anew"):
+        old.of_phase("decode")
+    writer = RoutingTraceWriter(path, HEADER)
+    writer.append_step(3, 0, FIRST.tobytes(), b"", bytes([1]))
+    with pytest.raises(UserError, match="step 3 has 1 bytes of phases for 3 rows"):
+        read_routing_trace(path)
+
+
 def test_without_rows(tmp_path: Path) -> None:
     trace = read_routing_trace(written(tmp_path / "a", (1, 0, FIRST[:, :0])))
     assert trace.num_rows == 0

@@ -221,6 +221,7 @@ class FakeEngine:
             placement_changes=3,
             prefetch=PrefetchCounts(40, 9, 5, 2),
             rows_per_expert={0: {0: {0: 10.0, 1: 20.0}, 1: {2: 10.0}}, 1: {0: {0: 5.0, 1: 15.0}, 1: {2: 20.0}}},
+            prompt_rows_per_expert={0: [4.0, 15.0, 5.0]},
             queue_times_s=self._take_queue_times(),
             healthy=self.healthy,
             status="ok" if self.healthy else "waiting for experts[1] (loading)",

@@ -75,6 +75,9 @@ def test_the_data_say_what_the_engine_says(server: Live) -> None:
     assert [(layer.layer, layer.balancedness) for layer in reading.load] == [(0, 0.75), (1, 1.0)]
     loads = [(load.name, load.experts, load.rows) for load in reading.load[0].workers]
     assert loads == [("experts[0]", [0, 1], [10, 20]), ("experts[1]", [2], [10])]
+    phases = [(each.phase, each.rows, round(each.largest_share, 3)) for each in reading.load[0].phases]
+    assert phases == [("prefill", [4, 15, 5], 1.875), ("decode", [6, 5, 5], 1.125)]
+    assert reading.load[1].phases == [], "no prompts lately"
     assert reading.last_steps is not None
     assert [worker.name for worker in reading.last_steps.workers] == ["attention[0]", "experts[0]"]
     assert reading.last_steps.left_out == ["experts[1]"]

@@ -353,11 +353,19 @@ def test_counters_can_be_read_at_any_time(both: list[Engine], prompts: Prompts) 
 
 def test_expert_workers_report_their_balance(disaggregated: Engine, prompts: Prompts) -> None:
     complete(disaggregated, prompts[:4])
-    wait_until(lambda: set(disaggregated.stats().balancedness_per_layer) == {0, 1}, "reports of the expert workers")
+
+    def both_reported() -> bool:
+        reported = disaggregated.stats().rows_per_expert
+        return set(reported) == {0, 1} and all(len(workers) == 2 for workers in reported.values())
+
+    wait_until(both_reported, "reports of the expert workers")
     stats = disaggregated.stats()
     assert all(0 < balance <= 1 for balance in stats.balancedness_per_layer.values())
     held = {layer: [set(experts) for experts in workers.values()] for layer, workers in stats.rows_per_expert.items()}
     assert held == {layer: [{0, 1, 2}, {3, 4}] for layer in (0, 1)}
+    of_prompts = stats.prompt_rows_per_expert
+    assert {layer: len(rows) for layer, rows in of_prompts.items()} == {0: 5, 1: 5}
+    assert 0 < sum(of_prompts[0]) == sum(of_prompts[1])
     assert 0 <= stats.attention_idle_ratio <= 1
     assert 0 <= stats.expert_idle_ratio <= 1
     assert stats.dispatch_bytes > 0

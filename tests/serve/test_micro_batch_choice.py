@@ -9,7 +9,7 @@ from antiphon.serve import micro_batch_choice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.micro_batch_choice import (
     UNMEASURED,
-    LayerTimes,
+    TurnTimes,
     best_micro_batches,
     choose_micro_batches,
     measure_layer,
@@ -19,9 +19,9 @@ from tests.serve.engine_harness import TinyModel, config
 
 
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, LayerTimes]:
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, TurnTimes]:
     """Sides of equal speed, half of the work in half of the time; two cores."""
-    found = {m: LayerTimes(attention_s=6e-3 / m, experts_s=6e-3 / m, exchange_s=3e-4 / m) for m in range(1, 5)}
+    found = {m: TurnTimes(attention_s=6e-3 / m, experts_s=6e-3 / m, exchange_s=3e-4 / m) for m in range(1, 5)}
     monkeypatch.setattr(micro_batch_choice, "measure_layer", lambda config: found)
     monkeypatch.setattr(micro_batch_choice, "_num_cores", lambda: 2)
     return found
@@ -34,7 +34,7 @@ def test_the_least_that_is_nearly_as_good_is_chosen() -> None:
 
 
 def test_a_layer_takes_as_long_as_its_pipeline_or_the_shared_cores(
-    tiny_model: TinyModel, times: dict[int, LayerTimes]
+    tiny_model: TinyModel, times: dict[int, TurnTimes]
 ) -> None:
     one_each = config(tiny_model, "1+1/m2", num_threads=1)
     assert predicted_layer_s(one_each, 1, times[1]) == pytest.approx(12.6e-3)
@@ -44,7 +44,7 @@ def test_a_layer_takes_as_long_as_its_pipeline_or_the_shared_cores(
     assert predicted_layer_s(more, 3, times[3]) == pytest.approx(12e-3)
 
 
-def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, times: dict[int, LayerTimes]) -> None:
+def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, times: dict[int, TurnTimes]) -> None:
     def chosen(**options: object) -> ServeConfig:
         workers = WorkerOptions(threads=1, **options)  # type: ignore[arg-type]
         return workers.with_micro_batches(workers.config(tiny_model.folder, CapacityOptions(), trace=False))
@@ -57,7 +57,7 @@ def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, t
     assert (pools.prefill.num_micro_batches, pools.num_micro_batches) == (4, 3)
 
 
-def test_other_machines_are_not_measured(tiny_model: TinyModel, times: dict[int, LayerTimes]) -> None:
+def test_other_machines_are_not_measured(tiny_model: TinyModel, times: dict[int, TurnTimes]) -> None:
     here = config(tiny_model, "1+1/m2")
     joined = replace(here, joined_experts=1, join_address="127.0.0.1:7000", join_secret=b"s", num_micro_batches=4)
     assert choose_micro_batches(joined).num_micro_batches == UNMEASURED

@@ -41,6 +41,9 @@ def test_each_row_is_recorded_once(
     assert ids.shape == (2, trace.num_rows, trace.header.top_k)
     assert (np.sort(ids, axis=2)[:, :, 1:] != np.sort(ids, axis=2)[:, :, :-1]).all(), "a row chooses an expert once"
     assert {rows.worker for rows in trace.rows} == {0, 1}
+    answers = trace.of_phase("decode").num_rows
+    assert 8 * (NUM_TOKENS - 1) <= answers <= 8 * NUM_TOKENS, "a prompt's last row may come alone"
+    assert trace.of_phase("prefill").num_rows == trace.num_rows - answers
     counts = trace.counts_of_steps()
     assert counts.sum() == ids.size
     forecasts = trace.forecasts_LTK()

@@ -100,10 +100,13 @@ function load(reading) {
   const total = list => list.reduce((sum, rows) => sum + rows, 0);
   const mean = total(layer.workers.map(worker => total(worker.rows))) / experts.length;
   const rowsOf = layer.workers.map(worker => new Map(worker.experts.map((expert, index) => [expert, worker.rows[index]])));
-  const tip = (row, column) => `layer ${layer.layer}, expert ${experts[column]} on ${layer.workers[row].name}: ` +
+  const phases = layer.phases.map(each => ({name: each.phase === "prefill" ? "prompts" : "answers", rows: each.rows, mean: total(each.rows) / each.rows.length || 1}));
+  const ofPhase = (each, expert) => `layer ${layer.layer}, expert ${expert}: ${number(each.rows[expert])} rows of ${each.name}, ${number(each.rows[expert] / each.mean)} × the mean of ${each.name}`;
+  const tip = (row, column) => row >= rowsOf.length ? ofPhase(phases[row - rowsOf.length], experts[column]) : `layer ${layer.layer}, expert ${experts[column]} on ${layer.workers[row].name}: ` +
     `${number(rowsOf[row].get(experts[column]))} rows, ${number(rowsOf[row].get(experts[column]) / (mean || 1))} × the mean\nall of this worker: ${number(total(layer.workers[row].rows))} rows`;
-  drawHeat(place("load"), "Rows of each expert on each worker", layer.workers.map(worker => worker.name), experts.map(String),
-    rowsOf.map(held => experts.map(expert => held.has(expert) ? held.get(expert) / (mean || 1) : null)), tip, "", "expert");
+  drawHeat(place("load"), "Rows of each expert on each worker", [...layer.workers, ...phases].map(each => each.name), experts.map(String),
+    [...rowsOf.map(held => experts.map(expert => held.has(expert) ? held.get(expert) / (mean || 1) : null)),
+      ...phases.map(each => experts.map(expert => each.rows[expert] / each.mean))], tip, "", "expert");
 }
 
 function workersAndEvents(reading) {

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from antiphon import __version__
 from antiphon.serve.api.dashboard_reading import (
@@ -23,6 +24,7 @@ from antiphon.serve.api.dashboard_reading import (
     LastSteps,
     LayerLoad,
     Now,
+    PhaseLoad,
     ShownEvent,
     ShownHandovers,
     ShownPool,
@@ -225,9 +227,30 @@ def _load(stats: EngineStats, names: Sequence[str]) -> list[LayerLoad]:
                 )
                 for worker, held in workers.items()
             ],
+            phases=_phases(stats.prompt_rows_per_expert.get(layer), workers.values()),
         )
         for layer, workers in stats.rows_per_expert.items()
         if layer in stats.balancedness_per_layer
+    ]
+
+
+def _phases(prompts: list[float] | None, held_by_workers: Iterable[Mapping[int, float]]) -> list[PhaseLoad]:
+    """What workers computed, split by what attention workers say of prompts; those report later than these."""
+    if prompts is None:
+        return []
+    totals = [0.0] * len(prompts)
+    for held in held_by_workers:
+        for expert, rows in held.items():
+            totals[expert] += rows
+    answers = [max(0.0, total - of_prompts) for total, of_prompts in zip(totals, prompts, strict=True)]
+    by_phase: dict[Literal["prefill", "decode"], list[float]] = {"prefill": prompts, "decode": answers}
+    return [
+        PhaseLoad(
+            phase=phase,
+            rows=[round(count) for count in rows],
+            largest_share=max(rows) * len(rows) / sum(rows) if any(rows) else 0.0,
+        )
+        for phase, rows in by_phase.items()
     ]
 
 

@@ -102,10 +102,21 @@ class WorkerLoad(BaseModel):
     rows: list[int]
 
 
+class PhaseLoad(BaseModel):
+    """Rows that each expert of a layer had lately, by expert, and how uneven they are."""
+
+    phase: Literal["prefill", "decode"]
+    rows: list[int]
+    largest_share: float = Field(description="Of the most popular expert, times the mean of all.")
+
+
 class LayerLoad(BaseModel):
     layer: int
     balancedness: float = Field(description="Mean / maximum rows of an expert worker; 1 is perfect balance.")
     workers: list[WorkerLoad]
+    phases: list[PhaseLoad] = Field(
+        default=[], description="Rows of prompts and rows of answers; empty without prompts."
+    )
 
 
 class ShownEvent(BaseModel):

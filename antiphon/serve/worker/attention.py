@@ -119,6 +119,7 @@ class AttentionRunner:
             expert_rows=exchange.take_counts(),
             routed=routed,
             forecasts=forecasts,
+            prompt_rows=self._routing.prompt_counts(),
             prefetch=exchange.take_prefetch_counts(),
         )
 
@@ -129,7 +130,13 @@ class AttentionRunner:
             self._tables.update(sequence)
         batch = self._tables.attention_batch(sequences)
         x_TH = self._stage.rows([token for sequence in sequences for token in sequence.token_ids])
-        return MicroBatch(sequences, batch, x_TH, recorded_T=self._routing.recorded_rows(sequences))
+        return MicroBatch(
+            sequences,
+            batch,
+            x_TH,
+            recorded_T=self._routing.recorded_rows(sequences),
+            prompt_T=self._routing.prompt_rows(sequences),
+        )
 
     def _run_layers(self, micro_batches: list[tuple[int, MicroBatch | None]]) -> None:
         for layer in self._half.layers:
@@ -159,7 +166,7 @@ class AttentionRunner:
             micro_batch.delta_TH = half.sum_over_ranks(local_TH)
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
-        choices = self._routing.choose(layer, y_TH, micro_batch.recorded_T)
+        choices = self._routing.choose(layer, y_TH, micro_batch.recorded_T, micro_batch.prompt_T)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
         self._exchange.dispatch(layer, index, y_TH, choices)
         micro_batch.in_flight = layer

@@ -353,6 +353,7 @@ def _attention_runner(
             record=configure.record_routing and leads,
             replay=_replay(configure, source.spec),
             paths=_paths(configure, source.spec),
+            counts_prompts=leads and (configure.role == "attention" or configure.hybrid is not None),
         ),
         recorder,
         sender,
