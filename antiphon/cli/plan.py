@@ -31,13 +31,13 @@ from antiphon.report.training import training_page, training_pieces
 from antiphon.sim.promise import checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
-from antiphon.specs.plan import Plan, plan_to_json, read_plan
+from antiphon.specs.plan import LATENCIES, Plan, plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
 SERVING_ONLY = (
     *("workload", "routing", "layout", "objective", "max_micro_batches", "prefer"),
-    *("slo_tpot", "slo_ttft", "percentile", "rate", "price", "size", "emit", "no_check"),
+    *("slo_tpot", "slo_ttft", "percentile", "rate", "in_flight", "price", "size", "emit", "no_check"),
 )
 TRAINING_ONLY = tuple(field.name for field in fields(TrainingOptions))
 Emitter = Literal["vllm", "sglang", "k8s"]
@@ -225,6 +225,8 @@ def find_plan(inputs: PlanInputs, *, smallest: bool, check: bool = False) -> Pla
 
 def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
     """The plan on the fewest nodes; a note of every phase says which nodes these are."""
+    if inputs.objective in LATENCIES:
+        raise UserError(f"--size asks for the fewest nodes, --objective {inputs.objective} for all: leave one out")
     if inputs.workload.requests_per_s is None:
         raise UserError(f"--size needs a rate, workload {inputs.workload.name} has none: give --rate")
     found = smallest_cluster(inputs.model, **options)

@@ -25,7 +25,7 @@ from antiphon.specs.checked import canonical, did_you_mean
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
+from antiphon.specs.plan import LATENCIES, LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
 from antiphon.specs.precision import BYTES_OF, WEIGHTS_ONLY, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
@@ -72,7 +72,9 @@ class SearchOptions:
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
-    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu, per-cost or per-power.")] = "per-gpu"
+    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu, per-cost, per-power, ttft, tpot.")] = (
+        "per-gpu"
+    )
     precision: Annotated[
         Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
     ] = None
@@ -102,7 +104,7 @@ class SearchOptions:
         """The phases of a plan to serve: with requests that come at a rate, or wait for a first token, all of it."""
         assert not self.trains()
         online = workload.requests_per_s is not None or workload.slo.ttft_s is not None
-        phases = PHASES[self.phase or ("serve" if online else "decode")]
+        phases = self._phases_of_latency(online) or PHASES[self.phase or ("serve" if online else "decode")]
         if self.pins().batch is not None and len(phases) > 1:
             if self.phase in ("both", "prefill"):
                 raise UserError(
@@ -110,6 +112,17 @@ class SearchOptions:
                 )
             return ("serve",)
         return phases
+
+    def _phases_of_latency(self, online: bool) -> tuple[PhaseName, ...]:
+        """Of the least latency, which one kind of server has; empty for the other objectives."""
+        if self.objective not in LATENCIES:
+            return ()
+        alone: PhaseName = "prefill" if self.objective == "ttft" else "decode"
+        if self.phase not in (None, alone, "serve"):
+            raise UserError(
+                f"--objective {self.objective} is of --phase {alone} or serve, not of {self.phase}: change one of them"
+            )
+        return ("serve",) if self.phase == "serve" or (self.phase is None and online) else (alone,)
 
     def cluster_spec(self) -> ClusterSpec:
         if self.nodes is not None:
@@ -178,6 +191,10 @@ class OverrideOptions:
             metavar="R", show_default=False, callback=above_zero("requests per second"), help="Requests per second."
         ),
     ] = None
+    in_flight: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, show_default=False, help="Requests at once, whatever their rate."),
+    ] = None
     price: Annotated[
         Values, typer.Option(metavar="DEVICE=X", show_default=False, help="A device's price; any unit.")
     ] = None
@@ -189,6 +206,10 @@ class OverrideOptions:
             if not 0 < self.percentile < 1:
                 raise UserError(f"--percentile is {self.percentile}: it must lie between 0 and 1, for example 0.99")
             slo = replace(slo, percentile=self.percentile)
+        if self.in_flight is not None:
+            if self.rate is not None:
+                raise UserError("--in-flight and --rate both say how many requests there are: give one of them")
+            return replace(workload, slo=slo, requests_per_s=None, max_batch=self.in_flight)
         rate = workload.requests_per_s if self.rate is None else self.rate
         return replace(workload, slo=slo, requests_per_s=rate)
 

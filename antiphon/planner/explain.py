@@ -30,6 +30,8 @@ RESOURCES: dict[Objective, tuple[str, str]] = {
     "per-gpu": ("tokens/s per device", "device-ms"),
     "per-cost": ("tokens/s per unit of price", "price-ms"),
     "per-power": ("tokens/s per watt", "watt-ms"),
+    "ttft": ("prompts/s of one request", "ms"),
+    "tpot": ("tokens/s of one request", "ms"),
 }
 
 
@@ -141,6 +143,8 @@ def why_slower(
     unit, small = RESOURCES[setting.objective]
     scores = table.score(setting.objective)
     mine, best = float(scores[loser]), float(scores[winner])
+    if setting.wants_latency:
+        return _why_later(setting, table, loser, winner, mine / best)
     accounts = [
         account(setting, table.one(index), int(table.outcome.num_instances[index])) for index in (loser, winner)
     ]
@@ -156,6 +160,25 @@ def why_slower(
     cause = _cause(setting, table, loser, winner, item)
     more = f"{item}: {per_token}{cause}{_made_up(accounts[0], accounts[1], item, mine, best)}"
     return f"{head}; most of the difference is {more}{_unhidden(setting, table, loser, item)}"
+
+
+def _why_later(setting: Setting, table: CandidateTable, loser: int, winner: int, ratio: float) -> str:
+    """The loser's latency against the winner's, and the part of a layer that differs most."""
+    of, name = table.latency_s if setting.objective == "tpot" else table.ttft_s, table.candidates.layout_of(winner)
+    head = f"{milliseconds(float(of[loser]))} against {name}'s {milliseconds(float(of[winner]))}"
+    if ratio >= 1 - 1e-6:
+        return f"{head}: equal, and chosen against for its longer step or its more devices"
+    times = []
+    for index in (loser, winner):
+        one = table.one(index)
+        turns = int(one.micro_batches[0]) if one.is_disaggregated[0] else 1
+        layer = named_parts(step_parts_of(setting, one))
+        times.append({name: turns * float(part.total_s) for name, part in layer.items()})
+    part = max(times[0], key=lambda name: times[0][name] - times[1][name])
+    if times[0][part] <= times[1][part]:
+        return f"{head}: its layers are no longer, its stages or its queue are"
+    longer = f"{milliseconds(times[0][part])} of a layer against {milliseconds(times[1][part])}"
+    return f"{head}; most of the difference is {part}: {longer}"
 
 
 def _why_not_paired(setting: Setting, layout: Layout, pairs: Mapping[Layout, float]) -> str:
@@ -274,6 +297,8 @@ def why_infeasible(setting: Setting, table: CandidateTable, index: int) -> str:
         target_s = slo.tpot_s or math.nan
         fastest = milliseconds(float(table.tpot_s[index]))
         return f"no candidate keeps {milliseconds(target_s)} a token: the fastest takes {fastest} ({bound})"
+    if code == RATE and workload.requests_per_s is None:
+        return f"the cluster does not hold {workload.max_batch or 1:,} requests at once in this layout"
     if code == RATE:
         most = float(table.tokens_per_s[index]) / setting.tokens_of_request
         return f"the cluster takes at most {most:.3g} requests/s in this layout, not {workload.requests_per_s:g}"

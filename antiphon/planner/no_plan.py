@@ -40,6 +40,13 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
     index = nearest(table, np.ones(len(table), dtype=bool))
     phase, slo, code = setting.phase, setting.workload.slo, int(table.why_not[index])
     name = table.candidates.layout_of(index)
+    if code == RATE and setting.workload.requests_per_s is None:
+        held = int((table.batch * table.outcome.num_instances).max())
+        return NoPlan(
+            f"{phase}: {setting.workload.max_batch or 1:,} requests at once do not fit on {setting.cluster.name}: it "
+            f"holds {held:,} ({name}): ask for fewer, or add nodes",
+            {"max_batch": held},
+        )
     if code == RATE:
         tokens = setting.tokens_of_request
         most = float(table.tokens_per_s[index]) / tokens * (1 - 1e-3)

@@ -9,8 +9,9 @@ Decode: the largest batch under memory and promise, then instances for the rate.
    promise's percentile of that fits into their batches. Without one, as many instances run as fit.
 3. Above the median the promise holds for the percentile's context (`planner.worker_times.decode_context`).
 
-Rejected: a queue in front of decode. Prefill's is the one that requests wait in; decode admits or the plan has too few
-instances, which is what step 2 decides.
+4. What then still waits for a place, because chance sends more, waits in front of decode (M/M/c).
+
+Rejected: instances by the mean number in flight. Then half of all requests would wait there.
 
 Serve: as decode, with the time per token of steps that compute prompts, too (`planner.mixed_steps`); instances are
 added until first tokens are in time as well.
@@ -36,7 +37,7 @@ from antiphon.cost.memory import kv_bytes_per_token
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.mixed_steps import MixedStep, first_token_s, mixed_step, own_s
-from antiphon.planner.queueing import instances_for, mean_in_flight, mg1_wait, tail_of_wait_s
+from antiphon.planner.queueing import mean_in_flight, mg1_wait, place_wait_s, tail_of_wait_s, used_instances
 from antiphon.planner.room import MOST_STEP_TOKENS, fed_sequences
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepTimes, step_times
@@ -90,8 +91,10 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
     else:
         tokens = workload.requests_per_s * lengths.output
         each = mean_in_flight(in_flight, lengths.tail_z) / tpot_s
-        used, too_few = instances_for(tokens, each, instances)
+        used, too_few = used_instances(setting, tokens, each, instances)
         tokens_per_s = np.where(too_few, each * used, tokens)
+    load = tokens_per_s / (capacity * used)
+    wait_s = place_wait_s(in_flight, load, lengths.output * tpot_s)
     nothing = np.full(len(candidates), np.nan)
     return Outcome(
         batch=candidates.batch.copy(),
@@ -102,7 +105,7 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         t_c_s=times.t_c_s,
         tpot_s=tpot_s,
         ttft_s=nothing,
-        queueing_s=nothing.copy(),
+        queueing_s=nothing.copy() if workload.requests_per_s is None else wait_s,
         capacity=capacity,
         tokens_per_s=tokens_per_s,
         why_not=np.where(too_slow, TPOT, np.where(too_few, RATE, 0)).astype(np.int64),
@@ -173,19 +176,19 @@ def _best_of_serve(setting: Setting, candidates: Candidates, limits: IntArray, i
     """At the best limit of a step's rows and the largest batch under it that keeps the promises. A longer step is tried
     where a short one holds the batch down, or breaks a promise."""
     short, long = STEP_TOKENS
-    most = _fed(setting, candidates, limits, short)
+    most = fed_limits(setting, candidates, limits, short)
     best = _with_step_of(setting, candidates, short, most, instances)
     open_index = np.flatnonzero((best.batch >= most) & (most < limits) | (best.why_not == TTFT))
     if open_index.size:
         rest = candidates.take(open_index)
-        most = _fed(setting, rest, limits[open_index], long)
+        most = fed_limits(setting, rest, limits[open_index], long)
         found = _with_step_of(setting, rest, long, most, instances[open_index])
         better = _is_better(found, best.take(open_index))
         best.put(open_index[better], found.take(better))
     return best
 
 
-def _fed(setting: Setting, candidates: Candidates, limits: IntArray, tokens: int) -> IntArray:
+def fed_limits(setting: Setting, candidates: Candidates, limits: IntArray, tokens: int) -> IntArray:
     """`limits`, and what steps of `tokens` rows feed with prompts; a pinned batch stays."""
     if setting.limits.pins.batch:
         return limits
@@ -235,7 +238,7 @@ def _serve_at(setting: Setting, candidates: Candidates, instances: IntArray) -> 
     used, too_few = instances, np.zeros(len(candidates), dtype=bool)
     tokens_per_s: FloatArray = each * used
     if rate is not None:
-        used, too_few = instances_for(rate * lengths.output, each, instances)
+        used, too_few = used_instances(setting, rate * lengths.output, each, instances)
         tokens_per_s = np.where(too_few, each * used, rate * lengths.output)
     wait_s, first_s = first_token_s(setting, step, tokens_per_s / (capacity * used))
     too_slow = tpot_s > (math.inf if slo.tpot_s is None else slo.tpot_s)
@@ -320,10 +323,10 @@ def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -
         tokens_per_s = capacity * used * rho
     else:
         prompt_rate = rate * lengths.prompt
-        used, too_few = instances_for(prompt_rate, np.maximum(capacity * rho, 1e-12), instances)
+        used, too_few = used_instances(setting, prompt_rate, np.maximum(capacity * rho, 1e-12), instances)
         utilization = prompt_rate / (capacity * used)
         tokens_per_s = np.where(too_few, capacity * used * rho, prompt_rate)
-    offline = rate is None and workload.slo.ttft_s is None
+    offline = rate is None and (workload.slo.ttft_s is None or setting.wants_latency)
     wait_s = np.zeros(len(candidates)) if offline else mean_wait_s(setting, times, capacity, utilization)
     ttft_s = service_s + tail_of_wait_s(setting, wait_s, utilization)
     target_s = math.inf if workload.slo.ttft_s is None else workload.slo.ttft_s

@@ -36,7 +36,7 @@ from antiphon.planner.room import BLOCK_SIZE, weight_bytes, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts, group_of, step_parts
 from antiphon.planner.table import CandidateTable
-from antiphon.specs.plan import LAYOUTS, Collectives, DeviceUse, Layout, PhasePlan, Predicted
+from antiphon.specs.plan import LAYOUTS, Collectives, DeviceUse, Layout, PhaseName, PhasePlan, Predicted
 
 
 def phase_plan(setting: Setting, table: CandidateTable, index: int, num_instances: int | None = None) -> PhasePlan:
@@ -156,6 +156,18 @@ def predicted_of(setting: Setting, one: Candidates, num_instances: int) -> Predi
         memory_bytes=memory_of(setting, one),
         bound_by=bound_by(setting, one),
     )
+
+
+def request_tokens_per_s(settings: dict[PhaseName, Setting], phases: dict[PhaseName, PhasePlan]) -> float | None:
+    """MixServe eq. 11: tokens of a mean request, prompt and output, over all its time, queues included; None where a
+    plan is not of the whole of it."""
+    first, last = (phases.get("prefill" if "prefill" in phases else "serve"), phases.get("decode", phases.get("serve")))
+    if first is None or last is None or first.predicted.ttft_s is None or last.predicted.tpot_s is None:
+        return None
+    lengths = next(iter(settings.values())).lengths
+    waits_s = (last.predicted.queueing_s or 0.0) if last is not first else 0.0  # that of `serve` is in its first token
+    took_s = first.predicted.ttft_s + waits_s + lengths.output * last.predicted.tpot_s
+    return (lengths.prompt + lengths.output) / took_s
 
 
 def _known(value: float) -> float | None:

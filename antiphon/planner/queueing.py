@@ -18,6 +18,21 @@ def instances_for(rate: float, each: FloatArray, most: IntArray) -> tuple[IntArr
     return np.minimum(needed, most), needed > most
 
 
+def used_instances(setting: Setting, rate: float, each: FloatArray, most: IntArray) -> tuple[IntArray, BoolArray]:
+    """As `instances_for`; all that fit where the plan is for the least time."""
+    used, too_few = instances_for(rate, each, most)
+    return (most, too_few) if setting.wants_latency else (used, too_few)
+
+
+def place_wait_s(places: FloatArray, load: FloatArray, held_s: FloatArray) -> FloatArray:
+    """Mean wait for one of `places` that are taken for `held_s` each, at `load` (of all of them): M/M/c by Sakasegawa's
+    approximation (1977), exact for one place; infinite at or above saturation."""
+    rho = np.asarray(load, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wait = rho ** np.sqrt(2 * (places + 1)) / rho * held_s / (places * (1 - rho))
+    return np.where(rho <= 0, 0.0, np.where(rho < 1, wait, np.inf))
+
+
 def mean_in_flight(places: FloatArray, tail_z: float) -> FloatArray:
     """The mean N of a Poisson number whose tail N + z sqrt(N) still fits into `places`."""
     root = (-tail_z + np.sqrt(tail_z**2 + 4 * places)) / 2

@@ -183,6 +183,9 @@ def batch_limits(setting: Setting, candidates: Candidates) -> IntArray:
         limit = np.minimum(limit, fed_sequences(setting, candidates, MOST_STEP_TOKENS))
     if setting.workload.max_batch is not None and setting.decodes:
         limit = np.minimum(limit, setting.workload.max_batch // (candidates.micro_batches * candidates.attention_dp))
+    elif setting.workload.max_batch is not None:  # a pass has no more prompts than there are requests
+        prompts = np.maximum(setting.workload.max_batch / (candidates.micro_batches * candidates.attention_dp), 1.0)
+        limit = np.minimum(limit, np.ceil(prompts * setting.new_tokens(setting.lengths.tail_prompt)))
     limit = np.where(missing_bytes(setting, candidates) > 0, 0, limit)
     return np.asarray(np.floor(limit), dtype=np.int64)
 

@@ -10,6 +10,7 @@
 Rejected: a solver. The space is a product of a few small degrees; columns of 10^5 candidates take about a second.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -19,19 +20,21 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
-from antiphon.planner.candidates import IntArray, joined
+from antiphon.planner.candidates import Candidates, IntArray, joined
 from antiphon.planner.explain import RESOURCES, rejected_layouts
+from antiphon.planner.least_latency import least_latency
 from antiphon.planner.no_plan import NoPlan, no_plan
 from antiphon.planner.outcome import best_outcome
-from antiphon.planner.predict import EQUAL, phase_plan, simplest_of_ties
+from antiphon.planner.predict import EQUAL, phase_plan, request_tokens_per_s, simplest_of_ties
 from antiphon.planner.rate_match import Match, rate_match
 from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.space import Space, make_space
+from antiphon.planner.step_times import step_times
 from antiphon.planner.table import RATE, CandidateTable, Outcome
 from antiphon.specs.cluster import ClusterSpec, cluster_to_json
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import LAYOUTS, MAX_INSTANCES, PHASES, Layout, Objective, PhaseName, PhasePlan, Plan
+from antiphon.specs.plan import LATENCIES, LAYOUTS, MAX_INSTANCES, PHASES, Layout, Objective, PhaseName, PhasePlan, Plan
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
@@ -67,7 +70,7 @@ def make_plan(
 
     `on_progress(done, total)` is called with candidates looked at; the total is None until it is known."""
     started_s = time.monotonic()
-    _check(phases, layouts)
+    _check(phases, layouts, objective)
     settings = settings_of(
         model,
         cluster,
@@ -90,6 +93,7 @@ def make_plan(
         phases=plans,
         cluster_config=cluster_to_json(cluster),
         workload_config=workload_to_json(workload),
+        request_tokens_per_s=request_tokens_per_s(settings, plans),
         num_candidates=sum(table.total_considered for table in tables.values()),
         search_s=time.monotonic() - started_s,
     )
@@ -124,7 +128,14 @@ def settings_of(
     }
 
 
-def _check(phases: tuple[PhaseName, ...], layouts: tuple[Layout, ...]) -> None:
+def _check(phases: tuple[PhaseName, ...], layouts: tuple[Layout, ...], objective: Objective) -> None:
+    wrong = {"ttft": "decode", "tpot": "prefill"}.get(objective)
+    if objective in LATENCIES and (len(phases) != 1 or wrong in phases):
+        others = ", ".join(name for name in PHASES if name != wrong)
+        raise UserError(
+            f"objective {objective} is of one kind of server that has that time, not of {' and '.join(phases)}: plan "
+            f"one of the phases {others}"
+        )
     if not phases or len(set(phases)) != len(phases) or not set(phases) <= set(PHASES):
         raise UserError(f"phases are {phases}: give some of {', '.join(PHASES)}, each once")
     unknown = [layout for layout in layouts if layout not in LAYOUTS]
@@ -172,7 +183,8 @@ def _serving_table(
     beside prompts is never more. Enough when none that is left can beat what was found."""
     if decoded is None:
         decoded = evaluate_phase(replace(setting, phase="decode"), layouts, on_progress)
-    scores = _promise_of(setting, decoded)
+    soonest = setting.objective == "ttft"
+    scores = _one_prompt_per_s(setting, decoded) if soonest else _promise_of(setting, decoded)
     parts: list[CandidateTable] = []
     for code in np.unique(decoded.candidates.layout):
         order = np.flatnonzero(decoded.candidates.layout == code)
@@ -180,7 +192,7 @@ def _serving_table(
         best = -np.inf
         for start in range(0, min(order.size, BLOCK * MOST_BLOCKS), BLOCK):
             block = order[start : start + BLOCK]
-            if scores[block[0]] <= best or (start and not decoded.feasible[block[0]]):
+            if scores[block[0]] <= best or (start and not soonest and not decoded.feasible[block[0]]):
                 break
             table = _again(setting, decoded, block)
             parts.append(table)
@@ -200,6 +212,13 @@ def _promise_of(setting: Setting, decoded: CandidateTable) -> FloatArray:
     return np.where(decoded.feasible, np.nan_to_num(decoded.score(setting.objective)), beyond)
 
 
+def _one_prompt_per_s(setting: Setting, decoded: CandidateTable) -> FloatArray:
+    """How promising candidates are for the time to the first token: one over that of a prompt by itself."""
+    alone = replace(setting, phase="prefill")
+    tokens = np.full(len(decoded), math.ceil(setting.new_tokens(setting.lengths.prompt)), dtype=np.int64)
+    return np.asarray(1 / step_times(alone, decoded.candidates.with_batch(tokens)).step_s)
+
+
 def _again(setting: Setting, table: CandidateTable, index: IntArray) -> CandidateTable:
     """Some of a table's candidates in another phase of the same cluster."""
     candidates = table.candidates.take(index)
@@ -208,7 +227,12 @@ def _again(setting: Setting, table: CandidateTable, index: IntArray) -> Candidat
     instances = instances_that_fit(setting.cluster, candidates)
     if setting.limits.servable:
         instances = np.minimum(instances, MAX_INSTANCES)
-    return replace(table, candidates=candidates, outcome=best_outcome(setting, candidates, limits, instances))
+    return replace(table, candidates=candidates, outcome=_outcome_of(setting, candidates, limits, instances))
+
+
+def _outcome_of(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
+    of = least_latency if setting.wants_latency else best_outcome
+    return of(setting, candidates, limits, instances)
 
 
 def table_of(setting: Setting, space: Space) -> CandidateTable:
@@ -216,7 +240,7 @@ def table_of(setting: Setting, space: Space) -> CandidateTable:
     devices = [group.device for group in setting.groups]
     return CandidateTable(
         candidates=space.candidates,
-        outcome=best_outcome(setting, space.candidates, space.limits, space.instances),
+        outcome=_outcome_of(setting, space.candidates, space.limits, space.instances),
         device_names=tuple(device.name for device in devices),
         prices=tuple(float("nan") if device.price is None else device.price for device in devices),
         powers_w=tuple(device.power_w for device in devices),
@@ -231,6 +255,7 @@ def _choose(settings: dict[PhaseName, Setting], tables: dict[PhaseName, Candidat
     """What is recommended, and what is to be said of what comes near it. With `serve` among the phases, servers that do
     both or a pool for each, whichever is better by the objective."""
     if "serve" not in tables:
+        _check_feasible(settings, tables)
         return rate_match(settings, tables) if len(tables) > 1 else _best_of(settings, tables)
     found: dict[str, Match] = {}
     missing: dict[str, NoPlan] = {}
@@ -276,6 +301,16 @@ def _other_kind(
     return (f"{name} would give {ratio:.0%} of the {unit} of {KINDS[best]}{tie}{simple}",)
 
 
+def _load_of(setting: Setting) -> str:
+    """At what load a plan for the least time has it."""
+    rate, at_once = setting.workload.requests_per_s, setting.workload.max_batch
+    if rate is not None:
+        return f"the least time at {rate:g} requests/s, on as many instances as fit"
+    if at_once is not None:
+        return f"the least time of {at_once:,} requests at once"
+    return "the least time of one request at once: no rate is given (--rate) and no number in flight (--in-flight)"
+
+
 def _check_feasible(settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]) -> None:
     for name, table in tables.items():
         if table.best(settings[name].objective) is None:
@@ -283,8 +318,7 @@ def _check_feasible(settings: dict[PhaseName, Setting], tables: dict[PhaseName, 
 
 
 def _best_of(settings: dict[PhaseName, Setting], tables: dict[PhaseName, CandidateTable]) -> Match:
-    """Of one phase alone."""
-    _check_feasible(settings, tables)
+    """Of one phase alone, which has a feasible candidate."""
     ((name, table),) = tables.items()
     setting = settings[name]
     index = table.best(setting.objective)
@@ -313,10 +347,12 @@ def _explained(
 def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
     """What a reader could take for a finding and is only a missing target, or devices left over."""
     notes = []
-    if setting.phase == "prefill" and setting.workload.slo.ttft_s is None:
+    if setting.wants_latency:
+        notes.append(_load_of(setting))
+    elif setting.phase == "prefill" and setting.workload.slo.ttft_s is None:
         notes.append(
             "no target for the time to the first token: passes are as long as memory allows, and that time is of a "
-            "full one; give a target for shorter passes"
+            "full one; give a target for shorter passes, or --objective ttft for the shortest"
         )
     used = {use.device for use in plan.devices}
     if idle := [group.device.name for group in setting.cluster.groups if group.device.name not in used]:

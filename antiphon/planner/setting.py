@@ -33,7 +33,7 @@ from antiphon.planner.candidates import IntArray, Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import OBJECTIVES, Collectives, Objective, PhaseName
+from antiphon.specs.plan import LATENCIES, OBJECTIVES, Collectives, Objective, PhaseName
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
@@ -205,6 +205,12 @@ class Setting:
         return self.phase != "prefill"
 
     @property
+    def wants_latency(self) -> bool:
+        """Whether this phase is planned for the least time: to the first token, or per token."""
+        known = {"prefill": ("ttft",), "decode": ("tpot",), "serve": LATENCIES}
+        return self.objective in known[self.phase]
+
+    @property
     def is_online(self) -> bool:
         """Whether requests come at random: at a rate, or so that a promise to the first token means something."""
         return self.workload.requests_per_s is not None or self.workload.slo.ttft_s is not None
@@ -276,15 +282,18 @@ class Setting:
             )
         )
 
+    @cached_property
+    def _placements(self) -> "_Placements":
+        return _placements_of(self.shares)
+
     def busiest(self, num_workers: int, slots: int) -> float:
         """Share of all rows of the busiest of `num_workers` expert workers with `slots` slots each, under the best
         placement; a slot may stay empty."""
-        least = -(-len(self.shares) // num_workers)
-        return min(_placed(self.shares, num_workers, used)[0] for used in range(least, slots + 1))
+        return self._placements.busiest(num_workers, slots)
 
     def slots_used(self, num_workers: int, slots: int) -> int:
         """Experts that the fullest worker really holds under that placement: copies may leave slots empty."""
-        while (used := _placed(self.shares, num_workers, slots)[1]) != slots:
+        while (used := self._placements.placed(num_workers, slots)[1]) != slots:
             slots = used
         return slots
 
@@ -309,11 +318,33 @@ class Setting:
         return shares
 
 
-@functools.lru_cache(maxsize=10_000)
-def _placed(shares: tuple[float, ...], num_workers: int, slots: int) -> tuple[float, int]:
-    """Under the best placement: the busiest worker's share of all rows, and the most experts a worker holds."""
-    fractions = balance(shares, num_workers, slots)
-    return busiest_share(fractions, shares), int((fractions > 0).sum(axis=0).max())
+class _Placements:
+    """What the best placements of experts with these shares give, computed when first asked for. One for all settings
+    with the same shares: to find it by 256 shares at every question takes longer than the rest of a search."""
+
+    def __init__(self, shares: tuple[float, ...]) -> None:
+        self.shares = shares
+        self._placed: dict[tuple[int, int], tuple[float, int]] = {}
+        self._busiest: dict[tuple[int, int], float] = {}
+
+    def placed(self, num_workers: int, slots: int) -> tuple[float, int]:
+        """The busiest worker's share of all rows, and the most experts a worker holds."""
+        key = num_workers, slots
+        if key not in self._placed:
+            fractions = balance(self.shares, num_workers, slots)
+            self._placed[key] = busiest_share(fractions, self.shares), int((fractions > 0).sum(axis=0).max())
+        return self._placed[key]
+
+    def busiest(self, num_workers: int, slots: int) -> float:
+        """The busiest worker's share where a slot may stay empty."""
+        key = num_workers, slots
+        if key not in self._busiest:
+            least = -(-len(self.shares) // num_workers)
+            self._busiest[key] = min(self.placed(num_workers, used)[0] for used in range(least, slots + 1))
+        return self._busiest[key]
+
+
+_placements_of = functools.lru_cache(maxsize=64)(_Placements)
 
 
 def capped_shares(shares: FloatArray, most: float) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ Rejected: only the winners. The report's clouds, the sentences about losers and 
 losers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -143,12 +144,16 @@ class CandidateTable:
         return np.asarray(np.maximum(self.outcome.num_instances, 1) * (attention + experts))
 
     def score(self, objective: Objective) -> FloatArray:
-        """What `objective` compares."""
-        return {
+        """What `objective` compares: more is better. Of a latency it is one over it; where a phase does not know the
+        latency, the rate per device."""
+        scores: dict[Objective, Callable[[], FloatArray]] = {
             "per-gpu": lambda: self.per_gpu,
             "per-cost": lambda: self.per_cost,
             "per-power": lambda: self.per_power,
-        }[objective]()
+            "ttft": lambda: _per_second(self.ttft_s, self.per_gpu),
+            "tpot": lambda: _per_second(self.tpot_s, self.per_gpu),
+        }
+        return scores[objective]()
 
     def best(self, objective: Objective, among: BoolArray | None = None) -> int | None:
         """Index of the feasible candidate with the best score; of equal ones the one with the shorter step, then with
@@ -183,6 +188,10 @@ class CandidateTable:
     def total_considered(self) -> int:
         """Candidates looked at, those without room included."""
         return int(self.num_considered.sum())
+
+
+def _per_second(latency_s: FloatArray, otherwise: FloatArray) -> FloatArray:
+    return np.asarray(np.where(np.isnan(latency_s), otherwise, 1 / np.maximum(latency_s, 1e-12)))
 
 
 def front(latency_s: FloatArray, scores: FloatArray) -> IntArray:

@@ -36,7 +36,7 @@ from antiphon.report.words import (
     time_unit,
 )
 from antiphon.sim.gantt import Bar, span_s
-from antiphon.specs.plan import Layout, Objective, Parallel, Predicted
+from antiphon.specs.plan import LATENCIES, Layout, Objective, Parallel, Predicted
 from antiphon.specs.workload import SloSpec
 
 WINDOW = (0.5, 1.5)
@@ -46,7 +46,9 @@ HIGHEST = 1.5
 
 
 def frontier_chart(contents: PhaseContents, objective: Objective, slo: SloSpec) -> LineChart:
-    """Both axes linear, cut where no marked point is near. Latencies in milliseconds."""
+    """Both axes linear, cut where no marked point is near. Latencies in milliseconds; a rate per device where the
+    objective is a latency itself."""
+    objective = rate_objective(objective)
     target_s = slo.ttft_s if contents.name == "prefill" else slo.tpot_s
     spots = _spots(contents, objective)
     centre = target_s * 1e3 if target_s else max((spot.x for spot in spots), default=1.0)
@@ -67,6 +69,11 @@ def frontier_chart(contents: PhaseContents, objective: Objective, slo: SloSpec) 
         mark=None if target_s is None else (target_s * 1e3, f"target {milliseconds(target_s)}"),
         height=430,
     )
+
+
+def rate_objective(objective: Objective) -> Objective:
+    """The rate that is drawn against a latency."""
+    return "per-gpu" if objective in LATENCIES else objective
 
 
 def rate_title(objective: Objective) -> str:

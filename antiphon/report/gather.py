@@ -85,7 +85,10 @@ class _Steps:
 
 def _more_nodes(result: PlanResult, name: PhaseName) -> list[OneMoreNode]:
     layouts = tuple(layout for code, layout in enumerate(LAYOUTS) if result.tables[name].num_considered[code])
-    return one_more_node(result.settings[name], layouts)
+    setting = result.settings[name]
+    if setting.wants_latency:  # what more nodes bring is tokens/s
+        setting = replace(setting, objective="per-gpu")
+    return one_more_node(setting, layouts)
 
 
 def _phase(result: PlanResult, name: PhaseName, for_page: bool) -> PhaseContents:
@@ -214,6 +217,8 @@ NUM_BATCHES = 12
 
 def frontier(setting: Setting, table: CandidateTable) -> tuple[Points, ...]:
     """The front of each layout that has a candidate."""
+    if setting.wants_latency:  # a front of latencies against themselves shows nothing
+        setting = replace(setting, objective="per-gpu")
     fronts = []
     for layout in LAYOUTS:
         points = swept(setting, table, layout)

@@ -205,6 +205,12 @@ def scope(report: Report) -> str:
     }[names[0]]
 
 
+def one_request(report: Report) -> str:
+    """What a mean request gets, from its arrival to its last token; empty where a plan is of a part of that."""
+    rate = report.plan.request_tokens_per_s
+    return "" if rate is None else f"One request: {number(rate)} tokens/s, prompt and output over all its time"
+
+
 def given(report: Report) -> str:
     """The model's size, the machines, the number formats: what the plan was made from, in one line."""
     counts, precision = count_parameters(report.model), report.precision

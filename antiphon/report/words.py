@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from antiphon.specs.plan import DeviceUse, Layout, Objective, Parallel, PhaseName, Predicted
+from antiphon.specs.plan import LATENCIES, DeviceUse, Layout, Objective, Parallel, PhaseName, Predicted
 
 LAYOUT_TITLES: dict[Layout, str] = {
     "disaggregated": "disaggregated",
@@ -16,9 +16,17 @@ OBJECTIVE_UNITS: dict[Objective, str] = {
     "per-gpu": "tokens/s per device",
     "per-cost": "tokens/s per unit of price",
     "per-power": "tokens/s per watt",
+    "ttft": "prompts/s of one request",
+    "tpot": "tokens/s of one request",
 }
 NOTHING = 1e-9
-OBJECTIVE_FIELDS: dict[Objective, str] = {"per-gpu": "per_gpu", "per-cost": "per_cost", "per-power": "per_power"}
+OBJECTIVE_FIELDS: dict[Objective, str] = {
+    "per-gpu": "per_gpu",
+    "per-cost": "per_cost",
+    "per-power": "per_power",
+    "ttft": "ttft_s",
+    "tpot": "tpot_s",
+}
 
 
 def plural(count: int, one: str, many: str = "") -> str:
@@ -29,7 +37,7 @@ def plural(count: int, one: str, many: str = "") -> str:
 def score(predicted: Predicted, objective: Objective) -> float | None:
     """The rate that `objective` compares; None where it is unknown, such as a price that is not stated."""
     value: float | None = getattr(predicted, OBJECTIVE_FIELDS[objective])
-    return value
+    return 1 / value if value and objective in LATENCIES else value
 
 
 def latency_s(predicted: Predicted) -> float | None:

@@ -340,10 +340,13 @@ READ: dict[str, Callable[..., float]] = {"TTFT": ttft_s, "ITL": itl_s, "throughp
 
 
 def _recommended(model: str, cluster_name: str) -> str:
-    """The layout that the search recommends for sixteen requests in flight, by tokens/s per device."""
+    """The layout that the search recommends for sixteen requests in flight, by their time per token on the cluster."""
     precision = PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()
     workload = replace(shipped_workload(WORKLOAD), requests_per_s=None, max_batch=IN_FLIGHT)
-    setting = settings_of(shipped_model(model), shipped_cluster(cluster_name), workload, precision=precision)["decode"]
+    settings = settings_of(
+        shipped_model(model), shipped_cluster(cluster_name), workload, objective="tpot", precision=precision
+    )
+    setting = settings["decode"]
     table = evaluate_phase(setting)
     index = table.best(setting.objective)
     return "none" if index is None else table.candidates.layout_of(index)

@@ -25,6 +25,7 @@ from antiphon.specs.checked import (
     Flag,
     NotNegative,
     Number,
+    Positive,
     Text,
     check_version,
     is_number,
@@ -41,8 +42,10 @@ PhaseName = Literal["prefill", "decode", "serve"]
 # Of a hybrid phase: rows between nodes and inside them at the same time, one after the other, or as measured.
 Collectives = Literal["fused", "synchronous", "auto"]
 COLLECTIVES: tuple[Collectives, ...] = ("fused", "synchronous", "auto")
-Objective = Literal["per-gpu", "per-cost", "per-power"]
-OBJECTIVES: tuple[Objective, ...] = ("per-gpu", "per-cost", "per-power")
+# The last two: the least time, on all of the cluster, whatever that takes of it.
+Objective = Literal["per-gpu", "per-cost", "per-power", "ttft", "tpot"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+LATENCIES: tuple[Objective, ...] = ("ttft", "tpot")
 # The most that the engine runs.
 MAX_MICRO_BATCHES = 64  # of a phase
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
@@ -148,7 +151,9 @@ class PhasePlan:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer of `antiphon plan`, whole: `model`, `cluster` and `workload` are names; `model_config` (the keys of
-    `config.json`), `cluster_config` and `workload_config` are what they stood for when it was made."""
+    `config.json`), `cluster_config` and `workload_config` are what they stood for when it was made.
+    `request_tokens_per_s`: of one request, prompt and output over all its time (MixServe eq. 11), where the plan is of
+    the whole service."""
 
     version: Count = 1
     model: Text
@@ -160,6 +165,7 @@ class Plan:
     model_config: dict[str, object] = field(default_factory=dict)
     cluster_config: dict[str, object] = field(default_factory=dict)
     workload_config: dict[str, object] = field(default_factory=dict)
+    request_tokens_per_s: Positive | None = None
     num_candidates: CountFromZero = 0
     search_s: NotNegative = 0.0
 
@@ -183,6 +189,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "model_config": dict(plan.model_config),
         "cluster_config": dict(plan.cluster_config),
         "workload_config": dict(plan.workload_config),
+        **({} if plan.request_tokens_per_s is None else {"request_tokens_per_s": plan.request_tokens_per_s}),
         "num_candidates": plan.num_candidates,
         "search_s": plan.search_s,
     }

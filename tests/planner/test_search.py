@@ -1,5 +1,6 @@
 """The search against brute force, plans against their own fields, and what must not happen on any cluster."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from antiphon.planner.search import SearchLimits, evaluate_phase
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
 from antiphon.planner.worker_times import rows_each, rows_received
-from antiphon.specs.plan import LAYOUTS, OBJECTIVES, Layout
+from antiphon.specs.plan import LATENCIES, LAYOUTS, OBJECTIVES, Layout
 from antiphon.specs.workload import SloSpec
 from tests.planner.serving_specimens import (
     candidates,
@@ -103,8 +104,13 @@ def test_a_batch_is_the_largest_that_keeps_the_promise() -> None:
     assert (step_times(where, one_more).step_s[~at_limit] > 0.06).all()
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("phases", [("decode",), ("prefill",), PHASES])
+@pytest.mark.parametrize(
+    ("objective", "phases"),
+    [
+        *itertools.product(set(OBJECTIVES) - set(LATENCIES), [("decode",), ("prefill",), PHASES, ("serve",)]),
+        *[("tpot", ("decode",)), ("tpot", ("serve",)), ("ttft", ("prefill",)), ("ttft", ("serve",))],
+    ],
+)
 def test_every_number_of_a_plan_follows_from_its_fields(objective: str, phases: tuple[str, ...]) -> None:
     result = planned(cluster=two_kinds(), objective=objective, phases=phases)
     for name, phase in result.plan.phases.items():
