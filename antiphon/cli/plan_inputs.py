@@ -72,7 +72,7 @@ class SearchOptions:
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
-    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu, per-cost, per-power, ttft, tpot.")] = (
+    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu, -cost, -power, ttft, tpot.")] = (
         "per-gpu"
     )
     precision: Annotated[
@@ -193,7 +193,9 @@ class OverrideOptions:
     ] = None
     in_flight: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, show_default=False, help="Requests at once, whatever their rate."),
+        typer.Option(
+            metavar="N", min=1, show_default=False, hidden=True, help="Requests at once, whatever their rate."
+        ),
     ] = None
     price: Annotated[
         Values, typer.Option(metavar="DEVICE=X", show_default=False, help="A device's price; any unit.")

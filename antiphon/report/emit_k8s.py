@@ -25,8 +25,8 @@ IMAGE = "antiphon:latest"
 JOIN_PORT = 7700
 HTTP_PORT = 8000
 PATIENCE_S = 600  # workers start before the leader has loaded its part
-KEPT = ("bfloat16", "float16", "float32")
-"""Formats in which this engine keeps weights in memory."""
+SERVED = ("bfloat16", "float16", "float32", "fp8", "int4", "mxfp4")
+"""Formats of weights that this engine reads and keeps in memory as they are stored."""
 RESOURCES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910", "cpu": "cpu"}
 
 
@@ -39,17 +39,18 @@ def kubernetes_manifest(plan: Plan, *, model: str, num_experts: int, device_kind
             f"--emit k8s writes attention and expert workers, this plan is {LAYOUT_TITLES[phase.layout]}: "
             f"use --emit vllm or sglang, or plan with --layout disaggregated"
         )
-    narrow = {plan.precision.weights, plan.precision.experts or plan.precision.weights} - set(KEPT)
-    if narrow:
+    formats = [plan.precision.weights, plan.precision.experts or plan.precision.weights]
+    if unknown := sorted(set(formats) - set(SERVED)):
         raise UserError(
-            f"--emit k8s: the plan counts weights in {', '.join(sorted(narrow))}, this engine reads them so and keeps "
-            "them in bfloat16, which takes more memory: plan with --precision weights=bfloat16"
+            f"--emit k8s: the plan counts weights in {', '.join(unknown)}, which this engine does not read: plan with "
+            f"--precision weights= one of {', '.join(SERVED)}"
         )
     sizes = _sizes(phase, num_experts)
     head = commented(
         f"{plan.model} on {plan.cluster}, {name}, workload {plan.workload}",
         f"plan: {degrees_text(phase.layout, phase.parallel)}; {devices_text(phase.devices)}",
         *_notes(phase, sizes),
+        f"the checkpoint has weights in {formats[0]}, routed experts' in {formats[1]}: what it stores is kept",
         "fill in: the image, the label 'accelerator' of the nodes, the claim 'model', the secret",
     )
     deployment = _Deployment(plan=plan, phase=phase, sizes=sizes, model=model, device_kinds=device_kinds)

@@ -155,8 +155,14 @@ def test_the_schemas_find_faults(report: Report) -> None:
     assert len(faults(group)) == 4
 
 
-def test_weights_that_this_engine_widens_are_refused(report: Report) -> None:
-    """Memory was counted in fp8, pods would take twice as much."""
-    plan = replace(report.plan, precision=PrecisionSpec(weights="fp8"))
-    with pytest.raises(UserError, match=r"counts weights in fp8, .* plan with --precision weights=bfloat16"):
+@pytest.mark.parametrize("precision", [{"weights": "fp8"}, {"experts": "int4"}, {"experts": "mxfp4"}])
+def test_weights_are_served_in_few_bits_as_they_are_stored(report: Report, precision: dict[str, str]) -> None:
+    plan = replace(report.plan, precision=PrecisionSpec(**precision))
+    text = kubernetes_manifest(plan, model="/m", num_experts=8, device_kinds=KINDS)
+    assert f"in {next(iter(precision.values()))}: what it stores is kept" in text
+
+
+def test_weights_that_this_engine_does_not_read_are_refused(report: Report) -> None:
+    plan = replace(report.plan, precision=PrecisionSpec(weights="fp8", experts="nvfp4"))
+    with pytest.raises(UserError, match=r"counts weights in nvfp4, which this engine does not read: plan with "):
         kubernetes_manifest(plan, model="/m", num_experts=8, device_kinds=KINDS)
