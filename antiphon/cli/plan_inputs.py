@@ -72,7 +72,7 @@ class SearchOptions:
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
-    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu, -cost, -power, ttft, tpot.")] = (
+    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu/-cost/-power, ttft, tpot.")] = (
         "per-gpu"
     )
     precision: Annotated[
