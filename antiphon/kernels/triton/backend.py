@@ -8,11 +8,15 @@ Letters as in `antiphon.kernels.api`.
 import torch
 from torch import Tensor
 
-from antiphon.kernels.api import PackedLinear
+from antiphon.kernels.api import ExpertFormats, ExpertShape, PackedExperts, PackedLinear
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.reference import ReferenceBackend
+from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.kernels.reference import FLOATS, ReferenceBackend
+from antiphon.kernels.triton import rows
 from antiphon.kernels.triton.gate import gate
+from antiphon.kernels.triton.grouped import GroupedRows, gated_product, linear, weighed_product
 from antiphon.kernels.triton.norm import norm
+from antiphon.kernels.triton.weights import TritonExperts, TritonLinear
 from antiphon.specs.model import RouterSpec
 
 
@@ -20,6 +24,24 @@ class TritonBackend(ReferenceBackend):
     """`KernelBackend` in Triton. `dtype` is that of weights, activations and cache."""
 
     name = "triton"
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._counted: tuple[Tensor, Tensor] | None = None  # choices of the last gate, and what it counted
+
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TritonLinear:
+        return TritonLinear(weight, bias, self.device, self.dtype)
+
+    def linear(
+        self,
+        x_TI: Tensor,
+        weight: PackedLinear,
+        *,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        assert isinstance(weight, TritonLinear)
+        return linear(x_TI, weight, residual_TO, out_dtype or x_TI.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm(x, weight, eps)[1]
@@ -33,4 +55,24 @@ class TritonBackend(ReferenceBackend):
         logits_TE = self.linear(x_TH, weight, out_dtype=torch.float32)
         if router.scoring == "sparsemixer":
             return choose_experts(logits_TE, bias_E, router)
-        return gate(logits_TE, bias_E, router)[:2]
+        ids_TK, weights_TK, counts_BE = gate(logits_TE, bias_E, router)
+        self._counted = ids_TK, counts_BE
+        return ids_TK, weights_TK
+
+    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> TritonExperts:
+        return TritonExperts(shape, formats or FLOATS, self.device, self.dtype)
+
+    def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
+        assert isinstance(experts, TritonExperts)
+        counted, self._counted = self._counted, None
+        num_experts = experts.shape.num_experts
+        if counted is not None and counted[0] is ids_TK and counted[1].shape[1] == num_experts:
+            counts_BE = counted[1]
+        else:
+            ids_TK = ids_TK.contiguous()
+            counts_BE = rows.count(ids_TK, num_experts)
+        starts_E1, order_R, places_TK = rows.place(ids_TK, counts_BE)
+        grouped = GroupedRows(starts_E1=starts_E1, order_R=order_R, weights_TK=weights_TK.contiguous())
+        hidden_RI = gated_product(x_TH, experts.gate_up, experts.shape, grouped)
+        y_RH = weighed_product(hidden_RI, experts.down, grouped)
+        return rows.sum_rows(y_RH, places_TK, None, ascending=True)

@@ -29,7 +29,8 @@ def _gate(logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, num_tokens, nu
     expert = flat // SIZE * group_size + flat % SIZE
     exists = (flat % SIZE < group_size) & (flat // SIZE < num_groups)
     here = (tokens < num_tokens)[:, None] & exists[None, :]
-    logits = tl.load(logits_ptr + tokens[:, None].to(tl.int64) * num_experts + expert[None, :], here, float("-inf"))
+    logits = tl.load(logits_ptr + tokens[:, None].to(tl.int64) * num_experts + expert[None, :], here, 0.0)
+    logits = tl.where(exists[None, :], logits, float("-inf"))
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:

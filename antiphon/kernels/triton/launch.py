@@ -57,6 +57,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         found[binary.hash] = _measure(kernel.__name__.strip("_"), capability, binary)
 
 
+def capability_of(device: torch.device) -> int:
+    """80 or 90, or what else launches are for."""
+    compiling_for = _COMPILED.get()
+    if compiling_for is not None:
+        return compiling_for[0]
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(10 * major + minor)
+
+
 @contextmanager
 def compiling(capability: int) -> Iterator[dict[str, CompiledLaunch]]:
     """Launches within are compiled for `capability` (80 or 90) and listed, not run. Needs no driver."""
@@ -132,4 +143,5 @@ def product(a, b, sums, WIDE: tl.constexpr):
     """a @ b + sums, summed in float32."""
     if WIDE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
-    return tl.dot(a, b, sums)
+    else:  # noqa: RET505  what follows a return is compiled too
+        return tl.dot(a, b, sums)

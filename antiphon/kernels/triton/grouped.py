@@ -1,0 +1,255 @@
+"""Products of rows with the matrices of their experts, with what comes before and after them in the same launch.
+
+    before   rows are read where their tokens lie; codes become values: fp8, int8, int4, mxfp4, and their scales
+    after    bias; activation(gate) * up; the router's weight; a residual
+
+A program makes one tile: some rows of one expert by some columns. Which rows is found on the device, from the starts of
+the experts; the grid is an upper bound that the host knows, so nothing waits and a launch can be captured. A linear
+layer is the case of one expert. A row's sum runs over blocks of inputs in order, whatever its neighbours are.
+Codes are multiplied out in registers, rounded to the type of the rows as the reference does, then multiplied.
+
+Letters: R rows in order of expert, T tokens, K choices a token, E experts, N outputs, I inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
+from antiphon.kernels.triton.tiles import Tile, tile_for
+from antiphon.kernels.triton.weights import StackedWeight
+
+PLAIN = ExpertShape(1, 0, 0, "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedRows:
+    """Rows in order of expert: where each expert's begin, which slot t * K + k is at each place, weights of slots."""
+
+    starts_E1: Tensor
+    order_R: Tensor
+    weights_TK: Tensor
+
+    @property
+    def top_k(self) -> int:
+        return int(self.weights_TK.shape[1])
+
+
+@triton.jit
+def _spread(ptr, n, inside, first, width, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr):  # fmt: skip
+    """Scales (or zero points) of a tile [BN, BK] that begins at column `first`, or [BN, 1] if it has one a row.
+    `width`: scales a row."""
+    rows = ptr + (n // ROW_BLOCK) * width
+    if COLUMN_BLOCK % BK == 0:
+        found = tl.load(rows + first // COLUMN_BLOCK, inside, 0)[:, None]
+    elif BK % COLUMN_BLOCK == 0:
+        column = first // COLUMN_BLOCK + tl.arange(0, BK // COLUMN_BLOCK)
+        found = tl.load(rows[:, None] + column[None, :], inside[:, None] & (column < width)[None, :], 0)
+        found = tl.reshape(tl.broadcast_to(found[:, :, None], (BN, BK // COLUMN_BLOCK, COLUMN_BLOCK)), (BN, BK))
+    else:
+        column = (first + tl.arange(0, BK)) // COLUMN_BLOCK
+        found = tl.load(rows[:, None] + column[None, :], inside[:, None] & (column < width)[None, :], 0)
+    return found
+
+
+@triton.jit
+def _values(codes, KIND: tl.constexpr):
+    """Codes of one byte, or nibbles, as float32."""
+    if KIND == "fp8":  # sign, 4 bits of exponent, 3 of mantissa, moved to where float16 has them
+        bits = ((codes.to(tl.uint16) & 0x80) << 8) | ((codes.to(tl.uint16) & 0x7F) << 7)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif KIND == "mxfp4":
+        exponent, half = ((codes >> 1) & 3).to(tl.int32), (codes & 1).to(tl.float32)
+        size = tl.where(exponent == 0, half * 0.5, (2.0 + half) * (1 << exponent).to(tl.float32) * 0.25)
+        values = tl.where(codes >= 8, -size, size)
+    elif KIND == "int8":
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        values = codes.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _weights(codes_ptr, scales_ptr, shifts_ptr, n, inside, first, num_inputs, num_scales, KIND: tl.constexpr,
+             OFFSET: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+             BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The tile [BK, BN] of one matrix."""
+    k = first + tl.arange(0, BK)
+    if KIND == "float":
+        places = n[None, :].to(tl.int64) * num_inputs + k[:, None]
+        tile = tl.load(codes_ptr + places, inside[None, :] & (k < num_inputs)[:, None], 0.0)
+    else:
+        if (KIND == "int4") | (KIND == "mxfp4"):
+            byte, width = first // 2 + tl.arange(0, BK // 2), (num_inputs + 1) // 2
+            places = n[:, None].to(tl.int64) * width + byte[None, :]
+            both = tl.load(codes_ptr + places, inside[:, None] & (byte < width)[None, :], 0)
+            codes = tl.interleave(both & 15, both >> 4)
+        else:
+            places = n[:, None].to(tl.int64) * num_inputs + k[None, :]
+            codes = tl.load(codes_ptr + places, inside[:, None] & (k < num_inputs)[None, :], 0)
+        values = _values(codes, KIND)
+        scales = _spread(scales_ptr, n, inside, first, num_scales, ROW_BLOCK, COLUMN_BLOCK, BN, BK)
+        if scales.dtype == tl.uint8:  # an exponent with bias 127
+            scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scales = scales.to(tl.float32)
+        if OFFSET == "none":
+            if KIND == "int4":
+                values -= 8.0
+            values *= scales
+        else:
+            shifts = _spread(shifts_ptr, n, inside, first, num_scales, ROW_BLOCK, COLUMN_BLOCK, BN, BK).to(tl.float32)
+            if OFFSET == "zeros":
+                values = (values - shifts) * scales
+            else:
+                values = values * scales + shifts
+        tile = tl.trans(values.to(DTYPE))
+    return tile
+
+
+@triton.jit
+def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        activated = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "gelu":
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        activated = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    return activated
+
+
+@triton.jit
+def _expert_of_tile(starts_ptr, tile, num_experts, E: tl.constexpr, BM: tl.constexpr):
+    """(expert, its first row in this tile, the end of its rows); `num_experts` if the tile is beyond the last."""
+    experts = tl.arange(0, E)
+    starts = tl.load(starts_ptr + experts, experts < num_experts, 0)
+    ends = tl.load(starts_ptr + 1 + experts, experts < num_experts, 0)
+    tiles = tl.cdiv(ends - starts, BM)
+    expert = tl.sum(((tl.cumsum(tiles, 0) <= tile) & (experts < num_experts)).to(tl.int32), 0)
+    before = tl.sum(tl.where(experts < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(experts == expert, starts, 0), 0)
+    return expert, start + (tile - before) * BM, tl.sum(tl.where(experts == expert, ends, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _grouped(x_ptr, codes_ptr, scales_ptr, shifts_ptr, bias_ptr, residual_ptr, out_ptr, starts_ptr, order_ptr,
+             routing_ptr, num_rows, num_experts, num_outputs, num_inputs, code_stride, scale_stride, num_scales, alpha,
+             limit, GROUPED: tl.constexpr, GATHERS: tl.constexpr, WEIGHS: tl.constexpr, TOP_K: tl.constexpr,
+             ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KIND: tl.constexpr,
+             OFFSET: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, WIDE: tl.constexpr,
+             E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`code_stride`, `scale_stride`: from one matrix to the next, of which gated experts have two."""
+    num_tiles_n = tl.cdiv(num_outputs, BN)
+    tile = tl.program_id(0) // num_tiles_n
+    expert, first_row, end = 0, tile * BM, num_rows
+    if GROUPED:
+        expert, first_row, end = _expert_of_tile(starts_ptr, tile, num_experts, E, BM)
+        if expert >= num_experts:
+            return
+    rows = first_row + tl.arange(0, BM)
+    held = rows < end
+    slots = rows
+    if GROUPED:
+        slots = tl.load(order_ptr + rows, held, 0)
+    sources = (slots // TOP_K if GATHERS else rows).to(tl.int64)
+    n = (tl.program_id(0) % num_tiles_n) * BN + tl.arange(0, BN)
+    inside = n < num_outputs
+    DTYPE: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
+    GATED: tl.constexpr = ACTIVATION != "none"
+    matrix = expert.to(tl.int64) * (2 if GATED else 1) if GROUPED else 0
+    codes, scales, shifts = codes_ptr + matrix * code_stride, scales_ptr, shifts_ptr
+    if KIND != "float":
+        scales += matrix * scale_stride
+        shifts += matrix * scale_stride
+    sums, up_sums = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for first in range(0, num_inputs, BK):
+        k = first + tl.arange(0, BK)
+        x = tl.load(x_ptr + sources[:, None] * num_inputs + k[None, :], held[:, None] & (k < num_inputs)[None, :], 0.0)
+        w = _weights(codes, scales, shifts, n, inside, first, num_inputs, num_scales, KIND, OFFSET, ROW_BLOCK,
+                     COLUMN_BLOCK, DTYPE, BN, BK)  # fmt: skip
+        sums = product(x, w, sums, WIDE)
+        if GATED:
+            w = _weights(codes + code_stride, scales + scale_stride, shifts + scale_stride, n, inside, first,
+                         num_inputs, num_scales, KIND, OFFSET, ROW_BLOCK, COLUMN_BLOCK, DTYPE, BN, BK)  # fmt: skip
+            up_sums = product(x, w, up_sums, WIDE)
+    if HAS_BIAS:
+        bias = bias_ptr + matrix * num_outputs + n
+        sums += tl.load(bias, inside, 0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_sums += tl.load(bias + num_outputs, inside, 0.0).to(tl.float32)[None, :]
+    if GATED:
+        sums = _activated(sums, up_sums, alpha, limit, ACTIVATION)
+    if WEIGHS:
+        sums *= tl.load(routing_ptr + slots, held, 0.0).to(tl.float32)[:, None]
+    places = rows[:, None].to(tl.int64) * num_outputs + n[None, :]
+    stored = held[:, None] & inside[None, :]
+    if HAS_RESIDUAL:
+        sums += tl.load(residual_ptr + places, stored, 0.0).to(tl.float32)
+    tl.store(out_ptr + places, sums.to(out_ptr.dtype.element_ty), stored)
+
+
+def linear(x_TI: Tensor, weight: StackedWeight, residual_TN: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x @ weight.T + bias + residual, summed in float32."""
+    x_TI = x_TI.contiguous()
+    out_TN = torch.empty((x_TI.shape[0], weight.num_rows), dtype=out_dtype, device=x_TI.device)
+    residual_TN = None if residual_TN is None else residual_TN.contiguous()
+    _launch(x_TI, weight, out_TN, None, residual=residual_TN)
+    return out_TN
+
+
+def gated_product(x_TH: Tensor, weight: StackedWeight, shape: ExpertShape, rows: GroupedRows) -> Tensor:
+    """[R, I]: activation(gate(x)) * up(x) of each row's token; rows beyond the last expert's are not written."""
+    out_RI = torch.empty((rows.order_R.shape[0], weight.num_rows), dtype=x_TH.dtype, device=x_TH.device)
+    _launch(x_TH.contiguous(), weight, out_RI, rows, shape=shape, gathers=True)
+    return out_RI
+
+
+def weighed_product(x_RI: Tensor, weight: StackedWeight, rows: GroupedRows) -> Tensor:
+    """[R, N]: each row times its expert's matrix, plus bias, times the router's weight."""
+    out_RN = torch.empty((x_RI.shape[0], weight.num_rows), dtype=x_RI.dtype, device=x_RI.device)
+    _launch(x_RI, weight, out_RN, rows, weighs=True)
+    return out_RN
+
+
+def _launch(
+    x: Tensor,
+    weight: StackedWeight,
+    out: Tensor,
+    rows: GroupedRows | None,
+    *,
+    residual: Tensor | None = None,
+    shape: ExpertShape = PLAIN,
+    gathers: bool = False,
+    weighs: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    num_rows, num_experts = out.shape[0], weight.num_experts
+    tile = tile or tile_for(weight, num_rows, x.device)
+    form, wide = weight.format, wide_products(x.dtype)
+    num_tiles = -(-num_rows // tile.rows)
+    if rows is not None:
+        num_tiles = min(num_rows, num_rows // tile.rows + min(num_experts, num_rows))
+    empty = out  # stands for tensors that are not there
+    codes, scales, shifts = weight.codes, weight.scales, weight.shifts
+    launch(
+        _grouped,
+        (num_tiles * -(-weight.num_rows // tile.columns),),
+        x, codes, empty if scales is None else scales, empty if shifts is None else shifts,
+        empty if weight.bias is None else weight.bias, empty if residual is None else residual, out,
+        empty if rows is None else rows.starts_E1, empty if rows is None else rows.order_R,
+        empty if rows is None else rows.weights_TK,
+        num_rows, num_experts, weight.num_rows, weight.num_columns, codes.stride(1),
+        0 if scales is None else scales.stride(1), 0 if scales is None else scales.shape[3], shape.alpha, shape.limit,
+        GROUPED=rows is not None, GATHERS=gathers, WEIGHS=weighs, TOP_K=1 if rows is None else rows.top_k,
+        ACTIVATION=shape.activation, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=residual is not None,
+        KIND="float" if form is None else form.codes, OFFSET="none" if form is None else form.offset,
+        ROW_BLOCK=1 if form is None else form.rows_per_scale or weight.num_rows,
+        COLUMN_BLOCK=1 if form is None else form.columns_per_scale or power_of_two(weight.num_columns, tile.inputs),
+        WIDE=wide, E=power_of_two(num_experts), BM=tile.rows, BN=tile.columns, BK=tile.inputs,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
