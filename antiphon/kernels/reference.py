@@ -232,7 +232,7 @@ class ReferenceBackend:
         self.asks_host = True
         self._plans = AttentionPlans()
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> ReferenceLinear:
+    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         kept_bias = None if bias is None else own_copy(bias, self.device, self.dtype)
         if isinstance(weight, QuantizedWeight):
             return ReferenceLinear(weight.own_copy(self.device), kept_bias, self.dtype)
@@ -304,7 +304,7 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor]:
         return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
 
-    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> ReferenceExperts:
+    def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> PackedExperts:
         return ReferenceExperts(shape, self.device, self.dtype, formats or FLOATS)
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:

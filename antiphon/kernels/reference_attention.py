@@ -193,7 +193,7 @@ def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> A
             padded = max(SMALLEST_CONTEXT, 1 << (context - 1).bit_length())
             members.setdefault(padded, []).append((sequence, start))
         elif queries > 1:
-            prefills.append(_prefill_sequence(batch, spec, window, sequence, start))
+            prefills.append(prefill_sequence(batch, spec, window, sequence, start))
         start += queries
     groups: list[DecodeGroup] = []
     for padded, chosen in members.items():
@@ -224,7 +224,7 @@ def _group_of(
     return DecodeGroup(rows_S, _context_slots(batch, sequences, padded, spec.block_size), hidden_SC)
 
 
-def _prefill_sequence(
+def prefill_sequence(
     batch: AttentionBatch, spec: KVCacheSpec, window: int | None, sequence: int, first: int
 ) -> PrefillSequence:
     queries, context, device = batch.query_lens[sequence], batch.context_lens[sequence], batch.slots_T.device
@@ -251,16 +251,29 @@ def paged_attention(
     q_TND: Tensor, cache: ReferenceCache, layer: int, plan: AttentionPlan, scale: float, sinks_N: Tensor | None
 ) -> Tensor:
     out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
-    for sequence in plan.prefills:
+    attend_prefills(q_TND, out_TNV, cache, layer, plan.prefills, scale, sinks_N)
+    for group in plan.groups:
+        q_SND = q_TND.index_select(0, group.rows_S)
+        out_TNV.index_copy_(0, group.rows_S, _decode(q_SND, cache, layer, group, scale, sinks_N))
+    return out_TNV
+
+
+def attend_prefills(
+    q_TND: Tensor,
+    out_TNV: Tensor,
+    cache: ReferenceCache,
+    layer: int,
+    prefills: list[PrefillSequence],
+    scale: float,
+    sinks_N: Tensor | None,
+) -> None:
+    """Rows of sequences with several, written to `out_TNV`."""
+    for sequence in prefills:
         rows = slice(sequence.first, sequence.last)
         if sinks_N is None:
             out_TNV[rows] = _prefill(q_TND[rows], cache, layer, sequence, scale)
         else:
             out_TNV[rows] = _prefill_with_sinks(q_TND[rows], cache, layer, sequence, scale, sinks_N)
-    for group in plan.groups:
-        q_SND = q_TND.index_select(0, group.rows_S)
-        out_TNV.index_copy_(0, group.rows_S, _decode(q_SND, cache, layer, group, scale, sinks_N))
-    return out_TNV
 
 
 def _decode(

@@ -8,14 +8,25 @@ Letters as in `antiphon.kernels.api`.
 import torch
 from torch import Tensor
 
-from antiphon.kernels.api import ExpertFormats, ExpertShape, PackedExperts, PackedLinear
+from antiphon.kernels.api import (
+    AttentionBatch,
+    ExpertFormats,
+    ExpertShape,
+    HeadRows,
+    KVCache,
+    PackedExperts,
+    PackedLinear,
+)
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend
+from antiphon.kernels.reference_attention import ReferenceCache, attend_prefills
 from antiphon.kernels.triton import rows
+from antiphon.kernels.triton.attention import RowPlans, attend_rows
 from antiphon.kernels.triton.gate import gate
 from antiphon.kernels.triton.grouped import GroupedRows, gated_product, linear, weighed_product
 from antiphon.kernels.triton.norm import norm
+from antiphon.kernels.triton.rotary import rotate_and_store
 from antiphon.kernels.triton.weights import TritonExperts, TritonLinear
 from antiphon.specs.model import RouterSpec
 
@@ -27,6 +38,7 @@ class TritonBackend(ReferenceBackend):
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
+        self._row_plans = RowPlans()
         self._counted: tuple[Tensor, Tensor] | None = None  # choices of the last gate, and what it counted
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TritonLinear:
@@ -48,6 +60,30 @@ class TritonBackend(ReferenceBackend):
 
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return norm(x_TH, weight, eps, delta_TH)[:2]
+
+    def rotate_and_store(
+        self, qkv_TX: Tensor, cache: KVCache, layer: int, batch: AttentionBatch, heads: HeadRows
+    ) -> Tensor:
+        assert isinstance(cache, ReferenceCache)
+        return rotate_and_store(qkv_TX, cache, layer, batch, heads)
+
+    def paged_attention(
+        self,
+        q_TND: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(cache, ReferenceCache)
+        plan = self._row_plans.of(batch, cache.spec, sliding_window)
+        out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
+        attend_prefills(q_TND, out_TNV, cache, layer, plan.prefills, scale, sinks_N)
+        attend_rows(q_TND, out_TNV, cache, layer, plan, scale=scale, sinks_N=sinks_N)
+        return out_TNV
 
     def gate(
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec

@@ -3,15 +3,19 @@
 Tensors are empty memory that is never touched, because within `compiling` nothing runs.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.quantized import WeightFormat
-from antiphon.kernels.triton import gate, grouped, norm, rows
+from antiphon.kernels.reference_attention import ReferenceCache
+from antiphon.kernels.triton import attention, gate, grouped, norm, rotary, rows
 from antiphon.kernels.triton.launch import CompiledLaunch, compiling
 from antiphon.kernels.triton.weights import StackedWeight
 from antiphon.specs.model import RouterSpec
+from antiphon.specs.precision import KVStorage
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN, WIDTH, HEAD, TOKENS, EXPERTS, CHOICES = 2048, 768, 128, 64, 16, 8
@@ -21,6 +25,10 @@ FORMATS = (
     WeightFormat(codes="int8", columns_per_scale=32, scale_dtype=torch.bfloat16),
     WeightFormat(codes="int4", columns_per_scale=128, scale_dtype=torch.bfloat16, offset="zeros"),
     WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=torch.float8_e8m0fnu),
+)
+_GROUPED = KVCacheSpec(num_layers=1, num_blocks=8, block_size=16, num_kv_heads=4, key_dim=HEAD, value_dim=HEAD)
+_LATENT = KVCacheSpec(
+    num_layers=1, num_blocks=8, block_size=16, num_kv_heads=1, key_dim=576, value_dim=512, values_in_keys=True
 )
 ROUTERS = (
     RouterSpec(num_experts=128, top_k=8),
@@ -46,9 +54,14 @@ def _launch_all() -> None:
             _routing(router, tokens)
     for dtype in FLOATS:
         _operators(dtype)
+        _attention(dtype, _GROUPED, "auto", heads=32)
         for form in FORMATS if dtype == torch.bfloat16 else FORMATS[:1]:
             for tokens in (4, 4096) if dtype == torch.bfloat16 else (4,):
                 _experts(dtype, form, tokens)
+
+    for storage in ("auto", "int8", "fp8"):
+        _attention(torch.bfloat16, _LATENT, storage, heads=128)
+        _attention(torch.bfloat16, _GROUPED, storage, heads=32)
 
 
 def _routing(router: RouterSpec, tokens: int) -> None:
@@ -57,6 +70,28 @@ def _routing(router: RouterSpec, tokens: int) -> None:
     ids_TK, _, counts_BE = gate.gate(logits_TE, bias_E, router)
     rows.count(ids_TK, router.num_experts)
     rows.place(ids_TK, counts_BE)
+
+
+def _attention(dtype: torch.dtype, spec: KVCacheSpec, storage: KVStorage, heads: int) -> None:
+    """Rows of sequences over a cache; with a window and sinks where heads are grouped."""
+    cpu, spec = torch.device("cpu"), replace(spec, storage=storage)
+    cache, is_grouped = ReferenceCache(spec, cpu, dtype), not spec.values_in_keys
+    numbers_T = torch.zeros(TOKENS, dtype=torch.int32)
+    batch = AttentionBatch(
+        positions_T=numbers_T, slots_T=numbers_T, query_starts=torch.zeros(TOKENS + 1, dtype=torch.int32),
+        context_lens_S=numbers_T, block_tables_SB=torch.zeros((TOKENS, 64), dtype=torch.int32),
+        query_lens=(1,) * TOKENS, context_lens=(1,) * TOKENS,
+    )  # fmt: skip
+    table = torch.empty(4096, 64)
+    norm_D = torch.empty(spec.key_dim, dtype=dtype) if is_grouped else None
+    rotary_table = RotaryTable(cos=table, sin=table, interleaved=not is_grouped)
+    head_rows = HeadRows(num_heads=heads, rotary=rotary_table, q_norm_D=norm_D, k_norm_D=norm_D)
+    width = (heads + spec.num_kv_heads) * spec.key_dim + spec.num_kv_heads * spec.value_dim * is_grouped
+    q_TND = rotary.rotate_and_store(torch.empty((TOKENS, width), dtype=dtype), cache, 0, batch, head_rows)
+    out_TNV = torch.empty((TOKENS, heads, spec.value_dim), dtype=dtype)
+    plan = attention.RowPlans().of(batch, spec, 128 if is_grouped else None)
+    sinks_N = torch.empty(heads) if is_grouped else None
+    attention.attend_rows(q_TND, out_TNV, cache, 0, plan, scale=1.0, sinks_N=sinks_N)
 
 
 def _experts(dtype: torch.dtype, form: WeightFormat | None, tokens: int) -> None:
@@ -85,5 +120,6 @@ def _operators(dtype: torch.dtype) -> None:
     places_TK = torch.empty((TOKENS, 8), dtype=torch.int32)
     rows.sum_rows(x_TH, places_TK, None, ascending=True)
     rows.sum_rows(x_TH, places_TK, room(TOKENS, 8))
+    rotary.turn(room(TOKENS, 32, HEAD), torch.empty(TOKENS, 32), torch.empty(TOKENS, 32), False)
     order_R = torch.empty(TOKENS * 8, dtype=torch.int64)
     rows.combine_gradient(x_TH, room(TOKENS * 8, HIDDEN), room(TOKENS, 8), order_R)

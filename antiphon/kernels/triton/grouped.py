@@ -58,7 +58,7 @@ def _spread(ptr, n, inside, first, width, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK:
 
 
 @triton.jit
-def _values(codes, KIND: tl.constexpr):
+def code_values(codes, KIND: tl.constexpr):
     """Codes of one byte, or nibbles, as float32."""
     if KIND == "fp8":  # sign, 4 bits of exponent, 3 of mantissa, moved to where float16 has them
         bits = ((codes.to(tl.uint16) & 0x80) << 8) | ((codes.to(tl.uint16) & 0x7F) << 7)
@@ -92,7 +92,7 @@ def _weights(codes_ptr, scales_ptr, shifts_ptr, n, inside, first, num_inputs, nu
         else:
             places = n[:, None].to(tl.int64) * num_inputs + k[None, :]
             codes = tl.load(codes_ptr + places, inside[:, None] & (k < num_inputs)[None, :], 0)
-        values = _values(codes, KIND)
+        values = code_values(codes, KIND)
         scales = _spread(scales_ptr, n, inside, first, num_scales, ROW_BLOCK, COLUMN_BLOCK, BN, BK)
         if scales.dtype == tl.uint8:  # an exponent with bias 127
             scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -161,7 +161,7 @@ def _grouped(x_ptr, codes_ptr, scales_ptr, shifts_ptr, bias_ptr, residual_ptr, o
     inside = n < num_outputs
     DTYPE: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
     GATED: tl.constexpr = ACTIVATION != "none"
-    matrix = expert.to(tl.int64) * (2 if GATED else 1) if GROUPED else 0
+    matrix = tl.cast(expert, tl.int64) * (2 if GATED else 1) if GROUPED else 0
     codes, scales, shifts = codes_ptr + matrix * code_stride, scales_ptr, shifts_ptr
     if KIND != "float":
         scales += matrix * scale_stride
