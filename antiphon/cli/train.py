@@ -45,14 +45,14 @@ from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.encoder import load_tokenizer
-from antiphon.train.hugging_face import FURTHER_LAYERS
+from antiphon.train.hugging_face import FLOAT8, FURTHER_LAYERS
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.output_lock import OutputLock
 from antiphon.train.planned_run import planned_config
 from antiphon.train.ranks import leave, sizes_of
 from antiphon.train.samples import Samples
-from antiphon.train.setup import build_model, cache_of, plan_options, prepare, prepare_data, tokenizer_of
-from antiphon.train.shards import Shards
+from antiphon.train.setup import cache_of, plan_options, prepare, prepare_data, tokenizer_of
+from antiphon.train.stored import StoredParameters
 from antiphon.train.tokens import SPLITS, open_tokens
 from antiphon.train.trainer import TrainedStep, Trainer
 
@@ -296,8 +296,8 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-…, or a run's output.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder in Hugging Face format.")],
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32", "float64"],
-        typer.Option(metavar="NAME", help="bfloat16, float16, float32 or float64."),
+        Literal["bfloat16", "float16", "float32", "float64", "fp8"],
+        typer.Option(metavar="NAME", help="bfloat16, float16, float32, float64, or fp8: blocks of 128 x 128."),
     ] = "bfloat16",
     best: Annotated[
         bool, typer.Option("--best", help="Of a run's checkpoints, that of the lowest held-out loss.")
@@ -315,14 +315,12 @@ def export(
     facts = checkpoints.read_facts(source)
     config = config_of(facts["config"], f"{source}/run.json")
     spec = model_spec(facts["model_config"])
-    model = build_model(spec, config, max_positions=1)
-    checkpoints.load(source, model, Shards(model), None)
     tokenizer = tokenizer_of(config)
     beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
     with progress("exporting", format_amount=format_bytes) as report:
-        num_bytes = write_export(
-            model, folder, facts["model_config"], beside, getattr(torch, dtype), report, _further_from(config, facts)
-        )
+        stored, written_as = StoredParameters(source, spec), FLOAT8 if dtype == "fp8" else getattr(torch, dtype)
+        further = _further_from(config, facts)
+        num_bytes = write_export(stored, folder, facts["model_config"], beside, written_as, report, further)
     emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"]["step"]})
     show(f"{folder}: step {facts['state']['step']:,}, {format_bytes(num_bytes)}, {dtype}", json=json)
     show(f"Next: antiphon serve {folder}", json=json)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, quantize
+from antiphon.models.dequantize import SCALE_BLOCK
 
 RoundedFormat = Literal["int8", "int4", "mxfp4"]
 FRACTIONS: dict[RoundedFormat, tuple[float, ...]] = {
@@ -87,3 +88,15 @@ def _squares(groups: Tensor, weight: Tensor, form: WeightFormat, fraction: float
 def _bits(scales: Tensor) -> Tensor:
     """PyTorch joins few of its 8-bit floats."""
     return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
+
+
+def float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(E4M3 codes, float32 scales) of the matrix [R, C] in blocks of 128 x 128, as DeepSeek-V3 publishes its weights:
+    a block's largest number becomes 448."""
+    rows, columns = weight.shape
+    down, across = -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % SCALE_BLOCK, 0, -rows % SCALE_BLOCK))
+    blocks = padded.view(down, SCALE_BLOCK, across, SCALE_BLOCK)
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    codes = blocks / scales.masked_fill(scales == 0, 1.0)[:, None, :, None]
+    return codes.view(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn).contiguous(), scales

@@ -11,7 +11,7 @@ lay and is copied. Rejected: a checkpoint, written and read again. It is the sam
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,9 @@ from antiphon.train.optimizer import Optimizer
 from antiphon.train.partition import Part
 from antiphon.train.shards import Shards
 from antiphon.train.weights import attribute_of, parts_of
+
+BOX_BYTES = 256 << 20
+Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,18 @@ class Boxes:
     def copy(self) -> "Boxes":
         """What this rank writes of them, in host memory, as it is now: there once the device has settled."""
         boxes = self.boxes if self.written else []
-        return replace(self, boxes=[(offsets, host_copy(view)) for offsets, view in boxes])
+        parts = (part for offsets, view in boxes for part in _small(offsets, view))
+        return replace(self, boxes=[(offsets, host_copy(view)) for offsets, view in parts])
 
     def at(self, index: MetadataIndex) -> Tensor:
         return next(view for offsets, view in self.boxes if torch.Size(offsets) == index.offset)
+
+
+def _small(offsets: Offsets, view: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
+    """A box in boxes of at most `BOX_BYTES`, or of a row: what is read of one is read with all of it."""
+    step = max(1, BOX_BYTES * view.shape[0] // max(1, view.nbytes)) if view.ndim and view.shape[0] else 1
+    for first in range(0, view.shape[0], step):
+        yield (offsets[0] + first, *offsets[1:]), view[first : first + step]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -109,7 +120,6 @@ def boxes_of(model: MoeModel, shards: Shards, optimizer: Optimizer | None, step:
     return found
 
 
-Offsets = tuple[int, ...]
 Place = tuple[Offsets, Offsets]  # of a box: offsets and sizes
 _EXPERTS = ".experts_"
 

@@ -2,8 +2,8 @@
 
 1. Import: every tensor of the checkpoint, whatever its dtype and layout, into the float32 parameters.
 2. Export: the family's published names; experts in the first layout that is not a compressed one. Shards of at most
-   `SHARD_BYTES`, the index last: a folder without it was not written to its end. Score biases stay in float32: in
-   bfloat16 they would choose other experts.
+   `SHARD_BYTES`, the index last: a folder without it was not written to its end. Tensors are read one at a time
+   (`train.stored`), so one shard is held. Score biases stay in float32: in bfloat16 they would choose other experts.
 3. Layers for further tokens (multi-token prediction) are not trained: export copies them from the checkpoint that the
    run began with.
 """
@@ -11,7 +11,9 @@
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,18 +28,27 @@ from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.reference import ReferenceBackend, ReferenceExperts
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import read_config, tensor_names
-from antiphon.models.dequantize import SCALE_SUFFIXES
+from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES
 from antiphon.models.load import open_checkpoint
 from antiphon.models.names import StackedLayout
+from antiphon.models.rounding import float8_blocks
 from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, check, expert_refs, outer_plan
-from antiphon.models.weights import ReportProgress, WeightReader
+from antiphon.models.weights import PLAIN_PURPOSES, ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.partition import Part
-from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights, parts_of
+from antiphon.train.stored import LiveParameters, Parameters, Shapes
+from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights, attribute_of, parts_of
 
 SHARD_BYTES = 4 << 30
+FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+}
 FURTHER_LAYERS = "num_nextn_predict_layers"  # in config.json
 _log = get_logger("train")
 _BESIDE_WEIGHTS = (
@@ -117,17 +128,34 @@ class _Written(NoCheckpoint):
         return isinstance(name, str) and name.endswith(self._marker)
 
 
-def tensors_of(model: MoeModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint by its published name, one at a time, in float32."""
-    spec, names = model.spec, tensor_names(model.spec)
+@dataclass(frozen=True)
+class PublishedTensor:
+    """A tensor under its published name, as it is kept. `purpose`: the parameter that it is of; empty: of none.
+    `in_layer`: and not outside of all layers."""
+
+    name: str
+    value: Tensor
+    purpose: str = ""
+    in_layer: bool = True
+
+    @property
+    def may_be_rounded(self) -> bool:
+        """Whether servers take it in few bits."""
+        return self.in_layer and self.value.ndim == 2 and self.purpose not in ("", NOT_TRAINED, *PLAIN_PURPOSES)
+
+
+def tensors_of(source: Parameters) -> Iterator[PublishedTensor]:
+    """Every tensor of the checkpoint, one at a time."""
+    spec, names = source.spec, tensor_names(source.spec)
     written = _Written(spec)
-    yield from _of_plan(model, outer_plan(spec, names), spec)
+    for each in _of_plan(source, "", outer_plan(spec, names)):
+        yield replace(each, in_layer=False)
     for layer in range(spec.num_layers):
-        module = model.layers[layer]
-        yield from _of_plan(module, attention_layer_plan(spec, names, layer, written), spec)
+        where = f"layers.{layer}."
+        yield from _of_plan(source, where, attention_layer_plan(spec, names, layer, written))
         if spec.moe_layers[layer]:
             refs = [expert_refs(spec, names, layer, expert, written) for expert in range(spec.router.num_experts)]
-            yield from _of_experts(Weights(module, torch.float32), refs, spec)
+            yield from _of_experts(source, where, refs)
 
 
 def further_tensors(folder: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -146,24 +174,33 @@ def _kept_wide(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(name.rpartition(".")[2] for name in tensor_names(spec).score_bias)
 
 
-def _of_plan(module: nn.Module, plan: LoadPlan, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    weights = Weights(module, torch.float32)
+def _of_plan(source: Parameters, where: str, plan: LoadPlan) -> Iterator[PublishedTensor]:
     for purpose, refs in plan.items():
-        rows = torch.split(weights.stored(purpose).detach(), [ref.shape[0] for ref in refs])
-        for ref, part in zip(refs, rows, strict=True):
-            in_one_row = purpose == NOT_TRAINED and tensor_names(spec).score_bias_in_one_row
-            yield ref.name, part.unsqueeze(0) if in_one_row else part
+        first, last = 0, 0
+        for ref in refs:
+            first, last = last, last + ref.shape[0]
+            part = source.read(where + attribute_of(purpose), first, last)
+            in_one_row = purpose == NOT_TRAINED and tensor_names(source.spec).score_bias_in_one_row
+            yield PublishedTensor(ref.name, part.unsqueeze(0) if in_one_row else part, purpose)
 
 
-def _of_experts(weights: Weights, refs: list[ExpertRefs], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    gate_up_EJH, down_EHI = weights.stored(GATE_UP).detach(), weights.stored(DOWN).detach()
-    layout, width = refs[0].layout, spec.feed_forward.intermediate
-    if layout == "separate":
+def _of_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Iterator[PublishedTensor]:
+    if refs[0].layout == "separate":
         for expert, ref in enumerate(refs):
-            yield ref.gate_up[0].name, gate_up_EJH[expert, :width]
-            yield ref.gate_up[1].name, gate_up_EJH[expert, width:]
-            yield ref.down.name, down_EHI[expert]
-    elif layout == "rows":
+            gate_JH, up_JH = source.read(where + attribute_of(GATE_UP), expert, expert + 1)[0].chunk(2)
+            yield PublishedTensor(ref.gate_up[0].name, gate_JH, GATE_UP)
+            yield PublishedTensor(ref.gate_up[1].name, up_JH, GATE_UP)
+            yield PublishedTensor(ref.down.name, source.read(where + attribute_of(DOWN), expert, expert + 1)[0], DOWN)
+        return
+    for name, value in _stacked_experts(source, where, refs):
+        yield PublishedTensor(name, value)
+
+
+def _stacked_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Iterator[tuple[str, Tensor]]:
+    """Of families that publish all experts of a layer in one tensor."""
+    gate_up_EJH, down_EHI = (source.read(where + attribute_of(purpose)) for purpose in (GATE_UP, DOWN))
+    layout, width = refs[0].layout, source.spec.feed_forward.intermediate
+    if layout == "rows":
         yield refs[0].gate_up[0].name, gate_up_EJH[:, :width].flatten(0, 1)
         yield refs[0].gate_up[1].name, gate_up_EJH[:, width:].flatten(0, 1)
         yield refs[0].down.name, down_EHI.mT.flatten(0, 1)
@@ -171,8 +208,8 @@ def _of_experts(weights: Weights, refs: list[ExpertRefs], spec: ModelSpec) -> It
         yield refs[0].gate_up[0].name, _in_turns(gate_up_EJH).mT
         yield refs[0].down.name, down_EHI.mT
         if refs[0].down_bias is not None:
-            yield refs[0].biases[0].name, _in_turns(weights.stored(GATE_UP + "_bias").detach())
-            yield refs[0].down_bias.name, weights.stored(DOWN + "_bias").detach()
+            yield refs[0].biases[0].name, _in_turns(source.read(where + attribute_of(GATE_UP + "_bias")))
+            yield refs[0].down_bias.name, source.read(where + attribute_of(DOWN + "_bias"))
     else:
         yield refs[0].gate_up[0].name, gate_up_EJH
         yield refs[0].down.name, down_EHI
@@ -184,7 +221,7 @@ def _in_turns(stacked_EJ: Tensor) -> Tensor:
 
 
 def export(
-    model: MoeModel,
+    model: MoeModel | Parameters,
     folder: Path,
     config: Mapping[str, Any],
     beside: Path | None,
@@ -192,33 +229,38 @@ def export(
     report: Callable[[float, float], None] = lambda done, total: None,
     begun_with: Path | None = None,
 ) -> int:
-    """Write weights as `dtype`, `config.json`, and the tokenizer's files from the folder `beside`; returns bytes.
-    `begun_with`: the checkpoint whose layers for further tokens are copied; None: there are none.
+    """Write weights as `dtype`, `config.json`, and the tokenizer's files from the folder `beside`; returns bytes. Holds
+    a file's tensors at a time, and what is read for one of them. `dtype` float8_e4m3fn: matrices in blocks of 128 x 128
+    with a scale each, all else in bfloat16; `UserError` where a family has none that stand alone. `begun_with`: the
+    checkpoint whose layers for further tokens are copied; None: there are none.
 
     `UserError` if `folder` holds weights already: nothing is overwritten. `report`: bytes done, bytes in all."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors*")):
         raise UserError(f"{folder} holds weights already: name a new folder, or remove them")
-    wide = _kept_wide(model.spec)
+    source: Parameters = LiveParameters(model) if isinstance(model, MoeModel) else model
+    _check_rounding(source.spec, dtype)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        further = () if begun_with is None else further_tensors(begun_with, model.spec)
-        for name, tensor in chain(tensors_of(model), further):
-            yield name, tensor.to(torch.promote_types(dtype, torch.float32) if name.endswith(wide) else dtype)
+    def tensors(source: Parameters) -> Iterator[tuple[str, Tensor]]:
+        further = () if begun_with is None else further_tensors(begun_with, source.spec)
+        for each in chain(tensors_of(source), (PublishedTensor(name, value) for name, value in further)):
+            yield from _written_as(each, dtype, _kept_wide(source.spec))
 
-    sizes = {name: tensor.nbytes for name, tensor in tensors()}
+    sizes = {name: tensor.nbytes for name, tensor in tensors(Shapes(source.spec))}
     shard_of, files = _shards(sizes)
+    total, left = sum(sizes.values()), Counter(shard_of.values())
     done, shard = 0, dict[str, Tensor]()
-    for name, tensor in tensors():
+    for name, tensor in tensors(source):
         shard[name] = tensor.clone(memory_format=torch.contiguous_format)
         done += sizes[name]
-        report(done, sum(sizes.values()))
-        if len(shard) == sum(file == shard_of[name] for file in shard_of.values()):
+        report(done, total)
+        left[shard_of[name]] -= 1
+        if not left[shard_of[name]]:
             save_file(shard, folder / shard_of[name], metadata={"format": "pt"})
             shard = {}
     assert not shard, f"{len(shard)} tensors were not written"
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": shard_of}
+        index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         _write_json(folder / INDEX_NAME, index)
     for file in sorted(beside.iterdir()) if beside is not None else []:
         if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS) and file.suffix != ".py":
@@ -226,10 +268,33 @@ def export(
     written = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
     if begun_with is None and written.get(FURTHER_LAYERS):
         written[FURTHER_LAYERS] = 0
-    _write_json(folder / "config.json", {**written, "dtype": str(dtype).removeprefix("torch.")})
+    if dtype == FLOAT8:
+        written["quantization_config"] = _FLOAT8_CONFIG
+    plain = torch.bfloat16 if dtype == FLOAT8 else dtype
+    _write_json(folder / "config.json", {**written, "dtype": str(plain).removeprefix("torch.")})
     for name in files:
         shutil.copymode(folder / "config.json", folder / name)  # safetensors writes for the owner alone
-    return sum(sizes.values())
+    return total
+
+
+def _check_rounding(spec: ModelSpec, dtype: torch.dtype) -> None:
+    layout = expert_refs(spec, tensor_names(spec), spec.moe_layers.index(True), 0, _Written(spec)).layout
+    if dtype == FLOAT8 and layout != "separate":
+        raise UserError(
+            f"--dtype fp8: {spec.family} stores all experts of a layer in one tensor, which has no blocks: export in "
+            "bfloat16, and let antiphon serve round it (--weights)"
+        )
+
+
+def _written_as(each: PublishedTensor, dtype: torch.dtype, wide: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that stand for it in a file. `wide`: how names of those end that stay in float32."""
+    if dtype == FLOAT8 and each.may_be_rounded:
+        codes, scales = float8_blocks(each.value)
+        yield each.name, codes
+        yield each.name + SCALE_SUFFIXES[0], scales
+        return
+    plain = torch.bfloat16 if dtype == FLOAT8 else dtype
+    yield each.name, each.value.to(torch.promote_types(plain, torch.float32) if each.name.endswith(wide) else plain)
 
 
 def _shards(sizes: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:

@@ -7,20 +7,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli import train as commands
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, open_checkpoint
+from antiphon.models.rounding import float8_blocks
+from antiphon.train import checkpoint_parts, hugging_face
 from antiphon.train.hugging_face import export, import_weights
 from antiphon.train.model import MoeModel
 from antiphon.train.setup import prepare
+from antiphon.train.stored import StoredParameters
 from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
-from tests.train.harness import LATENT, config_of, write_model
+from tests.train.harness import LATENT, config_of, same_tensors, write_model
 
 TOKENS = 10_000
 PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]
@@ -138,3 +143,99 @@ def test_a_quantised_checkpoint_is_multiplied_out_with_a_word(tmp_path: Path, ca
     assert "q is quantised (fp8): its weights are multiplied out" in caplog.text
     down = Weights(model.layers[0], torch.float32).stored("experts.down")[0]
     assert torch.equal(down, quantised.float() * scale)
+
+
+def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read at once: a projection or an expert. What is held besides: the tensors of one file."""
+    trainer = Trainer(prepare(config_of(tmp_path)))
+    trainer.run()
+    whole = 4 * sum(each.numel() for each in trainer.model.parameters())
+    monkeypatch.setattr(hugging_face, "SHARD_BYTES", 30_000)
+    written, read, largest = [], [], [0]
+    save, read_rows = hugging_face.save_file, StoredParameters.read
+
+    def noted_save(tensors: dict[str, torch.Tensor], file: Path, **named: Any) -> None:
+        written.append(sum(each.nbytes for each in tensors.values()))
+        save(tensors, file, **named)
+
+    def noted_read(source: StoredParameters, *arguments: Any) -> torch.Tensor:
+        found = read_rows(source, *arguments)
+        read.append(found.nbytes)
+        largest[0] = max(largest[0], found.nbytes)
+        return found
+
+    monkeypatch.setattr(hugging_face, "save_file", noted_save)
+    monkeypatch.setattr(StoredParameters, "read", noted_read)
+    commands.export(tmp_path / "out", tmp_path / "exported", "float32")
+    assert whole > 4 * 45_000
+    assert sum(read) == whole == sum(written)
+    assert largest[0] == 4 * 320 * 32, "the embedding: no stack of experts"
+    assert max(written) <= max(30_000, largest[0])
+    assert len(written) > 3
+    again = trainable(tmp_path / "exported")
+    assert same_tensors(again, trainer.model)
+
+
+def test_boxes_of_checkpoints_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_parts, "BOX_BYTES", 4000)
+    trainer = Trainer(prepare(config_of(tmp_path)))
+    trainer.run()
+    newest = tmp_path / "out/checkpoints/step-00000006"
+    sizes = [
+        chunk.sizes.numel() * 4
+        for stored in FileSystemReader(newest).read_metadata().state_dict_metadata.values()
+        for chunk in getattr(stored, "chunks", [])
+    ]
+    assert max(sizes) <= 4 * 2 * 24 * 32, "a row of a stack of experts is one of them"
+    stored = StoredParameters(newest, load_model_spec(tmp_path / "model"))
+    whole = trainer.model.layers[1].experts_gate_up
+    assert torch.equal(stored.read("layers.1.experts_gate_up", 2, 5), whole[2:5])
+    assert torch.equal(stored.read("embedding"), trainer.model.embedding)
+    with pytest.raises(CheckpointError, match=r"holds no layers\.9\.qkv"):
+        stored.read("layers.9.qkv")
+    (newest / ".metadata").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match=r"step-00000006: cannot be read .* damaged, take another one"):
+        StoredParameters(newest, stored.spec)
+
+
+def test_blocks_of_float8() -> None:
+    weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(0))
+    weight[128:] = 0
+    codes, scales = float8_blocks(weight)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert codes.shape == weight.shape
+    assert scales.shape == (2, 2)
+    wide = codes.float() * scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :130]
+    torch.testing.assert_close(wide, weight, rtol=1 / 16, atol=float(scales.max()) / 512)
+    assert not wide[128:].any()
+
+
+@pytest.mark.parametrize("model", [{}, LATENT])
+def test_float8_is_served(tmp_path: Path, model: dict[str, Any]) -> None:
+    """The server reads what was written; its experts' products are those of the rounded weights."""
+    trainer = Trainer(prepare(config_of(tmp_path, "steps=2", **model)))
+    trainer.run()
+    commands.export(tmp_path / "out", tmp_path / "fp8", "fp8")
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    tensors = load_file(tmp_path / "fp8/model.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    of_experts = [name for name in kinds if ".experts." in name and name.endswith("proj.weight")]
+    assert of_experts
+    assert all(kinds[name] == torch.float8_e4m3fn for name in of_experts)
+    assert all(kinds[name + "_scale_inv"] == torch.float32 for name in of_experts)
+    for part in ("embed_tokens", "lm_head", "norm", "mlp.gate."):
+        assert all(kind != torch.float8_e4m3fn for name, kind in kinds.items() if part in name), part
+    spec = load_model_spec(tmp_path / "fp8")
+    half = load_attention_half(open_checkpoint(tmp_path / "fp8", spec), spec, ReferenceBackend())
+    assert len(half.layers) == spec.num_layers
+    again = trainable(tmp_path / "fp8")
+    for (name, ours), (_, theirs) in zip(again.named_parameters(), trainer.model.named_parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1 / 14, atol=2e-3, msg=name)
+
+
+def test_stacked_experts_have_no_blocks(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    folder = save_model(tools.config("gpt_oss")).folder
+    with pytest.raises(UserError, match=r"--dtype fp8: .* stores all experts of a layer in one tensor"):
+        export(trainable(folder), tmp_path / "out", {}, None, torch.float8_e4m3fn)

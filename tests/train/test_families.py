@@ -13,6 +13,7 @@ from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.hugging_face import export, import_weights, tensors_of
 from antiphon.train.model import Batch, MoeModel
+from antiphon.train.stored import LiveParameters
 from antiphon.train.weights import FirstValues
 from tests.models.conftest import FAMILIES
 from tests.train.harness import loss_of
@@ -59,7 +60,7 @@ def compare_gradients(model: MoeModel, theirs: Any, limit: float) -> None:
     """By the published names: ours through the export, theirs through their own save."""
     for parameter in model.parameters():
         parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    ours = dict(tensors_of(model))
+    ours = {each.name: each.value for each in tensors_of(LiveParameters(model))}
     for parameter in theirs.parameters():
         parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     published = published_tensors(theirs)
@@ -90,8 +91,9 @@ def test_an_export_is_what_was_imported(family: str, save_model: Any, tools: Any
     config = json.loads((saved.folder / "config.json").read_text())
     export(model, tmp_path / "out", config, saved.folder, torch.float32)
     again = trainable(tmp_path / "out")
-    for (name, first), (_, second) in zip(tensors_of(model), tensors_of(again), strict=True):
-        assert torch.equal(first, second), name
+    both = (tensors_of(LiveParameters(each)) for each in (model, again))
+    for first, second in zip(*both, strict=True):
+        assert torch.equal(first.value, second.value), first.name
     ids = tools.ids(LENGTH)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     with torch.inference_mode():

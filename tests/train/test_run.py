@@ -176,6 +176,9 @@ def test_train_export_generate(tmp_path: Path) -> None:
     assert "Next: antiphon export" in shown
     as_a_program = partial(subprocess.run, capture_output=True, check=False)
     antiphon("export", tmp_path / "out", tmp_path / "exported", "--dtype", "float32", run=as_a_program)
+    antiphon("export", tmp_path / "out", tmp_path / "fp8", "--dtype", "fp8")
+    answer = antiphon("generate", tmp_path / "fp8", "the cat sat", "--max-tokens", "12", "--json", "-")
+    assert "on the" in json.loads(answer)["text"], "in blocks of 8 bits"
     answer = antiphon("generate", tmp_path / "exported", "the cat sat", "--max-tokens", "12", "--json", "-")
     assert "on the" in json.loads(answer)["text"]
     assert (tmp_path / "exported" / "tokenizer.json").exists()
