@@ -9,23 +9,18 @@ Rejected: looking for the template's words for the assistant's turn. Every famil
 them.
 """
 
-import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.models.chat_environment import chat_environment
 from antiphon.specs.checked import read_mapping, read_text
 
 _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
@@ -54,7 +49,7 @@ class ChatTexts:
         self._where = where
         self._said: set[str] = set()
         try:
-            self._template = _environment().from_string(template) if template else None
+            self._template = chat_environment(_BEGIN, _END).from_string(template) if template else None
         except TemplateError as error:
             raise UserError(f"{where}: the chat template cannot be used ({error}): correct it") from error
         self._has_marks = re.search(r"\{%-?\s*generation", template) is not None
@@ -163,35 +158,3 @@ def _content_of(token: Any) -> str | None:
 
 def _json(file: Path) -> dict[str, Any]:
     return read_mapping(file) if file.is_file() else {}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """As `transformers` renders."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-class _Marks(Extension):
-    """``{% generation %}``: what a model is trained on. Its body is written between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
-
-    def _write(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
-    """Jinja's own filter would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)

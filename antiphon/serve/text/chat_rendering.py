@@ -1,26 +1,19 @@
 """A checkpoint's chat template: a Jinja program that writes a conversation as one text.
 
-The environment is the one `transformers` renders with, so that texts are the same to the character: the immutable
-sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson`, `raise_exception` and `strftime_now`. Rejected:
-calling `transformers` for it, which would cost the process that renders seconds and 200 MB at its start.
+The environment is that of `models/chat_environment`. Rejected: calling `transformers` for it, which would cost the
+process that renders seconds and 200 MB at its start.
 
 Nothing here limits time or memory, and even looking for a template's variables evaluates parts of it. A template is a
 program that may do anything: only a process can be stopped, so all of this runs in one (`text_process`).
 """
 
-import json
-from collections.abc import Callable
-from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta
+from jinja2.exceptions import TemplateSyntaxError
 
 from antiphon.base.errors import UserError
+from antiphon.models.chat_environment import chat_environment
 from antiphon.serve.text.tokenizer import ChatMessage
 
 MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
@@ -76,7 +69,7 @@ class ChatTemplate:
         num_characters = sum(map(len, used.values()))
         if num_characters > (most := MAX_TEMPLATE_CHARACTERS):
             raise UserError(f"the model's chat template has {num_characters} characters: at most {most} are read")
-        environment = _environment()
+        environment = chat_environment()
         try:
             self._templates = {name: environment.from_string(source) for name, source in used.items()}
             parsed = map(environment.parse, used.values())
@@ -148,77 +141,3 @@ def _as_templates_read(message: ChatMessage) -> ChatMessage:
     if reasoning is None:
         return present
     return {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _Namespace
-    environment.globals["dict"] = _Dict()
-    return environment
-
-
-class _GenerationTag(Extension):
-    """``{% generation %}`` marks what a model is trained on. In serving its body is written and nothing else."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
-
-    def _write(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's `namespace`, closed to the names by which Python's own machinery is reached."""
-
-    # No `self`: a template may well name a value so.
-    def __init__(*args: Any, **values: Any) -> None:
-        for name in dict(*args[1:], **values):
-            _refuse_underscore(name)
-        jinja2.utils.Namespace.__init__(*args, **values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_underscore(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name}")
-
-
-class _Dict:
-    """`dict` as a function, without what hangs on the type."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
