@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def chat_environment(begin: str = "", end: str = "") -> ImmutableSandboxedEnvironment:
-    """`begin` and `end` are written around what a template marks by ``{% generation %}``: what models are trained on."""
+    """`begin` and `end` are written around what a template marks by ``{% generation %}``, which models learn."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
