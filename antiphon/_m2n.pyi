@@ -290,6 +290,92 @@ class ExpertSide:
     @property
     def bytes_sent(self) -> int: ...
 
+class StreamDevice:
+    """The device whose stream orders calls: words that both see. It has this thread's context where it is a GPU's."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs_flush(self) -> bool:
+        """What a network card wrote into the device's memory may be hidden from it until `flush_writes`."""
+    def flush_writes(self) -> None: ...
+
+def stream_device(kind: str, library: str = "") -> StreamDevice:
+    """`kind`: cpu or cuda. `library`: CUDA's driver in place of libcuda.so.1."""
+
+class StreamCore:
+    """The thread that makes calls once the stream has come there. It interrupts waits of `endpoint`."""
+
+    def __init__(self, endpoint: Endpoint, device: StreamDevice, stream_timeout_s: float) -> None: ...
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Until all calls are over; False: not in time. The ends are the caller's then, until the next call."""
+    def check(self) -> None:
+        """Raise the error of the first call that failed since `begin`; what came after it was dropped."""
+    def is_over(self, number: int) -> bool: ...
+    def abort(self, epoch: int) -> None:
+        """Any thread: calls of epochs before this one end with `Interrupted`."""
+    def begin(self, epoch: int) -> None:
+        """Once idle: forget errors; calls from now on belong to this epoch."""
+    def stop(self) -> None: ...
+
+class AttentionStream:
+    """`AttentionSide.dispatch` and `combine` in the order of `stream` (a CUstream's address; 0 on a CPU). Memory stays
+    as it is until the call is over."""
+
+    def __init__(self, side: AttentionSide, core: StreamCore) -> None: ...
+    def dispatch(
+        self,
+        stream: int,
+        epoch: int,
+        step: int,
+        layer: int,
+        micro_batch: int,
+        participants: int,
+        rows: int,
+        stride_bytes: int,
+        ids: int,
+        weights: int,
+        count: int,
+        timeout_s: float,
+    ) -> None: ...
+    def combine(
+        self, stream: int, epoch: int, step: int, layer: int, micro_batch: int, out: int, timeout_s: float
+    ) -> None:
+        """What is put on the stream from now on finds the sums in `out`, of which the caller knows the size."""
+    @property
+    def wait_ns(self) -> int:
+        """Of all combines so far."""
+    @property
+    def exposed_ns(self) -> int: ...
+
+class ExpertStream:
+    """`ExpertSide.next`, `collect` and `reply`, the reply in the order of `stream`. `stages`: addresses of rows, ids
+    and weights that batches are copied to, `stage_rows` each."""
+
+    def __init__(
+        self,
+        side: ExpertSide,
+        core: StreamCore,
+        hidden: int,
+        top_k: int,
+        max_rows: int,
+        dtype: str,
+        stages: Sequence[tuple[int, int, int]],
+        stage_rows: int,
+    ) -> None: ...
+    def next(
+        self, side: ExpertSide, timeout_s: float
+    ) -> tuple[int, int, int, tuple[int, ...]] | tuple[int, bytes] | None: ...
+    def collect(self, steps: Sequence[int]) -> ReceivedBatch | None:
+        """Waits while all stages are in use."""
+    def reply(
+        self, stream: int, batch: ReceivedBatch, partials: int, start_ns: int, end_ns: int, timeout_s: float
+    ) -> int:
+        """`end_ns` 0: when the stream comes there. Returns the call's number, for `StreamCore.is_over`."""
+    def overdue(self, age_s: float) -> list[str]: ...
+    def forget(self) -> None:
+        """Once idle: all stages are free."""
+
 class RankGroup:
     """Collectives of a group of ranks. Tensors are given by address; `dtype` as PyTorch names it; lists have one entry
     for each rank. A collective that fails leaves the group unusable until `begin`.

@@ -101,6 +101,7 @@ class WorkerOptions:
     dtype: DtypeOption = "auto"
     kernels: KernelsOption = "auto"
     graphs: Annotated[Switch, rare_option(metavar="HOW", help="Decode steps as CUDA graphs: auto, on, off.")] = "auto"
+    streams: Annotated[Switch, rare_option(metavar="HOW", help="Rows in stream order: auto, on, off.")] = "auto"
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", show_default="the model's", help="Longest sequence.")
     ] = None
@@ -201,6 +202,7 @@ class WorkerOptions:
             dtype=self.dtype,
             kernels=self.kernels,
             graphs=self.graphs,
+            streams=self.streams,
             max_model_len=self.max_model_len,
             rope_scaling=self.rope_scaling,
             weights=self.weights,

@@ -117,6 +117,7 @@ class ServeConfig:
     dtype: str = "auto"
     kernels: str = "auto"
     graphs: Switch = "auto"
+    streams: Switch = "auto"
     max_model_len: Annotated[Count, Field(le=MAX_POSITIONS)] | None = None
     rope_scaling: str = ""
     weights: WeightFormatName = "as-stored"
@@ -162,6 +163,7 @@ class ServeConfig:
             raise UserError(f"--transport is {self.exchange}: it must be {', '.join(TRANSPORTS)}")
         check_rope_scaling(self.rope_scaling)
         self._check_graphs()
+        self._check_streams()
         self._check_layout()
         self._check_joining()
         if self.prefill is not None:
@@ -198,6 +200,17 @@ class ServeConfig:
                 "--graphs on: the native kernels of a CPU work on the host; add --kernels reference (to check steps "
                 "without a GPU), or leave it out"
             )
+
+    def _check_streams(self) -> None:
+        if self.streams == "on" and self.layout != "disaggregated":
+            raise UserError(
+                f"--streams on needs --layout disaggregated: in --layout {self.layout} no rows go to expert workers"
+            )
+
+    def uses_streams(self, role: Role) -> bool:
+        """Whether these workers exchange rows in the order of their device's stream: if asked for, and on GPUs."""
+        on_gpu = self.own(role).device != "cpu"
+        return self.layout == "disaggregated" and (self.streams == "on" or (self.streams == "auto" and on_gpu))
 
     @property
     def _no_graphs(self) -> str:

@@ -207,6 +207,7 @@ def configure(
         dtype=own.dtype,
         kernels=config.kernels,
         graphs=config.uses_graphs(name.role),
+        streams=config.uses_streams(name.role),
         num_threads=own.num_threads or 1,
         spins=config.spins,
         cores=list(cores),

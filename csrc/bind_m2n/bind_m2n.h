@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
 #include "m2n/row_sum.h"
+#include "m2n/token_exchange.h"
 #include "m2n/types.h"
 
 namespace antiphon::bind {
@@ -39,10 +39,7 @@ auto within(double timeout_s, Wait&& wait) {
         nanobind::gil_scoped_release release;
         return wait(deadline);
     } catch (const m2n::Error& error) {
-        if (error.code != m2n::Code::timeout && error.code != m2n::Code::no_credit) throw;
-        char seconds[32];
-        std::snprintf(seconds, sizeof(seconds), "%.3g", timeout_s);
-        throw m2n::Error(error.code, std::string(error.what()) + " after " + seconds + " s", error.peers);
+        throw m2n::with_patience(error, timeout_s);
     }
 }
 
@@ -112,12 +109,16 @@ class ExpectedSources {
     std::vector<m2n::SourceId> sources_;
 };
 
+// A step that is here, or (source, ticket) of a new attention worker, or None. Reads the inbox.
+nanobind::object arrived_object(m2n::ExpertSide& side, const m2n::ExpertSide::Arrived& arrived);
+
 void bind_m2n_errors(nanobind::module_& module);
 void bind_m2n_inbox(nanobind::module_& module);
 void bind_m2n_outbox(nanobind::module_& module);
 void bind_m2n_endpoint(nanobind::module_& module);
 void bind_m2n_exchange(nanobind::module_& module);
 void bind_m2n_rank_group(nanobind::module_& module);
+void bind_m2n_streams(nanobind::module_& module);
 void bind_m2n_expert_split(nanobind::module_& module);
 void bind_m2n_libfabric(nanobind::module_& module);
 

@@ -28,16 +28,6 @@ m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, cons
 const std::byte* at(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
 uintptr_t address_of(const void* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// While the slowest expert worker computed it was work, the rest of the wait was communication that nothing hid.
-int64_t exposed_ns(int64_t started_ns, int64_t ended_ns, const std::vector<m2n::ComputeTimes>& times) {
-    int64_t computing_ns = 0;
-    for (const m2n::ComputeTimes& each : times) {
-        const int64_t overlap_ns = std::min(ended_ns, each.end_ns) - std::max(started_ns, each.start_ns);
-        computing_ns = std::max(computing_ns, overlap_ns);
-    }
-    return ended_ns - started_ns - computing_ns;
-}
-
 template <class Numbers>
 nb::tuple tuple_of(const Numbers& numbers) {
     nb::list list;
@@ -94,7 +84,7 @@ void bind_attention(nb::module_& module) {
                                   deadline);
                  });
                  const int64_t ended_ns = monotonic_ns();
-                 return nb::make_tuple(ended_ns - started_ns, exposed_ns(started_ns, ended_ns, times));
+                 return nb::make_tuple(ended_ns - started_ns, m2n::exposed_ns_of(started_ns, ended_ns, times));
              },
              nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("out"),
              nb::arg("timeout_s"))
@@ -134,16 +124,8 @@ void bind_experts(nb::module_& module) {
         .def("set_attention", &ExpertSide::set_attention, nb::arg("worker"), nb::arg("outbox"))
         .def("next",
              [](ExpertSide& side, double timeout_s) -> nb::object {
-                 auto arrived = within(timeout_s, [&](m2n::Deadline deadline) { return side.next(deadline); });
-                 if (arrived.step) {
-                     const BatchKey key = BatchKey::unpack(*arrived.step);
-                     return nb::make_tuple(*arrived.step, key.layer, key.micro_batch,
-                                           tuple_of(side.sources_of(*arrived.step)));
-                 }
-                 if (!arrived.introduction) return nb::none();
-                 const auto& ticket = arrived.introduction->ticket;
-                 return nb::make_tuple(arrived.introduction->source,
-                                       nb::bytes(reinterpret_cast<const char*>(ticket.data()), ticket.size()));
+                 return arrived_object(
+                     side, within(timeout_s, [&](m2n::Deadline deadline) { return side.next(deadline); }));
              },
              nb::arg("timeout_s"))
         .def("collect",
@@ -167,6 +149,17 @@ void bind_experts(nb::module_& module) {
 }
 
 }  // namespace
+
+nb::object arrived_object(ExpertSide& side, const ExpertSide::Arrived& arrived) {
+    if (arrived.step) {
+        const BatchKey key = BatchKey::unpack(*arrived.step);
+        return nb::make_tuple(*arrived.step, key.layer, key.micro_batch, tuple_of(side.sources_of(*arrived.step)));
+    }
+    if (!arrived.introduction) return nb::none();
+    const auto& ticket = arrived.introduction->ticket;
+    return nb::make_tuple(arrived.introduction->source,
+                          nb::bytes(reinterpret_cast<const char*>(ticket.data()), ticket.size()));
+}
 
 void bind_m2n_exchange(nb::module_& module) {
     bind_attention(module);

@@ -95,6 +95,7 @@ NB_MODULE(_m2n, module) {
     antiphon::bind::bind_m2n_endpoint(module);
     antiphon::bind::bind_m2n_exchange(module);
     antiphon::bind::bind_m2n_rank_group(module);
+    antiphon::bind::bind_m2n_streams(module);
     antiphon::bind::bind_m2n_expert_split(module);
     antiphon::bind::bind_m2n_libfabric(module);
     module.def("transports", &antiphon::m2n::transport_names);

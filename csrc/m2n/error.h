@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cerrno>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -30,6 +31,14 @@ class Error : public std::runtime_error {
     std::vector<std::string> peers;
     std::string reason;
 };
+
+// The same error; one of a deadline says how long was waited.
+inline Error with_patience(const Error& error, double timeout_s) {
+    if (error.code != Code::timeout && error.code != Code::no_credit) return error;
+    char seconds[32];
+    std::snprintf(seconds, sizeof(seconds), "%.3g", timeout_s);
+    return Error(error.code, std::string(error.what()) + " after " + seconds + " s", error.peers, error.reason);
+}
 
 // "CALL: what errno means". For failed system calls.
 [[noreturn]] inline void throw_errno(const std::string& call) {

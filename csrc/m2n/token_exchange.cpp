@@ -51,6 +51,15 @@ BatchKey BatchKey::unpack(Step packed) {
 
 Step BatchKey::first_of(uint32_t epoch) { return uint64_t{epoch & epoch_mask} << epoch_shift; }
 
+int64_t exposed_ns_of(int64_t started_ns, int64_t ended_ns, const std::vector<ComputeTimes>& times) {
+    int64_t computing_ns = 0;
+    for (const ComputeTimes& each : times) {
+        const int64_t overlap_ns = std::min(ended_ns, each.end_ns) - std::max(started_ns, each.start_ns);
+        computing_ns = std::max(computing_ns, overlap_ns);
+    }
+    return ended_ns - started_ns - computing_ns;
+}
+
 // --- attention ---
 
 AttentionSide::AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies, uint32_t num_micro_batches)

@@ -52,6 +52,9 @@ struct ComputeTimes {
     int64_t end_ns = 0;
 };
 
+// While the slowest expert worker computed it was work, the rest of a wait was communication that nothing hid.
+int64_t exposed_ns_of(int64_t started_ns, int64_t ended_ns, const std::vector<ComputeTimes>& times);
+
 class AttentionSide {
   public:
     // `replies`: an inbox whose source f is expert worker f.

@@ -15,11 +15,13 @@ from torch import Tensor
 from antiphon.base.errors import PeerLost
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
+from antiphon.comm.m2n.streams import StreamAttentionExchange, StreamExpertExchange
 from antiphon.specs.placement import ExpertPlacement
 from tests.comm.m2n.backends import BACKENDS, Backend
 
 TIMEOUT_S = 30.0
 LAYERS = range(5)
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -133,10 +135,19 @@ class Exchange:
 
     def new_attention(self, index: int) -> NativeAttentionExchange:
         endpoint = self.backend.endpoint(f"attention[{index}]")
+        if driver := self.backend.streams:
+            return StreamAttentionExchange(
+                endpoint, self.shape, index, self.placement, TIMEOUT_S, CPU, "" if driver == "cpu" else driver
+            )
         return NativeAttentionExchange(endpoint, self.shape, index, self.placement, TIMEOUT_S)
 
     def new_experts(self, index: int) -> NativeExpertExchange:
         endpoint = self.backend.endpoint(f"experts[{index}]")
+        if driver := self.backend.streams:
+            driver = "" if driver == "cpu" else driver
+            return StreamExpertExchange(
+                endpoint, self.shape, index, TIMEOUT_S, CPU, merges=self.merges, driver=driver
+            )
         return NativeExpertExchange(endpoint, self.shape, index, merges=self.merges)
 
     def replace_attention(self, index: int, *, farewell: bool) -> None:

@@ -302,7 +302,7 @@ class NativeExpertExchange(_End):
             is_empty = not ready
             left_s = max(0.0, (idle_until if is_empty else ready.wait_until_s()) - time.monotonic())
             patience_s = min(left_s, timeout_s)  # a batch may become overdue before nothing at all is no error
-            arrived = self._waiting(self._side.next, patience_s) if is_empty or ready.merges else None
+            arrived = self._next(patience_s) if is_empty or ready.merges else None
             if arrived is not None and len(arrived) == 2:
                 self._welcome(*arrived)
             elif arrived is not None:
@@ -310,10 +310,19 @@ class NativeExpertExchange(_End):
             elif not is_empty:
                 if (batch := self._collect(ready.take())) is not None:
                     return batch
-            elif overdue := self._side.overdue(timeout_s):
+            elif overdue := self._overdue(timeout_s):
                 raise PeerTimeout(f"experts[{self._index}] receive", overdue, timeout_s)
             elif patience_s == left_s:
                 return None
+
+    def _next(self, patience_s: float) -> tuple[int, int, int, tuple[int, ...]] | tuple[int, bytes] | None:
+        return self._waiting(self._side.next, patience_s)
+
+    def _collected(self, numbers: list[int]) -> _m2n.ReceivedBatch | None:
+        return self._side.collect(numbers)
+
+    def _overdue(self, timeout_s: float) -> list[str]:
+        return self._side.overdue(timeout_s)
 
     def _welcome(self, source: int, ticket: bytes) -> None:
         """Connect back to an attention worker. One that is gone again already is left to the engine."""
@@ -326,7 +335,7 @@ class NativeExpertExchange(_End):
 
     def _collect(self, steps: list[ReadyStep]) -> ExpertBatch | None:
         """The rows of these steps; None if their senders are gone."""
-        received = self._side.collect([step.number for step in steps])
+        received = self._collected([step.number for step in steps])
         if received is None:
             return None
         self._batch = received, steps

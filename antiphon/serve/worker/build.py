@@ -14,6 +14,7 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.gloo_exchange import GlooAttentionExchange, GlooExpertExchange
 from antiphon.comm.m2n.api import AttentionExchange, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
+from antiphon.comm.m2n.streams import StreamAttentionExchange, StreamExpertExchange
 from antiphon.comm.rank_group import RankGroup
 from antiphon.comm.stages import Stages
 from antiphon.comm.two_level.hybrid import HybridExchange
@@ -189,12 +190,12 @@ def _experts_end(source: _Source) -> ExpertExchange:
     configure, shape = source.configure, configured_shape(source.configure, source.spec)
     if configure.exchange is not None and configure.exchange.library == "gloo":
         return GlooExpertExchange(shape, configure.index, configure.exchange.host, configure.timeout_s)
-    return NativeExpertExchange(
-        source.endpoints.open(f"experts[{configure.index}]"),
-        shape,
-        configure.index,
-        merges=configure.exchange is not None and configure.exchange.merges,
-    )
+    endpoint = source.endpoints.open(f"experts[{configure.index}]")
+    merges = configure.exchange is not None and configure.exchange.merges
+    if configure.streams:
+        device, timeout_s = source.backend.device, configure.timeout_s
+        return StreamExpertExchange(endpoint, shape, configure.index, timeout_s, device, merges=merges)
+    return NativeExpertExchange(endpoint, shape, configure.index, merges=merges)
 
 
 def _num_prefetched(configure: Configure) -> int:
@@ -318,6 +319,9 @@ def _others_experts(source: _Source, ranks: RankGroup) -> AttentionExchange:
     if configure.exchange is not None and configure.exchange.library == "gloo":
         return GlooAttentionExchange(shape, index, placement, configure.exchange.host, configure.timeout_s)
     endpoint = source.endpoints.open(f"attention[{index}]")
+    if configure.streams:
+        device = source.backend.device
+        return StreamAttentionExchange(endpoint, shape, index, placement, configure.timeout_s, device)
     return NativeAttentionExchange(endpoint, shape, index, placement, configure.timeout_s)
 
 

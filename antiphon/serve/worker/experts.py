@@ -93,8 +93,7 @@ class ExpertRanks:
         self._top_k = half.spec.router.top_k
 
     def lead(self, batch: ExpertBatch) -> Tensor:
-        """The weighted partial sums of a batch, in host memory and the experts' dtype: the followers get its rows, and
-        add their columns."""
+        """The weighted partial sums of a batch: the followers get its rows, and add their columns."""
         self._moves.check(batch.placements)
         self._moves.prefetched.start(batch.prefetches)
         rows_RH = batch.rows_RH.to(self.half.backend.dtype)
@@ -121,18 +120,19 @@ class ExpertRanks:
         """The leader's rows go to all, the sum of the parts to the leader; the others return no rows."""
         num_rows = [batch.num_rows] + [0] * (self._ranks.size - 1)
         rows_RH, ids_RK, weights_RK = (self._ranks.all_gather(x, num_rows) for x in (rows_RH, ids_RK, weights_RK))
-        part_RH = self._part(batch.layer, rows_RH, ids_RK, weights_RK)
+        part_RH = self._part(batch.layer, rows_RH, ids_RK, weights_RK).cpu()
         return self._ranks.reduce_scatter(part_RH, num_rows)
 
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         half, device = self.half, self.half.backend.device
         self._moves.prefetched.settle(layer)
-        local_RK = half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device))
+        local_RK = half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device, non_blocking=True))
         if self._moves.prefetched.num_slots:
             self._moves.prefetched.check(layer, ids_RK, local_RK)
         if device.type == "cpu":
             return half.forward(layer, rows_RH, local_RK, weights_RK)
-        return half.forward(layer, rows_RH.to(device), local_RK, weights_RK.to(device)).cpu()
+        rows_RH, weights_RK = (each.to(device, non_blocking=True) for each in (rows_RH, weights_RK))
+        return half.forward(layer, rows_RH, local_RK, weights_RK)
 
 
 class ExpertRunner:

@@ -89,7 +89,8 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     the other; this is number `rank`, and 0 leads: it gets the steps.
     `prefetch_rows`: attention workers ask for copies ahead of a layer, and a copy costs as much as this many rows.
     Expert workers have room for one more expert for each attention worker. 0: they do not.
-    `graphs`: decode steps run without the host (`worker/captured_step`), where the worker can.
+    `graphs`: decode steps run without the host (`worker/captured_step`), where the worker can. `streams`: rows are
+    exchanged in the order of the device's stream (`comm/m2n/streams`).
     `spins`: threads of the kernels that wait may look again and again.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
@@ -104,6 +105,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dtype: str
     kernels: str
     graphs: bool = False
+    streams: bool = False
     num_threads: int
     spins: bool = True
     cores: list[int]

@@ -17,12 +17,14 @@ SECRET = b"tests only"
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One back-end under test. `scale`: the share of the usual number of messages that it is given."""
+    """One back-end under test. `scale`: the share of the usual number of messages that it is given. `streams`:
+    exchanges go in stream order, over the CPU's form ("cpu") or over this driver of CUDA."""
 
     name: str
     transport: str
     shuffle_seed: int = 0
     scale: float = 1.0
+    streams: str = ""
 
     def options(self) -> _m2n.TransportOptions:
         """What makes a transport one of this kind."""

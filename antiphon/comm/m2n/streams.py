@@ -1,0 +1,308 @@
+"""Both ends of the exchange in the order of a compute stream (`csrc/m2n/stream_core.h`).
+
+On a GPU the thread that computes only puts work on the stream: copies to pinned memory, a word for the core, a wait for
+the core's word. The core, one native thread an end, sends and polls when the stream has come there. So neither a
+dispatch nor a combine makes that thread wait for the device, and it runs ahead of it by whole layers. On a CPU that
+thread is the stream: a dispatch and a reply leave beside its next computation, a combine and a receive wait.
+
+What differs from `native`:
+
+- A call's error comes up at a later call; at the end of a step at the latest, because its counters wait for the core.
+- Everything that is not in stream order (a new epoch, another placement, counters) first waits until the core rests.
+- Rows are staged (on a GPU in pinned memory): for each micro-batch, and for three batches of an expert worker, so that
+  it can receive one while the device computes another. So tensors may be reused by later work on the stream.
+
+The wire is the same, so an end with streams talks to one without.
+
+Letters as in `antiphon.comm.m2n.api`.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from antiphon import _m2n
+from antiphon.base.errors import Interrupted, PeerTimeout, UserError
+from antiphon.comm.ledger import Traffic
+from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange, dtype_name
+from antiphon.placement.split import BoolArray, IntArray, Prefetch
+from antiphon.specs.placement import ExpertPlacement
+
+_EXPERT_STAGES = 3  # one is received, one computed, one on its way back
+
+
+class _Stage(NamedTuple):
+    """Pinned memory of one micro-batch: rows, choices and weights on their way out, sums on their way back."""
+
+    rows_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    sums_TH: Tensor
+
+
+def make_stages(shape: ExchangeShape, count: int, max_rows: int, *, pinned: bool) -> list[_Stage]:
+    """Memory that a device copies to and from by itself."""
+    return [
+        _Stage(
+            torch.empty(max_rows, shape.hidden_size, dtype=shape.dtype, pin_memory=pinned),
+            torch.empty(max_rows, shape.top_k, dtype=torch.int32, pin_memory=pinned),
+            torch.empty(max_rows, shape.top_k, dtype=torch.float32, pin_memory=pinned),
+            torch.empty(max_rows, shape.hidden_size, dtype=shape.dtype, pin_memory=pinned),
+        )
+        for _ in range(count)
+    ]
+
+
+class _Streaming:
+    """The core of one end, and the stream of `device` that it serves. `driver`: CUDA's library in place of the
+    system's."""
+
+    def __init__(self, endpoint: _m2n.Endpoint, device: torch.device, timeout_s: float, driver: str = "") -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        kind = "cuda" if device.type == "cuda" or driver else "cpu"
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # makes the device's context this thread's
+        self.core = _m2n.StreamCore(endpoint, _m2n.stream_device(kind, driver), timeout_s)
+
+    @property
+    def handle(self) -> int:
+        """The stream that work is put on now; a CPU's has none."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream) if self.device.type == "cuda" else 0
+
+    def rest(self) -> None:
+        """Until no call is under way. On a GPU this waits for the device. `PeerTimeout` if it stands still."""
+        if not self.core.wait_idle(4 * self.timeout_s):
+            raise PeerTimeout("the calls of a stream", [str(self.device)], 4 * self.timeout_s)
+
+
+class StreamAttentionExchange(NativeAttentionExchange):
+    """`AttentionExchange` whose dispatches and combines are in the order of the device's stream."""
+
+    def __init__(
+        self,
+        endpoint: _m2n.Endpoint,
+        shape: ExchangeShape,
+        index: int,
+        placement: ExpertPlacement,
+        timeout_s: float,
+        device: torch.device,
+        driver: str = "",
+    ) -> None:
+        self._streaming = _Streaming(endpoint, device, timeout_s, driver)
+        super().__init__(endpoint, shape, index, placement, timeout_s)
+        self._calls = _m2n.AttentionStream(self._side, self._streaming.core)
+        self._stages = make_stages(shape, shape.num_micro_batches, shape.max_rows, pinned=device.type == "cuda")
+        self._num_rows: dict[int, int] = {}  # of each micro-batch under way
+
+    def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        assert rows_TH.dtype is self._shape.dtype
+        num_rows, handle = len(rows_TH), self._streaming.handle
+        if num_rows > self._shape.max_rows:
+            raise UserError(
+                f"{num_rows} rows in one micro-batch: the exchange was made for {self._shape.max_rows}; lower "
+                "--max-batch-tokens"
+            )
+        stage = self._stages[micro_batch]
+        for target, source in zip(stage[:3], (rows_TH, ids_TK, weights_TK), strict=True):
+            target[:num_rows].copy_(source, non_blocking=True)
+        self._num_rows[micro_batch] = num_rows
+        self._call(
+            self._calls.dispatch,
+            handle,
+            self._epoch,
+            self._step,
+            layer,
+            micro_batch,
+            self._participants[micro_batch],
+            stage.rows_TH.data_ptr(),
+            self._shape.hidden_size * self._shape.dtype.itemsize,
+            stage.ids_TK.data_ptr(),
+            stage.weights_TK.data_ptr(),
+            num_rows,
+            self._timeout_s,
+        )
+
+    def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
+        device, staged_TH = self._streaming.device, self._stages[micro_batch].sums_TH[: self._num_rows[micro_batch]]
+        handle, key = self._streaming.handle, (self._epoch, self._step, layer, micro_batch)
+        self._call(self._calls.combine, handle, *key, staged_TH.data_ptr(), timeout_s)
+        sums_TH = torch.empty_like(staged_TH, device=device).copy_(staged_TH, non_blocking=True)
+        if device.type == "cpu":
+            self._check()  # the wait is over; on a GPU it has not begun
+        self.wait_s, self.exposed_s = self._calls.wait_ns * 1e-9, self._calls.exposed_ns * 1e-9
+        return sums_TH
+
+    def _call(self, call: object, *arguments: object) -> None:
+        assert callable(call)
+        self._check()
+        try:
+            call(*arguments)
+        except Interrupted:
+            raise StepAborted from None
+
+    def _check(self) -> None:
+        """Raise what an earlier call met."""
+        self._check_epoch()
+        try:
+            self._streaming.core.check()
+        except Interrupted:
+            raise StepAborted from None
+
+    # --- out of the stream's order
+
+    @property
+    def bytes_sent(self) -> int:
+        self._streaming.rest()
+        self._check()
+        self.wait_s, self.exposed_s = self._calls.wait_ns * 1e-9, self._calls.exposed_ns * 1e-9
+        return super().bytes_sent
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+        self._streaming.rest()
+        self._check()
+        super().begin_step(step, participants)
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin."""
+        super().abort(epoch)
+        self._streaming.core.abort(epoch)
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """See `NativeAttentionExchange.reset`."""
+        self._streaming.rest()
+        self._streaming.core.begin(epoch)
+        self._num_rows.clear()
+        super().reset(epoch, tickets)
+
+    def _place_layer(self, layer: int) -> None:
+        self._streaming.rest()
+        super()._place_layer(layer)
+
+    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
+        """See `NativeAttentionExchange.prefetch`."""
+        self._streaming.rest()
+        super().prefetch(layer, copies)
+
+    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
+        """See `NativeAttentionExchange.wanted_copies`."""
+        self._streaming.rest()
+        return super().wanted_copies(layer, counts_E, open_W)
+
+    def take_counts(self) -> bytes:
+        self._streaming.rest()
+        return super().take_counts()
+
+    def traffic(self) -> Traffic:
+        """See `NativeAttentionExchange.traffic`."""
+        self._streaming.rest()
+        return super().traffic()
+
+    def close(self) -> None:
+        """Say goodbye to all peers."""
+        self._streaming.core.stop()
+        super().close()
+
+
+class StreamExpertExchange(NativeExpertExchange):
+    """`ExpertExchange` whose replies are in the order of the device's stream."""
+
+    def __init__(
+        self,
+        endpoint: _m2n.Endpoint,
+        shape: ExchangeShape,
+        index: int,
+        timeout_s: float,
+        device: torch.device,
+        *,
+        merges: bool = False,
+        driver: str = "",
+    ) -> None:
+        self._streaming = _Streaming(endpoint, device, timeout_s, driver)
+        super().__init__(endpoint, shape, index, merges=merges)
+        most_rows = shape.num_attention * shape.max_rows * (shape.num_micro_batches if merges else 1)
+        self._stages = make_stages(shape, _EXPERT_STAGES, most_rows, pinned=device.type == "cuda")
+        self._calls = _m2n.ExpertStream(
+            self._side,
+            self._streaming.core,
+            shape.hidden_size,
+            shape.top_k,
+            shape.max_rows,
+            dtype_name(shape.dtype),
+            [(rows.data_ptr(), ids.data_ptr(), weights.data_ptr()) for rows, ids, weights, _ in self._stages],
+            most_rows,
+        )
+        self._num_replies = 0
+
+    def _next(self, patience_s: float) -> tuple[int, int, int, tuple[int, ...]] | tuple[int, bytes] | None:
+        self._check_epoch()
+        try:
+            return self._calls.next(self._side, patience_s)
+        except Interrupted:
+            raise StepAborted from None
+
+    def _collected(self, numbers: list[int]) -> _m2n.ReceivedBatch | None:
+        try:
+            return self._calls.collect(numbers)
+        except Interrupted:
+            raise StepAborted from None
+
+    def _overdue(self, timeout_s: float) -> list[str]:
+        return self._calls.overdue(timeout_s)
+
+    def _welcome(self, source: int, ticket: bytes) -> None:
+        self._streaming.rest()
+        super()._welcome(source, ticket)
+
+    def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
+        assert self._batch is not None, "one reply to one batch"
+        received, steps = self._batch
+        self._check_epoch()
+        start_ns, end_ns = computed_ns
+        if self._streaming.device.type != "cpu":
+            end_ns = 0  # when the stream comes there
+        sums_RH = self._stages[self._num_replies % _EXPERT_STAGES].sums_TH[: len(partial_RH)]
+        sums_RH.copy_(partial_RH, non_blocking=True)
+        self._num_replies += 1
+        try:
+            self._calls.reply(
+                self._streaming.handle, received, sums_RH.data_ptr(), start_ns, end_ns, self._streaming.timeout_s
+            )
+        except Interrupted:
+            raise StepAborted from None
+        self._batch = None
+        self._ready.answered(steps, (computed_ns[1] - computed_ns[0]) * 1e-9, time.monotonic())
+
+    # --- out of the stream's order
+
+    @property
+    def bytes_sent(self) -> int:
+        self._streaming.rest()
+        return super().bytes_sent
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin."""
+        super().abort(epoch)
+        self._streaming.core.abort(epoch)
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """See `NativeExpertExchange.reset`."""
+        self._streaming.rest()
+        self._streaming.core.begin(epoch)
+        self._calls.forget()
+        self._num_replies = 0
+        super().reset(epoch, tickets)
+
+    def traffic(self) -> Traffic:
+        """See `NativeExpertExchange.traffic`."""
+        self._streaming.rest()
+        return super().traffic()
+
+    def close(self) -> None:
+        """Say goodbye to all peers."""
+        self._streaming.core.stop()
+        super().close()

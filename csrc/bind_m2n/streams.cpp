@@ -1,0 +1,175 @@
+// Calls in the order of a compute stream. Memory arrives as addresses; Python keeps it until the calls are over.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+
+#include "bind_m2n/bind_m2n.h"
+#include "m2n/endpoint.h"
+#include "m2n/stream_exchange.h"
+
+namespace nb = nanobind;
+
+namespace antiphon::bind {
+
+namespace {
+
+using m2n::StreamCore;
+using m2n::StreamDevice;
+
+constexpr int64_t signal_look_ns = 200'000'000;
+
+// The thread may want the interpreter's lock (it looks for signals), so it is joined without it.
+struct CoreHolder {
+    std::unique_ptr<StreamCore> core;
+
+    ~CoreHolder() {
+        nb::gil_scoped_release release;
+        core.reset();
+    }
+};
+
+template <class T>
+T* pointer_to(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+m2n::RowShape shape_of(uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type) {
+    return {hidden, top_k, max_rows, row_type_of(type)};
+}
+
+bool wait_idle(CoreHolder& holder, double timeout_s) {
+    const m2n::Deadline deadline = deadline_after(timeout_s);
+    for (;;) {
+        bool idle = false;
+        {
+            nb::gil_scoped_release release;
+            idle = holder.core->wait_idle(std::min(deadline.left_ns(), signal_look_ns));
+        }
+        if (idle || deadline.passed()) return idle;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
+
+void bind_core(nb::module_& module) {
+    nb::class_<StreamDevice>(module, "StreamDevice")
+        .def_prop_ro("name", &StreamDevice::name)
+        .def_prop_ro("needs_flush", &StreamDevice::needs_flush)
+        .def("flush_writes", &StreamDevice::flush_writes, nb::call_guard<nb::gil_scoped_release>());
+    module.def("stream_device", &m2n::make_stream_device, nb::arg("kind"), nb::arg("library") = "");
+
+    nb::class_<CoreHolder>(module, "StreamCore")
+        .def("__init__",
+             [](CoreHolder* self, m2n::Endpoint& endpoint, std::shared_ptr<StreamDevice> device,
+                double stream_timeout_s) {
+                 new (self) CoreHolder{std::make_unique<StreamCore>(
+                     endpoint.name(), std::move(device), [&endpoint] { endpoint.interrupt(); },
+                     static_cast<int64_t>(stream_timeout_s * 1e9))};
+             },
+             nb::arg("endpoint"), nb::arg("device"), nb::arg("stream_timeout_s"), nb::keep_alive<1, 2>())
+        .def("wait_idle", &wait_idle, nb::arg("timeout_s"))
+        .def("check", [](CoreHolder& holder) { holder.core->check(); })
+        .def("is_over", [](const CoreHolder& holder, uint32_t number) { return holder.core->is_over(number); },
+             nb::arg("number"))
+        .def("abort", [](CoreHolder& holder, uint32_t epoch) { holder.core->abort(epoch); }, nb::arg("epoch"))
+        .def("begin", [](CoreHolder& holder, uint32_t epoch) { holder.core->begin(epoch); }, nb::arg("epoch"))
+        .def("stop", [](CoreHolder& holder) { holder.core->stop(); }, nb::call_guard<nb::gil_scoped_release>());
+}
+
+void bind_attention_stream(nb::module_& module) {
+    using m2n::AttentionStream;
+    nb::class_<AttentionStream>(module, "AttentionStream")
+        .def("__init__",
+             [](AttentionStream* self, m2n::AttentionSide& side, CoreHolder& holder) {
+                 new (self) AttentionStream(side, *holder.core);
+             },
+             nb::arg("side"), nb::arg("core"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("dispatch",
+             [](AttentionStream& self, uintptr_t stream, uint32_t epoch, uint64_t step, uint32_t layer,
+                uint32_t micro_batch, uint64_t participants, uintptr_t rows, uint64_t stride_bytes, uintptr_t ids,
+                uintptr_t weights, uint32_t count, double timeout_s) {
+                 const m2n::GatedRows gated{pointer_to<const std::byte>(rows), stride_bytes,
+                                            pointer_to<const int32_t>(ids), pointer_to<const float>(weights), count};
+                 self.dispatch(stream, {epoch, step, layer, micro_batch}, participants, gated, timeout_s);
+             },
+             nb::arg("stream"), nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"),
+             nb::arg("participants"), nb::arg("rows"), nb::arg("stride_bytes"), nb::arg("ids"), nb::arg("weights"),
+             nb::arg("count"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
+        .def("combine",
+             [](AttentionStream& self, uintptr_t stream, uint32_t epoch, uint64_t step, uint32_t layer,
+                uint32_t micro_batch, uintptr_t out, double timeout_s) {
+                 self.combine(stream, {epoch, step, layer, micro_batch}, pointer_to<std::byte>(out), timeout_s);
+             },
+             nb::arg("stream"), nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"),
+             nb::arg("out"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("wait_ns", &AttentionStream::wait_ns)
+        .def_prop_ro("exposed_ns", &AttentionStream::exposed_ns);
+}
+
+void bind_expert_stream(nb::module_& module) {
+    using m2n::ExpertStream;
+    using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t>;
+    nb::class_<ExpertStream>(module, "ExpertStream")
+        .def("__init__",
+             [](ExpertStream* self, m2n::ExpertSide& side, CoreHolder& holder, uint32_t hidden, uint32_t top_k,
+                uint32_t max_rows, const std::string& type, const std::vector<Addresses>& stages,
+                uint32_t stage_rows) {
+                 std::vector<ExpertStream::Stage> made;
+                 for (const auto& [rows, ids, weights] : stages) {
+                     made.push_back(
+                         {pointer_to<std::byte>(rows), pointer_to<int32_t>(ids), pointer_to<float>(weights)});
+                 }
+                 new (self) ExpertStream(side, shape_of(hidden, top_k, max_rows, type), *holder.core, std::move(made),
+                                         stage_rows);
+             },
+             nb::arg("side"), nb::arg("core"), nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"),
+             nb::arg("dtype"), nb::arg("stages"), nb::arg("stage_rows"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("next",
+             [](ExpertStream& self, m2n::ExpertSide& side, double timeout_s) -> nb::object {
+                 nb::object arrived = nb::none();
+                 within(timeout_s, [&](m2n::Deadline deadline) {
+                     self.next(deadline, [&](const m2n::ExpertSide::Arrived& each) {
+                         const nb::gil_scoped_acquire acquire;
+                         arrived = arrived_object(side, each);
+                     });
+                 });
+                 return arrived;
+             },
+             nb::arg("side"), nb::arg("timeout_s"))
+        .def("collect",
+             [](ExpertStream& self, const std::vector<m2n::Step>& steps) -> nb::object {
+                 std::optional<m2n::ReceivedBatch> batch;
+                 {
+                     const nb::gil_scoped_release release;
+                     batch = self.collect(steps);
+                 }
+                 return batch ? nb::cast(std::move(*batch)) : nb::none();
+             },
+             nb::arg("steps"))
+        .def("reply",
+             [](ExpertStream& self, uintptr_t stream, const m2n::ReceivedBatch& batch, uintptr_t partials,
+                int64_t start_ns, int64_t end_ns, double timeout_s) {
+                 return self.reply(stream, batch, pointer_to<const std::byte>(partials), {start_ns, end_ns},
+                                   timeout_s);
+             },
+             nb::arg("stream"), nb::arg("batch"), nb::arg("partials"), nb::arg("start_ns"), nb::arg("end_ns"),
+             nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
+        .def("overdue",
+             [](ExpertStream& self, double age_s) { return self.overdue(static_cast<int64_t>(age_s * 1e9)); },
+             nb::arg("age_s"), nb::call_guard<nb::gil_scoped_release>())
+        .def("forget", &ExpertStream::forget);
+}
+
+}  // namespace
+
+void bind_m2n_streams(nb::module_& module) {
+    bind_core(module);
+    bind_attention_stream(module);
+    bind_expert_stream(module);
+}
+
+}  // namespace antiphon::bind

@@ -1,0 +1,174 @@
+#include "m2n/stream_core.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/wait_word.h"
+
+namespace antiphon::m2n {
+
+namespace {
+
+constexpr int64_t short_slice_ns = 50'000;      // while some stream is waited for, which cannot wake this thread
+constexpr int64_t long_slice_ns = 200'000'000;  // only the peers are waited for
+constexpr int64_t busy_look_ns = 100'000;       // a stream is looked for this long before naps begin
+constexpr auto nap = std::chrono::microseconds(20);
+
+}  // namespace
+
+StreamCore::StreamCore(std::string name, std::shared_ptr<StreamDevice> device, std::function<void()> interrupt,
+                       int64_t stream_timeout_ns)
+    : name_(std::move(name)),
+      device_(std::move(device)),
+      interrupt_(std::move(interrupt)),
+      stream_timeout_ns_(stream_timeout_ns),
+      came_(device_->new_word()),
+      over_(device_->new_word()),
+      thread_([this] { serve(); }) {}
+
+StreamCore::~StreamCore() { stop(); }
+
+uint32_t StreamCore::submit(StreamHandle stream, std::function<void()> call) {
+    check();
+    std::unique_lock lock(mutex_);
+    const uint32_t number = ++num_submitted_;
+    jobs_.push_back({number, std::move(call)});
+    lock.unlock();
+    device_->signal(stream, came_, number);
+    changed_.notify_all();
+    return number;
+}
+
+void StreamCore::run(std::function<bool(Deadline)> call) {
+    check();
+    Urgent urgent{std::move(call), {}, false};
+    std::unique_lock lock(mutex_);
+    urgent_ = &urgent;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return urgent.over; });
+    if (urgent.error) throw Error(*urgent.error);
+}
+
+bool StreamCore::wait_idle(int64_t timeout_ns) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return jobs_.empty(); });
+}
+
+void StreamCore::check() {
+    const std::lock_guard lock(mutex_);
+    if (error_) throw Error(*error_);
+    if (stopping_.load()) throw Error(Code::interrupted, name_ + ": it was closed");
+}
+
+void StreamCore::abort(uint32_t epoch) {
+    uint32_t before = aborted_epoch_.load();
+    while (before < epoch && !aborted_epoch_.compare_exchange_weak(before, epoch)) continue;
+    interrupt_();
+}
+
+void StreamCore::begin(uint32_t epoch) {
+    const std::lock_guard lock(mutex_);
+    error_.reset();
+    epoch_.store(epoch);
+}
+
+void StreamCore::stop() {
+    if (!thread_.joinable()) return;
+    stopping_.store(true);
+    interrupt_();
+    {
+        const std::lock_guard lock(mutex_);
+        changed_.notify_all();
+    }
+    thread_.join();
+}
+
+// --- the thread
+
+void StreamCore::serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        changed_.wait(lock, [&] { return stopping_.load() || !jobs_.empty() || urgent_ != nullptr; });
+        if (jobs_.empty() && urgent_ == nullptr) return;
+        const bool has_job = !jobs_.empty();
+        Urgent* const urgent = urgent_;
+        const Job* const first = has_job ? &jobs_.front() : nullptr;  // a deque's front stays where it is
+        lock.unlock();
+        if (has_job && look_at_gate(*first)) {
+            make(*first);
+            lock.lock();
+            const uint32_t number = jobs_.front().number;
+            jobs_.pop_front();
+            looked_at_ns_ = 0;
+            over_.raise(number);  // last: who sees it sees the rest
+            changed_.notify_all();
+            continue;
+        }
+        if (urgent != nullptr) {
+            try_urgent(*urgent, has_job);
+        } else if (monotonic_ns() - looked_at_ns_ < busy_look_ns) {
+            std::this_thread::yield();
+        } else {
+            std::this_thread::sleep_for(nap);
+        }
+        lock.lock();
+        if (urgent != nullptr && urgent->over) {
+            urgent_ = nullptr;
+            changed_.notify_all();
+        }
+    }
+}
+
+bool StreamCore::drops() {
+    const std::lock_guard lock(mutex_);
+    return error_.has_value();
+}
+
+// Whether the job's turn has come: its stream is there, or it is to be dropped.
+bool StreamCore::look_at_gate(const Job& job) {
+    if (came_.reached(job.number) || aborted() || drops()) return true;
+    const int64_t now_ns = monotonic_ns();
+    if (looked_at_ns_ == 0) looked_at_ns_ = now_ns;
+    if (now_ns - looked_at_ns_ < stream_timeout_ns_) return false;
+    fail(Error(Code::timeout, name_ + ": the device did not come to call " + std::to_string(job.number) + " after " +
+                                  std::to_string(stream_timeout_ns_ / 1'000'000'000) + " s",
+               {std::string(device_->name())}));
+    return true;
+}
+
+void StreamCore::make(const Job& job) {
+    while (!drops()) {
+        try {
+            if (aborted()) throw Error(Code::interrupted, name_ + ": the step was given up");
+            job.call();
+            return;
+        } catch (const Error& error) {
+            if (error.code == Code::interrupted && !aborted()) continue;  // of an epoch that has passed
+            fail(error);
+        } catch (const std::exception& error) {
+            fail(Error(Code::system, name_ + ": " + error.what()));
+        }
+    }
+}
+
+void StreamCore::try_urgent(Urgent& urgent, bool others_wait) {
+    try {
+        if (aborted()) throw Error(Code::interrupted, name_ + ": the step was given up");
+        urgent.over = urgent.call(Deadline::after_ns(others_wait ? short_slice_ns : long_slice_ns));
+        return;
+    } catch (const Error& error) {
+        if (error.code == Code::interrupted && !aborted()) return;
+        urgent.error = error;
+    } catch (const std::exception& error) {
+        urgent.error = Error(Code::system, name_ + ": " + error.what());
+    }
+    urgent.over = true;
+}
+
+void StreamCore::fail(const Error& error) {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = error;
+}
+
+}  // namespace antiphon::m2n

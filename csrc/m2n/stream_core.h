@@ -1,0 +1,102 @@
+// The CPU's part of calls that a compute stream makes: one thread that makes them when the stream has come there.
+//
+// MegaScale-Infer, section 5 and figures 6 and 7 (S sender, R receiver):
+// 1. event: the stream raises `came_`, so the core knows that tensors are filled (S) or not used any more (R);
+// 2. block: the stream waits for `over_`, where what comes next needs the call's result;
+// 3. send or poll: the core makes the call, which composes and posts messages (S) or waits for arrivals (R);
+// 4. flag: it raises `over_`, and the stream goes on.
+//
+// Calls are made in the order in which they were submitted, each once its gate is passed. A call that fails raises its
+// flag all the same, so that no stream is left waiting. What was submitted behind it is dropped, and the error comes up
+// at the next `check`, until `begin`. Nothing here depends on the device or on the submitting thread, so that thread may
+// block on the device while streams wait.
+//
+// Rejected: a thread for each call (the library's ends belong to one thread at a time), and making the calls from the
+// submitting thread, which on a GPU runs ahead of the stream by whole layers.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "m2n/error.h"
+#include "m2n/stream_device.h"
+#include "m2n/types.h"
+
+namespace antiphon::m2n {
+
+class StreamCore {
+  public:
+    // `interrupt`: ends the wait within a call; it is called from `abort`. `stream_timeout_ns`: how long a stream may
+    // take to come to the next call.
+    StreamCore(std::string name, std::shared_ptr<StreamDevice> device, std::function<void()> interrupt,
+               int64_t stream_timeout_ns);
+    ~StreamCore();
+    StreamCore(const StreamCore&) = delete;
+    StreamCore& operator=(const StreamCore&) = delete;
+
+    // The call is made once all that is on `stream` now is done. Returns its number. Throws as `check`.
+    uint32_t submit(StreamHandle stream, std::function<void()> call);
+    // What is put on `stream` from now on begins once the call is over.
+    void block(StreamHandle stream, uint32_t number) { device_->wait(stream, over_, number); }
+    bool is_over(uint32_t number) const { return over_.reached(number); }
+    // Made at once and in short tries, between calls that wait for their stream; the caller's thread waits. `call`
+    // returns whether it is over; `slice` bounds one try. Throws what it throws, or as `check`.
+    void run(std::function<bool(Deadline slice)> call);
+    // Until all calls are over; false: not in time. The ends of the library are the caller's then, until `submit`.
+    bool wait_idle(int64_t timeout_ns);
+    // Throws the error of the first call that failed since `begin`.
+    void check();
+
+    // Any thread: calls of epochs before this one end with Error(interrupted).
+    void abort(uint32_t epoch);
+    // Once idle: forget errors; calls from now on belong to this epoch.
+    void begin(uint32_t epoch);
+    // Drop what is not over, end the thread. The ends are the caller's.
+    void stop();
+
+  private:
+    struct Job {
+        uint32_t number = 0;  // also the value of `came_` that is its gate
+        std::function<void()> call;
+    };
+    struct Urgent {
+        std::function<bool(Deadline)> call;
+        std::optional<Error> error;
+        bool over = false;
+    };
+
+    bool aborted() const { return stopping_.load() || aborted_epoch_.load() > epoch_.load(); }
+    bool drops();  // calls are dropped, not made
+    void serve();
+    void make(const Job& job);
+    void try_urgent(Urgent& urgent, bool others_wait);
+    bool look_at_gate(const Job& job);
+    void fail(const Error& error);
+
+    const std::string name_;
+    const std::shared_ptr<StreamDevice> device_;
+    const std::function<void()> interrupt_;
+    const int64_t stream_timeout_ns_;
+    StreamWord came_, over_;
+    std::mutex mutex_;
+    std::condition_variable changed_;  // something was submitted, or is over
+    std::deque<Job> jobs_;             // a job stays here until it is over
+    Urgent* urgent_ = nullptr;
+    std::optional<Error> error_;
+    uint32_t num_submitted_ = 0;
+    int64_t looked_at_ns_ = 0;  // since when the first job's stream is waited for; 0: it is not
+    std::atomic<uint32_t> epoch_{0};
+    std::atomic<uint32_t> aborted_epoch_{0};
+    std::atomic<bool> stopping_{false};
+    std::thread thread_;
+};
+
+}  // namespace antiphon::m2n

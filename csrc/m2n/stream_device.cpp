@@ -1,0 +1,206 @@
+#include "m2n/stream_device.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <vector>
+
+#include "base/wait_word.h"
+#include "m2n/error.h"
+#include "m2n/types.h"
+
+namespace antiphon::m2n {
+
+bool StreamWord::reached(uint32_t value) const { return load_u32(host) - value < 1u << 31; }
+
+void StreamWord::raise(uint32_t value) const { store_wake_u32(host, value); }
+
+bool StreamWord::wait(uint32_t value, int64_t timeout_ns, int64_t spin_ns) const {
+    const Deadline deadline = Deadline::after_ns(timeout_ns);
+    for (;;) {
+        const uint32_t seen = load_u32(host);
+        if (seen - value < 1u << 31) return true;
+        const int64_t left_ns = deadline.left_ns();
+        if (left_ns == 0) return false;
+        wait_u32(host, seen, left_ns, spin_ns);
+    }
+}
+
+namespace {
+
+// Pages of words, a cache line each: raising one does not disturb who waits for another.
+class WordPages {
+  public:
+    ~WordPages() {
+        for (std::byte* page : pages_) ::munmap(page, page_bytes());
+    }
+    // `is_new`: the word is the first of its page.
+    uint32_t* next(bool& is_new) {
+        is_new = pages_.empty() || used_ == page_bytes();
+        if (is_new) {
+            void* page = ::mmap(nullptr, page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (page == MAP_FAILED) throw_errno("mmap of a page of words");
+            pages_.push_back(static_cast<std::byte*>(page));
+            used_ = 0;
+        }
+        std::byte* word = pages_.back() + used_;
+        used_ += line_bytes;
+        return reinterpret_cast<uint32_t*>(word);
+    }
+    std::byte* last() const { return pages_.back(); }
+    const std::vector<std::byte*>& all() const { return pages_; }
+    static size_t page_bytes() { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
+
+  private:
+    static constexpr size_t line_bytes = 64;
+    std::vector<std::byte*> pages_;
+    size_t used_ = 0;
+};
+
+class CpuDevice final : public StreamDevice {
+  public:
+    const char* name() const override { return "cpu"; }
+    StreamWord new_word() override {
+        bool is_new = false;
+        return {pages_.next(is_new), 0};
+    }
+    void signal(StreamHandle, const StreamWord& word, uint32_t value) override { word.raise(value); }
+    void wait(StreamHandle, const StreamWord& word, uint32_t value) override {
+        constexpr int64_t look_ns = 1'000'000'000;
+        while (!word.wait(value, look_ns, 0)) continue;  // the core raises it at its deadlines, whatever happens
+    }
+    bool needs_flush() const override { return false; }
+    void flush_writes() override {}
+
+  private:
+    WordPages pages_;
+};
+
+// The few calls of CUDA's driver. Names end as in the driver's table, types are those of cuda.h.
+struct Driver {
+    using Result = int;
+    Result (*init)(unsigned) = nullptr;
+    Result (*current_context)(void**) = nullptr;
+    Result (*set_context)(void*) = nullptr;
+    Result (*current_device)(int*) = nullptr;
+    Result (*attribute)(int*, int, int) = nullptr;
+    Result (*register_host)(void*, size_t, unsigned) = nullptr;
+    Result (*unregister_host)(void*) = nullptr;
+    Result (*device_pointer)(uint64_t*, void*, unsigned) = nullptr;
+    Result (*write_value)(void*, uint64_t, uint32_t, unsigned) = nullptr;
+    Result (*wait_value)(void*, uint64_t, uint32_t, unsigned) = nullptr;
+    Result (*flush_writes)(int, int) = nullptr;
+};
+
+class CudaDevice final : public StreamDevice {
+  public:
+    explicit CudaDevice(const std::string& library) {
+        library_ = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (library_ == nullptr) {
+            throw Error(Code::invalid, "streams of a GPU: " + library + " cannot be opened (" + ::dlerror() +
+                                           "): install NVIDIA's driver, or use --streams off");
+        }
+        find(driver_.init, "cuInit");
+        find(driver_.current_context, "cuCtxGetCurrent");
+        find(driver_.set_context, "cuCtxSetCurrent");
+        find(driver_.current_device, "cuCtxGetDevice");
+        find(driver_.attribute, "cuDeviceGetAttribute");
+        find(driver_.register_host, "cuMemHostRegister_v2");
+        find(driver_.unregister_host, "cuMemHostUnregister");
+        find(driver_.device_pointer, "cuMemHostGetDevicePointer_v2");
+        find(driver_.write_value, "cuStreamWriteValue32_v2");
+        find(driver_.wait_value, "cuStreamWaitValue32_v2");
+        find(driver_.flush_writes, "cuFlushGPUDirectRDMAWrites");
+        call("cuInit", driver_.init(0));
+        call("cuCtxGetCurrent", driver_.current_context(&context_));
+        if (context_ == nullptr) {
+            throw Error(Code::invalid, "streams of a GPU: this thread has no context; use the device first");
+        }
+        int device = 0;
+        call("cuCtxGetDevice", driver_.current_device(&device));
+        needs_flush_ = attribute(writes_ordering, device) < ordered_for_owner;
+        can_flush_ = (attribute(flush_options, device) & flush_by_host) != 0;
+    }
+    ~CudaDevice() override {
+        for (std::byte* page : pages_.all()) driver_.unregister_host(page);
+        ::dlclose(library_);
+    }
+
+    const char* name() const override { return "cuda"; }
+
+    StreamWord new_word() override {
+        bool is_new = false;
+        uint32_t* word = pages_.next(is_new);
+        if (is_new) {
+            constexpr unsigned portable = 1, mapped = 2;
+            call("cuMemHostRegister",
+                 driver_.register_host(pages_.last(), WordPages::page_bytes(), portable | mapped));
+        }
+        uint64_t device = 0;
+        call("cuMemHostGetDevicePointer", driver_.device_pointer(&device, word, 0));
+        return {word, device};
+    }
+
+    void signal(StreamHandle stream, const StreamWord& word, uint32_t value) override {
+        constexpr unsigned with_fence = 0;  // what the stream wrote before is seen by who sees the word
+        call("cuStreamWriteValue32",
+             driver_.write_value(reinterpret_cast<void*>(stream), word.device, value, with_fence));
+    }
+    void wait(StreamHandle stream, const StreamWord& word, uint32_t value) override {
+        constexpr unsigned at_least = 0;
+        call("cuStreamWaitValue32", driver_.wait_value(reinterpret_cast<void*>(stream), word.device, value, at_least));
+    }
+
+    bool needs_flush() const override { return needs_flush_; }
+    void flush_writes() override {
+        if (!can_flush_) {
+            throw Error(Code::invalid,
+                        "this GPU's driver cannot flush writes of a network card: stage messages in host memory");
+        }
+        call("cuCtxSetCurrent", driver_.set_context(context_));
+        constexpr int current_context = 0, to_all_devices = 200;
+        call("cuFlushGPUDirectRDMAWrites", driver_.flush_writes(current_context, to_all_devices));
+    }
+
+  private:
+    // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
+    static constexpr int flush_options = 117, writes_ordering = 118;
+    static constexpr int flush_by_host = 1, ordered_for_owner = 100;
+
+    template <class Function>
+    void find(Function& function, const char* symbol) {
+        function = reinterpret_cast<Function>(::dlsym(library_, symbol));
+        if (function != nullptr) return;
+        throw Error(Code::invalid, std::string("streams of a GPU: the driver lacks ") + symbol +
+                                       ": it is older than CUDA 11.7, update it or use --streams off");
+    }
+    static void call(const char* name, Driver::Result result) {
+        if (result != 0) {
+            throw Error(Code::system, std::string(name) + " failed with CUDA error " + std::to_string(result));
+        }
+    }
+    int attribute(int which, int device) const {
+        int value = 0;
+        call("cuDeviceGetAttribute", driver_.attribute(&value, which, device));
+        return value;
+    }
+
+    void* library_ = nullptr;
+    void* context_ = nullptr;
+    Driver driver_;
+    WordPages pages_;
+    bool needs_flush_ = true;
+    bool can_flush_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<StreamDevice> make_stream_device(const std::string& kind, const std::string& library) {
+    if (kind == "cpu") return std::make_shared<CpuDevice>();
+    if (kind == "cuda") return std::make_shared<CudaDevice>(library.empty() ? "libcuda.so.1" : library);
+    throw Error(Code::invalid, "streams of " + kind + ": they can be those of cpu or cuda");
+}
+
+}  // namespace antiphon::m2n
