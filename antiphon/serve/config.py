@@ -202,6 +202,8 @@ class ServeConfig:
             )
 
     def _check_streams(self) -> None:
+        if self.streams == "on" and self.exchange_library != "m2n":
+            raise UserError(f"--streams on: {self.exchange_library} knows no streams; leave it out")
         if self.streams == "on" and self.layout != "disaggregated":
             raise UserError(
                 f"--streams on needs --layout disaggregated: in --layout {self.layout} no rows go to expert workers"
@@ -210,7 +212,8 @@ class ServeConfig:
     def uses_streams(self, role: Role) -> bool:
         """Whether these workers exchange rows in the order of their device's stream: if asked for, and on GPUs."""
         on_gpu = self.own(role).device != "cpu"
-        return self.layout == "disaggregated" and (self.streams == "on" or (self.streams == "auto" and on_gpu))
+        has_streams = self.layout == "disaggregated" and self.exchange_library == "m2n"
+        return has_streams and (self.streams == "on" or (self.streams == "auto" and on_gpu))
 
     @property
     def _no_graphs(self) -> str:

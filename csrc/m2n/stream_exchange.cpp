@@ -85,7 +85,7 @@ void ExpertStream::put_on_stage(ReceivedBatch& batch) {
 
 uint32_t ExpertStream::reply(StreamHandle stream, const ReceivedBatch& batch, const std::byte* partials,
                              ComputeTimes times, double timeout_s) {
-    const uint32_t number = core_.submit(stream, [this, batch, partials, times, timeout_s]() mutable {
+    const uint32_t number = core_.submit(stream, [this, batch = ReceivedBatch(batch), partials, times, timeout_s]() mutable {
         ComputeTimes computed = times;
         if (computed.end_ns == 0) computed.end_ns = monotonic_ns();
         patiently(timeout_s, [&](Deadline deadline) { side_.reply(batch, partials, computed, deadline); });

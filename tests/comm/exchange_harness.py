@@ -145,9 +145,7 @@ class Exchange:
         endpoint = self.backend.endpoint(f"experts[{index}]")
         if driver := self.backend.streams:
             driver = "" if driver == "cpu" else driver
-            return StreamExpertExchange(
-                endpoint, self.shape, index, TIMEOUT_S, CPU, merges=self.merges, driver=driver
-            )
+            return StreamExpertExchange(endpoint, self.shape, index, TIMEOUT_S, CPU, merges=self.merges, driver=driver)
         return NativeExpertExchange(endpoint, self.shape, index, merges=self.merges)
 
     def replace_attention(self, index: int, *, farewell: bool) -> None:

@@ -17,6 +17,7 @@ PROMPTS = random_prompts([1, 9, 33, 60, 17, 5])
         ("1+1", {}),
         ("2+2/m2", {"exchange": "tcp"}),
         ("1t2+1t2/m3", {}),
+        ("2+2/m2", {"stepping": "free"}),
         ("1+2/m2", {"balance": "predict", "expert_slots": 4}),
     ],
 )

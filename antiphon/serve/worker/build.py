@@ -148,6 +148,7 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
     worker = _build_experts(source) if configure.role == "experts" else _build_attention(source)
     if waits := source.endpoints.description:
         name = f"{configure.role}[{configure.index}]"
+        waits += ", in stream order" if configure.streams else ""
         _log.info("%s: %s", name if configure.num_ranks == 1 else f"{name}[{configure.rank}]", waits)
     return worker
 
