@@ -72,9 +72,7 @@ class SearchOptions:
     layout: Annotated[
         Values, typer.Option(metavar="LIST", show_default="auto", help="disaggregated,hybrid,tp_pp,dp_ep.")
     ] = None
-    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu/-cost/-power, ttft, tpot.")] = (
-        "per-gpu"
-    )
+    objective: Annotated[Objective, typer.Option(metavar="NAME", help="per-gpu/-cost/-power, ttft, tpot.")] = "per-gpu"
     precision: Annotated[
         Values, typer.Option(metavar="PART=F", show_default="bf16", help="E.g. fp8, or experts=mxfp4,kv=fp8.")
     ] = None

@@ -1,4 +1,4 @@
-"""Rows exchanged in the order of a stream, in the form for CPUs: the same text in every layout, kills, stopped peers."""
+"""Rows exchanged in the order of a stream, in the form for CPUs: the same text in all layouts, kills, stopped peers."""
 
 import signal
 

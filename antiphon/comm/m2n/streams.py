@@ -35,7 +35,7 @@ from antiphon.specs.placement import ExpertPlacement
 _EXPERT_STAGES = 3  # one is received, one computed, one on its way back
 
 
-class _Stage(NamedTuple):
+class RowStage(NamedTuple):
     """Pinned memory of one micro-batch: rows, choices and weights on their way out, sums on their way back."""
 
     rows_TH: Tensor
@@ -44,10 +44,10 @@ class _Stage(NamedTuple):
     sums_TH: Tensor
 
 
-def make_stages(shape: ExchangeShape, count: int, max_rows: int, *, pinned: bool) -> list[_Stage]:
+def make_stages(shape: ExchangeShape, count: int, max_rows: int, *, pinned: bool) -> list[RowStage]:
     """Memory that a device copies to and from by itself."""
     return [
-        _Stage(
+        RowStage(
             torch.empty(max_rows, shape.hidden_size, dtype=shape.dtype, pin_memory=pinned),
             torch.empty(max_rows, shape.top_k, dtype=torch.int32, pin_memory=pinned),
             torch.empty(max_rows, shape.top_k, dtype=torch.float32, pin_memory=pinned),
