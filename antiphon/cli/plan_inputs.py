@@ -36,6 +36,7 @@ PHASES: dict[str, tuple[PhaseName, ...]] = {
     "serve": ("prefill", "decode", "serve"),  # servers that do both, beside pools
 }
 TRAIN = "train"
+LINKED_FILE = "these-machines.json"  # of `antiphon profile --listen`
 CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"  # of `antiphon profile`, in one folder
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")

@@ -15,22 +15,33 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
+from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_link, own_host_towards, with_link
 from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
 from antiphon.bench.profile.training import WantedTraining, measure_training
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
-from antiphon.cli.plan_inputs import CLUSTER_FILE, PROFILE_FILE
+from antiphon.cli.plan_inputs import CLUSTER_FILE, LINKED_FILE, PROFILE_FILE
+from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import Profile, TrainingTables, read_profile
+from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
-from antiphon.specs.cluster import cluster_to_json
+from antiphon.serve.joining import exchange_secret, read_join_secret, refuse_wildcard
+from antiphon.specs.cluster import cluster_to_json, load_cluster
 from antiphon.specs.device import ComputeDtype
 
 
 def profile(
-    model: options.ModelFolder,
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, or a GGUF file.",
+            callback=lambda value: None if value is None else model_folder(value),
+        ),
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", metavar="DIR", help="Write profile and cluster here.")
     ] = None,
@@ -49,13 +60,30 @@ def profile(
     ] = 256,
     ranks: Annotated[str, typer.Option("--ranks", metavar="N,N", help="train: how many ranks at a time.")] = "1,2,4",
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes, briefly: to try it out.")] = False,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Measure the link to a machine that joins here.")
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option("--join", metavar="HOST:PORT", help="Be the other end of such a link.")
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option("--secret-file", metavar="FILE", help="Secret that both ends know.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure this machine with MODEL, for antiphon plan --profile.
+    """Measure this machine with MODEL, for antiphon plan --profile; or the link to another one.
 
-    DIR gets profile.json (plan --profile) and, of serving, this-machine.json (plan --cluster)."""
+    DIR gets profile.json (plan --profile) and, of serving, this-machine.json (plan --cluster). --listen adds
+    these-machines.json: two of this machine, with the link as it was measured."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
+    if listen is not None or join is not None:
+        _measure_link(model, folder, listen, join, secret_file, json)
+        return
+    if model is None:
+        raise UserError("MODEL is missing: name a checkpoint, or give --listen or --join to measure a link")
+    if secret_file is not None:
+        raise UserError(f"--secret-file {secret_file} is for --listen and --join: leave it out")
     if folder is not None:
         _make_folder(folder)
     effort = QUICK if quick else NORMAL
@@ -88,6 +116,66 @@ def profile(
     for line in remarks(times, folder):
         show(line, json=json)
     emit_json(json, asdict(measured))
+
+
+def _measure_link(
+    model: Path | None,
+    folder: Path | None,
+    listen: str | None,
+    join: str | None,
+    secret_file: Path | None,
+    json: str | None,
+) -> None:
+    if model is not None or (listen is not None and join is not None):
+        both = "--join" if listen is not None and join is not None else f"MODEL {model}"
+        raise UserError(f"{both} does not apply with --listen: a link is measured alone; leave it out")
+    secret = exchange_secret(read_join_secret(secret_file))
+    if join is not None:
+        if folder is not None:
+            raise UserError(f"--folder {folder} does not apply with --join: the side that listens writes the figures")
+        split_address(join)
+        show(f"measuring the link to {join}", json=json)
+        follow_link(join, own_host_towards(join), secret)
+        return
+    cluster = None
+    if folder is not None:
+        if not (folder / CLUSTER_FILE).exists():
+            raise UserError(
+                f"{folder} has no {CLUSTER_FILE}: first measure this machine, antiphon profile MODEL --folder {folder}"
+            )
+        cluster = load_cluster(folder / CLUSTER_FILE)
+    refuse_wildcard("--listen", listen or "", split_address(listen or "")[0])
+    show(f"on the other machine: antiphon profile --join {listen}", json=json)
+    with progress("measuring the link") as report:
+        link = measure_link(listen or "", secret, report)
+    if cluster is not None and folder is not None:
+        _write(folder, LINKED_FILE, cluster_to_json(with_link(cluster, link)))
+    show(link_table(link), json=json)
+    show(
+        f"latency {format_seconds(link.latency_s)}, {format_bytes(link.bytes_per_s)}/s, half of it at "
+        f"{format_bytes(link.half_bytes)}; both directions at once: {link.both_ways:.2f} times as long; "
+        f"sizes that were not fitted: within {link.error:.0%}",
+        json=json,
+    )
+    if folder is not None:
+        show(f"written to {folder}: {LINKED_FILE} (antiphon plan MODEL --cluster {folder / LINKED_FILE})", json=json)
+    emit_json(json, asdict(link))
+
+
+def link_table(link: MeasuredLink) -> Any:
+    """One way by message size, measured and by the fitted link."""
+    rows = [
+        (
+            format_bytes(wire.size_bytes),
+            format_seconds(wire.one_way_s),
+            format_seconds(wire.predicted_s),
+            f"{wire.size_bytes / wire.one_way_s / link.bytes_per_s:.2f}",
+            format_seconds(wire.both_ways_s),
+            "yes" if wire.is_fitted else "",
+        )
+        for wire in link.wires
+    ]
+    return table(("message", "one way", "predicted", "Util", "both ways at once", "fitted"), rows)
 
 
 def _train(wanted: WantedTraining, folder: Path | None, json: str | None) -> None:
