@@ -236,6 +236,8 @@ class AttentionSide:
         """Wait for all partial sums, add them into `out` [num_pending, hidden].
 
         Nanoseconds: of the call, and the part of them in which the slowest expert worker did not compute."""
+    def is_back(self, epoch: int, step: int, layer: int, micro_batch: int) -> bool:
+        """`combine` would not wait."""
     def prefetch(self, worker: int, layer: int, expert: int) -> None:
         """The next dispatch asks `worker` for a copy of this expert. At most two requests ride on a message."""
     def wanted_copies(

@@ -347,6 +347,13 @@ class ServeConfig:
             raise UserError(f"--layout hybrid with --tp and --expert-tp: {error}") from error
 
     @property
+    def num_side_by_side(self) -> int:
+        """Steps of an attention worker that may run at once. One, of all its micro-batches, where they cannot be told
+        apart: several ranks follow its steps one by one, and a record of routing is by step."""
+        is_simple = self.attention_tp == 1 and self.record_routing is None and self.replay_routing is None
+        return self.num_micro_batches if self.stepping == "free" and is_simple else 1
+
+    @property
     def topology(self) -> TwoLevel:
         """The ranks of one stage of a hybrid instance."""
         return TwoLevel.of_ranks(self.num_attention * self.attention_tp, self.attention_tp, self.expert_tp)

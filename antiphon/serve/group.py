@@ -1,5 +1,4 @@
-"""Workers that depend on each other: attention and expert workers, or a replica. An attention worker runs one step at a
-time.
+"""Workers that depend on each other: attention and expert workers, or a replica.
 
     start_steps  every attention worker with work gets its plan, cut into micro-batches
     on_message   a worker has computed its part: its requests move forward, and what they got goes to their sinks;
@@ -11,7 +10,8 @@ Attention workers step in one of two ways:
     barrier   together: the next step begins when all have answered. The engine names for each micro-batch the workers
               that take part, so experts wait for exactly those and an idle worker delays no other
     free      each for itself: the next step begins with a worker's own answer, and a slow one delays no other. Expert
-              workers compute what is ready of a layer together (`comm/m2n/ready_batches`)
+              workers compute what is ready of a layer together (`comm/m2n/ready_batches`). A worker runs as many steps
+              side by side as there are micro-batches, each of other requests (`worker/side_by_side`)
 
 What needs all to stand still (to begin anew, to take requests back) holds new steps until no step runs; where experts
 are may change beside steps (`placement_control`). How the workers begin anew after a failure is in `recovery`.
@@ -21,6 +21,7 @@ An attention worker fails over one of its own requests. Where an expert worker f
 may be any request of the step.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -68,13 +69,17 @@ class StepFailure:
     blamed: dict[Request, int]
 
 
-@dataclass(frozen=True)
+_Place = tuple[WorkerName, int]  # an attention worker, and which of the steps that it may run side by side
+
+
+@dataclass
 class _Part:
     """One attention worker's part of a step. `plan` None: it has no rows, and takes part because others need its
-    experts."""
+    experts. `step`: number of the step with which it was sent last."""
 
     plan: StepPlan | None
     micro_batches: list[list[SequenceStep]]
+    step: int = 0
 
 
 class PrefillOwner(Protocol):
@@ -101,6 +106,7 @@ class StepGroup:
         tracked: TrackedRequests,
         timeout_s: float,
         steps_freely: bool = False,
+        num_side_by_side: int = 1,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes, bytes], None] | None = None,
@@ -123,10 +129,11 @@ class StepGroup:
         self.owner: PrefillOwner | None = None
         self._num_micro_batches = num_micro_batches
         self._steps_freely = steps_freely
+        self._lanes = range(num_side_by_side)
         self._is_held = False
         self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
-        self._parts: dict[WorkerName, _Part] = {}  # planned and not computed
-        self._running: list[WorkerName] = []  # whose parts were sent, and not answered yet
+        self._parts: dict[_Place, _Part] = {}  # planned and not computed
+        self._running: list[_Place] = []  # whose parts were sent, and not answered yet
         self._num_steps = 0  # sent, of all its workers
         self._counted_until_s = 0.0  # time in which steps ran
 
@@ -153,7 +160,7 @@ class StepGroup:
     @property
     def num_side_by_side(self) -> int:
         """Steps that may run at once, each with a number of its own."""
-        return len(self.schedulers) if self._steps_freely else 1
+        return len(self.schedulers) * len(self._lanes) if self._steps_freely else 1
 
     @property
     def quiet(self) -> bool:
@@ -166,21 +173,27 @@ class StepGroup:
         """Plan and send the next steps, or those that failed again, where none is running and there is work."""
         if self._is_held or not (self.quiet or self._steps_freely) or not self._prepare_steps():
             return
-        idle = [name for name in self.live_attention if name not in self._running]
-        late = [name for name in idle if name not in self._parts and self._awaits_mask(name)]
+        idle = [place for name in self.live_attention for place in self._places(name) if place not in self._running]
+        late = {place for place in idle if place not in self._parts and self._awaits_mask(place[0])}
         if self._steps_freely:
-            idle = [name for name in idle if name not in late]
+            idle = [place for place in idle if place not in late]
         elif late and not self._parts:
             return
-        for name in idle:
-            if name not in self._parts:
-                self._plan(name)
-        ready = [name for name in idle if name in self._parts]
+        for place in idle:
+            if place not in self._parts:
+                self._plan(place)
+        ready = [place for place in idle if place in self._parts]
         if ready and self.members.share_experts:
-            self._parts |= {name: _Part(None, []) for name in idle if name not in ready}
+            self._parts |= {place: _Part(None, []) for place in idle if place not in ready}
             ready = idle
-        for names in [[name] for name in ready] if self._steps_freely else [ready] if ready else []:
-            self._send_step(names)
+        if self._steps_freely:
+            for place in sorted(ready, key=lambda place: self._parts[place].step or math.inf):  # failed ones in order
+                self._send_step([place])
+        elif ready:
+            self._send_step(ready)
+
+    def _places(self, name: WorkerName) -> list[_Place]:
+        return [(name, lane) for lane in self._lanes]
 
     def hold(self) -> None:
         """No step begins from now on, until `take_back`."""
@@ -190,14 +203,14 @@ class StepGroup:
         """Worth waiting for: it comes soon."""
         return self._tracked.is_mask_near(self.schedulers[name].requests)
 
-    def _send_step(self, names: list[WorkerName]) -> None:
-        """The parts of these workers are one step."""
+    def _send_step(self, places: list[_Place]) -> None:
+        """The parts at these places are one step."""
         if self.quiet:
             self._counted_until_s = time.monotonic()
-        self._running += names
+        self._running += places
         self._num_steps += 1
-        self._recovery.note_step(names)
-        for name, message in self._messages(names).items():
+        self._recovery.note_step([name for name, _ in places])
+        for name, message in self._messages(places).items():
             self._fleet.send(self._fleet.workers[name], message)
 
     def _prepare_steps(self) -> bool:
@@ -213,18 +226,24 @@ class StepGroup:
             if self._balancer is not None:
                 self._balancer.advance(self.placing)
             informed = [] if members.share_experts else members.loaded_attention()
-            self.placing.advance(informed, members.expert_holders, self._running)
+            running = [self._parts[place].step for place in self._running]
+            self.placing.advance(informed, members.expert_holders, running)
         return True
 
-    def _plan(self, name: WorkerName) -> None:
-        scheduler = self.schedulers[name]
-        if (plan := scheduler.schedule()) is not None:
+    def _plan(self, place: _Place) -> None:
+        scheduler, num_side_by_side = self.schedulers[place[0]], len(self._lanes)
+        if (plan := scheduler.schedule(num_side_by_side)) is None:
+            return
+        if num_side_by_side > 1:
+            micro_batches = [list(plan.sequences)]
+        else:
             ratio = scheduler.config.context_tokens_per_row
-            self._parts[name] = _Part(plan, split_into_micro_batches(plan.sequences, self._num_micro_batches, ratio))
+            micro_batches = split_into_micro_batches(plan.sequences, self._num_micro_batches, ratio)
+        self._parts[place] = _Part(plan, micro_batches)
 
-    def _messages(self, names: list[WorkerName]) -> dict[WorkerName, RunStep]:
-        """A step of these workers, as each of them gets it."""
-        parts = {name: self._parts[name] for name in names}
+    def _messages(self, places: list[_Place]) -> dict[WorkerName, RunStep]:
+        """A step at these places, as each of their workers gets it."""
+        parts, (_, lane) = {place[0]: self._parts[place] for place in places}, places[0]
         num_micro_batches = max(len(part.micro_batches) for part in parts.values())
         participants = [
             [name.index for name, part in parts.items() if len(part.micro_batches) > index]
@@ -235,7 +254,7 @@ class StepGroup:
         prefill, most_rows = any(count > 1 for rows in sizes for count in rows), max(map(sum, sizes))
         messages = {}
         for name, part in parts.items():
-            plan = part.plan
+            plan, part.step = part.plan, self._num_steps
             missing = num_micro_batches - len(part.micro_batches) if self.members.share_experts else 0
             messages[name] = RunStep(
                 step=self._num_steps,
@@ -243,6 +262,7 @@ class StepGroup:
                 starts=list(plan.starts) if plan is not None else [],
                 micro_batches=part.micro_batches + [[]] * missing,
                 participants=participants,
+                first_micro_batch=lane,
                 prefill=prefill,
                 most_rows=most_rows,
                 placement=0 if self.placing is None else self.placing.current.version,
@@ -258,10 +278,10 @@ class StepGroup:
         masks = {request_id: self._tracked.mask_of(requests[request_id].tracked_id) for request_id in sampling}
         return {request_id: mask for request_id, mask in masks.items() if mask is not None}
 
-    def _commit(self, name: WorkerName, result: StepResult) -> None:
+    def _commit(self, place: _Place, result: StepResult) -> None:
         """A worker has computed its part: move its requests forward and hand out what they got."""
-        self._stop_running(name)
-        plan = self._parts.pop(name).plan
+        self._stop_running(place)
+        plan = self._parts.pop(place).plan
         if plan is None:
             return
         sampled = {entry.request_id: entry for entry in result.requests}
@@ -271,19 +291,19 @@ class StepGroup:
                 token_id = sampled[sequence.request_id].token_id
                 assert token_id is not None, "a sampling sequence yields a token"
                 tokens.append(token_id)
-        (self.owner or self._tracked).publish(self.schedulers[name].commit(plan, tokens), sampled)
+        (self.owner or self._tracked).publish(self.schedulers[place[0]].commit(plan, tokens), sampled)
 
     def _give_up(self, name: WorkerName) -> None:
-        """A worker has not computed its part, if it had one: the same again, next time."""
-        if name in self._running:
-            self._stop_running(name)
-            if self._parts[name].plan is None:
-                del self._parts[name]
+        """A worker has not computed its parts, if it had any: the same again, next time."""
+        for place in set(self._places(name)).intersection(self._running):
+            self._stop_running(place)
+            if self._parts[place].plan is None:
+                del self._parts[place]
 
-    def _stop_running(self, name: WorkerName) -> None:
-        self._running.remove(name)
+    def _stop_running(self, place: _Place) -> None:
+        self._running.remove(place)
         if self.placing is not None:
-            self.placing.note_step_over(name)
+            self.placing.note_step_over(self._parts[place].step)
 
     def take_back(self) -> list[Request]:
         """Hand over all requests, oldest first; the plans that failed are void. Only while no step runs."""
@@ -319,10 +339,11 @@ class StepGroup:
         return None
 
     def _on_result(self, name: WorkerName, result: StepResult) -> None:
-        if name not in self._running:
-            return  # one of its ranks died behind the step: the worker is lost, and its requests have moved
-        sizes = [len(sequence.token_ids) for part in self._parts[name].micro_batches for sequence in part]
-        self._commit(name, result)
+        place = next((each for each in self._running if each[0] == name and self._is_of(each, result.step)), None)
+        if place is None:
+            return  # given up: a step beside it failed, or a rank died behind it and its requests have moved
+        sizes = [len(sequence.token_ids) for part in self._parts[place].micro_batches for sequence in part]
+        self._commit(place, result)
         self._statistics.record_step(result, () if self.placing is None else tuple(self.placing.current.owners))
         if self._balancer is not None:
             self._balancer.count(self._num_steps, result.expert_rows)
@@ -338,7 +359,9 @@ class StepGroup:
         failure: StepFailure | None = None
         if failed.reason != "aborted" and self._recovery.phase is RecoveryPhase.STEPPING:  # later ones report the same
             reported = failed.reason == "error"
-            owners = [worker.name.leader] if reported else self._running
+            owners = [each for each in self._running if not reported or each[0] == worker.name.leader]
+            if failed.step and worker.name.leader == worker.name:
+                owners = [each for each in owners if self._is_of(each, failed.step)]
             failure = self._failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
@@ -347,15 +370,18 @@ class StepGroup:
         self._recovery.on_step_failed(worker, failed, quiet=self.quiet)
         return failure
 
+    def _is_of(self, place: _Place, step: int) -> bool:
+        return self._parts[place].step == step
+
     def _failure(
-        self, worker: WorkerName, what: str, owners: Iterable[WorkerName], *, reported: bool = False
+        self, worker: WorkerName, what: str, owners: Iterable[_Place], *, reported: bool = False
     ) -> StepFailure | None:
-        """A running step fails, maybe over a request that one of `owners` computes. None: they compute nothing."""
+        """Running steps fail, maybe over a request that one of `owners` computes. None: they compute nothing."""
         blamed = {}
-        for owner in owners:
-            plan = self._parts[owner].plan if owner in self._running else None
+        for place in owners:
+            plan = self._parts[place].plan
             for sequence in plan.sequences if plan is not None else ():
-                request = self.schedulers[owner].requests[sequence.request_id]
+                request = self.schedulers[place[0]].requests[sequence.request_id]
                 if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
                     blamed[request] = sequence.start + len(sequence.token_ids)
         return StepFailure(worker=worker, what=what, reported=reported, blamed=blamed) if blamed else None
@@ -369,11 +395,12 @@ class StepGroup:
         failure: StepFailure | None = None
         homeless: list[Request] = []
         if self._recovery.phase is RecoveryPhase.STEPPING:
-            owners = [name] if computes else self._running
+            owners = [each for each in self._running if not computes or each[0] == name]
             failure = self._failure(name, f"{worker.name} died: {reason}", owners)
         if computes:
             self._give_up(name)
-            self._parts.pop(name, None)
+            for place in self._places(name):
+                self._parts.pop(place, None)
             homeless = self.schedulers[name].take_back(cache_lost=True)
         self._recovery.on_death(name, quiet=self.quiet)
         return failure, homeless
@@ -387,6 +414,6 @@ class StepGroup:
 
     def on_tick(self) -> None:
         """Kill workers that have owed an answer for too long."""
-        for name, waited_s in self._recovery.overdue(self._running):
+        for name, waited_s in self._recovery.overdue([name for name, _ in self._running]):
             _log.error("%s has not answered for %.1f s: killing it", name, waited_s)
             self._fleet.workers[name].kill(f"it has not answered for {waited_s:.1f} s")

@@ -55,7 +55,7 @@ class PlacementControl:
         self._target: ExpertPlacement | None = None
         self._coming: ExpertPlacement | None = None
         self._waiting_for: set[WorkerName] = set()
-        self._old_steps: set[WorkerName] | None = None  # begun before the last switch; None: retired
+        self._old_steps: set[int] | None = None  # begun before the last switch; None: retired
         self.absent: frozenset[int] = frozenset()
         self._newest = placement.version
 
@@ -85,13 +85,13 @@ class PlacementControl:
         self,
         attention: Collection[WorkerName],
         experts: Collection[WorkerName],
-        stepping: Collection[WorkerName] = (),
+        running: Collection[int] = (),
     ) -> None:
         """Take the next step of a move, if one is due. Call when all these processes are ready: attention workers'
-        leaders, unless their steps say it, and all processes that hold experts for others. `stepping`: those attention
-        workers that are in the middle of a step, which ends with the old map."""
+        leaders, unless their steps say it, and all processes that hold experts for others. `running`: the steps under
+        way, which may still send rows by the old map."""
         if self._coming is not None and not self._waiting_for:
-            self._switch(attention, stepping)
+            self._switch(attention, running)
         if self._old_steps is not None and not self._old_steps:
             self._old_steps = None
             for name in experts:
@@ -99,10 +99,10 @@ class PlacementControl:
         if self._target is not None and self._coming is None and self._old_steps is None and not self.absent:
             self._prepare(experts)
 
-    def note_step_over(self, name: WorkerName) -> None:
-        """The attention worker's step has ended, or has come to nothing: the next one goes by the present map."""
+    def note_step_over(self, step: int) -> None:
+        """The step has ended, or has come to nothing: what begins from now on goes by the present map."""
         if self._old_steps is not None:
-            self._old_steps.discard(name)
+            self._old_steps.discard(step)
 
     def _prepare(self, experts: Collection[WorkerName]) -> None:
         assert self._target is not None
@@ -118,11 +118,11 @@ class PlacementControl:
         for name in experts:
             self._fleet.send(self._fleet.workers[name], PreparePlacement(self._coming))
 
-    def _switch(self, attention: Collection[WorkerName], stepping: Collection[WorkerName]) -> None:
+    def _switch(self, attention: Collection[WorkerName], running: Collection[int]) -> None:
         assert self._coming is not None
         before, self.current, self._coming = self.current, self._coming, None
         self._send_place(attention)
-        self._old_steps = set(stepping)
+        self._old_steps = set(running)
         if before.owners != self.current.owners:  # else only the workers' speeds are new
             self._statistics.record_placement(self.current.version, num_moves(before, self.current))
 

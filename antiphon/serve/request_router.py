@@ -120,7 +120,9 @@ class RequestRouter:
         """Move what drained workers have to others: what waits at once, what runs when one has room for it."""
         for name in self._workforce.drained & self._workforce.request_schedulers.keys():
             scheduler = self._workforce.schedulers[name]
-            for request in [] if scheduler.is_stepping else list(scheduler.requests.values()):
+            for request in list(scheduler.requests.values()):
+                if scheduler.is_in_flight(request):
+                    continue
                 if request.origin is None and request.status is RequestStatus.WAITING:
                     scheduler.let_go(request)
                     self.add([request])

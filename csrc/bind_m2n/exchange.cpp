@@ -88,6 +88,11 @@ void bind_attention(nb::module_& module) {
              },
              nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"), nb::arg("out"),
              nb::arg("timeout_s"))
+        .def("is_back",
+             [](AttentionSide& side, uint32_t epoch, uint64_t step, uint32_t layer, uint32_t micro_batch) {
+                 return side.is_back({epoch, step, layer, micro_batch});
+             },
+             nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"))
         .def("prefetch", &AttentionSide::prefetch, nb::arg("worker"), nb::arg("layer"), nb::arg("expert"))
         .def("wanted_copies",
              [](AttentionSide& side, uint32_t layer, const Counts& counts, const Flags& open) {

@@ -351,6 +351,11 @@ void Inbox::wait(Step step, const Expected& expected, Deadline deadline) {
     }
 }
 
+bool Inbox::is_here(Step step, const Expected& expected) {
+    look();
+    return missing(step, expected) == 0;
+}
+
 std::optional<Step> Inbox::next_complete() {
     while (complete_count_ > 0) {
         const Announcement next = complete_[complete_begin_];

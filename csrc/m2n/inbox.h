@@ -107,6 +107,9 @@ class Inbox {
     // interrupted, invalid (this endpoint was closed).
     void wait(Step step, const Expected& expected, Deadline deadline);
 
+    // Whether `wait` would not wait.
+    bool is_here(Step step, const Expected& expected);
+
     // The next step of which as many messages are here as its messages announced. Each complete step is returned once.
     // nullopt at the deadline. A lost source: Error(peer_lost), once for each loss, after the steps that were complete
     // before it and before those that were completed later, so that neither keeps the other waiting.

@@ -164,6 +164,8 @@ void AttentionSide::combine(const BatchKey& key, std::byte* out, std::vector<Com
     replies_->release(step);
 }
 
+bool AttentionSide::is_back(const BatchKey& key) { return replies_->is_here(key.pack(), {0, present_}); }
+
 // --- experts ---
 
 ExpertSide::ExpertSide(const RowShape& shape, std::shared_ptr<Inbox> requests)

@@ -69,6 +69,8 @@ class AttentionSide {
     // Waits for all expert workers' partial sums of the micro-batch's last dispatch; adds them into `out` of
     // num_pending(micro_batch) rows. `times`: of each worker.
     void combine(const BatchKey& key, std::byte* out, std::vector<ComputeTimes>& times, Deadline deadline);
+    // Whether `combine` would not wait.
+    bool is_back(const BatchKey& key);
     uint32_t num_pending(uint32_t micro_batch) const { return pending_.at(micro_batch).count; }
     // The next dispatch asks `worker` for a copy of this expert: of a later layer ahead of it, or of its own layer. At
     // most two requests ride on one message. Where the layer's rows go is `place`'s matter.

@@ -30,13 +30,16 @@ def install() -> None:
     from antiphon.comm.m2n.native import NativeAttentionExchange
     from antiphon.models.expert_half import ExpertHalf
     from antiphon.serve.worker.attention import AttentionRunner
+    from antiphon.serve.worker.side_by_side import SideBySide
 
     way, point = os.environ[WAY], int(os.environ[POINT])
+    begin = SideBySide.begin
     run, dispatch, forward = AttentionRunner.run, NativeAttentionExchange.dispatch, ExpertHalf.forward
     poisonous: set[str] = set()
-    state = {"rows": False, "broken": False}
+    state = {"broken": False}
+    rows_of: dict[int, bool] = {}  # by micro-batch: of a poisonous step
 
-    def run_poisoned(self: AttentionRunner, step: Any) -> Any:
+    def look_at(step: Any) -> None:
         poisonous.update(start.request_id for start in step.starts if start.seed == SEED)
         triggered = any(
             sequence.request_id in poisonous and sequence.start + len(sequence.token_ids) > point
@@ -50,13 +53,23 @@ def install() -> None:
         if state["broken"] or (triggered and way in {"error", "break"}):
             state["broken"] = way == "break"
             raise RuntimeError("poisoned")
-        state["rows"] = triggered
+        for number in range(len(step.micro_batches)):
+            rows_of[step.first_micro_batch + number] = triggered
+
+    def run_poisoned(self: AttentionRunner, step: Any) -> Any:
+        look_at(step)
         return run(self, step)
+
+    def begin_poisoned(self: SideBySide, step: Any) -> None:
+        look_at(step)
+        begin(self, step)
 
     def dispatch_poisoned(
         self: NativeAttentionExchange, layer: int, micro_batch: int, rows: Any, ids: Any, weights: Any
     ) -> None:
-        dispatch(self, layer, micro_batch, rows.new_full(rows.shape, _MAGIC) if state["rows"] else rows, ids, weights)
+        dispatch(
+            self, layer, micro_batch, rows.new_full(rows.shape, _MAGIC) if rows_of[micro_batch] else rows, ids, weights
+        )
 
     def forward_poisoned(self: ExpertHalf, layer: int, rows: Any, *rest: Any) -> Any:
         if way == "experts" and bool((rows == _MAGIC).all(dim=-1).any()):
@@ -65,6 +78,7 @@ def install() -> None:
 
     for owner, name, replacement in (
         (AttentionRunner, "run", run_poisoned),
+        (SideBySide, "begin", begin_poisoned),
         (NativeAttentionExchange, "dispatch", dispatch_poisoned),
         (ExpertHalf, "forward", forward_poisoned),
     ):

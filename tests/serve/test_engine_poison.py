@@ -64,6 +64,12 @@ def run_with_poison(engine: Engine, prompts: Prompts, reference: Tokens, num_poi
         ("1+1/m2", "error", r"attention\[0\]: RuntimeError: poisoned"),
         pytest.param("1>1", "die", r"decode/replica\[0\] died: killed by SIGKILL \(.*\)", marks=pytest.mark.slow),
         pytest.param("1>1", "error", r"decode/replica\[0\]: RuntimeError: poisoned", marks=pytest.mark.slow),
+        pytest.param(
+            "1+1/m3 free",
+            "experts",
+            r"(experts\[0\] died: killed by SIGKILL|attention\[0\]: lost experts\[0\]).*",
+            marks=pytest.mark.slow,
+        ),
         ("1+1/m2", "experts", r"(experts\[0\] died: killed by SIGKILL|attention\[0\]: lost experts\[0\]).*"),
     ],
 )

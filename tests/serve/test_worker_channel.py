@@ -184,6 +184,7 @@ def test_large_messages_and_all_fields_survive() -> None:
     assert worker.receive(30.0) == step
     sender.join()
     result = StepResult(
+        step=1,
         requests=[Sampled("c", 7, PackedLogprobs(num_top=1, ids=bytes(8), values=bytes(8), ranks=bytes(4)), [])],
         step_s=0.1,
         wait_s=0.2,

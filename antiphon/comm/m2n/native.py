@@ -125,8 +125,8 @@ class NativeAttentionExchange(_End):
         self.placement = placement
         self.place(placement)
         self._tickets: list[bytes] = [b""] * shape.num_experts
-        self._participants: list[int] = []
-        self._step = 0
+        self._participants = [0] * shape.num_micro_batches
+        self._steps = [0] * shape.num_micro_batches
 
     @property
     def bytes_sent(self) -> int:
@@ -212,9 +212,11 @@ class NativeAttentionExchange(_End):
         wanted = self._side.wanted_copies(layer, counts_E.astype(np.uint32), open_W)
         return [Prefetch(*each) for each in wanted]
 
-    def begin_step(self, step: int, participants: list[list[int]]) -> None:
-        self._step = step
-        self._participants = [sum(1 << index for index in indices) for indices in participants]
+    def begin_step(self, step: int, participants: list[list[int]], first: int = 0) -> None:
+        """`first`: number of its first micro-batch. The others may be those of other steps, which go on."""
+        for micro_batch, indices in enumerate(participants, first):
+            self._steps[micro_batch] = step
+            self._participants[micro_batch] = sum(1 << index for index in indices)
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         rows_TH = rows_TH if rows_TH.is_cpu else rows_TH.cpu()
@@ -227,7 +229,7 @@ class NativeAttentionExchange(_End):
         self._waiting(
             self._side.dispatch,
             self._epoch,
-            self._step,
+            self._steps[micro_batch],
             layer,
             micro_batch,
             self._participants[micro_batch],
@@ -242,11 +244,16 @@ class NativeAttentionExchange(_End):
     def take_counts(self) -> bytes:
         return self._side.take_counts()
 
+    def is_back(self, layer: int, micro_batch: int) -> bool:
+        """`combine` would not wait. Raises `StepAborted`."""
+        self._check_epoch()
+        return self._side.is_back(self._epoch, self._steps[micro_batch], layer, micro_batch)
+
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         num_rows = self._side.num_pending(micro_batch)
         sum_TH = torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype, device="cpu")
         wait_ns, exposed_ns = self._waiting(
-            self._side.combine, self._epoch, self._step, layer, micro_batch, sum_TH.data_ptr(), timeout_s
+            self._side.combine, self._epoch, self._steps[micro_batch], layer, micro_batch, sum_TH.data_ptr(), timeout_s
         )
         self.wait_s += wait_ns * 1e-9
         self.exposed_s += exposed_ns * 1e-9

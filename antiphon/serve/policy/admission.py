@@ -18,6 +18,9 @@ No request starves: the oldest running one can push out all others but the lane,
 are queued, and of one priority no others overtake the head of the line. The last request, when it finds no block,
 waits in place: pushing itself out would cost its cache and win nothing.
 
+Where a worker runs several steps side by side (`num_side_by_side`), each step has the same share of running requests
+and of the budget; a request is in one of them at a time.
+
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
 be overtaken: once the mask is there, its age gives it back its place. Nor does one whose keys and values a prefill
 worker hands over: it has its blocks from the first, and is not pushed out.
@@ -49,16 +52,19 @@ class _Draft:
     step_id: int
     budget: int
     cost: float
+    most_decodes: int
     num_left: int = 0
     num_claimed: int = 0
     sequences: list[SequenceStep] = field(default_factory=list)
     starts: list[SequenceStart] = field(default_factory=list)
 
 
-def fill_step(book: BlockBook, step_id: int) -> StepPlan:
-    """Choose what to compute next; takes blocks and slots for it. Empty if no request waits or runs."""
+def fill_step(book: BlockBook, step_id: int, num_side_by_side: int = 1) -> StepPlan:
+    """Choose what to compute next; takes blocks and slots for it. Empty if no request waits or runs but those of steps
+    in flight."""
     config = book.config
-    draft = _Draft(step_id, config.max_batch_tokens, float(config.max_batch_tokens))
+    budget = -(-config.max_batch_tokens // num_side_by_side)
+    draft = _Draft(step_id, budget, float(budget), -(-len(book.running) // num_side_by_side))
     num_preemptions = book.counters.num_preemptions
     prefills = _add_decodes(book, draft)
     if config.express_slots:
@@ -74,7 +80,7 @@ def fill_step(book: BlockBook, step_id: int) -> StepPlan:
         released=tuple(book.released),
         starts=tuple(draft.starts),
         sequences=tuple(draft.sequences),
-        num_tokens=config.max_batch_tokens - draft.budget,
+        num_tokens=budget - draft.budget,
     )
 
 
@@ -84,8 +90,15 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
     This loop runs once per sequence and token; it does by hand what `_add_chunk` does, for one token."""
     others = []
     pool, lane, block_size, step_id = book.pool, book.lane, book.config.block_size, draft.step_id
+    in_flight, most_decodes = book.steps_in_flight, draft.most_decodes
     for request in book.running:  # loses elements behind the current one while we preempt
         if request.awaits_mask:
+            continue
+        if request.planned_step in in_flight:
+            if len(request.token_ids) - request.num_computed > 1:
+                draft.num_left += len(request.token_ids) - request.num_computed
+            if not request.num_promised_blocks:
+                draft.num_claimed += blocks_of(len(request.token_ids), block_size) - len(request.block_table)
             continue
         start = request.num_computed
         table = request.block_table
@@ -93,6 +106,8 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
         if len(request.token_ids) - start != 1 or first == 0 or start < request.num_prompt:
             if not request.arrives:
                 others.append(request)
+            continue
+        if len(draft.sequences) == most_decodes:
             continue
         if start == len(table) * block_size:
             if request.num_promised_blocks:

@@ -200,6 +200,7 @@ class BlockBook:
         self.num_prefill_tokens_left = 0  # tokens of running requests that the last planned step does not reach
         self.counters = SchedulerCounters()
         self.released: list[str] = []
+        self.steps_in_flight: set[int] = set()
         self.arriving: list[Request] = []  # whose keys and values are to be asked of a prefill worker
         self.num_arriving = 0  # in all
         self.free_slots = list(range(config.num_slots - 1, -1, -1))
@@ -284,16 +285,19 @@ class BlockBook:
         """Until a block is free, push out the last in turn of the main way that step `step_id` does not compute yet.
 
         False if no request is left to push out. A request whose blocks are all shared frees none: go on. One whose keys
-        and values arrive stays: others write to its blocks."""
+        and values arrive stays, and one of a step in flight: others write to its blocks."""
         while self.num_free_blocks == 0:
-            latest = next(each for each in reversed(self.running) if not each.num_promised_blocks and not each.arrives)
-            if latest is request or latest.planned_step == step_id:
+            latest = next((each for each in reversed(self.running) if self._may_push_out(each)), request)
+            if latest is request or latest.turn < request.turn or latest.planned_step == step_id:
                 return False
             self.running.remove(latest)
             self._give_back(latest)
             self.add(latest)
             self.counters.num_preemptions += 1
         return True
+
+    def _may_push_out(self, request: Request) -> bool:
+        return not (request.num_promised_blocks or request.arrives or request.planned_step in self.steps_in_flight)
 
     def publish_computed(self, request: Request) -> None:
         """Offer the blocks that the last step filled to requests with the same beginning; of a member of the express

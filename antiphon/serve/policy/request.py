@@ -99,6 +99,7 @@ class Request:
         self.num_blocks_sent = 0
         self.num_blocks_published = 0
         self.slot = -1
+        self.planned_step = -1
 
 
 def new_request(

@@ -1,6 +1,7 @@
 """The scheduler of one attention worker: requests in, plans out, results back; and which worker gets a request.
 
-`plan = schedule()`, run it, `commit(plan, tokens)`; one plan is in flight at a time. What can go wrong in between:
+`plan = schedule()`, run it, `commit(plan, tokens)`. Several plans may be in flight, of different requests, if the
+worker runs steps side by side. What can go wrong in between:
 
 - a request is aborted during the step: it keeps its blocks until `commit`, which drops its token;
 - an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again;
@@ -31,7 +32,7 @@ class Scheduler:
         self.book = BlockBook(config)
         self.requests: dict[str, Request] = {}
         self.counters = self.book.counters
-        self._in_flight: StepPlan | None = None
+        self._in_flight: dict[int, StepPlan] = {}  # by step, oldest first
         self._next_step_id = 0
 
     @property
@@ -57,36 +58,38 @@ class Scheduler:
         self.book.add(request)
 
     def end(self, request_id: str) -> Request | None:
-        """End a request early. Its blocks are free at once, or with the commit of the step in flight, or when nothing
+        """End a request early. Its blocks are free at once, or with the commit of its step in flight, or when nothing
         arrives there any more. Unknown id: None."""
         request = self.requests.get(request_id)
         if request is None or request.status is RequestStatus.FINISHED:
             return None
-        if request.status is RequestStatus.WAITING or (self._in_flight is None and not request.arrives):
+        if request.status is RequestStatus.WAITING or not (self.is_in_flight(request) or request.arrives):
             self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = "abort"
         return request
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute, or all that is left waits for masks or arrivals."""
-        assert self._in_flight is None, "the last plan was not committed"
-        plan = fill_step(self.book, self._next_step_id)
+    def schedule(self, num_side_by_side: int = 1) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute, or all that is left waits for masks, arrivals or steps
+        in flight. `num_side_by_side`: so many steps may be in flight; each gets a fair share."""
+        assert len(self._in_flight) < num_side_by_side, f"{len(self._in_flight)} plans were not committed"
+        plan = fill_step(self.book, self._next_step_id, num_side_by_side)
         if not plan.sequences:
-            waits = any(request.awaits_mask or request.arrives for request in self.requests.values())
+            waits = self._in_flight or any(each.awaits_mask or each.arrives for each in self.requests.values())
             assert waits or not self.requests, "requests are left, but none can run"
             return None
         self.book.released.clear()
         self._next_step_id += 1
-        self._in_flight = plan
+        self._in_flight[plan.step_id] = plan
+        self.book.steps_in_flight.add(plan.step_id)
         return plan
 
     def commit(self, plan: StepPlan, sampled: Sequence[int]) -> list[Request]:
         """The plan was computed; `sampled` has one token per sequence with `samples`, in the plan's order.
 
         Returns the requests that got a token or ended; not those aborted meanwhile."""
-        assert plan is self._in_flight, f"step {plan.step_id} is not the one in flight"
-        self._in_flight = None
+        assert self._in_flight.pop(plan.step_id, None) is plan, f"step {plan.step_id} is not in flight"
+        self.book.steps_in_flight.discard(plan.step_id)
         progress = []
         tokens = iter(sampled)
         for step in plan.sequences:
@@ -149,26 +152,26 @@ class Scheduler:
         self.book.give_up(request)
         del self.requests[request.request_id]
 
-    @property
-    def is_stepping(self) -> bool:
-        """A plan is in flight."""
-        return self._in_flight is not None
+    def is_in_flight(self, request: Request) -> bool:
+        """A plan in flight computes something for it."""
+        return request.planned_step in self.book.steps_in_flight
 
     def let_go(self, request: Request) -> None:
-        """It leaves for another worker, and what it has computed stays to be found. Only while no plan is in flight and
-        nothing arrives for it."""
-        assert self._in_flight is None, "a plan is in flight"
+        """It leaves for another worker, and what it has computed stays to be found. Only while no plan with it is in
+        flight and nothing arrives for it."""
+        assert not self.is_in_flight(request), f"a plan with {request.request_id} is in flight"
         assert not request.arrives, f"the blocks of {request.request_id} are written to"
         self._leave(request)
 
     def take_back(self, *, cache_lost: bool = False) -> list[Request]:
-        """Hand over all requests, oldest first, for schedulers to `add`. A plan in flight is void: the worker must have
-        ended it, or never have seen it. Requests whose keys and values arrive stay until `give_up`.
+        """Hand over all requests, oldest first, for schedulers to `add`. Plans in flight are void: the worker must have
+        ended them, or never have seen them. Requests whose keys and values arrive stay until `give_up`.
 
         `cache_lost`: the worker is gone. Otherwise it keeps what can be found in its cache."""
-        if self._in_flight is not None:
-            self.book.released.extend(self._in_flight.released)
-            self._in_flight = None
+        for plan in self._in_flight.values():
+            self.book.released.extend(plan.released)
+        self._in_flight.clear()
+        self.book.steps_in_flight.clear()
         self._leave_aborted(also_arriving=cache_lost)
         taken = self.book.take_back(cache_lost=cache_lost)
         self.requests = {request.request_id: request for request in self.book.running}
@@ -179,10 +182,10 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _leave_aborted(self, *, also_arriving: bool = False) -> None:
-        """Free what was aborted while a step was in flight."""
+        """Free what was aborted while a step with it was in flight."""
         ended = [request for request in self.book.running if request.status is RequestStatus.FINISHED]
         for request in ended:
-            if also_arriving or not request.arrives:
+            if not self.is_in_flight(request) and (also_arriving or not request.arrives):
                 self._leave(request)
 
 

@@ -74,13 +74,21 @@ class AttentionRunner:
         self._sender.open(step.offers)
         try:
             result = self._run(step)
-        finally:
-            flush_ns = time.monotonic_ns()
+        except BaseException:
             self._sender.flush()
+            raise
+        return msgspec.structs.replace(result, hand_over_s=self._flush())
+
+    def _flush(self) -> float:
+        """Wait until what was computed for other workers has left the pages; seconds."""
+        if self._sender is None:
+            return 0.0
+        flush_ns = time.monotonic_ns()
+        self._sender.flush()
         flushed_ns = time.monotonic_ns() - flush_ns
         if flushed_ns > _FLUSH_WORTH_SHOWING_NS:
             self._recorder.add(HAND_OVER, flush_ns)
-        return msgspec.structs.replace(result, hand_over_s=flushed_ns * 1e-9)
+        return flushed_ns * 1e-9
 
     def _run(self, step: RunStep) -> StepResult:
         started_ns = time.monotonic_ns()
@@ -111,6 +119,7 @@ class AttentionRunner:
         routed, forecasts = self._routing.of_step()
         self._recorder.add(STEP, started_ns, rows=rows)
         return StepResult(
+            step=self._recorder.step,
             requests=requests,
             step_s=(time.monotonic_ns() - started_ns) * 1e-9,
             wait_s=exchange.wait_s + stage.wait_s,

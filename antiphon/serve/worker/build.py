@@ -49,6 +49,7 @@ from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.prefetch import PrefetchingExchange
 from antiphon.serve.worker.routing import RoutingReplay, RowRouting
 from antiphon.serve.worker.row_sampler import NoSampler, RowSampler
+from antiphon.serve.worker.side_by_side import SharedExchange, SideBySide
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, PipelineStage
 from antiphon.specs.model import ModelSpec
@@ -347,23 +348,18 @@ def _attention_runner(
         captured = CapturedSteps(
             half, exchange.half, cache, tables, sampler, block_size=configure.block_size, pad_block=configure.num_blocks
         )
-    return AttentionRunner(
+    stage = PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler)
+    routing = RowRouting(
         half,
-        _step_exchange(source, seat, half, exchange, moves),
-        cache,
-        tables,
-        PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler),
-        RowRouting(
-            half,
-            record=configure.record_routing and leads,
-            replay=_replay(configure, source.spec),
-            paths=_paths(configure, source.spec),
-            counts_prompts=leads and (configure.role == "attention" or configure.hybrid is not None),
-        ),
-        recorder,
-        sender,
-        captured,
+        record=configure.record_routing and leads,
+        replay=_replay(configure, source.spec),
+        paths=_paths(configure, source.spec),
+        counts_prompts=leads and (configure.role == "attention" or configure.hybrid is not None),
     )
+    steps = _step_exchange(source, seat, half, exchange, moves)
+    if isinstance(steps, SharedExchange):
+        return SideBySide(half, steps, cache, tables, stage, routing, recorder, sender)
+    return AttentionRunner(half, steps, cache, tables, stage, routing, recorder, sender, captured)
 
 
 def _step_exchange(
@@ -389,4 +385,7 @@ def _step_exchange(
             load_rows=configure.prefetch_rows,
             phases=configure.phases,
         )
+    if configure.exchange is not None and configure.exchange.side_by_side:
+        assert isinstance(exchange, NativeAttentionExchange), "other libraries carry steps that all take together"
+        return SharedExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
     return StepExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows)

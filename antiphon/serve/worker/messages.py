@@ -38,7 +38,8 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     and the sizes both ends of an exchange agreed on. Without expert workers (`num_experts` 0) only ranks are reached.
 
     `dtype`: of the rows that travel. `library`: what carries them. `merges`: an expert worker computes what is ready of
-    a layer together, because attention workers step each for itself. `local_processes`: workers on this machine, for
+    a layer together, because attention workers step each for itself. `side_by_side`: each micro-batch of an attention
+    worker is a step of its own. `local_processes`: workers on this machine, for
     the choice how to wait (`waiting`, as in `_m2n.Endpoint`)."""
 
     transport: str
@@ -54,6 +55,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     library: ExchangeLibrary = "m2n"
     merges: bool = False
+    side_by_side: bool = False
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,8 +158,9 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """One step of one attention worker, in the policy's own terms; apply `released`, `starts`, then `micro_batches`.
 
-    `step` counts the steps of the group: it is the same for all workers that step together. `participants[i]` lists the
-    attention workers that have rows in micro-batch i (a worker may have none).
+    `step` counts the steps of the group: it is the same for all workers that step together. The micro-batches are
+    numbered from `first_micro_batch` on: a worker that runs steps side by side gives each a number of its own.
+    `participants[i]` lists the attention workers that have rows in the one at i (a worker may have none).
     `prefill`: some sequence of the group has more rows than the one that follows its last token; `most_rows`: of the
     largest micro-batch of any of its workers.
     `placement`: where replicas that share experts send rows in this step, by its version; all their ranks have it.
@@ -170,6 +173,7 @@ class RunStep(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     starts: list[SequenceStart]
     micro_batches: list[list[SequenceStep]]
     participants: list[list[int]]
+    first_micro_batch: int = 0
     prefill: bool = False
     most_rows: int = 0
     placement: int = 0
@@ -190,6 +194,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Tokens sampled and where the time went. `requests` holds those for which there is something to say.
 
+    `step_s`: since the step began, or since the last result of a worker that runs several side by side.
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
     `hand_over_s`: it waited at the end until the step's keys and values had left for other workers.
     `expert_rows`: rows of each expert of each MoE layer, as uint32 one layer after the other; empty unless counted.
@@ -197,6 +202,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     `routed`: the experts that the rows chose, `forecasts`: those expected, as in `RoutedRows`; empty unless recorded.
     """
 
+    step: int
     requests: list[Sampled]
     step_s: float
     wait_s: float
@@ -211,11 +217,13 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The step did not finish; nothing of it was sampled. `peers` are the workers that were waited for in vain."""
+    """The step did not finish; nothing of it was sampled, nor of those beside it. `peers` are the workers that were
+    waited for in vain. `step`: the one that failed; 0: all that ran."""
 
     reason: Literal["aborted", "timeout", "error"]
     message: str
     peers: list[str] = []
+    step: int = 0
 
 
 class ExpertReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):

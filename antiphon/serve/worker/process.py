@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import torch
@@ -45,6 +46,7 @@ from antiphon.serve.worker.messages import (
     WorkerFailure,
     WorkerReady,
 )
+from antiphon.serve.worker.side_by_side import SideBySide
 
 _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
@@ -138,6 +140,41 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
             return
 
 
+def serve_side_by_side(worker: AttentionWorker, steps: SideBySide, channel: Channel, orders: Orders) -> None:
+    """Obey the engine: several steps at a time, one answer to each. One that fails takes the others with it."""
+    last_report = 0.0
+    while True:
+        message = orders.poll() if steps.num_running else orders.next()
+        if isinstance(message, RunStep):
+            _answer(steps, channel, partial(steps.begin, message), message.step)
+        elif isinstance(message, Reset):
+            steps.forget()
+            _reset(worker, channel, message)
+        elif isinstance(message, Place):
+            worker.exchange.place(message.placement)
+        elif message is not None:
+            if not _obey_any(worker, channel, message):
+                return
+        elif _answer(steps, channel, steps.advance) and time.monotonic() - last_report > _REPORT_S:
+            last_report = time.monotonic()
+            channel.send(ExchangeReport(worker.exchange.traffic()))
+
+
+def _answer(
+    steps: SideBySide, channel: Channel, work: Callable[[], StepResult | None], number: int | None = None
+) -> bool:
+    """Do some work of step `number` (None: of the one whose turn it is) and say what came of it. True: a step ended."""
+    result: StepResult | StepFailed | None
+    try:
+        result = work()
+    except Exception as error:
+        steps.forget()
+        result = _failed(error, steps.current_step if number is None else number)
+    if result is not None:
+        channel.send(result)
+    return isinstance(result, StepResult)
+
+
 def _report_experts(worker: LoadedWorker, channel: Channel) -> bool:
     """Say what the experts here computed since the last time, if they did anything."""
     if worker.counters is None or (report := worker.counters.report()) is None:
@@ -147,15 +184,22 @@ def _report_experts(worker: LoadedWorker, channel: Channel) -> bool:
 
 
 def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed:
+    assert not isinstance(worker.runner, SideBySide), "it has a loop of its own"
     try:
         return worker.runner.run(step)
-    except StepAborted:
+    except Exception as error:
+        return _failed(error, step.step)
+
+
+def _failed(error: Exception, step: int) -> StepFailed:
+    """Why a step did not finish, said while the error is handled."""
+    if isinstance(error, StepAborted):
         return StepFailed(reason="aborted", message="the engine gave the step up")
-    except (PeerTimeout, PeerLost) as error:
+    if isinstance(error, PeerTimeout | PeerLost):
         return _kept_waiting(error)
-    except Exception as error:  # the engine decides what becomes of it; the traceback goes to the log
-        _log.error("step %d failed:\n%s", step.step, traceback.format_exc())
-        return StepFailed(reason="error", message=f"{type(error).__name__}: {error}")
+    # the engine decides what becomes of it; the traceback goes to the log
+    _log.error("step %d failed:\n%s", step, traceback.format_exc())
+    return StepFailed(reason="error", message=f"{type(error).__name__}: {error}", step=step)
 
 
 def _kept_waiting(error: Exception) -> StepFailed:
@@ -288,7 +332,9 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             _log.error("cannot start:\n%s", traceback.format_exc())
             channel.send(WorkerFailure(f"{type(error).__name__}: {error}", 1, passing=True))
             return 1
-        if isinstance(worker, AttentionWorker):
+        if isinstance(worker, AttentionWorker) and isinstance(worker.runner, SideBySide):
+            serve_side_by_side(worker, worker.runner, channel, orders)
+        elif isinstance(worker, AttentionWorker):
             serve_attention(worker, channel, orders)
         elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
             serve_batches(worker, channel, orders)  # before the first epoch a follower has no leader to hear

@@ -1,0 +1,191 @@
+"""Several steps of one attention worker at once, each a micro-batch of its own (`--stepping free`).
+
+A step that has its tokens is answered while the others go on, and the engine's next one takes its place. So neither the
+head and the choice of tokens nor the way to the engine and back holds up the experts' work for the other steps.
+
+The worker takes, again and again, what can be done without waiting:
+
+1. a layer of the step whose rows came back from the experts, the oldest dispatch first;
+2. else a piece of the head of a step that is through its layers: the experts compute for the others meanwhile, so the
+   head is cut into pieces of `_ROWS_A_PIECE` rows, and rows that come back are gone on with in between;
+3. else it waits for the oldest dispatch.
+
+A row's result depends on no row beside it, so neither the cut nor the order changes a token.
+
+Rejected: a thread for the head. It would take the kernels' threads from the layers of the other steps.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from antiphon.comm.m2n.native import NativeAttentionExchange
+from antiphon.kernels.api import KVCache
+from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.batch import BlockTables
+from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.kv_transfer import KVSender
+from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
+from antiphon.serve.worker.routing import RowRouting
+from antiphon.serve.worker.row_sampler import logit_rows, needs_logits
+from antiphon.serve.worker.spans import SAMPLE, SpanRecorder
+from antiphon.serve.worker.stages import AllLayers, MicroBatch
+
+_ROWS_A_PIECE = 64  # enough that reading the head's weights takes less time than their product with the rows
+
+
+class SharedExchange(StepExchange):
+    """The exchange of steps that run side by side: times and bytes are counted from one result to the next."""
+
+    def __init__(
+        self,
+        exchange: NativeAttentionExchange,
+        half: AttentionHalf,
+        recorder: SpanRecorder,
+        timeout_s: float,
+        *,
+        counts_rows: bool = False,
+    ) -> None:
+        super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
+        self._native = exchange
+
+    def begin_step(self, step: RunStep) -> None:
+        """Announce one more step."""
+        self._native.begin_step(step.step, step.participants, step.first_micro_batch)
+
+    def count_from_here(self) -> None:
+        """A result has been made of what was counted."""
+        self._before = self._native.wait_s, self._native.exposed_s, self._native.bytes_sent
+
+    def is_back(self, layer: int, micro_batch: int) -> bool:
+        """`combine` would not wait."""
+        return self._native.is_back(layer, micro_batch)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step under way. `layers`: those left; `pieces`: of the head, those left, once the layers are done."""
+
+    order: RunStep
+    micro_batch: MicroBatch
+    layers: Iterator[int]
+    pieces: deque[MicroBatch] | None = None
+    sampled: list[Sampled] = field(default_factory=list)
+
+
+class SideBySide(AttentionRunner):
+    """The steps of one attention worker. `begin` any, at most as many as there are micro-batches; then `advance`."""
+
+    _exchange: SharedExchange
+
+    def __init__(
+        self,
+        half: AttentionHalf,
+        exchange: SharedExchange,
+        cache: KVCache,
+        tables: BlockTables,
+        stage: AllLayers,
+        routing: RowRouting,
+        recorder: SpanRecorder,
+        sender: KVSender | None = None,
+    ) -> None:
+        super().__init__(half, exchange, cache, tables, stage, routing, recorder, sender)
+        self._steps: list[_Step] = []  # by their last piece of work, the oldest first
+        self._counted_until_ns = 0
+
+    @property
+    def num_running(self) -> int:
+        """Steps under way."""
+        return len(self._steps)
+
+    @torch.inference_mode()
+    def begin(self, order: RunStep) -> None:
+        """One more step, of one micro-batch."""
+        if not self._steps:
+            self._counted_until_ns = time.monotonic_ns()
+            self._exchange.count_from_here()
+        self._recorder.step = order.step
+        self._stage.begin_step(order)
+        self._exchange.begin_step(order)
+        if self._sender is not None:
+            self._sender.open(order.offers)
+        (sequences,) = order.micro_batches
+        micro_batch = self._begin(sequences)
+        assert micro_batch is not None, "a step has rows"
+        self._steps.append(_Step(order, micro_batch, iter(self._half.layers)))
+
+    def forget(self) -> None:
+        """All that is under way is void."""
+        self._steps.clear()
+
+    @torch.inference_mode()
+    def advance(self) -> StepResult | None:
+        """Do one piece of work, waiting only if there is none. The result of a step that has ended with it. Raises as
+        `run` does; `current_step` is then the one that failed."""
+        step = self._next()
+        self._recorder.step = step.order.step
+        if step.pieces is None:
+            self._go_on(step)
+        else:
+            self._sample(step, step.pieces.popleft())
+        self._steps.remove(step)
+        if step.pieces is None or step.pieces:
+            self._steps.append(step)
+            return None
+        return self._end(step)
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step that was worked on last."""
+        return self._recorder.step
+
+    def _next(self) -> _Step:
+        for step in self._steps:
+            layer = step.micro_batch.in_flight
+            through = step.pieces is not None
+            if not through and (layer is None or self._exchange.is_back(layer, step.order.first_micro_batch)):
+                return step
+        return next((step for step in self._steps if step.pieces is not None), self._steps[0])
+
+    def _go_on(self, step: _Step) -> None:
+        """One layer; behind the last one the head is cut."""
+        index = step.order.first_micro_batch
+        self._collect(index, step.micro_batch)
+        layer = next(step.layers, None)
+        if layer is None:
+            step.pieces = deque(_pieces(step.micro_batch))
+        else:
+            self._attend(layer, index, step.micro_batch)
+
+    def _sample(self, step: _Step, piece: MicroBatch) -> None:
+        start_ns = time.monotonic_ns()
+        step.sampled += self._stage.sample([piece], step.order.bitmasks)
+        self._recorder.add(SAMPLE, start_ns, micro_batch=step.order.first_micro_batch, rows=len(piece.sequences))
+
+    def _end(self, step: _Step) -> StepResult:
+        flushed_s = self._flush()
+        started_ns, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
+        result = self._result(step.sampled, started_ns, step.micro_batch.batch.num_tokens)
+        self._exchange.count_from_here()
+        return msgspec.structs.replace(result, hand_over_s=flushed_s)
+
+
+def _pieces(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+    """The rows of whole sequences that need logits, cut so that each piece has about `_ROWS_A_PIECE` of those."""
+    assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
+    first = row = num_wanted = 0
+    taken: list[SequenceStep] = []
+    for number, sequence in enumerate(micro_batch.sequences, 1):
+        taken.append(sequence)
+        row += len(sequence.token_ids)
+        num_wanted += len(logit_rows(sequence)) if needs_logits(sequence) else 0
+        if num_wanted >= _ROWS_A_PIECE or (num_wanted and number == len(micro_batch.sequences)):
+            part = slice(first, row)
+            yield MicroBatch(taken, micro_batch.batch, micro_batch.x_TH[part], micro_batch.delta_TH[part])
+            first, taken, num_wanted = row, [], 0
