@@ -217,6 +217,8 @@ def prepare(config: ServeConfig) -> PreparedEngine:
         _check_both_fit(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
     _check_gpu_memory(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
     _say_who_shares_gpus(run)
+    for pool in pools:
+        _say_how_it_steps(pool.config)
     return run
 
 
@@ -256,6 +258,15 @@ def _say_who_shares_gpus(run: PreparedEngine) -> None:
     num_on_gpus = sum(pool.config.own(n.role).device == "cuda" for pool in run.pools for n in pool.local_names())
     if num_on_gpus > torch.cuda.device_count():
         _log.info("%d workers take turns over %d GPUs", num_on_gpus, torch.cuda.device_count())
+
+
+def _say_how_it_steps(config: ServeConfig) -> None:
+    """One line if micro-batches step together although attention workers do not."""
+    if config.stepping == "free" and config.num_side_by_side < config.num_micro_batches:
+        _log.info(
+            "--stepping free: attention workers step each for itself, the micro-batches of one step together; with "
+            "--tp 1 and without --record-routing each would be a step of its own"
+        )
 
 
 def _check_ranks(config: ServeConfig, spec: ModelSpec) -> None:

@@ -126,6 +126,7 @@ class Simulation:
     reported: list[tuple[str, int]] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     mask_delays: dict[str, int] = field(default_factory=dict)  # by request: plans that each of its masks takes
+    num_side_by_side: int = 1
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
@@ -163,7 +164,7 @@ class Simulation:
             if due <= self.num_plans:
                 request.awaits_mask = False
                 self.masks_due.remove((due, request))
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.num_side_by_side)
         if plan is not None:
             assert not any(self.scheduler.requests[step.request_id].awaits_mask for step in plan.sequences)
             assert plan.num_tokens == sum(len(step.token_ids) for step in plan.sequences)
@@ -174,8 +175,9 @@ class Simulation:
         check_scheduler(self.scheduler)
         return plan
 
-    def compute(self, plan: StepPlan) -> list[Request]:
-        sampled, reported = self.worker.run(plan)
+    def compute(self, plan: StepPlan, made: tuple[list[int], list[tuple[str, int]]] | None = None) -> list[Request]:
+        """`made`: what the worker made of the plan, if it has run it already."""
+        sampled, reported = self.worker.run(plan) if made is None else made
         progress = self.scheduler.commit(plan, sampled)
         check_scheduler(self.scheduler)
         live = {request.request_id for request in progress} | set(self.scheduler.requests)
@@ -189,6 +191,15 @@ class Simulation:
             self.reasons[request.request_id] = request.finish_reason
             assert self.outputs[request.request_id] == request.token_ids[request.num_prompt :]
         return progress
+
+    def written(self, plan: StepPlan) -> dict[int, bytes]:
+        """What the cache holds at the places that the plan's rows are for."""
+        size, places = self.config.block_size, []
+        for step in plan.sequences:
+            table = self.scheduler.requests[step.request_id].block_table
+            positions = range(step.start, step.start + len(step.token_ids))
+            places += [table[position // size] * size + position % size for position in positions]
+        return {place: self.worker.cache[place] for place in places}
 
     def lose_worker(self) -> None:
         """The worker is lost, and comes back with an empty cache."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.request import SchedulerConfig
+from antiphon.serve.policy.step import StepPlan
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import Simulation, check_scheduler, expected_output
 
@@ -122,6 +123,51 @@ def test_every_request_ends_with_exactly_its_tokens(
         rows = [position for name, position in simulation.reported if name == request_id]
         wanted = range(len(item.prompt) - 1) if item.params.prompt_logprobs is not None else range(0)
         assert rows == list(wanted), "each prompt row reports once, in order"
+
+
+@settings(max_examples=120, deadline=None)
+@given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES, MASK_DELAYS, st.integers(2, 4), st.data())
+def test_steps_side_by_side_share_no_request_and_no_block(
+    config: SchedulerConfig,
+    load: list[Load],
+    failures: dict[int, str],
+    mask_delays: dict[str, int],
+    num_side_by_side: int,
+    data: st.DataObject,
+) -> None:
+    """They end in any order, while requests are aborted, the worker is lost and plans are void. What a step writes
+    stays as it is until its end."""
+    simulation = Simulation(config, mask_delays=mask_delays, num_side_by_side=num_side_by_side)
+    running: list[tuple[StepPlan, Any, dict[int, bytes]]] = []
+    aborted: set[str] = set()
+    for now in range(3_000):
+        for index, item in enumerate(load):
+            if item.arrival_step == now:
+                simulation.submit(str(index), item.prompt, item.params, owner=item.owner)
+            if item.abort_step == now and simulation.scheduler.end(str(index)) is not None:
+                aborted.add(str(index))
+        check_scheduler(simulation.scheduler)
+        if (failure := failures.get(now)) in {"lost", "withdrawn"}:
+            running.clear()
+            (simulation.lose_worker if failure == "lost" else simulation.withdraw)()
+        while len(running) < num_side_by_side and (plan := simulation.plan()) is not None:
+            assert len(plan.sequences) <= -(-config.max_batch_tokens // num_side_by_side)
+            made = simulation.worker.run(plan)
+            running.append((plan, made, simulation.written(plan)))
+            names = [step.request_id for each, _, _ in running for step in each.sequences]
+            assert len(names) == len(set(names))
+        if running:
+            plan, made, written = running.pop(data.draw(st.integers(0, len(running) - 1), "which ends"))
+            assert simulation.written(plan) == written
+            simulation.compute(plan, made)
+        elif now > 60 and not simulation.scheduler.has_work:
+            break
+    assert not simulation.scheduler.has_work
+    assert simulation.scheduler.book.pool.num_used == 0
+    for index, item in enumerate(load):
+        expected = expected_output(item.prompt, item.params)
+        outputs = simulation.outputs[str(index)]
+        assert outputs == (expected[: len(outputs)] if str(index) in aborted else expected)
 
 
 @settings(max_examples=60, deadline=None)

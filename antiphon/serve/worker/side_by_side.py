@@ -159,7 +159,7 @@ class SideBySide(AttentionRunner):
         self._collect(index, step.micro_batch)
         layer = next(step.layers, None)
         if layer is None:
-            step.pieces = deque(_pieces(step.micro_batch))
+            step.pieces = deque(pieces_of(step.micro_batch))
         else:
             self._attend(layer, index, step.micro_batch)
 
@@ -176,7 +176,7 @@ class SideBySide(AttentionRunner):
         return msgspec.structs.replace(result, hand_over_s=flushed_s)
 
 
-def _pieces(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+def pieces_of(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
     """The rows of whole sequences that need logits, cut so that each piece has about `_ROWS_A_PIECE` of those."""
     assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
     first = row = num_wanted = 0

@@ -1,0 +1,39 @@
+"""The head of a step that runs beside others: cut into pieces that hold all rows once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.worker.row_sampler import rows_with_logits
+from antiphon.serve.worker.side_by_side import pieces_of
+from antiphon.serve.worker.stages import MicroBatch
+
+
+def sequence(name: int, num_rows: int, *, samples: bool = True, num_logprobs: int = 0) -> SequenceStep:
+    tokens = tuple(range(num_rows))
+    return SequenceStep(str(name), name, tokens, 0, 0, (), samples, 0, num_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "sizes"),
+    [
+        ([sequence(i, 1) for i in range(130)], [64, 64, 2]),
+        ([sequence(0, 50, samples=False), *(sequence(i, 1) for i in range(1, 4)), sequence(5, 9, samples=False)], [3]),
+        ([sequence(0, 100, num_logprobs=99), sequence(1, 1), sequence(2, 30, samples=False)], [100, 1]),
+        ([sequence(0, 50, samples=False)], []),
+    ],
+)
+def test_every_row_with_logits_is_in_one_piece(sequences: list[SequenceStep], sizes: list[int]) -> None:
+    num_rows = sum(len(each.token_ids) for each in sequences)
+    x_TH = torch.arange(num_rows, dtype=torch.float32)[:, None].repeat(1, 3)
+    batch: Any = SimpleNamespace(num_tokens=num_rows)
+    pieces = list(pieces_of(MicroBatch(sequences, batch, x_TH, x_TH + 0.5)))
+    found = [[float(piece.x_TH[row, 0]) for row in rows_with_logits(piece.sequences)] for piece in pieces]
+    assert [len(rows) for rows in found] == sizes
+    assert [row for rows in found for row in rows] == rows_with_logits(sequences)
+    for piece in pieces:
+        assert piece.delta_TH is not None
+        assert torch.equal(piece.delta_TH, piece.x_TH + 0.5)
