@@ -79,7 +79,7 @@ class WorkerOptions:
     ] = None
     pp: Annotated[int, rare_option(metavar="N", help="Stages of a replica.")] = 1
     micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", show_default="measured", help="Ping-pong, if disaggregated.")
+        int | None, typer.Option(metavar="N", show_default="measured", help="Ping-pong, if apart.")
     ] = None
     prefill: Annotated[
         str | None, typer.Option(metavar="LAYOUT", show_default=False, help="Workers for prompts alone, e.g. 2.")

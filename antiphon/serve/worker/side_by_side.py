@@ -173,6 +173,7 @@ class SideBySide(AttentionRunner):
         started_ns, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
         result = self._result(step.sampled, started_ns, step.micro_batch.batch.num_tokens)
         self._exchange.count_from_here()
+        self._routing.begin_step()  # what it counted has been said
         return msgspec.structs.replace(result, hand_over_s=flushed_s)
 
 
