@@ -22,6 +22,10 @@ itself, as in the papers, and the sum is made at home.
 `GatherScatter`, over any ranks: all-gather of rows, choices and weights; each rank picks what is for its experts;
 reduce-scatter of the weighted sums. The bytes do not depend on K, so it wins where a row has many experts.
 
+`two_level_ways`, where ranks of a node have a faster link: a row travels once to each node that has one of its experts,
+to the rank at the same place, and from there once to each rank that has. Two `AllToAllWay`s, one behind the other; sums
+are made on the way back at both (MixServe, section III-C, without its tensor parallelism).
+
 Everything is differentiable; the backward of a dispatch is a combine and the reverse. A choice of -1 is absent.
 
 Letters: T rows of this rank, K experts a row, P rows that travel, R rows received here, E experts held here, H width,
@@ -247,7 +251,7 @@ class _RowsHop:
 
 class AllToAllWay:
     """A `Way` over `group`; `experts[i]` are the numbers [first, last) on rank i, in order, which what is behind knows
-    from 0 on. `weights_inside`: the experts weight results, never this rank."""
+    from 0 on. `weights_inside`: the experts weight results, never this rank. `level`: ends its names in the ledger."""
 
     def __init__(
         self,
@@ -257,8 +261,10 @@ class AllToAllWay:
         deduplicate: bool,
         formats: RowFormat = RowFormat(),
         weights_inside: bool = False,
+        level: str = "",
     ) -> None:
         self.group = group
+        self.level = level
         self.deduplicate = deduplicate
         self.formats = formats
         self.weights_inside = weights_inside
@@ -292,10 +298,25 @@ class AllToAllWay:
                 ones_Tn = torch.ones_like(weights_TK)
         send = rows.counts_E
         receive = _received(self.group, send, ids_TK.device)
-        there = self.formats.all_to_all(self.group, "dispatch", send, receive)
-        choices = AllToAll(self.group, "routing", send, receive)
-        back = self.formats.all_to_all(self.group, "combine", receive, send)
+        there = self.formats.all_to_all(self.group, f"dispatch{self.level}", send, receive)
+        choices = AllToAll(self.group, f"routing{self.level}", send, receive)
+        back = self.formats.all_to_all(self.group, f"combine{self.level}", receive, send)
         return _RowsHop(there, choices, back, rows, ones_Tn, self.formats), with_weights(ids_PK, weights_PK)
+
+
+def two_level_ways(
+    inside: Group, across: Group, experts: Sequence[tuple[int, int]], formats: RowFormat, *, weights_inside: bool
+) -> list[Way]:
+    """The ways over nodes and then inside one. `experts[i]`: the numbers [first, last) on the i-th rank of all nodes,
+    those of a node next to each other; `across`: the ranks at this place of every node."""
+    nodes = [experts[first : first + inside.size] for first in range(0, len(experts), inside.size)]
+    first = nodes[across.index][0][0]
+    here = [(begin - first, end - first) for begin, end in nodes[across.index]]
+    of_nodes = [(node[0][0], node[-1][1]) for node in nodes]
+    return [
+        AllToAllWay(group, of, deduplicate=True, formats=formats, weights_inside=weights_inside, level=level)
+        for group, of, level in ((across, of_nodes, "_across"), (inside, here, "_inside"))
+    ]
 
 
 def _received(group: Group, send: tuple[int, ...], device: torch.device) -> tuple[int, ...]:

@@ -259,11 +259,8 @@ class ReplicaGroups:
         group = next(group for group in mesh.groups.values() if group.ranks == tuple(own))
         if max(map(len, members)) == 1:
             return Replicas.flat(group)
-        if _has_levels(members, node_size):
-            inside = [rank for rank in own if rank // node_size == mesh.rank // node_size]
-            place = inside.index(mesh.rank)
-            across = [rank for index, rank in enumerate(own) if index % len(inside) == place]
-            ways = (inside, "_inside"), (across, "_across")
+        if has_levels(members, node_size):
+            ways = zip(ranks_of_levels(own, mesh.rank, node_size), ("_inside", "_across"), strict=True)
             gathers = tuple(Level(_group(ranks, mesh, mesh.ledger), suffix) for ranks, suffix in ways)
         else:
             gathers = (Level(group),)
@@ -274,7 +271,24 @@ class ReplicaGroups:
         return Replicas(group, sums, gathers, narrow)
 
 
-def _has_levels(members: list[list[int]], node_size: int) -> bool:
+def ranks_of_levels(own: Sequence[int], rank: int, node_size: int) -> tuple[list[int], list[int]]:
+    """Of the ranks `own`: those on the node of `rank`, and those at its place of every node."""
+    inside = [each for each in own if each // node_size == rank // node_size]
+    place = inside.index(rank)
+    return inside, [each for index, each in enumerate(own) if index % len(inside) == place]
+
+
+def connect_levels(mesh: Mesh, like: Group, node_size: int) -> tuple[Group, Group]:
+    """The groups of `like`'s ranks inside this node and across all, with what belongs to `like`. Waits for the other
+    ranks; all ranks of the mesh call it, whose groups of this kind must have levels."""
+    inside, across = (
+        replace(like, ranks=tuple(ranks), index=ranks.index(mesh.rank), process_group=_connected(ranks, mesh))
+        for ranks in ranks_of_levels(like.ranks, mesh.rank, node_size)
+    )
+    return inside, across
+
+
+def has_levels(members: list[list[int]], node_size: int) -> bool:
     """Whether each of these groups has equally many ranks, more than one, on each of several nodes."""
     if not node_size:
         return False
@@ -288,6 +302,13 @@ def _has_levels(members: list[list[int]], node_size: int) -> bool:
 
 def _group(ranks: Sequence[int], mesh: Mesh, ledger: Ledger) -> Group:
     """Waits for the other ranks; all ranks make equally many."""
-    made = dist.new_group(list(ranks), timeout=timedelta(seconds=mesh.timeout_s), use_local_synchronization=True)
+    made = _connected(ranks, mesh)
     roll = mesh.world.roll if ledger is mesh.ledger else None  # sums of a launcher are waited for as a whole
     return Group(tuple(ranks), list(ranks).index(mesh.rank), ledger, made, roll=roll)
+
+
+def _connected(ranks: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timedelta(seconds=mesh.timeout_s), use_local_synchronization=True
+    )
+    return made

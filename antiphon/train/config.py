@@ -181,10 +181,15 @@ class CommunicationConfig:
 
     def check_dispatch(self, dispatch: str) -> None:
         """`UserError` where a switch would do nothing with this way of rows."""
-        if dispatch != "all_to_all" and self.activations == "float8_permutation":
+        if dispatch not in ("all_to_all", "two_level") and self.activations == "float8_permutation":
             raise UserError(
                 "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
                 f"is {dispatch}, which has none or may have none: use dispatch all_to_all, or another value"
+            )
+        if dispatch == "two_level" and (self.packing or self.pipeline_experts):
+            raise UserError(
+                "parallel.dispatch is 'two_level', whose rows travel twice between fixed ranks: set "
+                "communication.packing and pipeline_experts to false, or use dispatch all_to_all"
             )
         if dispatch == "auto" and self.packing:
             raise UserError(
@@ -192,11 +197,16 @@ class CommunicationConfig:
                 "share the experts: use dispatch all_to_all or gather_scatter"
             )
 
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node."""
+        return self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
     def ranks_per_node(self, world_size: int) -> int:
         """For hierarchical sums; 0: they are off. `UserError` where there are no two levels."""
         if not self.hierarchical or world_size == 1:
             return 0
-        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size = self.node_ranks
         if world_size % size or size in (1, world_size):
             raise UserError(
                 f"communication: hierarchical sums with nodes of {size} ranks, of {world_size} in all: set node_size "
@@ -284,7 +294,8 @@ class ParallelConfig:
     number of ranks; what is left is data parallel. `zero`: what ranks that hold the same keep in shards: 1 the
     optimizer's state, 2 gradients too, 3 parameters too.
 
-    `dispatch`: how rows reach experts; "auto" measures which way is faster here. `deduplicate`: an all-to-all sends a
+    `dispatch`: how rows reach experts; "two_level" across nodes first and then inside, a row once to each; "auto"
+    measures which way is faster here. `deduplicate`: an all-to-all sends a
     row once to a rank. `row_budget`: rows that a rank's experts may hold, over their share at even use; what is over it
     is worked on again in backward (0: no limit)."""
 
@@ -295,9 +306,17 @@ class ParallelConfig:
     expert: Count = 1
     expert_tensor: Count = 1
     zero: Annotated[CountFromZero, Field(le=3)] = 0
-    dispatch: Literal["all_to_all", "gather_scatter", "auto"] = "all_to_all"
+    dispatch: Literal["all_to_all", "gather_scatter", "two_level", "auto"] = "all_to_all"
     deduplicate: Flag = True
     row_budget: NotNegative = 1.1
+
+    def __post_init__(self) -> None:
+        if self.dispatch == "two_level" and (self.expert_tensor > 1 or not self.deduplicate):
+            raise UserError(
+                f"dispatch is 'two_level', expert_tensor is {self.expert_tensor}, deduplicate is {self.deduplicate}: "
+                "rows go to whole experts, once to a node: set expert_tensor to 1 and deduplicate to true, or use "
+                "dispatch all_to_all"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +387,11 @@ class TrainConfig:
         self._check_offload()
         if self.overlap.pairs:
             self._check_pairs()
+        if self.overlap.inside and self.parallel.dispatch == "two_level":
+            raise UserError(
+                "overlap.inside is true and parallel.dispatch is 'two_level': tiles go straight to the ranks of their "
+                "experts: use dispatch all_to_all, or set overlap.inside to false"
+            )
         if self.overlap.inside and self.products != "plain":
             raise UserError(
                 f"overlap.inside is true and products is {self.products!r}: tiles are multiplied as they are, so set "

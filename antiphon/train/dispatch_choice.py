@@ -2,10 +2,10 @@
 
 Every layer sends rows of one size to as many experts, so one measurement stands for all. Each way takes rows of the
 run's own number, width and dtype there and back, forward and backward, on all ranks at once and in turns. A time is the
-slowest rank's; all ranks see all times, so they choose the same. Experts do nothing in between: both ways give them the
-same rows.
+slowest rank's; all ranks see all times, so they choose the same. Experts do nothing in between: all ways give them the
+same rows. Over two levels is tried where the ranks that share experts span nodes.
 
-A run that goes on with the same sizes keeps what it chose, which `run.json` has: the two ways add up in different
+A run that goes on with the same sizes keeps what it chose, which `run.json` has: ways add up in different
 orders, and a run that was killed is to have the bits of one that was not. Rejected: the formulas of the planner. They
 know a cluster's links, not what this machine does with messages of this size.
 """
@@ -13,7 +13,7 @@ know a cluster's links, not what this machine does with messages of this size.
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,9 +30,10 @@ from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, moved, settle
 from antiphon.train.metrics import FILE
 from antiphon.train.model import dispatcher_of
+from antiphon.train.ranks import expert_levels
 
-Way = Literal["all_to_all", "gather_scatter"]
-WAYS: tuple[Way, ...] = ("all_to_all", "gather_scatter")
+Way = Literal["all_to_all", "gather_scatter", "two_level"]
+WAYS: tuple[Way, ...] = ("all_to_all", "gather_scatter", "two_level")
 ROUNDS = 5
 _log = get_logger("train")
 
@@ -70,8 +71,9 @@ def choose_dispatch(
         choice = DispatchChoice(way=WAYS[former], times_s={} if known is None else known.times_s, sizes=sizes)
         _say(mesh, "dispatch: %s, as before", choice.way)
         return choice
-    times_s = _measure(config, sizes, mesh, device)
-    choice = DispatchChoice(way=min(WAYS, key=lambda way: times_s[way]), times_s=times_s, sizes=sizes)
+    ways = _possible(config, mesh)
+    times_s = _measure(config, ways, sizes, mesh, device)
+    choice = DispatchChoice(way=min(ways, key=lambda way: times_s[way]), times_s=times_s, sizes=sizes)
     words = ", ".join(f"{way} {format_seconds(each)}" for way, each in times_s.items())
     _say(mesh, "dispatch: %s (%s there and back)", choice.way, words)
     return choice
@@ -99,7 +101,18 @@ def _former(folder: Path, sizes: Mapping[str, Any]) -> DispatchChoice | None:
     return DispatchChoice(**found) if found and found["sizes"] == dict(sizes) else None
 
 
-def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh, device: torch.device) -> dict[str, float]:
+def _possible(config: TrainConfig, mesh: Mesh) -> tuple[Way, ...]:
+    """The ways that this run may take."""
+    parallel, communication = config.parallel, config.communication
+    whole = parallel.expert_tensor == 1 and parallel.deduplicate and not config.overlap.inside
+    if whole and not communication.pipeline_experts and expert_levels(mesh.sizes, communication):
+        return WAYS
+    return WAYS[:2]
+
+
+def _measure(
+    config: TrainConfig, ways: Sequence[Way], sizes: Mapping[str, Any], mesh: Mesh, device: torch.device
+) -> dict[str, float]:
     """Seconds by way: the median over rounds of the slowest rank's."""
     generator, dtype = torch.Generator().manual_seed(mesh.rank), getattr(torch, config.dtype)
     scores_TE = moved(torch.rand(sizes["rows"], sizes["num_experts"], generator=generator, device=HOST), device)
@@ -107,16 +120,16 @@ def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh, device: 
     drawn_TH = torch.randn(sizes["rows"], sizes["hidden_size"], generator=generator, device=HOST)
     x_TH = moved(drawn_TH.to(dtype), device).requires_grad_()
     weights_TK = weights_TK.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    ways = [
+    dispatchers = [
         dispatcher_of(mesh, sizes["num_experts"], replace(config.parallel, dispatch=way), config.communication, dtype)
-        for way in WAYS
+        for way in ways
     ]
-    own = torch.zeros(ROUNDS + 1, len(WAYS), dtype=torch.float64, device=HOST)
+    own = torch.zeros(ROUNDS + 1, len(ways), dtype=torch.float64, device=HOST)
     for number in range(ROUNDS + 1):
-        for index, way in enumerate(ways):
+        for index, dispatcher in enumerate(dispatchers):
             barrier(mesh.world)
             began_s = time.perf_counter()
-            dispatched = way.start_dispatch(x_TH, ids_TK, weights_TK)
+            dispatched = dispatcher.start_dispatch(x_TH, ids_TK, weights_TK)
             rows_RH, _ = dispatched.wait()
             out_TH = dispatched.start_combine(rows_RH * 1).wait()
             torch.autograd.grad(out_TH, (x_TH, weights_TK), torch.ones_like(out_TH))
@@ -125,4 +138,4 @@ def _measure(config: TrainConfig, sizes: Mapping[str, Any], mesh: Mesh, device: 
     ranks = mesh.sizes.world_size
     collective = AllGather(mesh.world, "dispatch choice", (own.shape[0],) * ranks)
     slowest = run(collective, own).view(ranks, *own.shape)[:, 1:].amax(0)  # the first round warms up
-    return {way: statistics.median(slowest[:, index].tolist()) for index, way in enumerate(WAYS)}
+    return {way: statistics.median(slowest[:, index].tolist()) for index, way in enumerate(ways)}

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
+from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way, two_level_ways
 from antiphon.comm.float8 import RowFormat
 from antiphon.comm.mesh import Group, Mesh, Sizes
+from antiphon.comm.replicas import connect_levels
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
@@ -255,6 +256,9 @@ def dispatcher_of(
     ways: list[Way] = [GatherScatter(slices, formats=formats)] if slices.size > 1 else []
     if group.size > 1 and config.dispatch == "gather_scatter":
         ways.append(GatherScatter(group, (first, last), formats))
+    elif group.size > 1 and config.dispatch == "two_level":
+        inside, across = connect_levels(mesh, group, communication.node_ranks)
+        ways += two_level_ways(inside, across, experts, formats, weights_inside=early)
     elif group.size > 1:
         ways.append(AllToAllWay(group, experts, deduplicate=config.deduplicate, formats=formats, weights_inside=early))
     return Dispatcher(last - first, tuple(ways), early_weights=early)

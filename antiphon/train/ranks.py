@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.comm.replicas import has_levels
 from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import CommunicationConfig, TrainConfig
@@ -52,6 +53,12 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
     )
+    if parallel.dispatch == "two_level" and not expert_levels(sizes, config.communication):
+        raise UserError(
+            f"parallel.dispatch is 'two_level' and the {sizes.expert} ranks that share experts are not equally many, "
+            f"more than one, on each of several nodes of {config.communication.node_ranks} ranks: set "
+            "communication.node_size or parallel.expert, or use dispatch all_to_all"
+        )
     size = config.batch // config.micro_batches
     if size % sizes.data:
         raise UserError(
@@ -70,6 +77,11 @@ def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
         if shared > count:
             raise UserError(f"parallel: {name} is {shared}, more than the {count} {what}: use at most {count}")
     return sizes
+
+
+def expert_levels(sizes: Sizes, communication: CommunicationConfig) -> bool:
+    """Whether the ranks that share experts span nodes, each with equally many of them."""
+    return sizes.expert > 1 and has_levels(sizes.groups(("expert",)), communication.node_ranks)
 
 
 def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(), device: torch.device = HOST) -> Mesh:

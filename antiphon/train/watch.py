@@ -12,6 +12,8 @@ Rejected: entropy of the use. It is one number too, but 3.1 of 4.2 says little t
 
 import json
 import logging
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,12 +22,14 @@ from typing import Any
 import torch
 
 from antiphon.base.logging import get_logger
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllGather, barrier, gather_sizes, run
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST
 from antiphon.train.metrics import Metrics
+from antiphon.train.slow_ranks import RankWork, SlowRanks
 from antiphon.train.spans import Span, StepSpans, seconds_by_operator, write_part
 
 PATIENCE_STEPS = 25
@@ -153,15 +157,17 @@ _log = get_logger("train")
 class StepTraffic:
     """Traffic of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the
     rank that waited longest. What a collective did while a rank was computing is not in it. `lost_numbers` of E4M3
-    rows, by what was lost, of all ranks."""
+    rows, by what was lost, of all ranks. `ranks`: what each did, in order."""
 
     sent_bytes: Mapping[str, float]
     waited_s: float
     lost_numbers: Mapping[str, int]
+    ranks: Sequence[RankWork]
 
     def metrics(self) -> dict[str, Any]:
         """The values under their names in a run's metrics."""
         values: dict[str, Any] = {"collective_bytes": dict(self.sent_bytes), "exposed_comm_s": self.waited_s}
+        values["rank_busy_s"] = [each.busy_s for each in self.ranks]
         return values | ({"float8_lost": dict(self.lost_numbers)} if self.lost_numbers else {})
 
 
@@ -180,6 +186,8 @@ class Watch:
         timeline: Path | None = None,
     ) -> None:
         layers = list(spec.expert_layers)
+        self._slow = SlowRanks()
+        self._began_s = 0.0
         self._alarm = RouterAlarm(layers, spec.router.num_experts, spec.router.top_k)
         self._spans = spans
         self._metrics = metrics
@@ -199,6 +207,7 @@ class Watch:
         if logged:
             barrier(self._mesh.world)  # else others wait in this step for what the first rank wrote after the last one
             _taken(self._mesh)
+        self._began_s = time.perf_counter()
         self._spans.step = step
         self._spans.on = logged or measured or self._in_timeline(step)
         if self._mesh.launcher is not None:
@@ -206,11 +215,16 @@ class Watch:
 
     def after_step(self, step: int, counts_LE: Sequence[Sequence[int]]) -> None:
         """`counts_LE`: rows by MoE layer and expert, of all ranks."""
+        step_s = time.perf_counter() - self._began_s
         taken = self._spans.take()
         self._spans.on = False
         self.operator_s = seconds_by_operator(taken)
         self.travelled_s = {} if self._mesh.launcher is None else self._mesh.launcher.take_all_to_all_s()
-        self.traffic = _traffic(self._mesh) if self._logged and self._mesh.sizes.world_size > 1 else None
+        self.traffic = None
+        if self._logged and self._mesh.sizes.world_size > 1:
+            self.traffic = _traffic(self._mesh, step_s, self.operator_s, _rows_over_mean(self._mesh, counts_LE))
+            for text in self._slow.observe(step, self.traffic.ranks):
+                self.warn(step, text)
         if self._in_timeline(step):
             self._for_timeline += taken
         for alarm in self._alarm.observe(step, counts_LE):
@@ -237,16 +251,33 @@ class Watch:
         return self._timeline is not None and step in self._timeline_steps
 
 
-def _traffic(mesh: Mesh) -> StepTraffic:
-    """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together."""
-    text = json.dumps(asdict(_taken(mesh))).encode()
+def _traffic(mesh: Mesh, step_s: float, operator_s: Mapping[str, float], rows_over_mean: float) -> StepTraffic:
+    """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together, with what each
+    did in the step."""
+    taken = _taken(mesh)
+    own_work = RankWork(
+        host=socket.gethostname(),
+        stage=mesh.sizes.place(mesh.rank, "pipeline"),
+        busy_s=step_s - sum(taken.waited_s.values()),
+        operator_s=operator_s,
+        rows_over_mean=rows_over_mean,
+    )
+    text = json.dumps(asdict(taken) | {"work": asdict(own_work)}).encode()
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(HOST)
     sizes = gather_sizes(mesh.world, len(text), own.device)
     texts = torch.split(run(AllGather(mesh.world, "ledger", sizes), own), list(sizes))
     ledgers = [json.loads(bytes(each.tolist())) for each in texts]
     sent, lost = _sums(ledgers, "sent_bytes"), _sums(ledgers, "lost_numbers")
     mean = {name: num / len(ledgers) for name, num in sent.items()}
-    return StepTraffic(mean, max(sum(ledger["waited_s"].values()) for ledger in ledgers), lost)
+    waited_s = max(sum(ledger["waited_s"].values()) for ledger in ledgers)
+    return StepTraffic(mean, waited_s, lost, [RankWork(**ledger["work"]) for ledger in ledgers])
+
+
+def _rows_over_mean(mesh: Mesh, counts_LE: Sequence[Sequence[int]]) -> float:
+    """Rows of this rank's experts, over the mean of the ranks that share them."""
+    group, by_expert = mesh.group("expert"), [sum(each) for each in zip(*counts_LE, strict=True)]
+    first, last = split_evenly(len(by_expert), group.size)[group.index]
+    return float(sum(by_expert[first:last]) * group.size / max(1, sum(by_expert)))
 
 
 def _taken(mesh: Mesh) -> Ledger:

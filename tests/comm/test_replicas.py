@@ -11,7 +11,7 @@ from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.micro_ops import MicroOpScheduler
-from antiphon.comm.replicas import NarrowSum, ReplicaGroups, _has_levels
+from antiphon.comm.replicas import NarrowSum, ReplicaGroups, has_levels
 from tests.comm.ranks import on_ranks
 
 RANKS, NODE = 4, 2
@@ -131,12 +131,12 @@ def test_chunks_of_two_levels_hide_each_other(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_which_groups_have_levels() -> None:
-    assert _has_levels([[0, 1, 2, 3]], 2)
-    assert _has_levels([[0, 1, 4, 5], [2, 3, 6, 7]], 4)
-    assert not _has_levels([[0, 1, 2, 3]], 4), "one node"
-    assert not _has_levels([[0, 2], [1, 3]], 2), "one rank on each node"
-    assert not _has_levels([[0, 1, 2], [3, 4, 5]], 2), "uneven nodes"
-    assert not _has_levels([[0, 1, 2, 3]], 0)
+    assert has_levels([[0, 1, 2, 3]], 2)
+    assert has_levels([[0, 1, 4, 5], [2, 3, 6, 7]], 4)
+    assert not has_levels([[0, 1, 2, 3]], 4), "one node"
+    assert not has_levels([[0, 2], [1, 3]], 2), "one rank on each node"
+    assert not has_levels([[0, 1, 2], [3, 4, 5]], 2), "uneven nodes"
+    assert not has_levels([[0, 1, 2, 3]], 0)
 
 
 def test_a_rank_whose_part_of_a_sum_is_empty() -> None:

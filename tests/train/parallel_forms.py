@@ -29,10 +29,13 @@ PRIORITY = CommunicationConfig(sums="priority")
 CHUNKS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000)
 LEVELS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000, hierarchical=True, node_size=2)
 EARLY = CommunicationConfig(gate_weights="experts")
+NODES = CommunicationConfig(node_size=2)
+EARLY_NODES = CommunicationConfig(node_size=2, gate_weights="experts")
 LOSSES = LossConfig(balance=0.1, device_balance=0.05, device_groups=2, z=0.01)
 OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
 DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
 NAMES: dict[Any, str] = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
+NAMES |= {NODES: "nodes", EARLY_NODES: "early, nodes"}
 NAMES |= {EARLY: "early", BASELINE: "baseline", PRIORITY: "priority", CHUNKS: "chunks", LEVELS: "levels"}
 
 
@@ -133,6 +136,17 @@ SOME_FAMILIES = (
     Form(sequence=2, tensor=2, expert=2, expert_tensor=2, keep="full", inside=True),
     Form(tensor=2, expert=4, dispatch="gather_scatter", losses=DROPPING, inside=True),
     Form(pipeline=2, virtual_stages=2, expert=2, row_budget=0.5, communication=EARLY, inside=True),
+    Form(expert=4, dispatch="two_level", communication=NODES),  # here and below, rows travel across nodes, then inside
+    Form(
+        sequence=2,
+        expert=4,
+        dispatch="two_level",
+        row_budget=0.5,
+        losses=DROPPING,
+        keep="selective",
+        communication=NODES,
+    ),
+    Form(tensor=2, expert=4, dispatch="two_level", keep="full", communication=EARLY_NODES),
     Form(expert=2, communication=BASELINE),  # here and below, gradients are summed beside backward
     Form(sequence=2, expert=2, communication=PRIORITY),
     Form(sequence=2, expert=2, communication=CHUNKS),

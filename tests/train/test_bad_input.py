@@ -1,12 +1,15 @@
 """What a run refuses before its first step, and how it says so."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.models.config import load_model_spec
 from antiphon.train.config import read_config
+from antiphon.train.ranks import sizes_of
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of, write_model, write_run
@@ -31,6 +34,10 @@ from tests.train.harness import config_of, write_model, write_run
         ('optimizer.rates={"*"=-1.0}', "it must be at least 0"),
         ("model.path=${NO_SUCH_VARIABLE}/x", "NO_SUCH_VARIABLE"),
         ("communication.attention=float8", "attention is 'float8' and parallel.tensor is 1, so no rank gathers"),
+        (
+            "parallel={dispatch='two_level', deduplicate=false}",
+            "dispatch is 'two_level', expert_tensor is 1, deduplicate",
+        ),
         ("communication.attention=float4", "attention is 'float4': it must be 'plain' or 'float8'"),
         ("device=gpu", "device is 'gpu': it must be 'auto', 'cpu' or 'cuda'"),
         ("watch.on_spike=stop", "watch.on_spike is 'stop': it must be 'warn', 'skip' or 'rollback'"),
@@ -101,3 +108,17 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "model/tokenizer.json").write_text("{")
     assert "no tokenizer can be read" in refused_as_is(tmp_path)
+
+
+def test_two_levels_need_nodes(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "parallel.dispatch=two_level", "parallel.expert=4", "communication.node_size=4")
+    spec = load_model_spec(Path(config.model.path))
+    with pytest.raises(
+        UserError, match=r"'two_level' and the 4 ranks that share experts are not equally many, more th"
+    ):
+        sizes_of(config, spec, 4)
+    several = replace(config, communication=replace(config.communication, node_size=2))
+    assert sizes_of(several, spec, 4).expert == 4
+    for changes in (("communication.pipeline_experts=true",), ("overlap.inside=true",)):
+        with pytest.raises(UserError, match=r"parallel.dispatch is 'two_level'"):
+            config_of(tmp_path, "parallel.dispatch=two_level", *changes)
