@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.kernels.triton import kernels_for
+
 IGNORED = -100
 _CHUNK_ELEMENTS = 1 << 20  # logits at once: 4 MiB in float32, which caches hold
 _LEAST_ROWS = 256  # at once, however wide the vocabulary: fewer leave the products waiting for the head's weights
@@ -46,25 +48,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         counted_T1 = (targets_T != IGNORED).to(wide).unsqueeze(1)
         scale_T1 = counted_T1 / (num_targets.to(wide) * divisor)
+        kernels = kernels_for(x_TH, "cross_entropy")
         step = max(_LEAST_ROWS, _CHUNK_ELEMENTS // weight_VH.shape[0])
         for first in range(0, x_TH.shape[0], step):
             rows = slice(first, first + step)
             x, scale = x_TH[rows], scale_T1[rows]
-            logits = torch.mm(x, weight_VH.t()).to(wide)
-            if bias_V is not None:
-                logits += bias_V
-            if divisor != 1.0:
-                logits /= divisor
-            targets = targets_T[rows].clamp(min=0).unsqueeze(1)
-            logs = torch.log_softmax(logits, 1)
-            total -= (logs.gather(1, targets) * counted_T1[rows]).sum()
-            grad = torch.exp(logs, out=logits)
-            grad.scatter_add_(1, targets, torch.full_like(scale, -1.0))
-            narrow = grad.to(x.dtype)
+            logits, targets = torch.mm(x, weight_VH.t()), targets_T[rows].clamp(min=0)
+            if kernels is not None:
+                losses = kernels.loss_and_gradient(logits, bias_V, targets, divisor)
+            else:
+                losses, logits = _losses_and_gradient(logits.to(wide), bias_V, targets, divisor)
+            total += (losses * counted_T1[rows, 0]).sum()
+            narrow = logits.to(x.dtype)  # the gradient by now
             torch.mm(narrow, weight_VH, out=grad_x_TH[rows]).mul_(scale)  # the factor is cheaper on the narrow side
             _add_product(grad_weight_VH, narrow.t(), (x * scale).to(x.dtype))
             if grad_bias_V is not None:
-                grad_bias_V.addmv_(grad.t(), scale.squeeze(1))
+                grad_bias_V.addmv_(logits.to(wide).t(), scale.squeeze(1))
         ctx.save_for_backward(grad_x_TH, grad_weight_VH, grad_bias_V)
         return total / num_targets.to(wide)
 
@@ -74,6 +73,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = grad_x_TH.dtype
         bias = None if grad_bias_V is None else grad_bias_V * grad
         return grad_x_TH * grad.to(narrow), (grad_weight_VH * grad).to(narrow), bias, None, None, None
+
+
+def _losses_and_gradient(
+    logits: Tensor, bias_V: Tensor | None, targets: Tensor, divisor: float
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss, and its gradient in the place of the logits."""
+    if bias_V is not None:
+        logits += bias_V
+    if divisor != 1.0:
+        logits /= divisor
+    logs, targets = torch.log_softmax(logits, 1), targets.unsqueeze(1)
+    losses = -logs.gather(1, targets).squeeze(1)
+    grad = torch.exp(logs, out=logits)
+    return losses, grad.scatter_add_(1, targets, torch.full_like(targets, -1.0, dtype=grad.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -6,13 +6,14 @@ product an expert under autograd (a node and a slice an expert each way).
 Letters: R rows in order of expert, E experts, I inputs of a product, O its outputs, J = 2 * width of gate and up.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.triton import kernels_for
 from antiphon.specs.model import FeedForwardSpec
 
 Widths = FeedForwardSpec | ExpertShape  # says which formula, and its numbers
@@ -20,7 +21,7 @@ Widths = FeedForwardSpec | ExpertShape  # says which formula, and its numbers
 
 def activate(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
-    if widths.activation == "silu":
+    if widths.activation == "silu" and kernels_for(gate_up_RJ, "activation") is None:
         hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
     else:
         hidden = _Again.apply(gate_up_RJ, widths)  # type: ignore[no-untyped-call]
@@ -36,17 +37,22 @@ def _formula(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
 
 
 class _Again(torch.autograd.Function):
-    """Only the rows themselves are kept: the formula's steps are made again in backward."""
+    """Only the rows themselves are kept: the formula's steps are made again in backward, or one kernel has its
+    derivatives."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_RJ: Tensor, widths: Widths) -> Tensor:
         ctx.save_for_backward(gate_up_RJ)
         ctx.widths = widths
+        if (kernels := kernels_for(gate_up_RJ, "activation")) is not None:
+            return cast(Tensor, kernels.activate(gate_up_RJ, widths))
         return _formula(gate_up_RJ, widths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up_RJ,) = ctx.saved_tensors
+        if (kernels := kernels_for(gate_up_RJ, "activation")) is not None:
+            return kernels.activate_gradient(grad, gate_up_RJ, ctx.widths), None
         with torch.enable_grad():
             rows = gate_up_RJ.detach().requires_grad_()
             hidden = _formula(rows, ctx.widths)

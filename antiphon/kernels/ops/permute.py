@@ -6,11 +6,13 @@ Letters: T tokens, K choices a token, R rows that go somewhere (T * K if none is
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from antiphon.kernels.triton import kernels_for
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
         y_RH, weights_TK = ctx.saved_tensors
         rows: RowMap = ctx.rows
+        if (kernels := kernels_for(grad_TH, "rows")) is not None:
+            return *kernels.combine_gradient(grad_TH, y_RH, weights_TK, rows.order_R), None
         grad_RH = grad_TH.index_select(0, rows.token_R)
         grad_weights_TK = None
         if y_RH is not None:
@@ -98,4 +102,6 @@ def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tens
     """[T, H]: the sum over k of row `places_TK[t, k]`, times its weight, without holding the T * K rows."""
     if not places_TK.numel() or not x_RH.shape[0]:
         return x_RH.new_zeros(places_TK.shape[0], x_RH.shape[1])
+    if (kernels := kernels_for(x_RH, "rows")) is not None:
+        return cast(Tensor, kernels.sum_rows(x_RH.contiguous(), places_TK, weights_TK))
     return F.embedding_bag(places_TK, x_RH, per_sample_weights=weights_TK, mode="sum")

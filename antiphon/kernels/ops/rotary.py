@@ -3,12 +3,13 @@
 Letters: N heads, D head width, R half the rotated width; the leading axes are any.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from antiphon.kernels.api import RotaryTable
+from antiphon.kernels.triton import kernels_for
 
 
 def rotate(x_ND: Tensor, cos_R: Tensor, sin_R: Tensor, interleaved: bool) -> Tensor:
@@ -29,11 +30,16 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
+        if (kernels := kernels_for(x_ND, "rotary")) is not None:
+            return cast(Tensor, kernels.turn(x_ND, cos.squeeze(-2), sin.squeeze(-2), interleaved))
         return _turn(x_ND, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
+        if (kernels := kernels_for(grad_ND, "rotary")) is not None:
+            turned = kernels.turn(grad_ND, cos.squeeze(-2), sin.squeeze(-2), ctx.interleaved, back=True)
+            return turned, None, None, None
         return _turn(grad_ND, cos, -sin, ctx.interleaved), None, None, None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.quantized import WeightFormat
 from antiphon.kernels.reference_attention import ReferenceCache
-from antiphon.kernels.triton import attention, gate, grouped, norm, rotary, rows
+from antiphon.kernels.triton import activation, attention, cross_entropy, gate, grouped, norm, rotary, rows
 from antiphon.kernels.triton.launch import CompiledLaunch, compiling
 from antiphon.kernels.triton.weights import StackedWeight
 from antiphon.specs.model import RouterSpec
@@ -117,6 +117,12 @@ def _operators(dtype: torch.dtype) -> None:
     norm.norm(x_TH, weight_H, 1e-6, x_TH)
     norm.norm(room(TOKENS, HEAD), room(HEAD), 1e-6)
     norm.norm_gradient(x_TH, x_TH, weight_H, factors_T)
+    for name in ("silu", "gelu", "swiglu_oai"):
+        shape = ExpertShape(1, HIDDEN, WIDTH, name)
+        y_TI = activation.activate(room(TOKENS, 2 * WIDTH), shape)
+        activation.activate_gradient(y_TI, room(TOKENS, 2 * WIDTH), shape)
+    targets_T = torch.empty(TOKENS, dtype=torch.int64)
+    cross_entropy.loss_and_gradient(room(TOKENS, 4 * HIDDEN), room(4 * HIDDEN), targets_T, 1.0)
     places_TK = torch.empty((TOKENS, 8), dtype=torch.int32)
     rows.sum_rows(x_TH, places_TK, None, ascending=True)
     rows.sum_rows(x_TH, places_TK, room(TOKENS, 8))

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.triton.activation import activated
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
 from antiphon.kernels.triton.tiles import Tile, tile_for
 from antiphon.kernels.triton.weights import StackedWeight
@@ -112,18 +113,6 @@ def _weights(codes_ptr, scales_ptr, shifts_ptr, n, inside, first, num_inputs, nu
 
 
 @triton.jit
-def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        activated = gate / (1.0 + tl.exp(-gate)) * up
-    elif ACTIVATION == "gelu":
-        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    else:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        activated = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-    return activated
-
-
-@triton.jit
 def _expert_of_tile(starts_ptr, tile, num_experts, E: tl.constexpr, BM: tl.constexpr):
     """(expert, its first row in this tile, the end of its rows); `num_experts` if the tile is beyond the last."""
     experts = tl.arange(0, E)
@@ -183,7 +172,7 @@ def _grouped(x_ptr, codes_ptr, scales_ptr, shifts_ptr, bias_ptr, residual_ptr, o
         if GATED:
             up_sums += tl.load(bias + num_outputs, inside, 0.0).to(tl.float32)[None, :]
     if GATED:
-        sums = _activated(sums, up_sums, alpha, limit, ACTIVATION)
+        sums = activated(sums, up_sums, alpha, limit, ACTIVATION)
     if WEIGHS:
         sums *= tl.load(routing_ptr + slots, held, 0.0).to(tl.float32)[:, None]
     places = rows[:, None].to(tl.int64) * num_outputs + n[None, :]

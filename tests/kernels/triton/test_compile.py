@@ -31,6 +31,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     names = {each["kernel"] for each in found}
     with_wgmma = [each for each in found if each["kernel"] == "grouped" and each["num_wgmma"]]
     assert len(with_wgmma) == (15 if capability == 90 else 0)  # three products of many rows in each of five formats
+    assert names >= {"activate", "activate_gradient", "loss"}
     assert names >= {
         "attend",
         "join",
