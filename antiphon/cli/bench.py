@@ -223,6 +223,9 @@ def serve(
     against_url: Annotated[str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible server.")] = None,
     device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
+    expert_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Also colocated with experts in the file, SIZE for those in use.")
+    ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="At most this many repetitions.")] = 6,
     *,
     load: loading.LoadOptions,
@@ -231,14 +234,17 @@ def serve(
     """Time serving MODEL beside other engines, in turns; with --rate under load that does not wait."""
     check_count("--threads", threads, MAX_THREADS)
     check_count("--rounds", rounds, MOST_TURNS)
+    expert_bytes = None if expert_memory is None else parse_size("--expert-memory", expert_memory)
     if load.rate is not None:
+        if expert_memory is not None:
+            raise UserError(f"--expert-memory {expert_memory} does not apply with --rate: leave one of them out")
         serve_load(model, layouts, against_url, device, threads, load, json)
         return
     load.refuse_without_rate()
     sizes = workload_sizes(concurrency, input_tokens, output_tokens, prefill)
     check_sizes(sizes, load_model_spec(model))
     resolve_device(device, 0)
-    contestants = own_engines(layouts, model, sizes, device, threads)
+    contestants = own_engines(layouts, model, sizes, device, threads, expert_bytes)
     contestants += other_engines(peers, against_url, model, device)
     if not contestants:
         raise UserError("nobody to measure: give --layouts, --peers or --against-url")

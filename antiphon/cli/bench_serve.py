@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from antiphon.base.errors import UserError
+from antiphon.base.units import format_bytes
 from antiphon.bench import serve as serving
 from antiphon.bench.load import COLUMNS, LoadOptions, bench_load, best_within, load_case, own_servers
 from antiphon.bench.openai_peer import OpenAIPeer
@@ -98,18 +99,33 @@ def check_sizes(sizes: Sequence[serving.WorkloadSize], spec: ModelSpec) -> None:
 
 
 def own_engines(
-    layouts: str, model: Path, sizes: Sequence[serving.WorkloadSize], device: str, threads: int | None
+    layouts: str,
+    model: Path,
+    sizes: Sequence[serving.WorkloadSize],
+    device: str,
+    threads: int | None,
+    expert_bytes: int | None = None,
 ) -> list[Peer]:
-    """One engine of ours for each layout, with room for the largest size."""
+    """One engine of ours for each layout, with room for the largest size; and one whose experts stay in the file."""
     max_concurrency = max(size.concurrency for size in sizes)
     max_tokens = max(size.input_tokens + size.output_tokens for size in sizes)
-    return [
-        serving.AntiphonEngine(
-            name, model, max_concurrency=max_concurrency, max_tokens=max_tokens, device=device, threads=threads
+
+    def engine(name: str, **changes: object) -> serving.AntiphonEngine:
+        return serving.AntiphonEngine(
+            name,
+            model,
+            max_concurrency=max_concurrency,
+            max_tokens=max_tokens,
+            device=device,
+            threads=threads,
+            changes=changes,
         )
-        for name in layouts.split(",")
-        if name
-    ]
+
+    found = [engine(name) for name in layouts.split(",") if name]
+    if expert_bytes is not None:
+        found.append(engine("colocated", expert_bytes=expert_bytes))
+        found[-1].rename(f"antiphon, experts in {format_bytes(expert_bytes)}")
+    return list(found)
 
 
 def other_engines(peers: str | None, against_url: str | None, model: Path, device: str) -> list[Peer]:

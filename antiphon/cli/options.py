@@ -122,6 +122,9 @@ class WorkerOptions:
     expert_slots: Annotated[
         int | None, rare_option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
+    expert_memory: Annotated[
+        str | None, rare_option(metavar="SIZE", help="Experts stay in the file; memory for those in use, a replica.")
+    ] = None
     record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
     placement: Annotated[Path | None, rare_option(metavar="FILE", help="Which worker has which experts.")] = None
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Obey this plan, one phase or both.")] = None
@@ -217,6 +220,7 @@ class WorkerOptions:
             balance=self.balance,
             path_profile=self._checked_profile(model),
             expert_slots=self.expert_slots,
+            expert_bytes=None if self.expert_memory is None else parse_size("--expert-memory", self.expert_memory),
             placement=None if self.placement is None else read_placement(self.placement),
             record_routing=self.record_routing,
             of_attention=OneRole(

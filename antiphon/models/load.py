@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.base.units import format_bytes
 from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.kernels.api import ExpertShape, KernelBackend, PackedExperts, PackedLinear, RotaryTable
 from antiphon.models.attention import (
@@ -26,6 +27,7 @@ from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerN
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.expert_half import FREE, ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.offloaded_experts import LAYERS_IN_POOL, OffloadedExperts
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (
@@ -140,6 +142,40 @@ def load_expert_half(
     reader.log_formats("experts")
     slots = {layer: ids + (FREE,) * (num_slots - len(ids)) for layer, ids in ids_of.items()}
     return ExpertHalf(spec=local, backend=backend, experts=experts, expert_ids=slots)
+
+
+def load_offloaded_experts(
+    checkpoint: Checkpoint, spec: ModelSpec, backend: KernelBackend, num_bytes: int
+) -> OffloadedExperts:
+    """All experts of the model in a pool of at most `num_bytes`. `UserError` if that is less than two layers' experts,
+    or if layers have different formats."""
+    names, router, widths = checkpoint.family_names(spec.family), spec.router, spec.feed_forward
+    check_sizes(checkpoint, spec, names)
+    layer, share, rounding = spec.expert_layers[0], share_of(spec), checkpoint.rounding.experts
+
+    def refs_of(layer: int, expert: int) -> ExpertRefs:
+        return expert_of(expert_refs(spec, names, layer, expert, checkpoint), widths.intermediate, share)
+
+    reader = WeightReader(checkpoint, backend, 0, None)
+    one = reader.new_experts(_shape(spec, 1, widths.intermediate, widths.expert_bias), [], refs_of(layer, 0), rounding)
+    most, least = len(spec.expert_layers) * router.num_experts, LAYERS_IN_POOL * router.num_experts
+    num_slots = min(num_bytes // one.num_bytes, most)
+    if num_slots < min(least, most):
+        raise UserError(
+            f"--expert-memory {format_bytes(num_bytes)} holds {num_slots} experts of {format_bytes(one.num_bytes)}: "
+            f"give at least {format_bytes(least * one.num_bytes)}, the experts of {LAYERS_IN_POOL} layers"
+        )
+    shape = _shape(spec, num_slots, widths.intermediate, widths.expert_bias)
+    pool = reader.new_experts(shape, [], refs_of(layer, 0), rounding)
+
+    def load(layer: int, expert: int, slot: int) -> None:
+        refs = refs_of(layer, expert)
+        own = WeightReader(checkpoint, backend, check(checkpoint, refs.refs), None)
+        own.expert(pool, slot, refs, rounding)
+
+    for each in spec.expert_layers:  # what is missing or in another format is found before a request comes
+        load(each, 0, 0)
+    return OffloadedExperts(backend, pool, router.num_experts, load)
 
 
 def load_expert(

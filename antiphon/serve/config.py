@@ -58,6 +58,7 @@ _OPTIONS = {
     "num_stages": "pp",
     "num_micro_batches": "micro-batches",
     "num_threads": "threads",
+    "expert_bytes": "expert-memory",
     "timeout_s": "timeout",
 }
 
@@ -89,7 +90,8 @@ class ServeConfig:
     replica may have `num_stages` stages of that many processes, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
-    `weights`: what experts that are stored in floats are rounded to (`models/rounding`);
+    `weights`: what experts that are stored in floats are rounded to (`models/rounding`); `expert_bytes`: of each
+    replica's memory, for experts that stay in the checkpoint's file while they are not used (None: all are loaded);
     `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
@@ -143,6 +145,7 @@ class ServeConfig:
     expert_slots: int | None = None
     record_routing: Path | None = None
     path_profile: Path | None = None
+    expert_bytes: Count | None = None
     phases: Phases = "both"  # for `antiphon bench balance`, as of `worker/prefetch`
     exchange_library: ExchangeLibrary = "m2n"  # for `antiphon bench apart`, as in `comm/gloo_exchange`
     replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
@@ -165,6 +168,7 @@ class ServeConfig:
         self._check_graphs()
         self._check_streams()
         self._check_layout()
+        self._check_exchange()
         self._check_joining()
         if self.prefill is not None:
             self._check_prefill(self.prefill)
@@ -231,6 +235,25 @@ class ServeConfig:
         on_gpu = self.own(role).device != "cpu"
         return self.graphs == "on" or (self.graphs == "auto" and on_gpu and not self._no_graphs)
 
+    def _check_exchange(self) -> None:
+        if self.expert_bytes is not None and (
+            (self.layout, self.attention_ranks, self.device) != ("colocated", 1, "cpu")
+            or self.joined_attention
+            or self.graphs == "on"
+        ):
+            raise UserError(
+                f"--expert-memory {self.expert_bytes} needs --layout colocated on CPUs of this machine, without --tp, "
+                "--pp and --graphs: where experts are apart, give them more workers"
+            )
+        if self.exchange_library == "gloo" and (
+            (self.layout, self.attention_tp, self.expert_tp, self.balance) != ("disaggregated", 1, 1, "off")
+            or self.placement is not None
+            or self.stepping != "barrier"
+        ):
+            raise UserError(
+                "gloo carries rows of --layout disaggregated only, without --tp, --balance, --placement and --stepping"
+            )
+
     def _check_layout(self) -> None:
         for name, own in (("attention", self.of_attention), ("expert", self.of_experts)):
             if own != OneRole() and self.layout != "disaggregated":
@@ -242,14 +265,6 @@ class ServeConfig:
         for phase, form in (("prefill", self.prefill_collectives), ("decode", self.decode_collectives)):
             if form != "auto" and self.layout != "hybrid":
                 raise UserError(f"--{phase}-collectives {form} needs --layout hybrid: elsewhere there is one form")
-        if self.exchange_library == "gloo" and (
-            (self.layout, self.attention_tp, self.expert_tp, self.balance) != ("disaggregated", 1, 1, "off")
-            or self.placement is not None
-            or self.stepping != "barrier"
-        ):
-            raise UserError(
-                "gloo carries rows of --layout disaggregated only, without --tp, --balance, --placement and --stepping"
-            )
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"

@@ -1,11 +1,13 @@
 """Checkpoints in few bits through whole engines: texts are those of what they multiply out to, in both layouts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
+from antiphon.base.errors import UserError
 from tests.models.gguf_specimens import all_of, write_gguf
 from tests.models.packed_specimens import PACKED, pack_checkpoint
 from tests.serve.engine_harness import TinyModel, complete, config, kill, random_prompts, running, save_tiny_model
@@ -52,3 +54,34 @@ def test_an_expert_worker_of_packed_experts_that_dies(tmp_path: Path) -> None:
         before = complete(engine, prompts)
         kill(engine, "experts", 1)
         assert complete(engine, prompts) == before
+
+
+@pytest.mark.parametrize(("form", "num_bytes"), [("plain", 320 << 10), ("compressed-tensors int4", 160 << 10)])
+def test_experts_in_the_file_give_the_same_text(form: str, num_bytes: int, tmp_path: Path) -> None:
+    """Two of three layers' experts fit; prompts need all of a layer, so layers take each other's places."""
+    changes = SIZES | {"num_hidden_layers": 3, "decoder_sparse_step": 1}
+    model = save_tiny_model(tmp_path / "checkpoint", **changes, intermediate_size=48)
+    if form != "plain":
+        wide_folder = pack_checkpoint(model.folder, PACKED[form])
+        wide = AutoModelForCausalLM.from_pretrained(wide_folder, attn_implementation="eager").eval()
+        model = TinyModel(model.folder, wide)
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    expected = model.greedy(prompts)
+    with running(replace(config(model, "1"), expert_bytes=num_bytes)) as engine:
+        assert complete(engine, prompts) == expected
+        counts = engine.stats().prefetch
+        assert counts.num_copies > 0, "read ahead of their layer"
+        assert counts.num_late > 0
+        kill(engine, "replica", 0)
+        assert complete(engine, prompts) == expected
+
+
+def test_too_little_memory_for_experts(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "checkpoint", **SIZES, num_hidden_layers=3, decoder_sparse_step=1)
+    with (
+        pytest.raises(UserError, match=r"--expert-memory 1000 B holds 0 experts of .*: give at least .* 2 layers"),
+        running(replace(config(model, "1"), expert_bytes=1000)),
+    ):
+        pass
+    with pytest.raises(UserError, match="--expert-memory 1000 needs --layout colocated"):
+        replace(config(model, "1+1/m2"), expert_bytes=1000)

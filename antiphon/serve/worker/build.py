@@ -25,8 +25,10 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
+from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
-from antiphon.models.load import load_attention_half, load_expert, load_expert_half
+from antiphon.models.load import load_attention_half, load_expert, load_expert_half, load_offloaded_experts
+from antiphon.models.offloaded_experts import OffloadedExperts
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
@@ -34,7 +36,7 @@ from antiphon.placement.sample_paths import PathProfile, read_path_profile
 from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
 from antiphon.serve.worker.captured_step import CapturedSteps
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
-from antiphon.serve.worker.exchange import LeadersExperts, LocalExperts, StepExchange
+from antiphon.serve.worker.exchange import LeadersExperts, LocalExperts, OffloadingExchange, StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.hybrid import (
@@ -300,6 +302,9 @@ def _own_experts(
         source.progress(loaded_bytes + done, loaded_bytes + total)
 
     if levels is None:
+        if configure.expert_bytes:
+            offloaded = load_offloaded_experts(checkpoint, spec, backend, configure.expert_bytes)
+            return LocalExperts(offloaded), None, None
         every = {layer: range(spec.router.num_experts) for layer in spec.expert_layers if layer in layers}
         share = share_of(spec, ranks.rank, ranks.size)
         return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share)), None, None
@@ -344,6 +349,7 @@ def _attention_runner(
     captured = None
     if configure.graphs:
         assert isinstance(exchange, LocalExperts), "only a worker with all experts runs without the host"
+        assert isinstance(exchange.half, ExpertHalf), "in its memory"
         assert isinstance(sampler, RowSampler), "it has one rank"
         captured = CapturedSteps(
             half, exchange.half, cache, tables, sampler, block_size=configure.block_size, pad_block=configure.num_blocks
@@ -375,6 +381,8 @@ def _step_exchange(
         return HybridStepExchange(
             exchange, half, recorder, timeout_s, counts_rows=counts_rows, moves=moves, forms=forms
         )
+    if isinstance(exchange, LocalExperts) and isinstance(exchange.half, OffloadedExperts):
+        return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
     if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
         return PrefetchingExchange(
             exchange,

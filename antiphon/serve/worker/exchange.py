@@ -17,10 +17,11 @@ from antiphon.comm.ledger import Traffic
 from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.offloaded_experts import OffloadedExperts
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.routing import Choices
-from antiphon.serve.worker.spans import COMBINE, DISPATCH, SpanRecorder
+from antiphon.serve.worker.spans import COMBINE, DISPATCH, PREDICT, SpanRecorder
 from antiphon.specs.placement import ExpertPlacement
 
 
@@ -97,6 +98,35 @@ class StepExchange:
         return None
 
 
+class OffloadingExchange(StepExchange):
+    """Steps over experts that stay in the checkpoint's file: those of the next layer are read while this one computes,
+    as its router expects them from the rows that enter this layer's experts."""
+
+    def __init__(
+        self,
+        exchange: AttentionExchange,
+        half: AttentionHalf,
+        recorder: SpanRecorder,
+        timeout_s: float,
+        *,
+        experts: OffloadedExperts,
+    ) -> None:
+        super().__init__(exchange, half, recorder, timeout_s)
+        self._experts = experts
+
+    def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
+        start_ns = time.monotonic_ns()
+        self._experts.need(layer, choices.ids_TK)
+        if (forecast := choices.forecast()) is not None:
+            self._experts.fetch_ahead(forecast.layer, forecast.ids_TK)
+        self._recorder.add(PREDICT, start_ns, layer, micro_batch, y_TH.shape[0])
+        super().dispatch(layer, micro_batch, y_TH, choices)
+
+    def take_prefetch_counts(self) -> PrefetchCounts:
+        num_ahead, num_late = self._experts.take_counts()
+        return PrefetchCounts(num_copies=num_ahead, num_late=num_late)
+
+
 class _NoPeers:
     """An `AttentionExchange` without another side, but for what it makes of the rows."""
 
@@ -137,9 +167,13 @@ class LocalExperts(_NoPeers):
 
     The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
 
-    def __init__(self, half: ExpertHalf) -> None:
+    def __init__(self, half: ExpertHalf | OffloadedExperts) -> None:
         super().__init__()
         self.half = half
+
+    def close(self) -> None:
+        if isinstance(self.half, OffloadedExperts):
+            self.half.close()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         self._results[micro_batch] = self.half.forward(layer, rows_TH, ids_TK, weights_TK)

@@ -126,6 +126,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     replay_routing: str = ""
     path_profile: str = ""
     phases: Phases = "both"
+    expert_bytes: int = 0
     exchange: ExchangeConfig | None
     hybrid: HybridConfig | None = None
     kv: KVTransferConfig | None = None

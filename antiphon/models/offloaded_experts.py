@@ -1,0 +1,107 @@
+"""Experts that stay in the checkpoint's mapped file, and a bounded pool of those that are in use (Lina section 6.1).
+
+1. The pool has slots of one size, shared by all layers. An expert is read from the file, and packed, into the slot that
+   was used longest ago; the file's pages are given back, so resident memory is the pool and one expert.
+2. `need` makes sure that a layer's chosen experts are there, and keeps them until the next layer is needed.
+   `fetch_ahead` begins to read those that a forecast names for a later layer, while this one computes.
+3. The pool holds at least two layers: so all that a layer may choose fits beside all that was read ahead.
+
+A row's sum over its experts does not depend on their slots, so text is the same as with all experts in memory.
+Rejected: the kernels read the mapped file as it is. Weights are packed for them, and the system would decide what is
+resident: under pressure it evicts pages of the layer that computes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from antiphon import _native
+from antiphon.kernels.api import KernelBackend, PackedExperts
+from antiphon.models.expert_half import LoadExpert
+
+LAYERS_IN_POOL = 2
+_Key = tuple[int, int]  # layer, expert
+
+
+class OffloadedExperts:
+    """All experts of a model for one process, as `ExpertHalf.forward` computes them. `load` reads an expert into a
+    slot of `pool`, which has `num_slots`. Not thread-safe."""
+
+    def __init__(self, backend: KernelBackend, pool: PackedExperts, num_experts: int, load: LoadExpert) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._num_experts = num_experts
+        self._load = load
+        self._slots: OrderedDict[_Key, int] = OrderedDict()  # of experts that are there or coming, by last use
+        self._free = list(range(pool.shape.num_experts))
+        self._coming: dict[_Key, Future[None]] = {}
+        self._pinned: set[_Key] = set()
+        self._thread = ThreadPoolExecutor(1, "experts", initializer=_native.work_alone)
+        self.num_bytes = pool.num_bytes
+        self.num_ahead = 0  # experts read since the last `take_counts`, before their layer
+        self.num_late = 0  # and when it was there already
+
+    def need(self, layer: int, ids_TK: Tensor) -> None:
+        """Wait until the experts that these rows chose are in the pool, where they stay until the next call. Raises
+        what a read raised."""
+        keys = [(layer, expert) for expert in _distinct(ids_TK)]
+        self._pinned = set(keys)
+        for key in keys:
+            if key in self._slots:
+                self._slots.move_to_end(key)
+        missing = [key for key in keys if key not in self._slots]
+        self.num_late += len(missing)
+        self._begin(missing)
+        for key in keys:
+            if (coming := self._coming.pop(key, None)) is not None:
+                coming.result()
+
+    def fetch_ahead(self, layer: int, ids_TK: Tensor) -> None:
+        """Begin to read what rows will probably choose in `layer`; does not wait."""
+        missing = [key for expert in _distinct(ids_TK) if (key := (layer, expert)) not in self._slots]
+        self.num_ahead += len(missing)
+        self._begin(missing)
+
+    def forward(self, layer: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum over each row's experts; reads those that nobody asked for before."""
+        self.need(layer, ids_TK)
+        table = torch.full((self._num_experts + 1,), -1, dtype=torch.int32)
+        for key in self._pinned:
+            table[key[1]] = self._slots[key]
+        local_TK = table.index_select(0, ids_TK.flatten().remainder(len(table))).view(ids_TK.shape)
+        return self._backend.grouped_ffn(x_TH, local_TK, weights_TK, self._pool)
+
+    def take_counts(self) -> tuple[int, int]:
+        """(read ahead, read late) since the last call."""
+        counts, self.num_ahead, self.num_late = (self.num_ahead, self.num_late), 0, 0
+        return counts
+
+    def close(self) -> None:
+        """Blocks until the expert under way is read."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _begin(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            slot = self._free.pop() if self._free else self._evict()
+            self._slots[key] = slot
+            self._coming[key] = self._thread.submit(partial(self._load, *key, slot))
+
+    def _evict(self) -> int:
+        """The slot that was used longest ago and is neither needed now nor being filled."""
+        for key in self._slots:
+            coming = self._coming.get(key)
+            if key not in self._pinned and (coming is None or coming.done()):
+                self._coming.pop(key, None)
+                return self._slots.pop(key)
+        key = next(key for key in self._slots if key not in self._pinned)  # being filled, for a forecast that was wrong
+        self._coming.pop(key).result()
+        return self._slots.pop(key)
+
+
+def _distinct(ids_TK: Tensor) -> list[int]:
+    found: list[int] = torch.unique(ids_TK).tolist()
+    return [expert for expert in found if expert >= 0]
