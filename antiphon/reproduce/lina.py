@@ -264,6 +264,32 @@ def _exchange_gain(num_experts: int) -> float:
     return sum(sums[0] / one for one in sums[1:]) / len(sums[1:])
 
 
+def _layer_gain(num_experts: int, backward: bool) -> float:
+    """MoE layers of one pass (gate, experts, combine and their exchanges), the baseline's over Lina's; mean over the
+    three models. Backward the baseline's exchanges run beside all-reduce."""
+    times = []
+    for packed, lina in ((1, False), *((packed, True) for packed in PACKED[num_experts])):
+        layer = layer_of(num_experts, packed)
+        options = _options(num_experts, packed, lina)
+        if not backward:
+            layer = forward_of(layer)
+            options = options if lina else BackwardOptions(schedule="priority")
+        run = simulate_backward([layer] * NUM_LAYERS, options)
+        times.append(run.compute_end_s - NUM_LAYERS * layer.gradient_s)
+    return sum(times[0] / one for one in times[1:]) / len(times[1:])
+
+
+def _chunk_step(num_bytes: float) -> float:
+    """The backward pass of twelve layers of 16 experts without packing, with chunks of this size, over that with the
+    paper's 30 MB (Figure 15)."""
+
+    def end_s(chunk_bytes: int) -> float:
+        options = BackwardOptions(schedule="micro_ops", pipeline=True, chunk_bytes=chunk_bytes)
+        return simulate_backward([layer_of(16, 1)] * NUM_LAYERS, options).end_s
+
+    return end_s(round(num_bytes)) / end_s(DEFAULT_CHUNK_BYTES)
+
+
 def _share(num_experts: int) -> float:
     """All-to-all alone (four a layer) over the baseline's step."""
     return 4 * NUM_LAYERS * layer_of(num_experts, 1).all_to_all_s / step_s(num_experts, 1, False)
@@ -288,6 +314,8 @@ def _packed_efficiency(without: float, experts: int) -> float:
 OURS |= {
     "speed-up": _speedup,
     "exchange gain": _exchange_gain,
+    "layer gain": _layer_gain,
+    "chunk step": _chunk_step,
     "exchange over": lambda few, many: layer_of(few, 1).all_to_all_s / layer_of(many, 1).all_to_all_s,
     "share": _share,
     "order of shares": lambda: " < ".join(str(count) for count in sorted(PACKED, key=_share)),

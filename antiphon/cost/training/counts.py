@@ -15,11 +15,14 @@ the backward pass sends the same again. A group of one sends nothing.
 1. Tensor parallelism: all-gather before, reduce-scatter after, for attention and feed-forward alike.
 2. Sequence parallelism (Ulysses): two all-to-alls, of queries, keys and values, and of the attention's output.
 3. Expert parallelism: by all-to-all each token travels to its k experts and back; by all-gather to all ranks.
+   Context parallelism: every rank's keys and values pass all others; what it costs is balance (`causal_imbalance`).
 4. A token goes to a rank once, however many of its experts live there: the expected number of distinct ranks.
 
 Rejected: k copies of each token as the only count for all-to-all. It is the paper's eq. 3 and kept, but an exchange
 that sends duplicates is a choice, not a law.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -72,6 +75,23 @@ def sequence_to_tensor_ratio(degree: Number, heads_per_kv_head: Number) -> Numbe
     """Eq. 2 over eq. 1, (2 + 2/m) / n: Table 2's models give 0.275 to 0.5 at n = 8."""
     ratio: Number = (2 + 2 / np.asarray(heads_per_kv_head, dtype=np.float64)) / degree
     return ratio
+
+
+def context_to_tensor_ratio(heads_per_kv_head: Number) -> Number:
+    """Context parallelism over eq. 1, forward: keys and values of all ranks pass each, 2/m (n - 1) / n, so 1 / m."""
+    ratio: Number = 1 / np.asarray(heads_per_kv_head, dtype=np.float64)
+    return ratio
+
+
+def causal_imbalance(document_lengths: Sequence[int], degree: int, *, zigzag: bool) -> float:
+    """Pairs of tokens that the busiest of `degree` ranks attends to, over the mean, where each rank has a run of a
+    sequence's positions (context parallelism, MegaScale-MoE section 3.1); `zigzag`: two runs, one from each end. A
+    token sees those before it in its document. One long document gives (2 n - 1) / n in runs, and 1 in zigzag."""
+    seen = np.concatenate([np.arange(1, length + 1) for length in document_lengths]).astype(np.float64)
+    runs = [part.sum() for part in np.array_split(seen, 2 * degree)]
+    pairs = zip(runs, reversed(runs), strict=True) if zigzag else zip(runs[::2], runs[1::2], strict=True)
+    work = [first + second for first, second in pairs][:degree]
+    return float(max(work) / (sum(work) / degree))
 
 
 def expert_to_tensor_ratio(degree: Number, copies: Number) -> Number:
