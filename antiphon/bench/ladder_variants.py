@@ -3,6 +3,7 @@
     msm           MegaScale-MoE, Table 5: from tensor parallelism to everything that overlaps
     compression   section 5: the same step with less sent
     lina          Lina, section 7: the order of all-to-all and all-reduce
+    chunks        Lina, Figure 15: the size of the chunks that sums go in
 
 A variant is a few keys of the trainer's own file, so that what is timed is what a user gets. Beside them stand two
 loops without anything of ours: `DistributedDataParallel` and FSDP2.
@@ -15,8 +16,10 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
+from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.box import box_unavailable
+from antiphon.bench.harness.cores import quota_unavailable
 from antiphon.bench.train import StepCase
 from antiphon.models.config import load_model_spec
 from antiphon.train.packing import EVERY, FIRST_STEP
@@ -44,7 +47,7 @@ class LadderOptions:
     """Which ladder, and on which box. What is None was left out."""
 
     ladder: Annotated[
-        str | None, Option(metavar="NAME", help="Variants of a step instead: msm, compression, lina.")
+        str | None, Option(metavar="NAME", help="Variants of a step instead: msm, compression, lina, chunks.")
     ] = None
     nodes: Annotated[int | None, Option(metavar="N", show_default="2", help="Of a ladder: nodes.")] = None
     ranks_per_node: Annotated[
@@ -52,6 +55,9 @@ class LadderOptions:
     ] = None
     mbit: Annotated[
         float | None, Option(metavar="R", show_default="100", help="Of a ladder: each link, in 10^6 bits/s.")
+    ] = None
+    rank_cores: Annotated[
+        float | None, Option(metavar="F", show_default="all", help="Of a ladder: cores that a rank gets at most.")
     ] = None
     figure: Annotated[
         Path | None, Option(metavar="FILE", show_default="no figure", help="Of a ladder: write it as SVG.")
@@ -67,13 +73,15 @@ class LadderOptions:
 @dataclass(frozen=True, kw_only=True)
 class LadderCase(StepCase):
     """`ladder` on a box of `nodes` times `ranks_per_node` ranks whose links carry `mbit` 10^6 bits/s each way.
-    `rounds`: timed steps of each variant."""
+    `rounds`: timed steps of each variant. `rank_cores`: a control group gives a rank this many cores, so that ranks
+    that share cores take each other nothing; 0: they share what there is."""
 
     ladder: str
     nodes: int
     ranks_per_node: int
     mbit: float
     rounds: int
+    rank_cores: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -152,10 +160,27 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
     return tuple(found)
 
 
+PAPER_MBIT, PAPER_CHUNKS_MB = 100_000.0, (10, 20, 30, 50, 100)
+
+
+def _chunks(case: LadderCase) -> tuple[Variant, ...]:
+    """Sizes as Lina's, over links as slow as these: a chunk travels as long as there."""
+    parallel = {"parallel": {"expert": case.ranks}}
+    whole = {"sums": "priority"}
+    found = [Variant(name="whole sums", tables=parallel | {"communication": whole}, overlaps=False)]
+    found.append(Variant(name="whole sums, beside", tables=parallel | {"communication": whole}))
+    for size in PAPER_CHUNKS_MB:
+        chunk_bytes = max(1000, round(size * 1e6 * case.mbit / PAPER_MBIT))
+        keys = whole | {"partition": True, "chunk_bytes": chunk_bytes}
+        found.append(Variant(name=f"as {size} MB there", tables=parallel | {"communication": keys}))
+    return tuple(found)
+
+
 LADDERS: Mapping[str, Callable[[LadderCase], tuple[Variant, ...]]] = {
     "msm": _msm,
     "compression": _compression,
     "lina": _lina,
+    "chunks": _chunks,
 }
 
 
@@ -171,5 +196,12 @@ def check_ladder(case: LadderCase) -> None:
             f"{case.ranks} ranks share {spec.attention.num_heads} heads and {spec.router.num_experts} experts: use "
             "fewer ranks, or a larger model"
         )
+    if case.rank_cores and not 0 < case.rank_cores * case.ranks <= allowance().num_cores:
+        raise UserError(
+            f"--rank-cores is {case.rank_cores:g} for {case.ranks} ranks, this process may use {allowance().num_cores} "
+            f"cores: use at most {allowance().num_cores / case.ranks:g}, and above 0"
+        )
+    if case.rank_cores and (reason := quota_unavailable()):
+        raise ResourceError(f"--rank-cores is {case.rank_cores:g}: no part of a core can be set aside: {reason}")
     if reason := box_unavailable():
         raise ResourceError(f"a ladder runs on a cluster in a box (docs/box.md): {reason}")

@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from antiphon.bench.box.run import plan_ranks
 from antiphon.bench.harness import child
 from antiphon.bench.harness.children import Children
 from antiphon.bench.harness.contest import ContestColumns, Row, num_bytes
+from antiphon.bench.harness.cores import limited
 from antiphon.bench.harness.quiet import CpuWatch
 from antiphon.bench.ladder_prediction import BoxLinks, predicted_step_s
 from antiphon.bench.ladder_variants import LadderCase, Variant, variants_of
@@ -34,7 +36,6 @@ from antiphon.bench.plain_loop import PlainLoop
 from antiphon.bench.train import TEXT, EnoughError, kept_for_backward, samples_of, write_text
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, config_of
-from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
 from antiphon.train.model import Batch
 from antiphon.train.ranks import leave
 from antiphon.train.row_budget import part_over_budget
@@ -42,7 +43,6 @@ from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
-ONE_BY_ONE = "one-by-one.txt"
 WARM = 3  # steps whose losses are compared and whose times are not
 END_S = 30.0
 # --- turns of one rank
@@ -179,14 +179,8 @@ def configuration(case: LadderCase, variant: Variant, number: int, workplace: Pa
     if "communication" in tables:
         tables["communication"].setdefault("node_size", case.ranks_per_node)
     if not variant.overlaps:
-        tables.setdefault("overlap", {})["schedule"] = str(workplace / ONE_BY_ONE)
+        tables.setdefault("overlap", {})["beside"] = False
     return config_of(tables, f"variant {variant.name}")
-
-
-def write_schedule(workplace: Path) -> None:
-    """The default one, with nothing beside an exchange."""
-    text = str(one_by_one(parse(DEFAULT, "the default schedule")))
-    (workplace / ONE_BY_ONE).write_text(text, encoding="utf-8")
 
 
 class LadderRank:
@@ -237,11 +231,12 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
     with TemporaryDirectory(prefix="antiphon-ladder-") as name:
         workplace = Path(name)
         write_text(workplace / TEXT, case.tokens_per_step * (WARM + case.rounds + 2))
-        write_schedule(workplace)
         watch = CpuWatch()
-        with Box(num_nodes=case.nodes, mbit=case.mbit) as box, Children() as ranks:
+        with Box(num_nodes=case.nodes, mbit=case.mbit) as box, Children() as ranks, ExitStack() as quotas:
             names = [f"rank[{rank}]" for rank in range(case.ranks)]
             ranks.start(names, [partial(LadderRank, case, workplace)] * case.ranks, partial(_start_in, box))
+            for pid in ranks.pids if case.rank_cores else ():
+                quotas.enter_context(limited(pid, case.rank_cores))
             for done in range(num_steps * num_variants):
                 ranks.ask("step", done % num_variants, timeout_s=deadline - time.monotonic())
                 report(done + 1, num_steps * num_variants)
@@ -283,10 +278,12 @@ def _rows(
             "world_size": case.ranks,
             "nodes": case.nodes,
             "mbit": case.mbit,
+            "rank_cores": case.rank_cores,
             "tokens_per_s": case.tokens_per_step / step_s,
             "step_s_median": step_s,
             "steps_s": record.step_s[steps],
             "exposed_comm_s": statistics.median(record.exposed_s[steps] or record.exposed_s),
+            "exposed_share": statistics.median(record.exposed_s[steps] or record.exposed_s) / step_s,
             "comm_bytes": record.sent_bytes,
             "activation_bytes": record.activation_bytes,
             "first_losses": record.losses[:WARM],
@@ -333,6 +330,7 @@ def columns(rows: Sequence[Row]) -> ContestColumns:
             ("tok/s", "tokens_per_s"),
             ("step s", "step_s_median"),
             ("waits s", "exposed_comm_s"),
+            ("of it", lambda row: f"{row['exposed_share']:.0%}"),
             ("sends", num_bytes("comm_bytes")),
             ("keeps", num_bytes("activation_bytes")),
             ("to the first", lambda row: f"{first_s / row['step_s_median']:.2f}"),

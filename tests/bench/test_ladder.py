@@ -12,7 +12,7 @@ from antiphon.bench.box import box_unavailable
 from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_prediction import BoxLinks, exchanges, predicted_step_s, sums_s
 from antiphon.bench.ladder_variants import LadderCase, variants_of
-from antiphon.bench.training_ladder import VariantRecord, check_losses, configuration, write_schedule
+from antiphon.bench.training_ladder import VariantRecord, check_losses, configuration
 from antiphon.cli.main import app
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
@@ -123,11 +123,16 @@ def test_sums_beside_backward_hide() -> None:
 
 
 def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
-    write_schedule(tmp_path)
-    for ladder in ("msm", "compression", "lina"):
+    for ladder in ("msm", "compression", "lina", "chunks"):
         chosen = case(ladder=ladder, rounds=20)
         for number, variant in enumerate(variants_of(chosen)):
             assert configuration(chosen, variant, number, tmp_path).batch == 4
+    first = configuration(case(ladder="chunks"), variants_of(case(ladder="chunks"))[0], 0, tmp_path)
+    assert not first.overlap.beside
+    sizes = [
+        each.tables["communication"].get("chunk_bytes") for each in variants_of(case(ladder="chunks", mbit=1e4))[2:-2]
+    ]
+    assert sizes == [1_000_000, 2_000_000, 3_000_000, 5_000_000, 10_000_000], "a tenth of the paper's links"
     names = [each.name for each in variants_of(case(ladder="compression", nodes=4, ranks_per_node=1))]
     assert "+ by levels" not in names  # one rank a node has none
 
@@ -146,7 +151,9 @@ def test_figure_is_well_formed() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ladder", "none"], "use compression, lina, msm"),
+        (["--ladder", "none"], "use chunks, compression, lina, msm"),
+        (["--ladder", "msm", "--rank-cores", "9"], "--rank-cores is 9 for 4 ranks, this process may use"),
+        (["--rank-cores", "0.5"], "only a ladder"),
         (["--ladder", "msm", "--nodes", "1", "--ranks-per-node", "1"], "two ranks"),
         (["--ladder", "msm", "--batch", "5"], "cannot share"),
         (["--ladder", "lina", "--rounds", "5"], "more than 14 --rounds"),
