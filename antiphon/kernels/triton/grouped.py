@@ -21,7 +21,7 @@ from torch import Tensor
 from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.triton.activation import activated
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
-from antiphon.kernels.triton.tiles import Tile, tile_for
+from antiphon.kernels.triton.tiles import ProductTile, tile_for
 from antiphon.kernels.triton.weights import StackedWeight
 
 PLAIN = ExpertShape(1, 0, 0, "none")
@@ -215,7 +215,7 @@ def _launch(
     shape: ExpertShape = PLAIN,
     gathers: bool = False,
     weighs: bool = False,
-    tile: Tile | None = None,
+    tile: ProductTile | None = None,
 ) -> None:
     num_rows, num_experts = out.shape[0], weight.num_experts
     tile = tile or tile_for(weight, num_rows, x.device)

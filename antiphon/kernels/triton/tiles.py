@@ -23,7 +23,7 @@ TABLE = Path(__file__).parent / "tiles.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class ProductTile:
     """What one program makes: `rows` by `columns`, `inputs` at a time; and its warps and stages of loads in flight."""
 
     rows: int
@@ -33,7 +33,7 @@ class Tile:
     stages: int
 
 
-def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> Tile:
+def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> ProductTile:
     """The tile for this weight and about so many rows over all its experts."""
     for most_rows, tile in _entries().get(key_of(weight, gpu_name(device)), ()):
         if num_rows <= most_rows:
@@ -41,20 +41,20 @@ def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> Tile
     return default_tile(weight, num_rows, capability_of(device))
 
 
-def default_tile(weight: StackedWeight, num_rows: int, capability: int) -> Tile:
+def default_tile(weight: StackedWeight, num_rows: int, capability: int) -> ProductTile:
     """By rule: as many rows as an expert gets on average, within what a program holds."""
     rows = min(128, max(16, power_of_two(-(-num_rows // weight.num_experts))))
     if weight.dtype == torch.float32:
-        return Tile(rows=32, columns=32, inputs=32, warps=4, stages=2)
+        return ProductTile(rows=32, columns=32, inputs=32, warps=4, stages=2)
     inputs = 64
     if weight.format is not None:
         columns = 32 if weight.format.nibbles and capability < 90 else 64
         warps = 8 if weight.format.nibbles and columns == 64 else 4
-        return Tile(rows=min(64, rows), columns=columns, inputs=inputs, warps=warps, stages=3)
+        return ProductTile(rows=min(64, rows), columns=columns, inputs=inputs, warps=warps, stages=3)
     if rows >= 64:
         columns = 64 if weight.num_parts == 2 and capability < 90 else 128  # two sums a tile need registers
-        return Tile(rows=rows, columns=columns, inputs=inputs, warps=8 if rows == 128 else 4, stages=3)
-    return Tile(rows=rows, columns=64, inputs=inputs, warps=4, stages=4)
+        return ProductTile(rows=rows, columns=columns, inputs=inputs, warps=8 if rows == 128 else 4, stages=3)
+    return ProductTile(rows=rows, columns=64, inputs=inputs, warps=4, stages=4)
 
 
 def key_of(weight: StackedWeight, gpu: str) -> tuple[Any, ...]:
@@ -67,24 +67,24 @@ def gpu_name(device: torch.device) -> str:
 
 
 @cache
-def _entries() -> dict[tuple[Any, ...], list[tuple[int, Tile]]]:
+def _entries() -> dict[tuple[Any, ...], list[tuple[int, ProductTile]]]:
     path = Path(os.environ.get("ANTIPHON_TILES") or TABLE)
     return read_table(path) if path.exists() else {}
 
 
-def read_table(path: Path) -> dict[tuple[Any, ...], list[tuple[int, Tile]]]:
+def read_table(path: Path) -> dict[tuple[Any, ...], list[tuple[int, ProductTile]]]:
     """Entries by key; `UserError` for a file that is not such a table."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {
-            tuple(entry["key"]): [(int(most), Tile(**tile)) for most, tile in entry["tiles"]]
+            tuple(entry["key"]): [(int(most), ProductTile(**tile)) for most, tile in entry["tiles"]]
             for entry in found["entries"]
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is no table of tiles ({error}): write it with antiphon tune") from error
 
 
-def write_table(path: Path, table: dict[tuple[Any, ...], list[tuple[int, Tile]]]) -> None:
+def write_table(path: Path, table: dict[tuple[Any, ...], list[tuple[int, ProductTile]]]) -> None:
     """The reverse of `read_table`."""
     entries = [
         {"key": list(key), "tiles": [[most, vars(tile)] for most, tile in tiles]} for key, tiles in table.items()
