@@ -81,7 +81,7 @@ class EfficiencySpec:
     exchange_processors: CountFromZero = 24
     layer_overhead_s: NotNegative = 10e-6
     memory_reserve: Share = 0.1
-    overlap: Share = 0.9
+    overlap: Share = 0.7
     flat_rings: Flag = False
     source: str = "default: set by published tables of kernels and exchanges (docs/calibration.md), fitted to no system"
 
