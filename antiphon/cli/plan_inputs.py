@@ -27,7 +27,7 @@ from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LATENCIES, LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
 from antiphon.specs.precision import BYTES_OF, WEIGHTS_ONLY, PrecisionSpec, StorageDtype
-from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
+from antiphon.specs.workload import UNKNOWN_LOADS, SloSpec, WorkloadSpec, load_workload
 
 PHASES: dict[str, tuple[PhaseName, ...]] = {
     "decode": ("decode",),
@@ -260,6 +260,8 @@ def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -
     workload = overrides.apply_to_workload(load_workload(search.workload))
     if search.routing is not None:
         workload = with_recorded_popularity(workload, search.routing)
+    if not workload.says_loads and search.profile is None:  # a profile is of a machine whose loads were measured
+        workload = replace(workload, expert_spread=UNKNOWN_LOADS)
     return PlanInputs(
         model=planned.spec,
         model_name=model_name_of(path),

@@ -3,6 +3,7 @@
 1. Popularity: a Zipf law; `placement.balance` sums shares over the experts of each worker.
 2. Chance: even with equal shares, rows fall on workers at random; a step waits for the fullest. Expected maximum of
    normal variables with the multinomial's mean and variance.
+   What no placement follows, because popularity changes with what is asked, adds to that variance.
 3. Barrier: n attention workers with work of mean 1 and coefficient of variation cv finish, expected, at
    1 + cv * E[max of n standard normals].
 
@@ -42,13 +43,14 @@ def expected_max_normal(count: Number) -> Number:
     return result
 
 
-def expected_max_rows(rows: Number, num_workers: Number) -> Number:
+def expected_max_rows(rows: Number, num_workers: Number, varies: Number = 0.0) -> Number:
     """Expected rows of the fullest of `num_workers` workers when `rows` fall on them at random, with equal shares.
+    `varies`: coefficient of variation of a worker's share itself, from step to step.
 
     Never below the mean, nor below one row (if there is one), nor above all rows."""
     share = 1 / np.asarray(num_workers, dtype=np.float64)
     mean = rows * share
-    spread = np.sqrt(rows * share * (1 - share)) * expected_max_normal(num_workers)
+    spread = np.sqrt((mean + (mean * varies) ** 2) * (1 - share)) * expected_max_normal(num_workers)
     result: Number = np.minimum(np.maximum(mean + spread, np.minimum(rows, 1.0)), rows)
     return result
 

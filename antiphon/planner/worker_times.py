@@ -171,7 +171,8 @@ def rows_of_fullest(setting: Setting, candidates: Candidates) -> FloatArray:
     """(token, expert) pairs of one micro-batch at the fullest expert worker (EP rank)."""
     pairs = rows_each(setting, candidates) * candidates.attention_dp * setting.model.router.top_k
     share = setting.busiest_each(candidates.expert_ep, candidates.slots)
-    return np.asarray(expected_max_rows(pairs, 1 / share))
+    held = np.maximum(setting.model.router.num_experts / real(candidates.expert_ep), 1.0)
+    return np.asarray(expected_max_rows(pairs, 1 / share, setting.workload.expert_spread / np.sqrt(held)))
 
 
 def expert_times(setting: Setting, candidates: Candidates, kind: int, *, with_sync: bool) -> Parts:

@@ -221,8 +221,10 @@ def given(report: Report) -> str:
     experts = "" if precision.experts is None else f", experts {precision.experts}"
     formats = f"weights {precision.weights}{experts}, KV {precision.kv}, computed in {precision.compute}"
     wire = f"rows sent as {precision.dispatch}, back as {precision.combine}"
+    spread = report.workload.expert_spread
+    loads = f"; an expert's load varies by {spread:.0%} from step to step" if spread else ""
     sizes = f"{number(counts.total / 1e9)} B parameters, {number(counts.active / 1e9)} B active"
-    return f"{sizes}; {nodes}; {formats}, {wire}"
+    return f"{sizes}; {nodes}; {formats}, {wire}{loads}"
 
 
 def search_summary(report: Report) -> str:

@@ -152,7 +152,7 @@ def step_tables(setting: Setting, one: Candidates, *, most_rows: float, most_con
     queries = setting.workload.rows_per_step
     rows = sizes_up_to(most_rows * queries)
     contexts = sizes_up_to(most_context, 1.6)
-    plain = replace(setting.workload, draft_tokens=0, accept_rate=0.0, prefix_hit=0.0)
+    plain = replace(setting.workload, draft_tokens=0, accept_rate=0.0, accept_rates=(), prefix_hit=0.0)
     setting = replace(setting, phase="decode", workload=plain)
     group = group_of(setting, one)
     grid = _with_rows(one, rows)

@@ -183,11 +183,13 @@ class SloSpec:
 class WorkloadSpec:
     """`requests_per_s` None: as many as the plan can take (offline throughput). `expert_skew`: exponent of the Zipf
     law of expert popularity (0: uniform); `expert_loads`: measured shares instead, one per expert, adding up to 1.
-    `arrivals_s`: when each request of a trace came, in order (the traces of lengths are in the same order).
+    `expert_spread`: coefficient of variation of an expert's share around that, from step to step, which no placement
+    follows. `arrivals_s`: when each request of a trace came, in order (the traces of lengths are in the same order).
     `max_batch`: requests in flight in the whole system at most; `max_length`: tokens of a prompt and its output
     together at most; None: as many as fit. `prefix_hit`: fraction of the prompts' tokens whose keys and values are
     cached from earlier requests. `draft_tokens`: tokens that a step proposes beside the next one (multi-token
-    prediction), each accepted with probability `accept_rate` if those before it are. `source`: where the numbers are
+    prediction), each accepted with probability `accept_rate` if those before it are; `accept_rates`: by position
+    instead, for later ones are accepted less often. `source`: where the numbers are
     from."""
 
     name: Text = "workload"
@@ -197,18 +199,25 @@ class WorkloadSpec:
     slo: SloSpec = field(default_factory=SloSpec)
     expert_skew: Annotated[NotNegative, Field(le=MOST_SKEW)] = 0.0
     expert_loads: tuple[NotNegative, ...] = ()
+    expert_spread: Annotated[NotNegative, Field(le=MOST_SKEW)] = 0.0
     arrivals_s: tuple[Number, ...] = ()
     max_batch: Count | None = None
     max_length: Count | None = None
     prefix_hit: Annotated[NotNegative, Field(lt=1)] = 0.0
     draft_tokens: CountFromZero = 0
     accept_rate: Share = 0.0
+    accept_rates: tuple[Share, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.expert_loads and abs(sum(self.expert_loads) - 1) > 1e-6:
             raise UserError(f"expert_loads add up to {sum(self.expert_loads):.6g}: give shares that add up to 1")
-        if (self.accept_rate > 0) != (self.draft_tokens > 0):
+        if self.accept_rates and (self.accept_rate or len(self.accept_rates) != self.draft_tokens):
+            raise UserError(
+                f"accept_rates has {len(self.accept_rates)} values, draft_tokens is {self.draft_tokens} and "
+                f"accept_rate {self.accept_rate}: give one for each proposed token, and no accept_rate"
+            )
+        if not self.accept_rates and (self.accept_rate > 0) != (self.draft_tokens > 0):
             raise UserError(
                 f"draft_tokens is {self.draft_tokens} and accept_rate {self.accept_rate}: give both above 0, or leave "
                 "both out"
@@ -223,16 +232,27 @@ class WorkloadSpec:
             )
 
     @property
+    def says_loads(self) -> bool:
+        """Whether anything is stated about how equally experts are loaded."""
+        return bool(self.expert_skew or self.expert_loads or self.expert_spread)
+
+    @property
     def rows_per_step(self) -> int:
         """Rows of one sequence in a step of decode: the next token's, and those of the proposed ones."""
         return 1 + self.draft_tokens
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step adds to a sequence, on average: 1 + p + p^2 + ..."""
-        return sum(self.accept_rate**count for count in range(self.draft_tokens + 1)) if self.draft_tokens else 1.0
+        """Tokens that a step adds to a sequence, on average: 1 + p_1 + p_1 p_2 + ..."""
+        rates = self.accept_rates or (self.accept_rate,) * self.draft_tokens
+        return 1.0 + sum(math.prod(rates[: count + 1]) for count in range(len(rates)))
 
 
+UNKNOWN_LOADS = 0.2
+"""`expert_spread` where nothing is known of the loads. SGLang's prefill of DeepSeek-V3 on 32 GPUs reaches 59,337
+tokens/s of a node with experts balanced by assumption, and 52,300 of shorter prompts with its balancer and 32 copies
+(lmsys.org/blog/2025-05-05-large-scale-ep). This spread makes a third of that difference in the cost model; all of it
+would make every other deployment that is described (docs/reproduction.md) up to 30% slower than it is."""
 TRACE_SUFFIXES = (".jsonl", ".csv")
 
 
@@ -268,7 +288,8 @@ def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
     for lengths in (written["input_tokens"], written["output_tokens"]):
         lengths["trace"] = list(lengths["trace"])
     written["slo"] = {key: value for key, value in written["slo"].items() if value is not None}
-    written["expert_loads"], written["arrivals_s"] = list(workload.expert_loads), list(workload.arrivals_s)
+    for name in ("expert_loads", "arrivals_s", "accept_rates"):
+        written[name] = list(written[name])
     return {key: value for key, value in written.items() if value not in (None, "", [])}
 
 

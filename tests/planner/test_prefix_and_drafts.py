@@ -10,10 +10,12 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import Outcome
+from antiphon.planner.worker_times import expert_times
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import PhaseName
-from antiphon.specs.workload import LengthSpec, WorkloadSpec
+from antiphon.specs.workload import LengthSpec, WorkloadSpec, workload_from_json, workload_to_json
 from tests.cost.specimens import mixtral_8x22b
+from tests.planner.serving_specimens import candidates, planned, setting, workload
 
 PLAIN = WorkloadSpec(input_tokens=LengthSpec(median=2000), output_tokens=LengthSpec(median=200))
 
@@ -62,3 +64,27 @@ def test_drafts_pay_where_steps_wait_for_weights_and_cost_where_they_compute() -
 def test_what_cannot_be_is_refused(changes: dict[str, float], said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(PLAIN, **changes)
+
+
+def test_drafts_are_accepted_by_position() -> None:
+    alike = workload(draft_tokens=2, accept_rate=0.8)
+    by_position = workload(draft_tokens=2, accept_rates=(0.8, 0.5))
+    assert alike.tokens_per_step == pytest.approx(1 + 0.8 + 0.64)
+    assert by_position.tokens_per_step == pytest.approx(1 + 0.8 + 0.4)
+    assert workload_from_json(workload_to_json(by_position), "here") == by_position
+    rates = [planned(workload=one).plan.phases["decode"].predicted.tokens_per_s for one in (alike, by_position)]
+    assert rates[1] < rates[0]
+
+
+@pytest.mark.parametrize("more", [{"draft_tokens": 1}, {"draft_tokens": 2, "accept_rate": 0.5}])
+def test_rates_by_position_are_one_for_each_draft(more: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=r"accept_rates has 2 values, draft_tokens is .* give one for each"):
+        workload(accept_rates=(0.8, 0.5), **more)
+
+
+def test_verifying_drafts_touches_more_experts() -> None:
+    """A few sequences with drafts read the weights of more experts than without."""
+    one = candidates(attention_tp=1, attention_dp=1, expert_ep=1, slots=8, batch=np.array([1]))
+    drafts = (workload(), workload(draft_tokens=2, accept_rate=0.5))
+    plain, drafted = (expert_times(setting(workload=load), one, 0, with_sync=False).memory_s for load in drafts)
+    assert drafted > 1.5 * plain
