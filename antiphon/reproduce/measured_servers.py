@@ -429,7 +429,8 @@ Band: the share of points in the engine's band of four of five.
 
 Time per token: {whole.within:.0%} of {whole.num_points:,} within {WITHIN:.0%}, median error {whole.error:.0%}. Time to
 the first token: {first_within:.0%} within {WITHIN:.0%}{missed}. Clients of a closed loop begin
-together, and engines order prompts beside decoding each in its own way.
+together, engines order prompts beside decoding each in its own way, and SGLang's releases differ by two on one model
+and device; what a queue or steps of chunks add was tried and is a point ([log.md](log.md)).
 
 | slice | points | ratio | within 25% | in band | median error | first token: ratio | within 25% |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
