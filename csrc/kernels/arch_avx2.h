@@ -96,6 +96,7 @@ struct Avx2 {
         const auto* q = reinterpret_cast<const __m256i*>(p);
         return {_mm256_load_si256(q), _mm256_load_si256(q + 1)};
     }
+    static constexpr bool has_bf16_dot = false;
     static ANTIPHON_INLINE F load_int8(const char* p) {
         return {_mm256_cvtepi32_ps(bytes(p)), _mm256_cvtepi32_ps(bytes(p + 8))};
     }

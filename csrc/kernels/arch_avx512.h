@@ -72,6 +72,17 @@ struct Avx512Base {
         return _mm512_set1_epi32(bits);
     }
     static ANTIPHON_INLINE B load_operand(const char* p) { return _mm512_load_si512(p); }
+    static ANTIPHON_INLINE void store_operand(char* p, B x) { _mm512_store_si512(p, x); }
+    static constexpr bool has_bf16_dot = false;
+    static ANTIPHON_INLINE B pair(F first, F second) {
+        const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
+        return _mm512_mask_mov_epi16(low, 0xaaaaaaaau, _mm512_castps_si512(second));
+    }
+    // Bit 4 of a lane's index is of the next nibble: both halves of the table are alike.
+    template <int k>
+    static ANTIPHON_INLINE B look_up(const char* p, B table) {
+        return _mm512_permutexvar_epi16(_mm512_srli_epi32(_mm512_loadu_si512(p), 4 * k), table);
+    }
     static ANTIPHON_INLINE F load_int8(const char* p) { return _mm512_cvtepi32_ps(bytes(p)); }
     static ANTIPHON_INLINE F load_e4m3(const char* p) {
         const __m512i sign_and_rest = _mm512_set1_epi32(static_cast<int>(0x87f00000u));
@@ -155,6 +166,7 @@ struct Avx512 : Avx512Base {
 // With bfloat16 dot products: one instruction multiplies a step of 16 outputs.
 struct Avx512Bf16 : Avx512Base {
     static constexpr const char* name = "avx512_bf16";
+    static constexpr bool has_bf16_dot = true;
     using Vector = Avx512Bf16;
     // 24 sums, up to 4 operands and one broadcast fill 29 of 32 registers.
     template <class E>

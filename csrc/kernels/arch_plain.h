@@ -134,6 +134,27 @@ struct Plain {
         std::memcpy(&b, p, sizeof(B));
         return b;
     }
+    static ANTIPHON_INLINE void store_operand(char* p, const B& x) { std::memcpy(p, &x, sizeof(B)); }
+    // Two columns that bfloat16 holds exactly, as one step.
+    static constexpr bool has_bf16_dot = false;
+    static ANTIPHON_INLINE B pair(const F& first, const F& second) {
+        B b;
+        ANTIPHON_LANES b.v[i] = as_bits(first.v[i]) >> 16 | (as_bits(second.v[i]) & 0xffff0000u);
+        return b;
+    }
+    // Nibble k of both halves of every lane, looked up in a table of 16-bit values.
+    template <int k>
+    static ANTIPHON_INLINE B look_up(const char* p, const B& table) {
+        const B words = load_operand(p);
+        uint16_t values[32];
+        std::memcpy(values, &table, sizeof(values));
+        B b;
+        ANTIPHON_LANES {
+            const uint32_t both = words.v[i] >> 4 * k;
+            b.v[i] = values[both & 15u] | static_cast<uint32_t>(values[both >> 16 & 15u]) << 16;
+        }
+        return b;
+    }
     // 16 codes of one byte, as floats.
     static ANTIPHON_INLINE F load_int8(const char* p) {
         F r;
@@ -202,6 +223,11 @@ struct Plain {
         float x;
         std::memcpy(&x, &bits, 4);
         return x;
+    }
+    static ANTIPHON_INLINE uint32_t as_bits(float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        return bits;
     }
     static ANTIPHON_INLINE uint16_t to_bf16(float x) {
         uint32_t bits;

@@ -219,14 +219,18 @@ void run_experts(const GroupedFfnCall& call, const ExpertPairs& pairs, const Row
 }
 
 template <class Arch, class E>
-void grouped_ffn(const GroupedFfnCall& call, ThreadPool& pool) {
+void grouped_ffn(const GroupedFfnCall& wanted, ThreadPool& pool) {
     using V = typename Arch::Vector;
     using T = typename E::Storage;
-    if (call.x.count == 0) return;
+    if (wanted.x.count == 0) return;
+    GroupedFfnCall call = wanted;
+    ExpertWeights& experts = call.experts;
+    experts.gate_up_format.type = operand_type<Arch, E>(experts.gate_up_format, experts.hidden);
+    experts.down_format.type = operand_type<Arch, E>(experts.down_format, experts.intermediate);
     const ExpertPairs pairs = sort_pairs(call);
-    const bool widens = call.experts.gate_up_format.type != E::type;
+    const bool widens = experts.gate_up_format.type != E::type;
     const Rows x = widens ? gather_pairs<V, E, float>(call, pairs, pool) : gather_pairs<V, E, T>(call, pairs, pool);
-    if (call.experts.down_format.type != E::type) {
+    if (experts.down_format.type != E::type) {
         run_experts<Arch, E, float>(call, pairs, x, pool);
     } else {
         run_experts<Arch, E, T>(call, pairs, x, pool);

@@ -29,7 +29,8 @@ template <class Arch, class E>
 void linear(const LinearCall& call, ThreadPool& pool) {
     using V = typename Arch::Vector;
     if (call.x.count == 0) return;
-    const PackedMatrix& weight = call.weight;
+    PackedMatrix weight = call.weight;
+    weight.format.type = operand_type<Arch, E>(weight.format, weight.inner);
     const bool widens = weight.format.type != E::type;
     const Rows x = widens ? rows_for<V, E, float>(weight, call.x, pool)
                           : rows_for<V, E, typename E::Storage>(weight, call.x, pool);

@@ -42,11 +42,30 @@ void pack_lanes(const char* column, int64_t stride, int64_t outputs, int64_t val
     }
 }
 
+// Eight 4-bit codes, the first in the lowest bits: even ones into the low half, odd ones into the high half.
+uint32_t apart(uint32_t codes) {
+    uint32_t even = codes & 0x0f0f0f0fu;
+    uint32_t odd = codes >> 4 & 0x0f0f0f0fu;
+    for (uint32_t* half : {&even, &odd}) {
+        *half = (*half | *half >> 4) & 0x00ff00ffu;
+        *half = (*half | *half >> 8) & 0x0000ffffu;
+    }
+    return even | odd << 16;
+}
+
 // Codes of columns [first, end) of one output: 4-bit ones are a row of 4-byte lanes, 8 columns each.
 void pack_codes(const PackedFormat& format, const char* row, int64_t inner, int64_t first, int64_t end, int64_t output,
                 char* to) {
     if (format.has_nibbles()) {
-        return pack_lane(row, divide_up(inner, 2), first / 8, divide_up(end, 8), to + 4 * output - first / 8 * panel_bytes);
+        char* lane = to + 4 * output - first / 8 * panel_bytes;
+        pack_lane(row, divide_up(inner, 2), first / 8, divide_up(end, 8), lane);
+        for (int64_t word = first / 8; word < divide_up(end, 8); ++word) {
+            uint32_t codes;
+            std::memcpy(&codes, lane + word * panel_bytes, 4);
+            codes = apart(codes);
+            std::memcpy(lane + word * panel_bytes, &codes, 4);
+        }
+        return;
     }
     for (int64_t column = first; column < end; ++column) to[(column - first) * panel_width + output] = row[column];
 }

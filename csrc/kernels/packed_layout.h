@@ -30,23 +30,26 @@ enum class CodeKind : uint8_t { floats, int8, int4, mxfp4, fp8 };
 enum class ScaleKind : uint8_t { fp32, bf16, fp16, e8m0 };
 enum class OffsetKind : uint8_t { none, zeros, offsets };
 
-// A quantized panel is one stream too. Its step is one column, as that of a float32 panel, and it is multiplied as one:
+// A quantized panel is one stream too. Its step is one column:
 //     for each group of columns: [16 scales] [16 zero points (int8) or offsets (float)] [the group's codes]
-// 8-bit codes lie [step][16 outputs], 4-bit codes [8 steps][16 outputs][4 bytes], the first step in the lowest bits.
+// 8-bit codes lie [step][16 outputs], 4-bit codes [8 steps][16 outputs][4 bytes]: even steps in the low half of the 4 bytes,
+// odd ones in the high half, the first in the lowest bits, so that one lookup of 16-bit lanes gives two steps of bfloat16.
 struct PackedFormat {
     CodeKind codes = CodeKind::floats;
     ScaleKind scales = ScaleKind::fp32;
     OffsetKind offset = OffsetKind::none;
-    ElementType type = ElementType::bf16;  // of the operands and rows it is multiplied with: fp32 where there are codes
+    ElementType type = ElementType::bf16;  // of the rows it is multiplied with; kernels choose it where there are codes
     int64_t group = 0;  // columns of a scale: a multiple of 8 with 4-bit codes; the last group may be shorter
 
     bool is_quantized() const { return codes != CodeKind::floats; }
     bool has_nibbles() const { return codes == CodeKind::int4 || codes == CodeKind::mxfp4; }
     int64_t steps(int64_t inner) const {
-        return has_nibbles() ? round_up(inner, 8) : inner_steps(type, inner);
+        return has_nibbles() ? round_up(inner, 8) : is_quantized() ? inner : inner_steps(type, inner);
     }
     // Elements of a row as the kernels read it.
-    int64_t row_width(int64_t inner) const { return has_nibbles() ? steps(inner) : padded_inner(type, inner); }
+    int64_t row_width(int64_t inner) const {
+        return has_nibbles() ? round_up(padded_inner(type, inner), 8) : padded_inner(type, inner);
+    }
     int64_t step_bytes() const {
         return !is_quantized() ? panel_bytes : has_nibbles() ? panel_width / 2 : panel_width;
     }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/block_product.h"
+#include "kernels/coded_product.h"
 #include "kernels/scratch.h"
 #include "kernels/weight_product.h"
 #include "kernels/weight_reader.h"
@@ -32,7 +33,7 @@ ANTIPHON_INLINE void walk_word(const char* const* codes, const GroupScales<V, Re
     unrolled<count>([&](auto k) __attribute__((always_inline)) {
         typename V::F weights[num_panels];
         unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
-            constexpr int place = k % Reader::template places<V>;
+            constexpr int place = Reader::position(k) % Reader::template places<V>;
             weights[n] = V::fma(Reader::template column<V, k>(codes[n]), groups[n].scale[place], groups[n].offset);
         });
         body(column + k, weights);
@@ -183,15 +184,24 @@ void multiply_quantized(const WeightProduct& product) {
     }
 }
 
+// Codes with rows of the type that the weight's format names.
+template <class Arch, class E, class Reader>
+void multiply_either_way(const WeightProduct& product) {
+    if constexpr (multiplies_codes<Arch, E>) {
+        if (product.weight->format.type == ElementType::bf16) return multiply_codes<Arch, Reader>(product);
+    }
+    multiply_quantized<Arch, Reader>(product);
+}
+
 // The product of rows with a weight of this format.
 template <class Arch, class E>
 void multiply_weight(const WeightProduct& product) {
     switch (product.weight->format.codes) {
         case CodeKind::floats: return multiply_group<Arch, E>(product);
-        case CodeKind::int8: return multiply_quantized<Arch, Int8Reader>(product);
-        case CodeKind::int4: return multiply_quantized<Arch, Int4Reader>(product);
-        case CodeKind::mxfp4: return multiply_quantized<Arch, Mxfp4Reader>(product);
-        case CodeKind::fp8: return multiply_quantized<Arch, Fp8Reader>(product);
+        case CodeKind::int8: return multiply_either_way<Arch, E, Int8Reader>(product);
+        case CodeKind::int4: return multiply_either_way<Arch, E, Int4Reader>(product);
+        case CodeKind::mxfp4: return multiply_either_way<Arch, E, Mxfp4Reader>(product);
+        case CodeKind::fp8: return multiply_either_way<Arch, E, Fp8Reader>(product);
     }
 }
 

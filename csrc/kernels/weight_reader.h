@@ -20,6 +20,8 @@ struct Int8Reader {
     }
     template <class V>
     static constexpr float zero = 0.0f;
+    static constexpr int position(int k) { return k; }
+    static constexpr bool has_table = false;
     template <class V, int k>
     static ANTIPHON_INLINE typename V::F column(const char* word) {
         return V::load_int8(word + k * panel_width);
@@ -36,16 +38,37 @@ struct Fp8Reader {
     }
     template <class V>
     static constexpr float zero = 0.0f;
+    static constexpr int position(int k) { return k; }
+    static constexpr bool has_table = false;
     template <class V, int k>
     static ANTIPHON_INLINE typename V::F column(const char* word) {
         return V::load_e4m3(word + k * panel_width);
     }
 };
 
+// Which of its lane's eight nibbles column k of a word is.
+constexpr int nibble_position(int k) { return k / 2 + k % 2 * 4; }
+
 // An arch may leave a 4-bit code where it stands in its word, as a number times a power of two that repeats every
-// `places` columns, and may count from another zero; scale and offset then make up for it, exactly.
+// `places` nibbles, and may count from another zero; scale and offset then make up for it, exactly.
 struct Int4Reader {
     static constexpr int columns = 8;
+    static constexpr int position(int k) { return nibble_position(k); }
+    static constexpr bool has_table = true;
+    // Codes as bfloat16: what is stored, less 8 where the format has no offset of its own.
+    static const uint16_t* table(bool has_offset) {
+        alignas(64) static constexpr uint16_t stored[32] = {
+            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+            0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+            0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+        alignas(64) static constexpr uint16_t less_eight[32] = {
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        return has_offset ? stored : less_eight;
+    }
     template <class V>
     static constexpr int places = V::nibble_places;
     template <class V>
@@ -56,12 +79,22 @@ struct Int4Reader {
     static constexpr float zero = 8.0f;
     template <class V, int k>
     static ANTIPHON_INLINE typename V::F column(const char* word) {
-        return V::template load_nibbles<k>(word);
+        return V::template load_nibbles<nibble_position(k)>(word);
     }
 };
 
 struct Mxfp4Reader {
     static constexpr int columns = 8;
+    static constexpr int position(int k) { return nibble_position(k); }
+    static constexpr bool has_table = true;
+    static const uint16_t* table(bool) {
+        alignas(64) static constexpr uint16_t values[32] = {
+            0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+            0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+            0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+            0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+        return values;
+    }
     template <class V>
     static constexpr int places = V::e2m1_places;
     template <class V>
@@ -72,7 +105,7 @@ struct Mxfp4Reader {
     static constexpr float zero = V::e2m1_zero;
     template <class V, int k>
     static ANTIPHON_INLINE typename V::F column(const char* word) {
-        return V::template load_e2m1<k>(word);
+        return V::template load_e2m1<nibble_position(k)>(word);
     }
 };
 

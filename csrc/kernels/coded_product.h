@@ -1,0 +1,350 @@
+// Rows of bfloat16 against one panel group of codes, where the processor multiplies pairs of bfloat16.
+//
+// Every code of every format is exact in bfloat16. The codes of a run of columns (a group of the format, at most 512) are
+// multiplied as they are; the sum is scaled once, in float32:
+//     y = sum over runs: scale * sum(code * x) + offset * sum(x)
+// Few rows multiply what a register holds. More rows turn a block of columns into a panel of bfloat16 codes in the cache
+// first, and processors with tiles always do. All add the same numbers in the same order, so a row's bits do not depend
+// on how many rows there are. Rejected: panels of scale * code, which round every weight.
+#pragma once
+
+#include "kernels/block_product.h"
+#include "kernels/scratch.h"
+#include "kernels/weight_product.h"
+#include "kernels/weight_reader.h"
+
+namespace antiphon::kernels {
+
+constexpr int64_t longest_run = 512;
+constexpr int64_t coded_lead_bytes = 8192;  // prefetched ahead, over all panels read side by side
+constexpr int most_tile_sums = 24;     // rows times panels
+constexpr int64_t most_coded_rows = 24;  // that multiply codes in registers: above, turning codes into operands once pays
+
+// Whether rows of element type E are multiplied with codes as bfloat16; else codes become float32.
+template <class Arch, class E>
+constexpr bool multiplies_codes = E::type == ElementType::bf16 && (Arch::has_tiles || Arch::Vector::has_bf16_dot);
+
+// The type of rows that a weight is multiplied with. Runs of a whole number of tiles need no remainder.
+template <class Arch, class E>
+ElementType operand_type(const PackedFormat& format, int64_t inner) {
+    if (!format.is_quantized()) return E::type;
+    const bool whole_tiles = format.group % Bf16::inner_multiple == 0 || format.group >= inner;
+    return multiplies_codes<Arch, E> && whole_tiles ? ElementType::bf16 : ElementType::fp32;
+}
+
+// The end of the run that begins at `column`.
+ANTIPHON_INLINE int64_t run_end(const PackedMatrix& weight, int64_t column) {
+    const int64_t group_end = smaller((column / weight.format.group + 1) * weight.format.group, weight.inner);
+    return smaller(column + longest_run, group_end);
+}
+
+// Codes as they lie in a packed panel.
+template <class CodeReader>
+struct StoredCodes {
+    using Reader = CodeReader;
+    static constexpr int columns = Reader::columns;  // of one word of 64 bytes
+    const PackedMatrix& weight;
+    const char* panel;
+    const char* next;  // what is read after this panel's end
+
+    int64_t stride() const { return weight.panel_stride; }
+    const char* word(int64_t column) const {
+        const PackedFormat& format = weight.format;
+        const int64_t group = column / format.group;
+        return panel + group * format.group_bytes() + format.scale_bytes() + format.offset_bytes() +
+               (column - group * format.group) * format.step_bytes();
+    }
+    ANTIPHON_INLINE void prefetch(const char* at, int64_t lead, int num_panels) const {
+        const int64_t place = at - panel + lead;
+        const char* ahead = place < stride() ? panel + place : next + (place - stride());
+        for (int n = 0; n < num_panels; ++n) __builtin_prefetch(ahead + n * stride());
+    }
+};
+
+// What codes in the cache are read with: they are operands already.
+struct Bf16Codes {
+    static constexpr bool has_table = false;
+};
+
+// Codes that were turned into bfloat16, from column `first` on: a word is one step.
+struct CachedCodes {
+    using Reader = Bf16Codes;
+    static constexpr int columns = Bf16::per_step;
+    const char* panel;
+    int64_t first;
+    int64_t panel_bytes_apart;
+
+    int64_t stride() const { return panel_bytes_apart; }
+    const char* word(int64_t column) const { return panel + (column - first) / Bf16::per_step * panel_bytes; }
+    ANTIPHON_INLINE void prefetch(const char*, int64_t, int) const {}
+};
+
+// The table that a format's codes are looked up in, if it has one.
+template <class V, class Reader>
+ANTIPHON_INLINE typename V::B table_of(const PackedFormat& format) {
+    if constexpr (Reader::has_table) {
+        return V::load_operand(reinterpret_cast<const char*>(Reader::table(format.offset != OffsetKind::none)));
+    } else {
+        return typename V::B{};
+    }
+}
+
+// Step k of a word as an operand: the codes of two columns for 16 outputs.
+template <class V, class Codes, int k>
+ANTIPHON_INLINE typename V::B operand_of(const char* word, const typename V::B& table) {
+    using Reader = typename Codes::Reader;
+    if constexpr (std::is_same_v<Reader, Bf16Codes>) {
+        return V::load_operand(word);
+    } else if constexpr (Reader::has_table) {
+        return V::template look_up<k>(word, table);
+    } else {
+        return V::pair(Reader::template column<V, 2 * k>(word), Reader::template column<V, 2 * k + 1>(word));
+    }
+}
+
+// The last columns of a row of 8-bit codes, fewer than a word of them.
+template <class V, class Codes>
+ANTIPHON_INLINE typename V::B last_operand(const char* word, int64_t columns) {
+    using Reader = typename Codes::Reader;
+    const auto second = columns > 1 ? Reader::template column<V, 0>(word + panel_width) : V::zero();
+    return V::pair(Reader::template column<V, 0>(word), second);
+}
+
+// body(operands of every panel) for every step of two columns from `first` to `end`.
+template <class V, class Codes, int num_panels, class Body>
+ANTIPHON_INLINE void walk_run(const Codes& codes, const typename V::B& table, int64_t first, int64_t end,
+                              const Body& body) {
+    const int64_t stride = codes.stride();
+    const int64_t lead = smaller(coded_lead_bytes / num_panels, stride);
+    const char* word = codes.word(first);
+    int64_t column = first;
+    constexpr bool whole_words = Codes::columns != 4;  // what lies behind the last column is read, and meets zeros in the row
+    for (const int64_t last = whole_words ? end : end - Codes::columns + 1; column < last;
+         column += Codes::columns, word += panel_bytes) {
+        codes.prefetch(word, lead, num_panels);
+        unrolled<Codes::columns / Bf16::per_step>([&](auto k) __attribute__((always_inline)) {
+            typename V::B operands[num_panels];
+            unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
+                operands[n] = operand_of<V, Codes, k>(word + n * stride, table);
+            });
+            body(operands);
+        });
+    }
+    if constexpr (!whole_words) {
+        for (; column < end; column += Bf16::per_step, word += Bf16::per_step * panel_width) {
+            typename V::B operands[num_panels];
+            for (int n = 0; n < num_panels; ++n) operands[n] = last_operand<V, Codes>(word + n * stride, end - column);
+            body(operands);
+        }
+    }
+}
+
+template <class V>
+ANTIPHON_INLINE float sum_of_row(const char* row, int64_t num_columns) {
+    auto sum = V::zero();
+    const auto* values = reinterpret_cast<const uint16_t*>(row);
+    for (int64_t i = 0; i < num_columns; i += panel_width) sum = V::add(sum, V::load(values + i));
+    return V::reduce_add(sum);
+}
+
+// What the sum over a group's columns of `row` is multiplied with, beside those over the products.
+template <class V>
+ANTIPHON_INLINE typename V::F offset_of(const PackedFormat& format, const char* header, typename V::F scale) {
+    const char* offsets = header + format.scale_bytes();
+    if (format.offset == OffsetKind::offsets) return V::load(reinterpret_cast<const float*>(offsets));
+    return V::mul(V::sub(V::zero(), scale), V::load_int8(offsets));
+}
+
+// Adds what a run gave to the sums: products(m, n) are the unscaled sums of row m and panel n.
+template <class V, int num_panels, class Products>
+ANTIPHON_INLINE void add_run(const WeightProduct& product, int first_panel, int64_t first_row, int64_t num_rows,
+                             int64_t first, int64_t end, const Products& products) {
+    const PackedFormat& format = product.weight->format;
+    const int64_t stride = product.weight->panel_stride;
+    const char* header = product.group + first_panel * stride + first / format.group * format.group_bytes();
+    float* sums = product.sums + first_row * group_width + first_panel * panel_width;
+    typename V::F scale[num_panels];
+    for (int n = 0; n < num_panels; ++n) scale[n] = load_scales<V>(format.scales, header + n * stride);
+    for (int64_t m = 0; m < num_rows; ++m) {
+        for (int n = 0; n < num_panels; ++n) {
+            float* sum = sums + m * group_width + n * panel_width;
+            V::store(sum, V::fma(scale[n], products(m, n), first > 0 ? V::load(sum) : V::zero()));
+        }
+    }
+    if (format.offset == OffsetKind::none) return;
+    for (int n = 0; n < num_panels; ++n) scale[n] = offset_of<V>(format, header + n * stride, scale[n]);
+    for (int64_t m = 0; m < num_rows; ++m) {
+        const char* row = product.rows + (first_row + m) * static_cast<int64_t>(product.row_bytes) + first * 2;
+        const auto row_sum = V::set1(sum_of_row<V>(row, end - first));
+        for (int n = 0; n < num_panels; ++n) {
+            float* sum = sums + m * group_width + n * panel_width;
+            V::store(sum, V::fma(scale[n], row_sum, V::load(sum)));
+        }
+    }
+}
+
+// Which columns of which rows and panels one register tile multiplies.
+struct CodedTile {
+    int64_t first_row;
+    int first_panel;
+    int64_t first;
+    int64_t end;
+};
+
+// A register tile against codes: columns [first, end), run by run.
+template <class V, class Codes, int num_rows, int num_panels>
+void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const CodedTile& at) {
+    const size_t row_bytes = product.row_bytes;
+    const auto table = table_of<V, typename Codes::Reader>(product.weight->format);
+    for (int64_t first = at.first; first < at.end;) {
+        const int64_t end = run_end(*product.weight, first);
+        typename V::F acc[num_rows][num_panels];
+        unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
+            unrolled<num_panels>([&](auto n) __attribute__((always_inline)) { acc[m][n] = V::zero(); });
+        });
+        const char* row = product.rows + static_cast<size_t>(at.first_row) * row_bytes + first * 2;
+        const char* base[2] = {row, row + 8 * row_bytes};
+        walk_run<V, Codes, num_panels>(codes, table, first, end, [&](const typename V::B* operands)
+                                                                     __attribute__((always_inline)) {
+            unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
+                const auto x = V::broadcast(base[m / 8] + (m % 8) * row_bytes);
+                unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
+                    acc[m][n] = V::dot(Bf16{}, acc[m][n], x, operands[n]);
+                });
+            });
+            for (int i = 0; i < 2; ++i) base[i] += 4;
+        });
+        add_run<V, num_panels>(product, at.first_panel, at.first_row, num_rows, first, end,
+                               [&](int64_t m, int n) __attribute__((always_inline)) { return acc[m][n]; });
+        first = end;
+    }
+}
+
+template <class Codes>
+using CodedTileFunction = void (*)(const WeightProduct&, const Codes&, const CodedTile&);
+
+template <class V, class Codes, int num_panels, int... index>
+constexpr auto coded_tiles(std::integer_sequence<int, index...>) {
+    return std::array<CodedTileFunction<Codes>, sizeof...(index)>{
+        &multiply_coded_tile<V, Codes, index + 1, num_panels>...};
+}
+
+template <class V, class Codes, int num_panels>
+ANTIPHON_INLINE CodedTileFunction<Codes> coded_tile(int64_t num_rows) {
+    constexpr int fitting = most_tile_sums / num_panels;
+    constexpr int most_rows = fitting < most_tile_rows ? fitting : most_tile_rows;
+    static constexpr auto functions = coded_tiles<V, Codes, num_panels>(std::make_integer_sequence<int, most_rows>());
+    return functions[static_cast<size_t>(num_rows - 1)];
+}
+
+// All rows against all panels, in register tiles of nearly equal height; codes_of(panel) are those from one panel on.
+template <class V, class CodesOf>
+void multiply_coded_rows(const WeightProduct& product, int64_t first, int64_t end, const CodesOf& codes_of) {
+    using Codes = decltype(codes_of(0, 0));
+    const int widest = product.num_rows <= most_tile_sums / group_panels ? group_panels : group_panels / 2;
+    const int64_t passes = divide_up(product.num_rows, most_tile_rows);
+    for (int panel = 0; panel < product.num_panels;) {
+        int count = widest;
+        while (count > product.num_panels - panel) count /= 2;
+        const Codes codes = codes_of(panel, panel + count);
+        for (int64_t pass = 0; pass < passes; ++pass) {
+            const int64_t row = product.num_rows * pass / passes;
+            const int64_t num_rows = product.num_rows * (pass + 1) / passes - row;
+            const auto function = count == 4   ? coded_tile<V, Codes, 4>(num_rows)
+                                  : count == 2 ? coded_tile<V, Codes, 2>(num_rows)
+                                               : coded_tile<V, Codes, 1>(num_rows);
+            function(product, codes, {row, panel, first, end});
+        }
+        panel += count;
+    }
+}
+
+// Columns [first, end) of `num_panels` panels as steps of bfloat16 codes, `stride` bytes from panel to panel, zeros up to
+// a whole tile.
+template <class V, class Reader>
+void unpack_codes(const WeightProduct& product, int64_t first, int64_t end, char* to, int64_t stride) {
+    const char* next = product.next != nullptr ? product.next : product.group;
+    const auto table = table_of<V, Reader>(product.weight->format);
+    for (int n = 0; n < product.num_panels; ++n) {
+        const int64_t at = n * product.weight->panel_stride;
+        const StoredCodes<Reader> codes{*product.weight, product.group + at, next + at};
+        char* step = to + n * stride;
+        for (int64_t column = first; column < end;) {
+            const int64_t until = run_end(*product.weight, column);
+            walk_run<V, StoredCodes<Reader>, 1>(codes, table, column, until, [&](const typename V::B* operands)
+                                                                                 __attribute__((always_inline)) {
+                V::store_operand(step, operands[0]);
+                step += panel_bytes;
+            });
+            column = until;
+        }
+        const int64_t written = step - (to + n * stride);
+        std::memset(step, 0, static_cast<size_t>(stride - written));
+    }
+}
+
+// Rows in tiles over one run of codes in the cache; sums of a tile are scaled when the run ends.
+template <class Arch>
+void multiply_in_tiles(const WeightProduct& product, const char* run, int64_t stride, int64_t first, int64_t end) {
+    using V = typename Arch::Vector;
+    constexpr int64_t rows_at_once = 2 * tile_height;
+    alignas(64) float products[rows_at_once * group_width];
+    Segment segment;
+    segment.steps = divide_up(end - first, Bf16::inner_multiple) * tile_steps;
+    for (int n = 0; n < product.num_panels; ++n) segment.prefetch[n] = segment.panel[n] = run + n * stride;
+    for (int64_t row = 0; row < product.num_rows; row += rows_at_once) {
+        const int64_t num_rows = smaller(rows_at_once, product.num_rows - row);
+        multiply_block_in_tiles<typename Arch::Tiles>({
+            .rows = product.rows + static_cast<size_t>(row) * product.row_bytes + first * 2,
+            .row_bytes = product.row_bytes,
+            .num_rows = num_rows,
+            .segments = &segment,
+            .num_segments = 1,
+            .num_panels = product.num_panels,
+            .step_bytes = panel_bytes,
+            .sums = products,
+            .sums_stride = group_width,
+            .accumulate = false,
+        });
+        for (int n = 0; n < product.num_panels; ++n) {
+            add_run<V, 1>(product, n, row, num_rows, first, end, [&](int64_t m, int) {
+                return V::load(products + m * group_width + n * panel_width);
+            });
+        }
+    }
+}
+
+template <class Arch, class Reader>
+void multiply_codes(const WeightProduct& product) {
+    using V = typename Arch::Vector;
+    const PackedMatrix& weight = *product.weight;
+    if constexpr (!Arch::has_tiles) {
+        if (product.num_rows <= most_coded_rows) {
+            const char* after = product.next != nullptr ? product.next : product.group;
+            return multiply_coded_rows<V>(product, 0, weight.inner, [&](int panel, int end_panel) {
+                const char* next = end_panel < product.num_panels ? product.group + end_panel * weight.panel_stride : after;
+                return StoredCodes<Reader>{weight, product.group + panel * weight.panel_stride, next};
+            });
+        }
+    }
+    constexpr int64_t most_bytes = longest_run / Bf16::per_step * panel_bytes;
+    char* block = Scratch::get<char>(ScratchUse::unpacked, group_panels * most_bytes);
+    for (int64_t first = 0; first < weight.inner;) {
+        int64_t end = run_end(weight, first);
+        if constexpr (!Arch::has_tiles) {
+            while (end < weight.inner && run_end(weight, end) - first <= longest_run) end = run_end(weight, end);
+        }
+        const int64_t stride = round_up(end - first, Bf16::inner_multiple) / Bf16::per_step * panel_bytes;
+        unpack_codes<V, Reader>(product, first, end, block, stride);
+        if constexpr (Arch::has_tiles) {
+            multiply_in_tiles<Arch>(product, block, stride, first, end);
+        } else {
+            multiply_coded_rows<V>(product, first, end, [&](int panel, int) {
+                return CachedCodes{block + panel * stride, first, stride};
+            });
+        }
+        first = end;
+    }
+}
+
+}  // namespace antiphon::kernels
