@@ -115,7 +115,7 @@ class StreamAttentionExchange(NativeAttentionExchange):
             self._calls.dispatch,
             handle,
             self._epoch,
-            self._step,
+            self._steps[micro_batch],
             layer,
             micro_batch,
             self._participants[micro_batch],
@@ -129,7 +129,7 @@ class StreamAttentionExchange(NativeAttentionExchange):
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         device, staged_TH = self._streaming.device, self._stages[micro_batch].sums_TH[: self._num_rows[micro_batch]]
-        handle, key = self._streaming.handle, (self._epoch, self._step, layer, micro_batch)
+        handle, key = self._streaming.handle, (self._epoch, self._steps[micro_batch], layer, micro_batch)
         self._call(self._calls.combine, handle, *key, staged_TH.data_ptr(), timeout_s)
         sums_TH = torch.empty_like(staged_TH, device=device).copy_(staged_TH, non_blocking=True)
         if device.type == "cpu":
@@ -162,10 +162,10 @@ class StreamAttentionExchange(NativeAttentionExchange):
         self.wait_s, self.exposed_s = self._calls.wait_ns * 1e-9, self._calls.exposed_ns * 1e-9
         return super().bytes_sent
 
-    def begin_step(self, step: int, participants: list[list[int]]) -> None:
+    def begin_step(self, step: int, participants: list[list[int]], first: int = 0) -> None:
         self._streaming.rest()
         self._check()
-        super().begin_step(step, participants)
+        super().begin_step(step, participants, first)
 
     def abort(self, epoch: int) -> None:
         """Any thread: the running step is void, `epoch` is about to begin."""
