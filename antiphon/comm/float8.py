@@ -91,6 +91,31 @@ def decode_by_channel(bytes_NH: Tensor, runs: Sequence[int], dtype: torch.dtype)
     return torch.cat(parts)
 
 
+def bytes_of_numbers(count: int) -> int:
+    """Bytes of so long a run of parameters as E4M3: one each, and the exponent of a scale for each `GROUP`."""
+    return count + -(-count // GROUP)
+
+
+def encode_numbers(x: Tensor) -> Tensor:
+    """[`bytes_of_numbers`] of a run of parameters. Scales are powers of two: what is decoded is exact in bfloat16."""
+    padded = torch.cat((x.float(), x.new_zeros(-x.shape[0] % GROUP, dtype=torch.float32))).view(-1, GROUP)
+    largest = _magnitude(padded).amax(1, keepdim=True)
+    exponent = torch.where(largest > 0, (largest / _LARGEST).log2().ceil().clamp(-126, 126), 0.0)
+    narrow = (padded / exponent.exp2()).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return torch.cat(
+        (narrow.view(torch.uint8).flatten()[: x.shape[0]], exponent.to(torch.int8).view(torch.uint8)[:, 0])
+    )
+
+
+def decode_numbers(encoded: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The numbers of runs of these lengths, one after the other, from what `encode_numbers` made of each."""
+    found = []
+    for count, run in zip(counts, torch.split(encoded, [bytes_of_numbers(count) for count in counts]), strict=True):
+        scale = run[count:].view(torch.int8).float().exp2().repeat_interleave(GROUP)[:count]
+        found.append((run[:count].view(torch.float8_e4m3fn).float() * scale).to(dtype))
+    return torch.cat(found)
+
+
 def _magnitude(x: Tensor) -> Tensor:
     """What is not finite counts 0: it takes no part in a scale."""
     return x.detach().abs().nan_to_num(0.0, 0.0, 0.0)

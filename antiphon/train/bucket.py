@@ -3,8 +3,9 @@ them that this rank updates.
 
 What is cut into shards is kept twice where the arithmetic is narrower than float32 (MegaScale-MoE's multi-precision
 optimizer, section 7): the shard, which the optimizer moves, in float32; the whole, which products read, in the format
-of the arithmetic. So the parameters are gathered in that format, and no copy of them is made for a product. Gradients
-are added up in the shard's format all the same (`Tensor.grad_dtype`).
+of the arithmetic. So the parameters are gathered in that format, and no copy of them is made for a product. Weights of
+products in FP8 are gathered as E4M3, a quarter of float32; a processor that cannot multiply these keeps the numbers in
+the format of the arithmetic. Gradients are added up in the shard's format all the same (`Tensor.grad_dtype`).
 """
 
 import itertools
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_numbers
 from antiphon.comm.launcher import CollectiveLauncher, Submission
 from antiphon.comm.replicas import Replicas
 from antiphon.train.partition import Part
@@ -70,7 +72,8 @@ class Parameter:
 
 class Bucket:
     """Parameters of one module that all `replicas` hold; `zero` as in `train.shards`. `launcher`: sums gradients beside
-    other work, if there is one. `kept`: the type of whole parameters between their shards' updates. `is_begun`: whether
+    other work, if there is one. `kept`: the type of whole parameters between their shards' updates; `in_float8`: they
+    are gathered as E4M3, and kept are those numbers. `is_begun`: whether
     gradients were reduced since `finish` was called."""
 
     def __init__(
@@ -80,12 +83,15 @@ class Bucket:
         zero: int,
         launcher: CollectiveLauncher | None,
         kept: torch.dtype,
+        *,
+        in_float8: bool = False,
     ) -> None:
         self._parameters = parameters
         self._replicas = replicas
         self._zero = zero if replicas.size > 1 else 0
         self._launcher = launcher if replicas.size > 1 else None
         self._submissions: list[Submission] = []
+        self._in_float8 = in_float8
         self._summed = parameters[0].tensor.dtype  # of gradients
         self.is_begun = False
         if self._zero:
@@ -97,7 +103,8 @@ class Bucket:
             self._values = whole.to(kept)
             self._num_bytes = self._values.untyped_storage().nbytes()
             shard = whole[slice(*self._own)]
-            self._shard = shard.clone() if self._zero == 3 or kept != whole.dtype else shard
+            is_apart = self._zero == 3 or kept != whole.dtype or in_float8
+            self._shard = shard.clone() if is_apart else shard
             self._lay_out()
             self.pieces = list(self._cut(self._shard))
             self.release()
@@ -203,7 +210,13 @@ class Bucket:
         storage = self._values.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self._num_bytes)
-        self._values.copy_(self._replicas.gather(self._shard.detach().to(self._values.dtype), self._sizes))
+        shard = self._shard.detach()
+        if self._in_float8:
+            sizes = [bytes_of_numbers(size) for size in self._sizes]
+            whole = self._replicas.gather(encode_numbers(shard), sizes)
+            self._values.copy_(decode_numbers(whole, self._sizes, self._values.dtype))
+        else:
+            self._values.copy_(self._replicas.gather(shard.to(self._values.dtype), self._sizes))
 
     def release(self) -> None:
         """Give back the memory of parameters that are kept in shards; until `gather` they may not be used."""

@@ -28,8 +28,9 @@ from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.replicas import ReplicaGroups, Replicas
 from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
 from antiphon.train.config import CommunicationConfig
+from antiphon.train.layer import MoeLayer
 from antiphon.train.model import MoeModel
-from antiphon.train.weights import READ_WIDE, attribute_of, parts_of
+from antiphon.train.weights import PRODUCT_WEIGHTS, READ_WIDE, attribute_of, parts_of
 
 
 class Shards:
@@ -135,8 +136,10 @@ def _buckets(
     """The buckets of one module: a bucket for each group of replicas; matrices apart, and those of which other ranks
     hold parts apart again, so that these ranks cut their shards alike. The embedding, whose gradient comes last, is
     apart from the head, whose gradient comes first: a chunk of a sum never waits for its other half. The router, which
-    is read in float32 at least, is apart from what is read in the model's own type."""
-    found: dict[tuple[int, bool, bool, bool, bool], tuple[Replicas, list[Parameter]]] = {}
+    is read in float32 at least, is apart from what is read in the model's own type, and so are weights of products in
+    FP8."""
+    found: dict[tuple[int, bool, bool, bool, bool, bool], tuple[Replicas, list[Parameter]]] = {}
+    multiplied = PRODUCT_WEIGHTS if isinstance(module, MoeLayer) and module.products.kind != "plain" else ()
     for purpose, part in parts_of(module).items():
         tensor = getattr(module, attribute_of(purpose))
         if isinstance(tensor, nn.Parameter):
@@ -144,14 +147,21 @@ def _buckets(
             tied = purpose == "embedding" and model.spec.tie_embeddings  # held by the first and by the last stage
             group = model.mesh.ends if tied else model.mesh.replicas(part.axes)
             taken = matrices(purpose, tuple(tensor.shape))
-            key = id(group), bool(taken), bool(part.axes), purpose == "embedding", is_narrow and purpose in READ_WIDE
+            key = (
+                id(group),
+                bool(taken),
+                bool(part.axes),
+                purpose == "embedding",
+                is_narrow and purpose in READ_WIDE,
+                purpose in multiplied,
+            )
             parameter = Parameter(where + attribute_of(purpose), purpose, tensor, part, taken)
             found.setdefault(key, (replicas.of(group), []))[1].append(parameter)
     buckets = []
-    for (*_, is_wide), (alike, parameters) in found.items():
+    for (*_, is_wide, in_float8), (alike, parameters) in found.items():
         stored = parameters[0].tensor.dtype
         kept = stored if is_wide or model.dtype.itemsize >= stored.itemsize else model.dtype
-        buckets.append(Bucket(parameters, alike, zero, model.mesh.launcher, kept))
+        buckets.append(Bucket(parameters, alike, zero, model.mesh.launcher, kept, in_float8=in_float8))
     return buckets
 
 

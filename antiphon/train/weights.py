@@ -22,6 +22,7 @@ from antiphon.train.partition import Part
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"
 Shape = tuple[int, ...]
+PRODUCT_WEIGHTS = ("qkv", "down", "out", "dense.gate_up", "dense.down", "shared.gate_up", "shared.down", GATE_UP, DOWN)
 READ_WIDE = ("router", "router_bias")  # in float32 whatever the arithmetic
 NOT_TRAINED = "score_bias"  # steers the choice of experts; no gradient reaches it
 

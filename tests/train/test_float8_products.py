@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_numbers
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.products import Products, rounded, rounded_by_groups
 from antiphon.models.config import model_spec
@@ -88,14 +89,26 @@ def test_products_are_those_of_rounded_factors(kind: str, counts: tuple[int, ...
     expected = []
     for expert, rows in [(0, slice(0, 133))] if counts is None else [(0, slice(0, 3)), (2, slice(3, 133))]:
         own = weight.detach() if counts is None else weight.detach()[expert]
-        expected.append(rounded(x.detach()[rows], 1) @ rounded(own, 1).T)
+        expected.append(rounded(x.detach()[rows], 1) @ rounded(own, 1, by_two=True).T)
         assert x.grad is not None
-        wanted = rounded(grad[rows], 1, of_gradients) @ rounded(own, 0)
+        wanted = rounded(grad[rows], 1, of_gradients) @ rounded(own, 0, by_two=True)
         assert torch.allclose(x.grad[rows], wanted, atol=1e-12)
     assert torch.allclose(y, torch.cat(expected), atol=1e-12)
     plain = torch.autograd.grad(Products().forward(x, weight, counts), weight, grad)[0]
     assert weight.grad is not None
     assert float((weight.grad - plain).abs().max() / plain.abs().max()) < 0.1
+
+
+def test_parameters_as_e4m3_are_exact_in_bfloat16_and_are_not_rounded_again() -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 0.02
+    x[130:140] = 0.0
+    encoded = torch.cat([encode_numbers(x[:130]), encode_numbers(x[130:])])
+    assert encoded.shape[0] == bytes_of_numbers(130) + bytes_of_numbers(170) == 300 + 4
+    back = decode_numbers(encoded, (130, 170), torch.float32)
+    assert torch.equal(decode_numbers(encoded, (130, 170), torch.bfloat16).float(), back)
+    assert float(((back - x).abs() / x.abs().clamp(min=1e-4)).max()) < 0.07
+    assert torch.equal(rounded(back[:128], 0, by_two=True), back[:128])
+    assert encode_numbers(torch.empty(0)).shape == (0,)
 
 
 def step(kind: str, keep: str = "none", gate_weights: str = "combine") -> tuple[Tensor, dict[str, Tensor]]:
@@ -140,7 +153,7 @@ def test_a_run_in_float8_learns_as_one_in_float32(tmp_path: Path) -> None:
         found[kind] = [loss for _, loss in losses(tmp_path / kind)]
     for kind in ("float8", "hybrid"):
         assert found[kind] != found["plain"]
-        assert found[kind] == pytest.approx(found["plain"], abs=0.05)
+        assert found[kind] == pytest.approx(found["plain"], abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from torch import Tensor
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.network import CollectiveName, collective_bytes
+from antiphon.kernels.ops.products import Products
 from antiphon.models.config import model_spec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import CommunicationConfig, OptimizerConfig
+from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
@@ -40,6 +42,7 @@ class Form:
     axes: tuple[tuple[str, int], ...]
     communication: CommunicationConfig = PLAIN
     dtype: str = "float64"
+    products: str = "plain"
 
 
 DATA: tuple[tuple[str, int], ...] = ()
@@ -51,6 +54,7 @@ NARROW = CommunicationConfig(gradients="bfloat16")
 FLOAT8 = CommunicationConfig(activations="float8")
 ATTENTION8 = CommunicationConfig(attention="float8")
 HALF = Form("qwen3_moe", "adamw", 1, MIXED, dtype="bfloat16")
+QUARTER = replace(HALF, products="float8")
 COUNTED = [Form("qwen3_moe", "adamw", zero, axes) for zero in (0, 1, 2, 3) for axes in (DATA, MIXED)]
 FORMS = [
     *COUNTED,
@@ -68,6 +72,7 @@ FORMS = [
     *(Form("qwen3_moe", "adamw", 0, SLICED, ATTENTION8, dtype) for dtype in ("float64", "bfloat16")),
     Form("qwen3_moe", "adamw", 0, MIXED, dtype="bfloat16"),
     HALF,
+    QUARTER,
     Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
     Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
 ]
@@ -88,6 +93,7 @@ QUICK = [  # every optimizer, zero, axis, communication and type, each zero with
     Form("qwen3_moe", "adamw", 0, MIXED, replace(FLOAT8, activations="float8_permutation")),
     Form("qwen3_moe", "adamw", 0, SLICED, ATTENTION8, "bfloat16"),
     HALF,
+    QUARTER,
     Form("qwen3_moe", "adamw", 3, SLICED, dtype="bfloat16"),
     Form("deepseek_v3", "muon", 1, MIXED, NARROW, dtype="bfloat16"),
 ]
@@ -106,11 +112,15 @@ def some_steps(
     batches: list[Batch],
     communication: CommunicationConfig = PLAIN,
     dtype: str = "float64",
+    products: str = "plain",
 ) -> tuple[list[float], Shards]:
     """Loss and norm of each step; then what this rank holds."""
     first = FirstValues(1, 0.2)
     arithmetic = getattr(torch, dtype)
-    model = MoeModel(spec, mesh, max_positions=11, dtype=arithmetic, first=first, communication=communication)
+    options = PlanOptions(products=Products(products))  # type: ignore[arg-type]
+    model = MoeModel(
+        spec, mesh, max_positions=11, dtype=arithmetic, first=first, communication=communication, options=options
+    )
     model = model.double() if dtype == "float64" else model
     settings = OptimizerConfig(name=name, clip=0.5)  # type: ignore[arg-type]
     shards = shards_of(model, zero, settings, communication)
@@ -178,9 +188,9 @@ def sizes_of(form: Form) -> Sizes:
     return Sizes(world_size=RANKS, **dict(form.axes))
 
 
-def in_one_process(form: Form) -> tuple[str, str, int, str]:
-    """What one process computes in another way: model, optimizer, passes, type."""
-    return form.model, form.optimizer, 1 if sizes_of(form).data == 4 else 2, form.dtype
+def in_one_process(form: Form) -> tuple[str, str, int, str, str]:
+    """What one process computes in another way: model, optimizer, passes, type, products."""
+    return form.model, form.optimizer, 1 if sizes_of(form).data == 4 else 2, form.dtype, form.products
 
 
 def differences(quick: bool, rank: int) -> dict[Form, tuple[float, float, str, dict[str, float], dict[str, float]]]:
@@ -188,11 +198,12 @@ def differences(quick: bool, rank: int) -> dict[Form, tuple[float, float, str, d
     step for gradients and parameters, and those by formula."""
     forms = [form for form in FORMS if (form in QUICK) == quick]
 
-    def reference(key: tuple[str, str, int, str]) -> tuple[list[float], dict[str, Tensor]]:
-        model, optimizer, num_passes, dtype = key
+    def reference(key: tuple[str, str, int, str, str]) -> tuple[list[float], dict[str, Tensor]]:
+        model, optimizer, num_passes, dtype, products = key
         mesh = connect(Sizes(), 0)
         batches = batches_of(mesh.sizes, 0, num_passes)
-        numbers, shards = some_steps(model_spec(MODELS[model]), mesh, 0, optimizer, batches, dtype=dtype)
+        spec = model_spec(MODELS[model])
+        numbers, shards = some_steps(spec, mesh, 0, optimizer, batches, dtype=dtype, products=products)
         return numbers, wholes_of(shards)
 
     found, expected = {}, made_once(list(dict.fromkeys(map(in_one_process, forms))), reference)
@@ -202,7 +213,9 @@ def differences(quick: bool, rank: int) -> dict[Form, tuple[float, float, str, d
         mesh = connect(sizes, rank, 60)
         batches = batches_of(sizes, rank, key[2])
         mesh.ledger.take()
-        numbers, shards = some_steps(spec, mesh, form.zero, form.optimizer, batches, form.communication, form.dtype)
+        numbers, shards = some_steps(
+            spec, mesh, form.zero, form.optimizer, batches, form.communication, form.dtype, form.products
+        )
         ledger = mesh.ledger.take().sent_bytes
         sent = {
             purpose: sum(num for name, num in ledger.items() if name.split(".")[0] == purpose) / STEPS
@@ -264,3 +277,19 @@ def test_parameters_are_gathered_in_the_format_of_the_arithmetic(differences_of:
         *_, sent, expected = of_rank[HALF]  # the formula has eight bytes each
         assert sent["parameters"] == expected["parameters"] / 4 + wider
         assert sent["gradients"] == expected["gradients"] / 2
+
+
+def test_weights_of_float8_products_are_gathered_as_e4m3(differences_of: DifferencesOf) -> None:
+    """One byte each and an exponent for 128 of them, instead of two bytes."""
+    spec, sizes = model_spec(MODELS[HALF.model]), sizes_of(HALF)
+    counts = count_parameters(spec)
+    for rank, of_rank in enumerate(differences_of(QUARTER)):
+        first, last = split_evenly(spec.router.num_experts, sizes.expert)[sizes.place(rank, "expert")]
+        norms = 2 * spec.attention.head_dim  # of queries and keys, which multiply no rows
+        weights = [
+            (sizes.data * sizes.sequence, spec.num_layers * (counts.attention - norms)),
+            (sizes.expert_data, spec.num_layers * (last - first) * counts.expert),
+        ]
+        saved = sum((1 - 1 / 128) * number * (alike - 1) / alike for alike, number in weights)
+        (*_, half, _), (*_, quarter, _) = of_rank[HALF], of_rank[QUARTER]
+        assert half["parameters"] - quarter["parameters"] == pytest.approx(saved, rel=0.01)

@@ -14,6 +14,8 @@ A scale has to be one factor of all that is added up: so it is taken along the s
     dx = g W         a scale for each row of g and each column of W
     dW = g^T x       a scale for each column of g and of x, and group of 128 rows
 
+Scales of weights are powers of two: weights that were gathered as E4M3 (`train.bucket`) are not rounded again.
+
 Rejected: a scale for each tensor. SwiGLU widens the range of numbers so far that one large row flushes the others to
 zero; the paper gave it up for this.
 
@@ -35,13 +37,13 @@ GROUP_ROWS = 128
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def rounded(x: Tensor, dim: int, kind: torch.dtype = _E4M3) -> Tensor:
+def rounded(x: Tensor, dim: int, kind: torch.dtype = _E4M3, *, by_two: bool = False) -> Tensor:
     """The numbers of `x` as `kind` with one scale along `dim` can say them, in the type of `x`. What is not finite
-    stays so."""
+    stays so. `by_two`: the scale is a power of two, so numbers that are in FP8 already stay as they are."""
     largest = torch.finfo(kind).max
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = wide.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim, keepdim=True) / largest
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale > 0, scale.log2().ceil().exp2() if by_two else scale, torch.ones_like(scale))
     narrow = (wide / scale).to(torch.float32).clamp(-largest, largest).to(kind)
     back = narrow.to(wide.dtype) * scale
     return torch.where(wide.isfinite(), back, wide).to(x.dtype)
@@ -73,7 +75,7 @@ class Products:
 
     def input_gradient(self, grad: Tensor, weight: Tensor, counts_E: Counts = None) -> Tensor:
         if self.kind != "plain":
-            grad, weight = rounded(grad, -1, self._of_gradients), rounded(weight, -2)
+            grad, weight = rounded(grad, -1, self._of_gradients), rounded(weight, -2, by_two=True)
         if counts_E is None:
             return grad @ weight
         return grouped_input_gradient(grad.contiguous(), weight, counts_E)
@@ -96,7 +98,7 @@ class _Float8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts_E: Counts, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts_E, ctx.products = counts_E, products
-        return _product(rounded(x, -1), rounded(weight, -1), counts_E)
+        return _product(rounded(x, -1), rounded(weight, -1, by_two=True), counts_E)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
