@@ -16,6 +16,7 @@ from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import TRAIN, OverrideOptions, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan
+from antiphon.cli.plan_watch import WatchOptions, watch
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
@@ -140,9 +141,16 @@ def plan(
     overrides: OverrideOptions,
     training: TrainingOptions,
     answer: AnswerOptions,
+    watching: WatchOptions,
     json: JsonOption = None,
 ) -> None:
     """Plan how to serve or train MODEL on a cluster; all numbers are predicted."""
+    if watching.watch is not None:
+        refuse_beside_watch(context)
+        watch(Path(model), watching, json)
+        return
+    if given := given_options(context, ("look_every", "looks", "move_time")):
+        raise UserError(f"--{min(given).replace('_', '-')} is for --watch URL: add it, or leave it out")
     refuse_other_phase(context, search)
     answer.check(json)
     if search.trains():
@@ -161,6 +169,13 @@ def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
         raise UserError(
             f"{wrong[0]} is for {where}, not for --phase {search.phase or 'serve'}: leave it out or change --phase"
         )
+
+
+def refuse_beside_watch(context: typer.Context) -> None:
+    """`UserError` for an option of a search: the plan that is watched says all of that."""
+    own = {"model", "json", *(field.name for field in fields(WatchOptions))}
+    if others := sorted(given_options(context, set(context.params) - own)):
+        raise UserError(f"--{others[0].replace('_', '-')} does not apply with --watch: the plan says it; leave it out")
 
 
 def _training(

@@ -81,7 +81,7 @@ class SearchOptions:
         Values, typer.Option(metavar="KEY=X", show_default=False, help="Gives or replaces a key of config.json.")
     ] = None
     max_micro_batches: Annotated[
-        int, typer.Option(metavar="N", min=1, max=MAX_MICRO_BATCHES, help="Most micro-batches tried.")
+        int, typer.Option(metavar="N", min=1, max=MAX_MICRO_BATCHES, hidden=True, help="Most micro-batches tried.")
     ] = 4
     pin: Annotated[
         Values,

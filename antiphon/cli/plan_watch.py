@@ -1,0 +1,142 @@
+"""`antiphon plan PLAN --watch URL`: a running server's load against its plan, look after look."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+
+from antiphon.base.errors import UserError
+from antiphon.base.units import format_seconds
+from antiphon.cli.output import emit_json, show
+from antiphon.cli.plan_inputs import parse_target
+from antiphon.models.planned import planned_model
+from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.replanning import Replanned, SeenLoad, replan, watched_phase
+from antiphon.specs.plan import PhasePlan, Plan, read_plan
+
+PATIENCE_S = 6.0
+_COUNTED = ("antiphon:requests_finished_total", "antiphon:prompt_tokens_total", "antiphon:generation_tokens_total")
+_HELD = ("antiphon:num_requests_running", "antiphon:num_requests_waiting")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """A running server beside its plan."""
+
+    watch: Annotated[
+        str | None, typer.Option(metavar="URL", show_default=False, help="MODEL is a plan; compare its server's load.")
+    ] = None
+    look_every: Annotated[str, typer.Option(metavar="TIME", hidden=True, help="Length of a look.")] = "60s"
+    looks: Annotated[int | None, typer.Option(metavar="N", min=1, hidden=True, help="End after N looks.")] = None
+    move_time: Annotated[str, typer.Option(metavar="TIME", hidden=True, help="A restart takes so long.")] = "60s"
+
+
+def watch(file: Path, options: WatchOptions, json: str | None) -> None:
+    """A line for each look, until Ctrl-C or `--looks`."""
+    found = read_plan(file)
+    watched_phase(found)
+    if not found.model_config:
+        raise UserError(f"{file} does not hold its model's config.json: make it again with antiphon plan")
+    every_s, move_s = _time("--look-every", options.look_every), _time("--move-time", options.move_time)
+    with httpx.Client(timeout=PATIENCE_S, trust_env=False) as client, suppress(KeyboardInterrupt):
+        for number, load in enumerate(_loads(client, options.watch or "", every_s)):
+            look(found, load, move_s, json)
+            if options.looks is not None and number + 1 >= options.looks:
+                return
+
+
+def look(plan: Plan, load: SeenLoad, move_s: float, json: str | None) -> None:
+    """Compare one load, and say what it says."""
+    if not load.num_requests:
+        show(f"no request ended within {format_seconds(load.seconds)}", json=json)
+        emit_json(json, {"load": asdict(load), "gain": None, "pays_after_s": None})
+        return
+    seen = (
+        f"{load.num_requests / load.seconds:.3g} requests/s of {load.input_tokens:.0f} + {load.output_tokens:.0f} "
+        f"tokens, {load.in_flight:.0f} in flight"
+    )
+    try:
+        found = replan(plan, planned_model(plan.model_config).spec, load, move_s)
+    except NoPlan as error:
+        show(f"{seen}: {error}", json=json)
+        emit_json(json, {"load": asdict(load), "gain": None, "pays_after_s": None})
+        return
+    show(f"{seen}: {verdict(plan, found, move_s)}", json=json)
+    facts = {name: layout_words(each) for name, each in (("running", found.running), ("best", found.best))}
+    emit_json(json, {"load": asdict(load), **facts, "gain": found.gain, "pays_after_s": found.pays_after_s})
+
+
+def verdict(plan: Plan, found: Replanned, move_s: float) -> str:
+    """Stay, or move and after what time it has paid."""
+    running, best = layout_words(found.running), layout_words(found.best)
+    if found.pays_after_s is None:
+        return f"stay with {running}; the best, {best}, is {found.gain:.2f} times as good ({plan.objective})"
+    return (
+        f"{best} would be {found.gain:.2f} times as good as {running} ({plan.objective}); moving takes "
+        f"{format_seconds(move_s)} and pays after {format_seconds(found.pays_after_s)} of such a load"
+    )
+
+
+def layout_words(phase: PhasePlan) -> str:
+    """``disaggregated 2+1, m 3``: degrees of one instance that are not 1."""
+    parallel = phase.parallel
+    degrees = [f"{name} {value}" for name, value in asdict(parallel).items() if value > 1]
+    instances = f"{phase.num_instances} x " if phase.num_instances > 1 else ""
+    turns = f"m {phase.micro_batches}" if phase.micro_batches > 1 else ""
+    return ", ".join(filter(None, [f"{instances}{phase.layout}", *degrees, turns])).replace("_", " ")
+
+
+def _loads(client: httpx.Client, url: str, every_s: float) -> Iterator[SeenLoad]:
+    """What came in each interval, without end."""
+    before, began_s = read_counters(client, url), time.monotonic()
+    while True:
+        time.sleep(every_s)
+        after, now_s = read_counters(client, url), time.monotonic()
+        yield load_between(before, after, now_s - began_s)
+        before, began_s = after, now_s
+
+
+def read_counters(client: httpx.Client, url: str) -> dict[str, float]:
+    """Sums over labels. `UserError` if the server cannot be reached, or is not one of ours."""
+    address = f"{url.rstrip('/')}/metrics"
+    try:
+        answer = client.get(address)
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        raise UserError(f"--watch {url} cannot be read: {error or type(error).__name__}") from error
+    if answer.status_code != 200:
+        raise UserError(f"--watch {url}: {address} answers {answer.status_code}: is it a server of antiphon?")
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    if missing := [name for name in (*_COUNTED[1:], *_HELD) if name not in found]:
+        raise UserError(f"--watch {url}: its metrics lack {missing[0]}: is it a server of antiphon?")
+    return found
+
+
+def load_between(before: dict[str, float], after: dict[str, float], seconds: float) -> SeenLoad:
+    """`UserError` where counters went back: the server was started anew."""
+    ended, prompts, outputs = (after.get(name, 0.0) - before.get(name, 0.0) for name in _COUNTED)
+    if min(ended, prompts, outputs) < 0:
+        raise UserError("the server was started anew meanwhile: watch it again")
+    in_flight = sum(reading[name] for reading in (before, after) for name in _HELD) / 2
+    return SeenLoad(
+        seconds=seconds,
+        num_requests=round(ended),
+        input_tokens=prompts / max(1.0, ended),
+        output_tokens=outputs / max(1.0, ended),
+        in_flight=in_flight,
+    )
+
+
+def _time(option: str, text: str) -> float:
+    seconds = parse_target(option, text)
+    if seconds is None:
+        raise UserError(f"{option} is {text!r}: write seconds, for example 60s")
+    return seconds
