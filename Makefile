@@ -95,9 +95,9 @@ bench: setup $(YARDSTICK)/config.json  ## time serving on a tiny random model
 gpu-check: setup  ## check and time what needs a GPU; says so and stops where there is none
 	$(PY) benchmarks/gpu_check.py
 
-ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a cluster of two Ray nodes
-	$(PIP) install --quiet "ray>=2.60"
-	$(PY) -m pytest $(PYTEST_FLAGS) tests/serve/test_ray.py
+ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a cluster of two Ray nodes, and training
+	$(PIP) install --quiet "ray[train]>=2.60"
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/serve/test_ray.py tests/train/test_launchers.py
 
 clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain, openai, anthropic and LiteLLM against a server of ours (installs 7 GB)
 	TORCH_FLAGS="$(TORCH_FLAGS)" $(PY) benchmarks/clients_check.py

@@ -24,6 +24,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.model import Batch
 
 EXPERTS_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+COMPILED_EXPERTS = "grouped_mm"
 MOST_COPIED_BYTES = 1 << 30  # batched_mm copies the matrices of every (row, expert) pair
 
 
@@ -70,6 +71,11 @@ class PlainLoop:
     @property
     def parameters(self) -> list[Tensor]:
         return list(self._model.parameters())
+
+    def compile(self) -> None:
+        """Run the model through `torch.compile` from here on, with the experts that it takes as they are."""
+        self.use_experts(COMPILED_EXPERTS)
+        self._forward = torch.compile(self._model)
 
     def use_experts(self, implementation: str) -> None:
         self._model.set_experts_implementation(implementation)

@@ -35,7 +35,7 @@ from antiphon.bench.harness.children import Children, forked
 from antiphon.bench.harness.contest import ContestColumns, num_bytes, ratio, share
 from antiphon.bench.harness.limits import measure_gemm_flops_per_s
 from antiphon.bench.harness.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
-from antiphon.bench.plain_loop import PlainLoop
+from antiphon.bench.plain_loop import COMPILED_EXPERTS, PlainLoop
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
 from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.models.config import load_model_spec
@@ -120,12 +120,13 @@ def samples_of(config: TrainConfig) -> Samples:
 @dataclass(frozen=True, kw_only=True)
 class TrainingCase(StepCase):
     """`max_rounds`: steps of each contestant, at most; `parallel`: the trainer's table of that name, for `ranks` of
-    `threads` each."""
+    `threads` each. `compiled`: a third contestant, the loop through `torch.compile`, on one process."""
 
     max_rounds: int
     ranks: int = 1
     threads: int = 1
     parallel: Mapping[str, Any] = field(default_factory=dict)
+    compiled: bool = False
 
 
 class EnoughError(Exception):
@@ -154,7 +155,7 @@ class StepComparison:
         self._case = case
         self._say = say
         self._report = report
-        self.ours, self.theirs = Timed(), Timed()
+        self.ours, self.theirs, self.compiled = Timed(), Timed(), Timed()
         self.implementation = ""
         self._roots = (os.getppid(),) if case.ranks > 1 else ()  # the fork server, and so all ranks
         self._watch = CpuWatch(self._roots)
@@ -191,6 +192,7 @@ class StepComparison:
             watch, started_s = CpuWatch(self._roots), time.perf_counter()
             self._loop.step(batch, result.rate)
             self.theirs.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
+            self._time_compiled(batch, result.rate)
         done = result.step + 1 - NUM_COMPARED
         self._report(max(0, done), self._case.max_rounds)
         if self._is_enough(done):
@@ -199,12 +201,20 @@ class StepComparison:
         mesh.ledger.take()
         self._watch = CpuWatch(self._roots)
 
+    def _time_compiled(self, batch: Batch, rate: float) -> None:
+        if self._case.compiled:
+            self._wait_for_quiet()
+            watch, started_s = CpuWatch(self._roots), time.perf_counter()
+            self._compiled.step(batch, rate)
+            self.compiled.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
+
     def _batch(self, step: int) -> Batch:
         return self._case.batch_of(self._samples, step, self._trainer.mesh.rank)
 
     def _is_enough(self, done: int) -> bool:
         """As the first rank sees it."""
-        quiet = self.ours.counted.is_quiet and self.theirs.counted.is_quiet
+        timed = [self.ours, self.theirs, *([self.compiled] if self._case.compiled else [])]
+        quiet = all(each.counted.is_quiet for each in timed)
         enough = torch.tensor([float(self._trainer.is_first and (done >= self._case.max_rounds or quiet))])
         return bool(run(AllReduce(self._trainer.mesh.world, "bench"), enough).item())
 
@@ -222,8 +232,15 @@ class StepComparison:
         self._samples = samples_of(self._config)
         self.implementation = self._loop.choose_experts(self._spec, self._batch(0), self._say)
         self.theirs.sent_bytes = self._loop.sent_bytes
+        if self._case.compiled:
+            self._compiled = self._case.loop(self._config)
+            self._compiled.compile()
 
     def _compared_step(self, result: TrainedStep, batch: Any) -> float:
+        if self._case.compiled:
+            self._say("transformers through torch.compile: the first steps compile")
+            compiled = self._compiled.step(batch, result.rate)
+            check_losses(self._case.dtype, result.step, result.loss, compiled)
         if result.step:
             self.theirs.waited_s.append(self._loop.exposed_s(batch))
             return self._loop.step(batch, result.rate)
@@ -382,7 +399,10 @@ def rows_of(case: TrainingCase, comparison: StepComparison) -> list[dict[str, An
     names = ("antiphon", f"transformers {comparison.implementation}")
     loop_s = comparison.theirs.counted.median(float)
     rows = []
-    for name, timed in zip(names, (comparison.ours, comparison.theirs), strict=True):
+    contestants = dict(zip(names, (comparison.ours, comparison.theirs), strict=True))
+    if case.compiled:
+        contestants[f"transformers {COMPILED_EXPERTS} + torch.compile"] = comparison.compiled
+    for name, timed in contestants.items():
         step_s = timed.counted.median(float)
         rows.append(
             {

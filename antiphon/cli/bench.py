@@ -273,6 +273,7 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="Of our ranks: parallel.KEY=N."),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="At most this many steps each.")] = 12,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also the loop through torch.compile.")] = False,
     *,
     chosen: LadderOptions,
     json: JsonOption = None,
@@ -285,9 +286,9 @@ def train(
     dtypes = training.parse_dtypes(dtype)
     step: dict[str, Any] = {"folder": model, "batch": batch, "sequence_length": sequence_length}
     if chosen.ladder is not None:
-        if threads is not None or ranks != "1" or changes or len(dtypes) > 1:
+        if threads is not None or ranks != "1" or changes or len(dtypes) > 1 or compiled:
             raise UserError(
-                "--threads, --ranks, --set or several dtypes: a ladder says itself what runs, so leave them out"
+                "--threads, --ranks, --set, --compiled or several dtypes: a ladder says what runs, so leave them out"
             )
         _run_ladder(chosen, step | {"dtype": dtypes[0], "rounds": rounds}, json)
         return
@@ -295,6 +296,8 @@ def train(
     counts = parse_ranks(ranks)
     if changes and all(count == 1 for count in counts):
         raise UserError(f"--set {changes[0]}: one process shares nothing; add --ranks, for example --ranks 2")
+    if compiled and counts != [1]:
+        raise UserError(f"--compiled: it is timed on one process, --ranks is {ranks}: leave one of them out")
     cores = threads or torch.get_num_threads()
     cases = [
         training.TrainingCase(
@@ -304,6 +307,7 @@ def train(
             ranks=count,
             threads=max(1, cores // count),
             parallel=training.parse_parallel(changes or [], count) if count > 1 else {},
+            compiled=compiled,
         )
         for count in counts
         for name in dtypes

@@ -69,6 +69,17 @@ def test_two_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert loop["comm_bytes"] == 4 * count_parameters(spec).total, "an all-reduce of all gradients"
 
 
+@pytest.mark.slow
+def test_a_compiled_loop_is_timed_too(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+    sizes = ("--batch", 2, "--sequence-length", 16, "--rounds", 1, "--threads", 1)
+    assert run(monkeypatch, checkpoint, *sizes, "--compiled", "--json", out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["variant"] for row in rows][2] == "transformers grouped_mm + torch.compile"
+    assert rows[2]["step_s_median"] > 0
+    assert rows[2]["ratio_to_loop"] > 0
+
+
 def test_other_losses_are_not_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_losses("float32", 0, 2.0, 2.0001)
     step = PlainLoop.step
@@ -100,6 +111,8 @@ def test_what_batched_mm_would_copy(checkpoint: Path) -> None:
         ("--batch 0", "--batch is 0: it must be 1 to 65536"),
         ("--dtype float16", "--dtype 'float16': 'float16' is not measured, use float32 or bfloat16"),
         ("--ranks 3", "--batch is 8, which 3 ranks cannot share"),
+        ("--ranks 2 --compiled", "--compiled: it is timed on one process, --ranks is 2"),
+        ("--ladder msm --compiled", "--threads, --ranks, --set, --compiled or several dtypes: a ladder says what runs"),
         ("--ranks 1,x", "--ranks '1,x': write numbers"),
         ("--ranks 2 --set steps=3", "--set steps=3: only keys of parallel can be set here"),
         ("--sequence-length 100000", "--sequence-length is 100000, the model's positions end at"),
