@@ -45,7 +45,8 @@ from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.encoder import load_tokenizer
-from antiphon.train.hugging_face import FLOAT8, FURTHER_LAYERS
+from antiphon.train.further_token import FURTHER_LAYERS
+from antiphon.train.hugging_face import FLOAT8
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.output_lock import OutputLock
 from antiphon.train.planned_run import planned_config
@@ -318,8 +319,10 @@ def export(
     tokenizer = tokenizer_of(config)
     beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
     with progress("exporting", format_amount=format_bytes) as report:
-        stored, written_as = StoredParameters(source, spec), FLOAT8 if dtype == "fp8" else getattr(torch, dtype)
-        further = _further_from(config, facts)
+        further_is_trained = config.loss.mtp > 0
+        stored = StoredParameters(source, spec, further=further_is_trained)
+        written_as = FLOAT8 if dtype == "fp8" else getattr(torch, dtype)
+        further = None if further_is_trained else _further_from(config, facts)
         num_bytes = write_export(stored, folder, facts["model_config"], beside, written_as, report, further)
     emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"]["step"]})
     show(f"{folder}: step {facts['state']['step']:,}, {format_bytes(num_bytes)}, {dtype}", json=json)

@@ -8,12 +8,10 @@ file is a class; what ranks send, keep and reorder is off by default.
 """
 
 import os
-import sysconfig
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from string import Template
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -36,7 +34,9 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.train.config_data import BelowOne, DataConfig
+from antiphon.train.config_data import DataConfig
+from antiphon.train.config_learning import LossConfig, OptimizerConfig, WatchConfig
+from antiphon.train.config_paths import absolute_paths
 from antiphon.train.device import DeviceName
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -227,66 +227,6 @@ class ModelConfig:
 
 @checked("")
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """`name` "muon": Muon for matrices, at `muon_scale` times the rate, and AdamW for the rest. The rate rises over
-    `warmup_steps`, then follows `schedule`: "cosine" down to `final_rate` of its peak, "wsd" stays and falls linearly
-    over the last `decay_part` of the steps, "constant". `clip`: largest norm of the gradient (0: no limit). Norms,
-    biases and the router's are not decayed.
-
-    `schedule_steps`: the schedule's own length; behind it the rate stays (0: `steps` of the run's first start).
-    `frozen`: patterns of parameters that keep their bits; one that begins with "!" takes out again what those before it
-    took. `rates`: factors of the rate by pattern, the last that matches."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Positive = 1e-3
-    muon_scale: Positive = 1.0
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1
-    clip: NotNegative = 1.0
-    warmup_steps: CountFromZero = 20
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    final_rate: NotNegative = 0.1
-    decay_part: NotNegative = 0.2
-    schedule_steps: CountFromZero = 0
-    frozen: tuple[Text, ...] = ()
-    rates: dict[str, NotNegative] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """Weights of what is added to the cross-entropy: `balance` of the experts' use, over each "layer" (Switch
-    Transformer, eq. 4) or over the whole "model" (as transformers has it); `device_balance` of `device_groups` groups
-    of experts (MegaScale-MoE, section 3.2); `z` of the router's squared log-sum-exp (ST-MoE, eq. 5). `bias_rate`: step
-    of a score bias towards even use, for routers that have one (DeepSeek-V3, section 2.1.2).
-
-    `capacity`: rows that an expert takes, over the mean; `device_capacity`: that a group takes, over the mean of groups
-    (MegaScale-MoE, section 3.2). The choices of largest weight stay, the others are dropped; 0: none are."""
-
-    balance: NotNegative = 0.01
-    balance_over: Literal["layer", "model"] = "layer"
-    device_balance: NotNegative = 0.0
-    device_groups: Count = 1
-    z: NotNegative = 0.0
-    bias_rate: NotNegative = 1e-3
-    capacity: NotNegative = 0.0
-    device_capacity: NotNegative = 0.0
-
-    def __post_init__(self) -> None:
-        if self.device_capacity and self.device_groups == 1:
-            raise UserError(
-                f"device_capacity is {self.device_capacity}, device_groups is 1, so nothing would be dropped: say how "
-                "many groups the experts make"
-            )
-
-    @property
-    def drops(self) -> bool:
-        """Whether there is a limit to the rows that experts take."""
-        return self.capacity > 0 or self.device_capacity > 0
-
-
-@checked("")
-@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share what. `pipeline` ranks have different layers, `virtual_stages` runs of them each. Attention:
     `sequence` ranks share positions and heads (Ulysses), `tensor` ranks heads and weights. Experts: `expert` ranks have
@@ -337,17 +277,6 @@ class OutputConfig:
     evaluate_sequences: CountFromZero = 64
     keep_best: Flag = False
     wandb: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchConfig:
-    """Spikes (`train.spikes`): a gradient norm of `norm_ratio` times the last steps', a loss `loss_rise` nats above
-    theirs (0: not looked at). `on_spike`: "warn"; "skip" leaves the step's update out; "rollback" goes back to the
-    newest checkpoint and leaves out all samples since."""
-
-    on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    norm_ratio: NotNegative = 10.0
-    loss_rise: NotNegative = 1.0
 
 
 @checked("")
@@ -469,7 +398,7 @@ def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:
     mapping = read_mapping(file)
     for change in changes:
         apply_change(mapping, change)
-    return config_of(_absolute(mapping, file.resolve().parent), str(file))
+    return config_of(absolute_paths(mapping, file.resolve().parent), str(file))
 
 
 def config_of(mapping: Mapping[str, Any], where: str) -> TrainConfig:
@@ -498,39 +427,3 @@ def apply_change(mapping: dict[str, Any], change: str) -> None:
         mapping[last] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         mapping[last] = value
-
-
-_PATHS = {
-    "model": ("path",),
-    "data": ("files", "exclude", "tokenizer", "cache"),
-    "output": ("folder",),
-    "overlap": ("schedule",),
-    "memory": ("offload_folder",),
-}
-_PATHS_OF_SOURCE = ("files", "exclude")
-
-
-def _absolute(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths made absolute, their variables replaced; what is not a path is left for `read` to judge."""
-    variables = {**os.environ, "PYTHON_LIBRARY": sysconfig.get_path("stdlib")}
-
-    def whole(text: Any) -> Any:
-        if not isinstance(text, str) or not text:
-            return text
-        try:
-            text = Template(text).substitute(variables)
-        except (KeyError, ValueError) as error:
-            raise UserError(f"{text}: {error} is not set: set it, or write the path out") from error
-        return str(folder / Path(text).expanduser())
-
-    tables = [(mapping.get(table), keys) for table, keys in _PATHS.items()]
-    data = mapping.get("data")
-    sources = data.get("sources") if isinstance(data, dict) else None
-    tables += [(each, _PATHS_OF_SOURCE) for each in (sources if isinstance(sources, list) else ())]
-    for entries, keys in tables:
-        if isinstance(entries, dict):
-            for key in keys:
-                value = entries.get(key)
-                if value is not None:
-                    entries[key] = [whole(each) for each in value] if isinstance(value, list) else whole(value)
-    return mapping

@@ -4,8 +4,9 @@
 2. Export: the family's published names; experts in the first layout that is not a compressed one. Shards of at most
    `SHARD_BYTES`, the index last: a folder without it was not written to its end. Tensors are read one at a time
    (`train.stored`), so one shard is held. Score biases stay in float32: in bfloat16 they would choose other experts.
-3. Layers for further tokens (multi-token prediction) are not trained: export copies them from the checkpoint that the
-   run began with.
+3. A layer for further tokens (multi-token prediction) that is trained is read and written like any other, with the
+   copies of embedding and head that published checkpoints have there. One that is not: export copies it from the
+   checkpoint that the run began with.
 """
 
 import json
@@ -30,12 +31,21 @@ from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import read_config, tensor_names
 from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES
 from antiphon.models.load import open_checkpoint
-from antiphon.models.names import StackedLayout
+from antiphon.models.names import StackedLayout, TensorNames
 from antiphon.models.rounding import float8_blocks
-from antiphon.models.tensors import ExpertRefs, LoadPlan, attention_layer_plan, check, expert_refs, outer_plan
+from antiphon.models.tensors import (
+    ExpertRefs,
+    LoadPlan,
+    StoredNames,
+    attention_layer_plan,
+    check,
+    expert_refs,
+    outer_plan,
+)
 from antiphon.models.weights import PLAIN_PURPOSES, ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST
+from antiphon.train.further_token import COPIES, FURTHER_LAYERS, PROJECTION, further_plan, with_further
 from antiphon.train.model import MoeModel
 from antiphon.train.partition import Part
 from antiphon.train.stored import LiveParameters, Parameters, Shapes
@@ -49,7 +59,6 @@ _FLOAT8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
 }
-FURTHER_LAYERS = "num_nextn_predict_layers"  # in config.json
 _log = get_logger("train")
 _BESIDE_WEIGHTS = (
     "tokenizer",
@@ -73,12 +82,14 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
         _log.warning("%s is quantised (%s): its weights are multiplied out, and trained as they then are", folder, how)
     outer = outer_plan(spec, names)
     plans = [{purpose: refs for purpose, refs in outer.items() if purpose in parts_of(model)}]
-    plans += [attention_layer_plan(spec, names, layer.layer, checkpoint) for layer in model.layers]
+    plans += [_layer_plan(layer.spec, names, layer.layer, checkpoint, spec.num_layers) for layer in model.layers]
     first_expert, last_expert = model.share.experts
     experts = {
-        layer: [expert_refs(spec, names, layer, expert, checkpoint) for expert in range(first_expert, last_expert)]
-        for layer, routes in enumerate(spec.moe_layers)
-        if routes and layer in model.layers
+        each.layer: [
+            expert_refs(each.spec, names, each.layer, expert, checkpoint) for expert in range(first_expert, last_expert)
+        ]
+        for each in model.layers
+        if each.spec.moe_layers[each.layer]
     }
     refs = [ref for plan in plans for part in plan.values() for ref in part]
     refs += [ref for of_layer in experts.values() for one in of_layer for ref in one.refs]
@@ -95,6 +106,12 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
                 whole = _OneExpert(spec, Weights(model.layers[layer], torch.float32).stored(DOWN).dtype)
                 reader.expert(whole, 0, one, None)
                 whole.copy_to(model.layers[layer], place)
+
+
+def _layer_plan(spec: ModelSpec, names: TensorNames, layer: int, stored: StoredNames, num_layers: int) -> LoadPlan:
+    """Of one layer without its routed experts; behind the model's `num_layers`, of the one for a further token."""
+    plan = attention_layer_plan(spec, names, layer, stored)
+    return plan if layer < num_layers else plan | further_plan(spec, layer)
 
 
 class _OneExpert(ReferenceExperts):
@@ -141,7 +158,11 @@ class PublishedTensor:
     @property
     def may_be_rounded(self) -> bool:
         """Whether servers take it in few bits."""
-        return self.in_layer and self.value.ndim == 2 and self.purpose not in ("", NOT_TRAINED, *PLAIN_PURPOSES)
+        return (
+            self.in_layer
+            and self.value.ndim == 2
+            and self.purpose not in ("", NOT_TRAINED, PROJECTION, *PLAIN_PURPOSES)
+        )
 
 
 def tensors_of(source: Parameters) -> Iterator[PublishedTensor]:
@@ -150,12 +171,16 @@ def tensors_of(source: Parameters) -> Iterator[PublishedTensor]:
     written = _Written(spec)
     for each in _of_plan(source, "", outer_plan(spec, names)):
         yield replace(each, in_layer=False)
-    for layer in range(spec.num_layers):
+    layers = with_further(spec) if source.further else spec
+    for layer in range(layers.num_layers):
         where = f"layers.{layer}."
-        yield from _of_plan(source, where, attention_layer_plan(spec, names, layer, written))
-        if spec.moe_layers[layer]:
-            refs = [expert_refs(spec, names, layer, expert, written) for expert in range(spec.router.num_experts)]
+        yield from _of_plan(source, where, _layer_plan(layers, names, layer, written, spec.num_layers))
+        if layers.moe_layers[layer]:
+            refs = [expert_refs(layers, names, layer, expert, written) for expert in range(spec.router.num_experts)]
             yield from _of_experts(source, where, refs)
+    for name, copied in COPIES.items() if source.further else ():
+        kept = "embedding" if name == "head" and spec.tie_embeddings else name
+        yield PublishedTensor(names.layer.format(layer=spec.num_layers) + copied, source.read(kept), in_layer=False)
 
 
 def further_tensors(folder: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
@@ -246,7 +271,7 @@ def export(
         for each in chain(tensors_of(source), (PublishedTensor(name, value) for name, value in further)):
             yield from _written_as(each, dtype, _kept_wide(source.spec))
 
-    sizes = {name: tensor.nbytes for name, tensor in tensors(Shapes(source.spec))}
+    sizes = {name: tensor.nbytes for name, tensor in tensors(Shapes(source.spec, further=source.further))}
     shard_of, files = _shards(sizes)
     total, left = sum(sizes.values()), Counter(shard_of.values())
     done, shard = 0, dict[str, Tensor]()
@@ -266,7 +291,7 @@ def export(
         if file.is_file() and file.name.startswith(_BESIDE_WEIGHTS) and file.suffix != ".py":
             shutil.copyfile(file, folder / file.name)
     written = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
-    if begun_with is None and written.get(FURTHER_LAYERS):
+    if begun_with is None and not source.further and written.get(FURTHER_LAYERS):
         written[FURTHER_LAYERS] = 0
     if dtype == FLOAT8:
         written["quantization_config"] = _FLOAT8_CONFIG

@@ -25,7 +25,9 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config import CommunicationConfig, LossConfig, ParallelConfig
+from antiphon.train.config import CommunicationConfig, ParallelConfig
+from antiphon.train.config_learning import LossConfig
+from antiphon.train.further_token import FurtherLayer, next_tokens
 from antiphon.train.layer import MoeLayer, layer_graph, norm
 from antiphon.train.layer_plan import PlanOptions, check_names
 from antiphon.train.layer_run import Turns
@@ -89,9 +91,13 @@ class MoeModel(nn.Module):
         communication: CommunicationConfig = CommunicationConfig(),
         options: PlanOptions = PlanOptions(),
         links: Sequence[TileLinks] = (),
+        mtp: float = 0.0,
     ) -> None:
+        """`mtp`: weight of the loss of a layer that predicts a token further; 0: there is none."""
         super().__init__()
         self.spec = spec
+        self._mtp = mtp
+        self.further_losses: list[Tensor] = []  # of passes since they were taken, unweighted
         self.mesh = mesh
         self.links = links
         self.dtype = dtype
@@ -113,9 +119,11 @@ class MoeModel(nn.Module):
                 options.keep,
                 [layer_graph(spec, each, self.share, dispatcher, budget, options, *of_attention) for each in kinds],
             )
-        self.layers = Layers(
-            MoeLayer(spec, layer, self.share, dispatcher, budget, first, options, *of_attention) for layer in own
-        )
+        settings = (self.share, dispatcher, budget, first, options, *of_attention)
+        layers = [MoeLayer(spec, layer, *settings) for layer in own]
+        if mtp:
+            layers.append(FurtherLayer(spec, spec.num_layers, *settings))
+        self.layers = Layers(layers)
         self.held = HeldBytes()
         self.turns = Turns()
         for each in self.layers:
@@ -166,30 +174,54 @@ class MoeModel(nn.Module):
         """The rows behind stage number `stage` from those before it (None before the first), at this rank's positions;
         of the last stage the loss."""
         x_BSH = self._rows(stage, x_BSH, batch, routing)
-        return x_BSH if stage < self.schedule.num_stages - 1 else self._loss(x_BSH, batch, num_targets)
+        return x_BSH if stage < self.schedule.num_stages - 1 else self._loss(x_BSH, batch, num_targets, routing)
 
     def rows_buffer(self, batch: Batch) -> Tensor:
         """Room for the rows between two stages."""
         shape = (*self.own_targets(batch).shape, self.spec.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def _loss(self, x_BSH: Tensor, batch: Batch, num_targets: Tensor) -> Tensor:
+    def _loss(self, x_BSH: Tensor, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
         """This rank's part of the cross-entropy: its sum over the targets here, divided by `num_targets`, those of the
         whole step on all ranks. The parts of all ranks add up to the mean."""
-        x_TH = x_BSH.flatten(0, 1)
-        weights = Weights(self, self.dtype)
-        head = weights["embedding" if self.spec.tie_embeddings else "head"]
         with self.spans.of("norm"):
-            y_TH = norm(self.spec, weights, "final_norm", x_TH)
+            y_BSH = norm(self.spec, Weights(self, self.dtype), "final_norm", x_BSH)
+        loss = self._cross_entropy(y_BSH, self.own_targets(batch), num_targets)
+        if not self._mtp or not torch.is_grad_enabled():
+            return loss
+        further = self._further_loss(y_BSH, batch, num_targets, routing)
+        self.further_losses.append(further.detach())
+        return loss + self._mtp * (further - further.detach())  # its gradient alone: the loss is the model's
+
+    def _further_loss(self, y_BSH: Tensor, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
+        """As `_loss`, of the tokens after the next ones."""
+        layer, parallel = self.layers[self.spec.num_layers], self._parallel(batch)
+        assert isinstance(layer, FurtherLayer)
+        own = slice(*parallel.own)
+        following_BS, targets_BS = next_tokens(batch.ids_BS, batch.targets_BS, batch.positions_BS)
+        sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
+        with self.spans.of("further token"):
+            x_BSH = layer.rows(self.dtype, self._embedded(following_BS[:, own]), y_BSH)
+        x_BSH = layer(x_BSH, sequences, routing.apart())
+        with self.spans.of("further token"):
+            y_BSH = layer.normed(self.dtype, x_BSH)
+        return self._cross_entropy(y_BSH, targets_BS[:, own], num_targets)
+
+    def _cross_entropy(self, y_BSH: Tensor, targets_BS: Tensor, num_targets: Tensor) -> Tensor:
+        weights = Weights(self, self.dtype)
         with self.spans.of("cross-entropy"):
             return linear_cross_entropy(
-                y_TH,
-                head,
+                y_BSH.flatten(0, 1),
+                weights["embedding" if self.spec.tie_embeddings else "head"],
                 weights.optional("head_bias"),
-                self.own_targets(batch).flatten(),
+                targets_BS.flatten(),
                 num_targets,
                 self.spec.logits_divisor,
             )
+
+    def _embedded(self, ids_BS: Tensor) -> Tensor:
+        x_BSH = Weights(self, self.dtype)["embedding"][ids_BS]
+        return x_BSH if self.spec.embedding_multiplier == 1.0 else x_BSH * self.spec.embedding_multiplier
 
     def own_targets(self, batch: Batch) -> Tensor:
         """The targets at this rank's positions."""
@@ -211,9 +243,7 @@ class MoeModel(nn.Module):
         sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
         if x_BSH is None:
             with self.spans.of("embedding"):
-                x_BSH = Weights(self, self.dtype)["embedding"][batch.ids_BS[:, slice(*parallel.own)]]
-                if self.spec.embedding_multiplier != 1.0:
-                    x_BSH = x_BSH * self.spec.embedding_multiplier
+                x_BSH = self._embedded(batch.ids_BS[:, slice(*parallel.own)])
         for layer in self._layers_of(stage):
             x_BSH = self.layers[layer](x_BSH, sequences, routing)
         return x_BSH

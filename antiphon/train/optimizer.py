@@ -27,7 +27,8 @@ from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Matrices, Piece
-from antiphon.train.config import CommunicationConfig, OptimizerConfig
+from antiphon.train.config import CommunicationConfig
+from antiphon.train.config_learning import OptimizerConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.offload import MOMENTS_OF_ADAMW, MappedParts, layer_of, moments_of
@@ -50,7 +51,7 @@ class Optimizer:
         experts: MappedParts | None = None,
     ) -> None:
         self._config = config
-        _check_patterns(config, parameter_names(model.spec))
+        _check_patterns(config, parameter_names(model))
         self._frozen = [piece for piece in shards.pieces if is_frozen(piece.name, config)]
         self._pieces = [piece for piece in shards.pieces if not is_frozen(piece.name, config)]
         self._shards = shards
@@ -126,12 +127,15 @@ class Optimizer:
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
 
 
-def parameter_names(spec: ModelSpec) -> list[str]:
+def parameter_names(model: MoeModel) -> list[str]:
     """The names of all parameters of the whole model, as patterns see them."""
+    spec = model.spec
     outer = [each.attribute for each in outer_parameters(spec)]
-    return outer + [
-        f"layers.{n}.{each.attribute}" for n in range(spec.num_layers) for each in layer_parameters(spec, n)
-    ]
+    return (
+        outer
+        + [f"layers.{n}.{each.attribute}" for n in range(spec.num_layers) for each in layer_parameters(spec, n)]
+        + [name for name, _ in model.named_parameters() if name.startswith(f"layers.{spec.num_layers}.")]
+    )
 
 
 def is_frozen(name: str, config: OptimizerConfig) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
-from antiphon.train.config import LossConfig
+from antiphon.train.config_learning import LossConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, StagePass, Tensors
@@ -32,12 +32,13 @@ from antiphon.train.spans import StepSpans
 class PassResult:
     """The result over all ranks: `loss` in nats a target, the `balance` loss, `counts_LE`: choices by MoE layer and
     expert, and `dropped_L`: how many of a layer's no expert had room for. The losses of passes add up to those of their
-    step."""
+    step. `further_loss`: of a layer that predicts a token further."""
 
     loss: Tensor
     balance: Tensor
     counts_LE: Tensor
     dropped_L: Tensor
+    further_loss: Tensor | None = None
 
 
 class Passes:
@@ -75,7 +76,14 @@ class Passes:
             balance.squeeze(0),
             counts.view(num_layers, num_experts).long(),
             dropped_L.long(),
+            self._further_loss(),
         )
+
+    def _further_loss(self) -> Tensor | None:
+        taken, self.model.further_losses = self.model.further_losses, []
+        if not self.losses.mtp:
+            return None
+        return run(AllReduce(self.model.mesh.world, "loss"), torch.stack(taken).sum().view(1)).squeeze(0)
 
     def cause_of_nan(self, batches: Sequence[Batch], shards: Shards) -> str:
         """Says where the first number of these passes that is not finite came from: the words of the rank that met

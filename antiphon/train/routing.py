@@ -40,7 +40,7 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, Done, Pending, gather_sizes, run, start
 from antiphon.comm.mesh import Group
 from antiphon.specs.model import RouterSpec
-from antiphon.train.config import LossConfig
+from antiphon.train.config_learning import LossConfig
 
 _STEPS = 1 << 16
 _WEIGHT_BITS, _PLACE_BITS = 20, 31
@@ -152,6 +152,12 @@ class Routing:
         self.use_of_all_E: Tensor | None = None  # of all layers: what `balance_over` "model" needs for gradients
         self._pending: list[Pending | Done] = []
         self._facts: dict[int, LayerFacts] = {}
+
+    def apart(self) -> "Routing":
+        """For one more layer with the same rows, which is not among those that are counted here."""
+        other = Routing(self._router, self._losses, self._group, num_layers=self._num_layers, share=self._share)
+        other._numbers = self._numbers
+        return other
 
     def attach(self, x_TH: Tensor, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """`x_TH` as it is; its backward gives the logits the gradients of the losses. Call it once a layer."""

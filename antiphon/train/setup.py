@@ -29,6 +29,7 @@ from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
+from antiphon.train.further_token import check_further, with_further
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
 from antiphon.train.metrics import write_run_facts
@@ -87,6 +88,7 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     path = Path(config.model.path)
     config = former.config(config)
     spec = load_model_spec(path)
+    check_further(config, read_config(path))
     if config.sequence_length > spec.max_position:
         raise UserError(
             f"sequence_length is {config.sequence_length}, the model's positions end at {spec.max_position}: "
@@ -99,7 +101,8 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     device = device_of(config.device, local_rank(), local_ranks())
     check_device(config, device)
     sharing = local_ranks() if device == HOST else 1
-    need = check_memory(spec, config, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
+    held = with_further(spec) if config.loss.mtp else spec
+    need = check_memory(held, config, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
     prepare_data_together(config, spec, mesh)
     held_out, text = open_tokens(cache_of(config), "held_out"), open_tokens(cache_of(config), "train")
@@ -178,6 +181,7 @@ def build_model(
         parallel=config.parallel,
         communication=config.communication,
         options=plan_options(spec, config, mesh.sizes),
+        mtp=config.loss.mtp,
         links=connect_tiles(spec, overlap.tile_rows, mesh, first=overlap.tiles_first) if overlap.inside else (),
     )
     return model.double() if config.dtype == "float64" else model

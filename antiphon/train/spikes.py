@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 from antiphon.base.errors import UserError
-from antiphon.train.config import WatchConfig
+from antiphon.train.config_learning import WatchConfig
 
 WINDOW_STEPS, LEAST_STEPS = 50, 20
 MOST_IN_A_ROW = 10  # steps left out

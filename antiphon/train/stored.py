@@ -18,15 +18,20 @@ from antiphon.base.errors import CheckpointError
 from antiphon.specs.model import ModelSpec
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner
 from antiphon.train.device import HOST, SHAPES_ONLY
+from antiphon.train.further_token import further_parameters, with_further
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import layer_parameters, outer_parameters
 
 
 class Parameters(Protocol):
-    """`spec`: of their model. Names are those of patterns: "embedding", "layers.3.experts_down"."""
+    """`spec`: of their model; `further`: whether it has a layer for a further token too. Names are those of patterns:
+    "embedding", "layers.3.experts_down"."""
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def further(self) -> bool: ...
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) of a parameter, in host memory, as it is kept; None: to its end."""
@@ -37,6 +42,7 @@ class LiveParameters:
 
     def __init__(self, model: MoeModel) -> None:
         self.spec = model.spec
+        self.further = model.spec.num_layers in model.layers
         self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
@@ -46,11 +52,14 @@ class LiveParameters:
 class Shapes:
     """Of a model that is nowhere."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: ModelSpec, *, further: bool = False) -> None:
+        self.spec, self.further = spec, further
+        layers = with_further(spec) if further else spec
         self._shapes = {each.attribute: each.shape for each in outer_parameters(spec)}
-        for layer in range(spec.num_layers):
-            self._shapes |= {f"layers.{layer}.{each.attribute}": each.shape for each in layer_parameters(spec, layer)}
+        for layer in range(layers.num_layers):
+            parameters = layer_parameters(layers, layer)
+            parameters += further_parameters(spec) if layer == spec.num_layers else []
+            self._shapes |= {f"layers.{layer}.{each.attribute}": each.shape for each in parameters}
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         return torch.empty(self._shapes[name], device=SHAPES_ONLY)[first:last]
@@ -59,8 +68,8 @@ class Shapes:
 class StoredParameters:
     """Those of a training checkpoint. `CheckpointError` if it is damaged or lacks one."""
 
-    def __init__(self, checkpoint: Path, spec: ModelSpec) -> None:
-        self.spec = spec
+    def __init__(self, checkpoint: Path, spec: ModelSpec, *, further: bool = False) -> None:
+        self.spec, self.further = spec, further
         self._checkpoint = checkpoint
         self._reader = FileSystemReader(checkpoint)
         try:

@@ -49,7 +49,8 @@ _log = get_logger("train")
 class TrainedStep:
     """`loss` in nats a target; `norm` of the gradient before it is limited; `counts_LE`: choices by MoE layer
     and expert; `dropped_L`: those of a layer that no expert had room for. `spike`: what stood out, empty if nothing
-    did. `mfu`: of the fastest matrix products that the ranks can make, which share this step's were."""
+    did. `mfu`: of the fastest matrix products that the ranks can make, which share this step's were.
+    `further_loss`: of the layer that predicts a token further, where one is trained."""
 
     step: int
     loss: float
@@ -61,6 +62,7 @@ class TrainedStep:
     duration_s: float
     mfu: float
     spike: str = ""
+    further_loss: float | None = None
 
     @property
     def fullest(self) -> list[float]:
@@ -273,6 +275,7 @@ class Trainer:
             duration_s=duration_s,
             mfu=flops_per_s / self._peak_flops_per_s,
             spike=found,
+            further_loss=None if passed.further_loss is None else float(passed.further_loss),
         )
 
     def _met_spike(self, result: TrainedStep, metrics: Metrics | None, watch: Watch) -> bool:
@@ -357,6 +360,8 @@ class Trainer:
             "activation_bytes": self.model.held.take().peak,
             "activation_bytes_by_formula": self._bytes_by_formula,
         }
+        if result.further_loss is not None:
+            values["mtp_loss"] = result.further_loss
         if self.config.loss.drops:
             values["dropped_rows"] = result.dropped_L.tolist()
         if self._run.dispatch is not None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from antiphon.train.config import LossConfig, TrainConfig, read_config
+from antiphon.train.config import TrainConfig, read_config
+from antiphon.train.config_learning import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 

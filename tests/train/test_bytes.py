@@ -32,7 +32,8 @@ from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec, RouterSpec
 from antiphon.train import feed_forward
-from antiphon.train.config import LossConfig, ParallelConfig
+from antiphon.train.config import ParallelConfig
+from antiphon.train.config_learning import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.partition import RankShare
 from antiphon.train.routing import Routing

@@ -11,7 +11,8 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
-from antiphon.train.config import LossConfig, ParallelConfig, config_of
+from antiphon.train.config import ParallelConfig, config_of
+from antiphon.train.config_learning import LossConfig
 from antiphon.train.layer import MoeLayer, reference_forward
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse

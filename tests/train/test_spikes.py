@@ -10,7 +10,7 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.train import checkpoint
-from antiphon.train.config import WatchConfig
+from antiphon.train.config_learning import WatchConfig
 from antiphon.train.samples import Samples
 from antiphon.train.setup import prepare
 from antiphon.train.spikes import LEAST_STEPS, SpikeLimit, spike
