@@ -119,10 +119,13 @@ class MoeModel(nn.Module):
                 options.keep,
                 [layer_graph(spec, each, self.share, dispatcher, budget, options, *of_attention) for each in kinds],
             )
-        settings = (self.share, dispatcher, budget, first, options, *of_attention)
-        layers = [MoeLayer(spec, layer, *settings) for layer in own]
+
+        def made(kind: type[MoeLayer], layer: int) -> MoeLayer:
+            return kind(spec, layer, self.share, dispatcher, budget, first, options, *of_attention)
+
+        layers = [made(MoeLayer, layer) for layer in own]
         if mtp:
-            layers.append(FurtherLayer(spec, spec.num_layers, *settings))
+            layers.append(made(FurtherLayer, spec.num_layers))
         self.layers = Layers(layers)
         self.held = HeldBytes()
         self.turns = Turns()

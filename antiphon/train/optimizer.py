@@ -100,7 +100,7 @@ class Optimizer:
     def step(self, rate: float) -> None:
         """Move every piece along its gradient, AdamW's by `rate`, and forget the gradients."""
         numbers = list(self._adamws)
-        for number, behind in zip(numbers, [*numbers[1:], -2], strict=True):  # -2: nothing is behind the last
+        for number, behind in zip(numbers, [*numbers[1:], -2], strict=False):  # -2: nothing is behind the last
             for parts in self.mapped:
                 parts.fetch(behind)
             for group in self._adamws[number].param_groups:

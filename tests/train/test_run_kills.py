@@ -1,6 +1,7 @@
 """Runs that are killed: in every phase once, and at random times again and again. They end with the bits of a run that
 was left alone, and nothing half-written is taken for whole."""
 
+import os
 import random
 import signal
 import subprocess
@@ -22,9 +23,15 @@ from antiphon.train.trainer import Trainer
 from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import losses, same_tensors, write_run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PATIENCE_S = 120
 KILLS = 20
 WHERE = ("whole", "ended")
+QUIET: dict[str, Any] = {
+    "stdout": subprocess.DEVNULL,
+    "stderr": subprocess.DEVNULL,
+    "env": os.environ | {"OMP_NUM_THREADS": "1"},
+}
 STEPS = ("steps=40", "output.checkpoint_every=3", "output.evaluate_every=7")
 
 
@@ -76,7 +83,7 @@ def test_ended_in_every_phase(tmp_path: Path, how: signal.Signals, name: str, be
     changes = ("steps=12", "output.checkpoint_every=1", f"output.save_beside={beside}")
     whole = undisturbed(tmp_path / "whole", *changes)
     file = write_run(tmp_path / "ended")
-    with PROGRAMS.Popen(command(file, *changes), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with PROGRAMS.Popen(command(file, *changes), **QUIET) as process:
         wait_until(phase(name, tmp_path / "ended/out"), process)
         process.send_signal(how)
         process.wait(PATIENCE_S)
@@ -93,7 +100,7 @@ def test_an_export_that_is_ended_is_none(tmp_path: Path, how: signal.Signals) ->
     """What is left has no `config.json`, so nothing loads it; the command says what to do."""
     undisturbed(tmp_path, "steps=3")
     export = [sys.executable, "-m", "antiphon.cli.main", "export", str(tmp_path / "out"), str(tmp_path / "new")]
-    with PROGRAMS.Popen(export, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with PROGRAMS.Popen(export, **QUIET) as process:
         wait_until((tmp_path / "new").exists, process)
         process.send_signal(how)
         process.wait(PATIENCE_S)
@@ -110,7 +117,7 @@ def test_twenty_kills_at_random_times(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path / "whole", *STEPS)
     file, drawn = write_run(tmp_path / "killed"), random.Random(7)
     for _ in range(KILLS):
-        with PROGRAMS.Popen(command(file, *STEPS), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with PROGRAMS.Popen(command(file, *STEPS), **QUIET) as process:
             wait_s = drawn.uniform(0.2, 5.0)
             try:
                 process.wait(wait_s)
