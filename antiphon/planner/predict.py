@@ -10,8 +10,9 @@ How far a prediction may be off, and which layouts the model cannot tell apart:
 
 1. Attention, experts and exchange are each off by the spread of their published tables (docs/calibration.md),
    independently, by their share of a layer.
-2. What no part explains (even load of experts, schedulers, congestion) is off by the spread of whole deployments that
-   chose nothing (docs/reproduction.md). It is common to all layouts of one model on one cluster.
+2. What no part explains (load of experts, schedulers, congestion) is off by the spread that whole deployments had
+   before half of them chose two defaults (docs/reproduction.md). It is common to all layouts of one model on one
+   cluster.
 3. A band holds 80% of normal errors: 1.28 times both together. Two layouts differ by their parts alone; closer than
    1.28 times those of both they are a tie, and the simpler one is recommended.
 

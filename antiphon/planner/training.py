@@ -185,6 +185,7 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int, pins
         batch=training.batch,
         attention=strategy.attention,
         experts=strategy.experts,
+        shares_experts=strategy.dispatch == "all_to_all" and (strategy.deduplicate or "shared" in (pins or {})),
         pins=pins,
     )
     total = len(degrees)
@@ -192,7 +193,7 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int, pins
     fits = states < training.usable_bytes
     least = np.inf if np.any(fits) else float(np.min(states, initial=np.inf))
     degrees = degrees.where(fits)
-    best: tuple[float, int, tuple[int, int, int, int, int]] | None = None
+    best: tuple[float, int, tuple[int, int, int, int, int, int]] | None = None
     for start in range(0, len(degrees), BATCH_OF_CANDIDATES):
         part = degrees.where(np.arange(len(degrees)) // BATCH_OF_CANDIDATES == start // BATCH_OF_CANDIDATES)
         estimate = estimate_step(training, _with(strategy, part), "fit")
@@ -228,11 +229,12 @@ def _with(strategy: TrainingSetup, degrees: TrainingDegrees) -> TrainingSetup:
         virtual_stages=degrees.virtual_stages.astype(np.float64),
         data_parallel=degrees.data_parallel.astype(np.float64),
         micro_batch=degrees.micro_batch.astype(np.float64),
+        expert_copies=degrees.expert_copies.astype(np.float64),
     )
 
 
-def _single(strategy: TrainingSetup, degrees: tuple[int, int, int, int, int]) -> TrainingSetup:
-    degree, pipeline, chunks, data, micro = degrees
+def _single(strategy: TrainingSetup, degrees: tuple[int, int, int, int, int, int]) -> TrainingSetup:
+    degree, pipeline, chunks, data, micro, shared = degrees
     return replace(
         strategy,
         model_parallel=degree,
@@ -240,6 +242,7 @@ def _single(strategy: TrainingSetup, degrees: tuple[int, int, int, int, int]) ->
         virtual_stages=chunks,
         data_parallel=data,
         micro_batch=micro,
+        expert_copies=shared,
     )
 
 

@@ -39,6 +39,7 @@ def layout_of(setup: TrainingSetup, estimate: StepEstimate) -> TrainingLayout:
         experts=setup.experts,
         dispatch=setup.dispatch,
         model_parallel=int(one(setup.model_parallel)),
+        expert_copies=int(one(setup.expert_copies)),
         pipeline=int(one(setup.pipeline)),
         virtual_stages=int(one(setup.virtual_stages)),
         data_parallel=int(one(setup.data_parallel)),
@@ -146,7 +147,7 @@ def notes_of(training: Training, setup: TrainingSetup, num_devices: int) -> tupl
     used = int(one(setup.num_devices))
     if used < num_devices:
         notes.append(f"{num_devices - used} of {num_devices} devices stay idle: no way to use them is faster")
-    degree = one(setup.model_parallel)
+    degree = one(setup.expert_parallel)
     if setup.experts == "expert" and training.model.router.num_experts % degree:
         notes.append(
             f"{training.model.router.num_experts} experts on {degree:.0f} devices: some hold one more than others"

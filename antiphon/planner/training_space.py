@@ -4,6 +4,7 @@
    never straddles a domain's edge: of a domain of 8 devices, groups of 3 use 6.
 2. Pipeline: of the stage counts with the same longest stage only the smallest, which has the smallest bubble.
 3. Virtual stages: only where micro-batches divide by stages, which interleaving needs.
+   Experts may lie over several data-parallel copies (expert parallelism over more ranks than share a layer).
 4. Data parallelism times micro-batch must divide the batch; what remains are the micro-batches of a pipeline.
 5. The space of more devices contains that of fewer, so a plan never gets slower by offering more.
 
@@ -26,8 +27,10 @@ IntArray = NDArray[np.int64]
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_MODEL_PARALLEL = 16
-PIN_NAMES = ("n", "pp", "chunks", "dp", "micro_batch")
-"""Devices that share a layer, stages, virtual stages of each, copies, sequences of a micro-batch."""
+PIN_NAMES = ("n", "pp", "chunks", "dp", "micro_batch", "shared")
+"""Devices that share a layer, stages, virtual stages of each, copies, sequences of a micro-batch, copies that share one
+set of experts."""
+EXPERT_COPIES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def parse_training_pins(texts: Sequence[str]) -> dict[str, int]:
@@ -62,6 +65,7 @@ class TrainingDegrees:
     virtual_stages: IntArray
     data_parallel: IntArray
     micro_batch: IntArray
+    expert_copies: IntArray
 
     def __len__(self) -> int:
         return len(self.model_parallel)
@@ -74,16 +78,18 @@ class TrainingDegrees:
             virtual_stages=self.virtual_stages[keep],
             data_parallel=self.data_parallel[keep],
             micro_batch=self.micro_batch[keep],
+            expert_copies=self.expert_copies[keep],
         )
 
-    def at(self, index: int) -> tuple[int, int, int, int, int]:
-        """(model parallel, pipeline, virtual stages, data parallel, micro-batch) of one candidate."""
+    def at(self, index: int) -> tuple[int, int, int, int, int, int]:
+        """(model parallel, pipeline, virtual stages, data parallel, micro-batch, expert copies) of one candidate."""
         return (
             int(self.model_parallel[index]),
             int(self.pipeline[index]),
             int(self.virtual_stages[index]),
             int(self.data_parallel[index]),
             int(self.micro_batch[index]),
+            int(self.expert_copies[index]),
         )
 
 
@@ -129,21 +135,24 @@ def candidates(
     batch: int,
     attention: AttentionParallel,
     experts: ExpertParallel,
+    shares_experts: bool = False,
     pins: Mapping[str, int] | None = None,
 ) -> TrainingDegrees:
-    """Everything that can be run, memory aside. `pins`: degrees that are fixed, by the names of `PIN_NAMES`."""
+    """Everything that can be run, memory aside. `shares_experts`: whether copies may share experts, which is worth it
+    where a token goes to a rank once; `pins`: degrees that are fixed, by the names of `PIN_NAMES`."""
     axes: list[Sequence[int]] = [
         model_parallel_degrees(model, domain, attention, experts),
         stage_counts(model.num_layers),
         VIRTUAL_STAGES,
         divisors(batch),
         [size for size in MICRO_BATCHES if batch % size == 0],
+        EXPERT_COPIES if shares_experts and experts == "expert" else EXPERT_COPIES[:1],
     ]
     for place, name in enumerate(PIN_NAMES):
         if pins and name in pins:
             axes[place] = _pinned(name, pins[name], axes[place], model.num_layers)
     grid = np.meshgrid(*(np.asarray(axis, dtype=np.int64) for axis in axes), indexing="ij")
-    degree, pipeline, chunks, data, micro = (axis.reshape(-1) for axis in grid)
+    degree, pipeline, chunks, data, micro, shared = (axis.reshape(-1) for axis in grid)
     groups = np.asarray([num_groups(num_devices, domain, value) for value in axes[0]], dtype=np.int64)
     room = groups[np.searchsorted(np.asarray(axes[0]), degree)]
     count = batch // (data * micro)
@@ -151,9 +160,16 @@ def candidates(
         (pipeline * data <= room)
         & (batch % (data * micro) == 0)
         & (pipeline * chunks <= model.num_layers)
+        & (data % shared == 0)
+        & ((shared == 1) | (degree * shared <= model.router.num_experts))
         & ((chunks == 1) | ((pipeline > 1) & (count % pipeline == 0)))
     )
     every = TrainingDegrees(
-        model_parallel=degree, pipeline=pipeline, virtual_stages=chunks, data_parallel=data, micro_batch=micro
+        model_parallel=degree,
+        pipeline=pipeline,
+        virtual_stages=chunks,
+        data_parallel=data,
+        micro_batch=micro,
+        expert_copies=shared,
     )
     return every.where(keep)

@@ -230,8 +230,8 @@ def facts(plan: TrainingPlan) -> list[tuple[str, str]]:
     data = plural(layout.data_parallel, "copy", "copies")
     return [
         ("attention", WHOLE if whole else f"{_attention(layout)} {over} ({layout.attention} parallel)"),
-        ("experts", WHOLE if whole else f"{_experts(layout)} {over} ({layout.experts} parallel)"),
-        ("dispatch to experts", "nothing is sent" if whole else _dispatch(layout)),
+        ("experts", _experts_over(layout)),
+        ("dispatch to experts", "nothing is sent" if layout.expert_parallel == 1 else _dispatch(layout)),
         ("pipeline", _pipeline(layout)),
         ("data parallel", data),
         ("sharded over copies", f"{SHARDED[layout.zero]} (ZeRO stage {layout.zero})"),
@@ -321,7 +321,8 @@ def loser_row(rejected: RejectedTraining, plan: TrainingPlan) -> Row:
 def short_sizes(layout: TrainingLayout) -> str:
     """``n8 p15x2 d2 b1``: devices of a layer, stages by chunks of each, copies, sequences of a micro-batch."""
     stages = f"{layout.pipeline}x{layout.virtual_stages}" if layout.virtual_stages > 1 else f"{layout.pipeline}"
-    return f"n{layout.model_parallel} p{stages} d{layout.data_parallel} b{layout.micro_batch}"
+    shared = f" s{layout.expert_copies}" if layout.expert_copies > 1 else ""
+    return f"n{layout.model_parallel} p{stages} d{layout.data_parallel} b{layout.micro_batch}{shared}"
 
 
 def search_summary(plan: TrainingPlan) -> str:
@@ -346,6 +347,13 @@ def _attention(layout: TrainingLayout) -> str:
 
 def _experts(layout: TrainingLayout) -> str:
     return "EP" if layout.experts == "expert" else "TP"
+
+
+def _experts_over(layout: TrainingLayout) -> str:
+    if layout.expert_parallel == 1:
+        return WHOLE
+    shared = f", {plural(layout.expert_copies, 'copy', 'copies')} share them" if layout.expert_copies > 1 else ""
+    return f"{_experts(layout)} over {layout.expert_parallel} devices ({layout.experts} parallel){shared}"
 
 
 def _layer(layout: TrainingLayout) -> str:

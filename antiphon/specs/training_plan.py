@@ -35,8 +35,8 @@ from antiphon.specs.precision import StorageDtype
 @dataclass(frozen=True, kw_only=True)
 class TrainingLayout:
     """One way to train. `attention`: "sequence" (Ulysses) or "tensor" parallel, `experts`: "expert" or "tensor"
-    parallel, both over `model_parallel` devices; `dispatch` of expert parallelism; `micro_batch`: sequences per
-    micro-batch.
+    parallel, both over `model_parallel` devices, experts over `expert_copies` data-parallel copies of them;
+    `dispatch` of expert parallelism; `micro_batch`: sequences per micro-batch.
 
     `rematerialized`: tensors of a layer that are thrown away in forward and made again in backward (names of
     MegaScale-MoE's Figure 9). `gradient_wire`, `activation_wire`: formats between devices. `overlap`: of communication
@@ -47,6 +47,7 @@ class TrainingLayout:
     experts: Literal["expert", "tensor"]
     dispatch: Literal["all_to_all", "all_gather"]
     model_parallel: Count
+    expert_copies: Count = 1
     pipeline: Count
     virtual_stages: Count
     data_parallel: Count
@@ -64,8 +65,18 @@ class TrainingLayout:
             raise UserError(
                 f"virtual_stages is {self.virtual_stages}: a pipeline of 1 stage has nothing to interleave: use 1"
             )
+        if self.data_parallel % self.expert_copies or (self.expert_copies > 1 and self.dispatch != "all_to_all"):
+            raise UserError(
+                f"expert_copies is {self.expert_copies}, data_parallel {self.data_parallel}, dispatch {self.dispatch}: "
+                "copies that share experts divide data_parallel, and send rows by all_to_all"
+            )
         if self.deduplicate and self.dispatch != "all_to_all":
             raise UserError("deduplicate is True: only an all-to-all can send a token once per rank: use false")
+
+    @property
+    def expert_parallel(self) -> int:
+        """Devices over which experts are shared out."""
+        return self.model_parallel * self.expert_copies
 
     @property
     def num_devices(self) -> int:

@@ -78,7 +78,7 @@ def _parallel(layout: TrainingLayout) -> dict[str, Any]:
         "virtual_stages": layout.virtual_stages,
         "sequence": degree if sequence else 1,
         "tensor": 1 if sequence else degree,
-        "expert": degree if expert else 1,
+        "expert": degree * layout.expert_copies if expert else 1,
         "expert_tensor": 1 if expert else degree,
         "zero": layout.zero,
         "dispatch": "all_to_all" if layout.dispatch == "all_to_all" else "gather_scatter",

@@ -212,7 +212,7 @@ def test_a_measured_machine_is_planned_for(antiphon: PlanCommand, tmp_path: Path
 
 FLAGS = {"size", "deduplicate", "no_compress", "no_check"}
 VALUES = {
-    **{"max_micro_batches": "4", "percentile": "0.5", "rate": "3", "workload": "msi-production"},
+    **{"max_micro_batches": "4", "percentile": "0.5", "rate": "3", "in_flight": "3", "workload": "msi-production"},
     **{"objective": "per-gpu", "emit": "vllm", "prefer": "simple"},
     **{"sequence_length": "8", "global_batch": "8", "devices": "8", "zero": "1", "overlap": "intra"},
 }

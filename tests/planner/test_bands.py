@@ -39,20 +39,20 @@ def test_constants_are_those_of_the_published_tables() -> None:
     assert pytest.approx(attention, abs=0.005) == predict.ATTENTION_SPREAD
     exchange = max(spread_of_errors("rows sent direct"), spread_of_errors("rows sent once per node"))
     assert pytest.approx(exchange, abs=0.005) == predict.EXCHANGE_SPREAD
-    errors = [math.log(ours / one.theirs) for one, ours in deployments()]
-    assert pytest.approx(math.sqrt(np.mean(np.square(errors))), abs=0.01) == predict.WHOLE_SPREAD
+    errors = [math.log(ours / one.theirs) for one, ours in deployments() if not one.id.startswith("sglang")]
+    spread = math.sqrt(np.mean(np.square(errors)))  # of those that chose nothing, which are few
+    assert spread <= predict.WHOLE_SPREAD <= 1.3 * spread
 
 
 def test_bands_hold_what_was_measured_and_left_out() -> None:
-    """Each deployment in the band that the others give: at least seven of ten of these few. One ran with unbalanced
-    experts, which the prediction takes as balanced."""
+    """Each deployment in the band that the others give: at least four of five."""
     rows = [(one, math.log(ours / one.theirs)) for one, ours in deployments()]
     inside = 0
     for left_out, error in rows:
         others = [other for one, other in rows if one is not left_out]
         whole = math.sqrt(sum(other**2 for other in others) / len(others))
         inside += abs(error) <= predict.NORMAL_80_PERCENT * math.hypot(predict.PRODUCTS_SPREAD / 2, whole)
-    assert inside >= 0.7 * len(rows)
+    assert inside >= 0.8 * len(rows)
 
 
 def test_overlap_is_never_slower_than_serial_at_equal_batch() -> None:

@@ -99,7 +99,7 @@ def brute_force(training: Training, num_devices: int) -> float:
             experts=strategy.experts,
         )
         for index in range(len(space)):
-            degree, stages, chunks, data, micro = space.at(index)
+            degree, stages, chunks, data, micro, _ = space.at(index)
             setup = replace(
                 strategy,
                 precision=precision,

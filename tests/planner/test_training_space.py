@@ -1,11 +1,16 @@
 """The space of degrees: complete, without straddling, and growing with the number of devices."""
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.cost.training.memory import fullest_stage, rank_parameters
+from antiphon.cost.training.setup import Training, TrainingSetup
+from antiphon.cost.training.step import estimate_step
 from antiphon.planner.training_space import (
     MICRO_BATCHES,
     VIRTUAL_STAGES,
@@ -15,6 +20,9 @@ from antiphon.planner.training_space import (
     num_groups,
     stage_counts,
 )
+from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.device import load_device
+from tests.cost.specimens import deepseek_v3
 from tests.cost.training.specimens import small_model
 
 
@@ -63,7 +71,7 @@ def test_against_brute_force(num_devices: int, domain: int, batch: int, num_laye
             continue
         if chunks > 1 and (stages == 1 or count % stages):
             continue
-        expected.add((degree, stages, chunks, data, micro))
+        expected.add((degree, stages, chunks, data, micro, 1))
     assert {found.at(index) for index in range(len(found))} == expected
     assert len(found) == len(expected)
 
@@ -79,3 +87,45 @@ def test_more_devices_contain_fewer(first: int, second: int, domain: int) -> Non
         )
         spaces.append({space.at(index) for index in range(len(space))})
     assert spaces[0] <= spaces[1]
+
+
+def test_copies_share_experts_where_a_token_goes_to_a_rank_once() -> None:
+    model = replace(deepseek_v3(), num_layers=8, moe_layers=(False,) * 3 + (True,) * 5)
+    found = candidates(
+        model, domain=8, num_devices=64, batch=64, attention="sequence", experts="expert", shares_experts=True
+    )
+    assert set(found.expert_copies) == {1, 2, 4, 8, 16, 32, 64}
+    assert (found.data_parallel % found.expert_copies == 0).all()
+    wide = found.expert_copies > 1
+    assert (found.model_parallel * found.expert_copies)[wide].max() <= model.router.num_experts
+    pinned = candidates(
+        model, domain=8, num_devices=64, batch=64, attention="sequence", experts="expert", pins={"shared": 4}
+    )
+    assert len(pinned) == 0, "only where it is asked for with an all-to-all"
+
+
+def test_shared_experts_are_held_once_and_sent_further() -> None:
+    group = NodeGroup(
+        device=load_device("H800"),
+        num_nodes=8,
+        devices_per_node=8,
+        scale_up_domain=8,
+        scale_up_bytes_per_s=2e11,
+        node_scale_out_bytes_per_s=4e11,
+    )
+    training = Training(
+        model=deepseek_v3(),
+        cluster=ClusterSpec(name="eight", groups=(group,)),
+        group=group,
+        sequence_length=4096,
+        batch=512,
+    )
+    alone = TrainingSetup(model_parallel=1, pipeline=4, data_parallel=16, micro_batch=1, deduplicate=True)
+    shared = replace(alone, expert_copies=16)
+    layers = fullest_stage(training.model, 4, 1)
+    parameters = [rank_parameters(training.model, setup, layers) for setup in (alone, shared)]
+    assert parameters[0].experts == pytest.approx(16 * parameters[1].experts)
+    assert parameters[0].owned(alone) == pytest.approx(parameters[1].owned(shared)), "all ranks together own the same"
+    steps = [estimate_step(training, setup, "fit") for setup in (alone, shared)]
+    assert float(np.ravel(steps[0].memory.parameters)[0]) > 10 * float(np.ravel(steps[1].memory.parameters)[0])
+    assert float(np.ravel(steps[0].communication_s)[0]) < float(np.ravel(steps[1].communication_s)[0])

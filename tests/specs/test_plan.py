@@ -164,7 +164,11 @@ def test_a_wrong_phase_is_refused_with_its_place(changes: dict[str, Any], messag
             {"weights": "fp9"},
             "precision.weights is 'fp9': it must be 'float32', 'bfloat16', 'float16', 'fp8'",
         ),
-        ("objective", "fastest", "objective is 'fastest': it must be 'per-gpu', 'per-cost', 'per-power', 'ttft' or 'tpot'"),
+        (
+            "objective",
+            "fastest",
+            "objective is 'fastest': it must be 'per-gpu', 'per-cost', 'per-power', 'ttft' or 'tpot'",
+        ),
         ("model", 7, "model is 7: it must be a valid string"),
         ("models", "x", r"unknown key models: did you mean model\?"),
         ("model_config", 3, "model_config is 3: it must be an object"),

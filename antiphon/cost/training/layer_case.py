@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from antiphon.cost.exchange import expected_distinct
+import numpy as np
+
+from antiphon.cost.exchange import Spread, expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import Number
 from antiphon.cost.roofline import Roofs, roofs
@@ -34,16 +36,17 @@ class LayerSizes:
         router = self.model.router
         if not self.setup.deduplicate:
             return router.top_k
-        return expected_distinct(router.num_experts, router.top_k, self.setup.model_parallel)
+        return expected_distinct(router.num_experts, router.top_k, self.setup.expert_parallel)
 
     @property
     def expert_rows(self) -> Number:
         """(token, expert) rows of the busiest rank."""
-        router, degree = self.model.router, self.setup.model_parallel
+        router, degree = self.model.router, self.setup.expert_parallel
         if self.setup.experts == "tensor":
             return self.tokens * router.top_k
         return (
             self.tokens
+            * self.setup.expert_copies
             * router.top_k
             * share_of(router.num_experts, degree)
             / router.num_experts
@@ -57,6 +60,23 @@ class LayerCase(LayerSizes):
 
     roofs: Roofs
     network: Network
+
+    @property
+    def spread(self) -> Spread:
+        """Where a token's experts lie, if it may travel once per node."""
+        router, ranks = self.model.router, self.setup.expert_parallel
+        together = np.minimum(np.asarray(ranks, dtype=np.float64), self.network.domain)
+
+        def touched(workers: Number) -> Number:
+            groups = {"num_groups": router.num_groups, "top_k_groups": router.top_k_groups}
+            return expected_distinct(router.num_experts, router.top_k, workers, **groups)
+
+        return Spread(
+            num_ranks=ranks,
+            ranks_per_domain=together,
+            ranks_per_row=touched(ranks),
+            domains_per_row=touched(np.ceil(ranks / together)),
+        )
 
 
 def layer_case(training: Training, setup: TrainingSetup) -> LayerCase:

@@ -40,14 +40,22 @@ class StageLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameters:
-    """Parameters of one rank: `sharded` over the model-parallel group, `replicated` on all of it."""
+    """Parameters of one rank: `sharded` over the model-parallel group, `replicated` on all of it. `experts`: those of
+    the sharded ones that fewer ranks have the same of, where copies share experts."""
 
     sharded: Number
     replicated: Number
+    experts: Number = 0.0
 
     @property
     def total(self) -> Number:
         return self.sharded + self.replicated
+
+    def owned(self, setup: TrainingSetup) -> Number:
+        """What one rank owns where data-parallel ranks share out what they have the same of."""
+        data = np.asarray(setup.data_parallel, dtype=np.float64)
+        alike = self.sharded + (setup.expert_copies - 1) * self.experts
+        return alike / data + self.replicated / (data * setup.model_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +127,7 @@ def rank_parameters(
     counts, degree = count_parameters(model), setup.model_parallel
     sequence = setup.attention == "sequence"
     if setup.experts == "expert":
-        experts: Number = share_of(model.router.num_experts, degree) * counts.expert
+        experts: Number = share_of(model.router.num_experts, setup.expert_parallel) * counts.expert
     else:
         experts = model.router.num_experts * _gated(model, model.feed_forward.intermediate, degree)
     attention = 0 if sequence else sum(matrix.num_elements for matrix in attention_matrices(model, degree))
@@ -134,7 +142,7 @@ def rank_parameters(
     )
     if with_tables:
         sharded = sharded + table_parameters(counts, setup.pipeline) / np.asarray(degree, dtype=np.float64)
-    return RankParameters(sharded=sharded, replicated=replicated)
+    return RankParameters(sharded=sharded, replicated=replicated, experts=layers.num_moe * experts)
 
 
 def _gated(model: ModelSpec, intermediate: int, degree: Number) -> Number:
@@ -146,8 +154,7 @@ def _gated(model: ModelSpec, intermediate: int, degree: Number) -> Number:
 
 def state_bytes(parameters: RankParameters, setup: TrainingSetup) -> tuple[Number, Number, Number]:
     """(parameters, gradients, optimizer state) of one rank in bytes."""
-    precision, dp = setup.precision, np.asarray(setup.data_parallel, dtype=np.float64)
-    owned = parameters.sharded / dp + parameters.replicated / (dp * setup.model_parallel)
+    precision, owned = setup.precision, parameters.owned(setup)
     weights = (owned if setup.zero >= 3 else parameters.total) * BYTES_OF[precision.weights]
     gradients = (owned if setup.zero >= 2 else parameters.total) * BYTES_OF[precision.gradients]
     optimizer = (owned if setup.zero >= 1 else parameters.total) * precision.optimizer_bytes

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.parts import Number, Parts
+from antiphon.cost.exchange import once_per_node
+from antiphon.cost.parts import Number, Parts, select
 from antiphon.cost.roofline import Roof, grouped_gemm, kernel
 from antiphon.cost.shapes import (
     Matrix,
@@ -142,11 +143,11 @@ def _experts(case: LayerCase) -> _Operators:
     degree, element, hidden = setup.model_parallel, setup.precision.row_bytes, case.model.hidden_size
     tensor = setup.experts == "tensor"
     into, out = gated_matrices(hidden, model.feed_forward.intermediate, degree if tensor else 1)
-    held = model.router.num_experts if tensor else share_of(model.router.num_experts, degree)
+    held = model.router.num_experts if tensor else share_of(model.router.num_experts, setup.expert_parallel)
     rows = case.expert_rows
     by_all_to_all = not tensor and setup.dispatch == "all_to_all"
     sent_rows = case.rows * case.copies if by_all_to_all else case.tokens
-    at_source = np.where(np.asarray(degree) > 1, 4.0, 1.0) if by_all_to_all else 1.0
+    at_source = np.where(np.asarray(setup.expert_parallel) > 1, 4.0, 1.0) if by_all_to_all else 1.0
     permuted = 4 * rows + at_source * sent_rows
     shared, shared_kernels = _gated(case, model.feed_forward.shared_intermediate, "shared")
     kernels = {
@@ -174,9 +175,12 @@ def _expert_exchanges(case: LayerCase, by_all_to_all: bool) -> tuple[Parts, Part
     setup, hidden = case.setup, case.model.hidden_size
     wire = setup.precision.wire_bytes(hidden)
     if by_all_to_all:
-        one_way = exchange(
-            case.network, case.rows * case.copies * hidden * wire * setup.imbalance, setup.model_parallel
-        )
+        sent = case.rows * setup.imbalance
+        one_way = exchange(case.network, sent * case.copies * hidden * wire, setup.expert_parallel)
+        if setup.deduplicate:
+            per_node = once_per_node(case.network, case.spread, sent, hidden * wire)
+            wide = np.asarray(setup.expert_parallel) > case.network.domain
+            one_way = select(wide & np.asarray(per_node.total_s < one_way.total_s), per_node, one_way)
         return one_way, one_way
     size = case.tokens * hidden * wire
     return gather(case.network, size, setup.model_parallel), _reduce(case, size)

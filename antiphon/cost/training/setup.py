@@ -73,6 +73,7 @@ def trained_in(compute: ComputeDtype, zero: int = 0) -> TrainingPrecision:
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
     """One way to train. `model_parallel`: ranks of the group that shares every layer (n: TP, SP and EP size alike);
+    `expert_copies`: data-parallel copies that share one set of experts (EP over n times as many ranks);
     `micro_batch`: sequences of such a group per micro-batch; `virtual_stages`: chunks of layers per pipeline stage.
 
     `overlap` "inter": communication beside operators independent of it; "intra": that, and fused pairs too.
@@ -89,6 +90,7 @@ class TrainingSetup:
     zero: int = 1
     imbalance: float = 1.0
     model_parallel: Number = 1
+    expert_copies: Number = 1
     pipeline: Number = 1
     virtual_stages: Number = 1
     data_parallel: Number = 1
@@ -100,6 +102,11 @@ class TrainingSetup:
             raise UserError(f"training: zero is {self.zero}: use 0, 1, 2 or 3")
         if not self.imbalance >= 1:
             raise UserError(f"training: imbalance is {self.imbalance}: the busiest rank has at least the mean, 1")
+
+    @property
+    def expert_parallel(self) -> Number:
+        """Ranks over which experts are shared out."""
+        return self.model_parallel * self.expert_copies
 
     @property
     def num_devices(self) -> Number:

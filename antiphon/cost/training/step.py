@@ -179,14 +179,23 @@ def _synchronisation(case: LayerCase, layers: StageLayers) -> SyncTime:
     parameters = rank_parameters(case.model, setup, layers)
     wire = BYTES_OF[precision.gradient_wire]
     kept = BYTES_OF[precision.weights] if setup.zero else wire  # without shards sums are gathered, not parameters
-    return sync_time(
-        case.network,
-        degree=setup.model_parallel,
-        data_parallel=setup.data_parallel,
-        gradients=SyncBytes(sharded=parameters.sharded * wire, replicated=parameters.replicated * wire),
-        parameters=SyncBytes(sharded=parameters.sharded * kept, replicated=parameters.replicated * kept),
-        by_all_to_all=precision.gradient_wire != precision.gradients,
-    )
+
+    def over(data_parallel: Number, sharded: Number, replicated: Number) -> SyncTime:
+        return sync_time(
+            case.network,
+            degree=setup.model_parallel,
+            data_parallel=data_parallel,
+            gradients=SyncBytes(sharded=sharded * wire, replicated=replicated * wire),
+            parameters=SyncBytes(sharded=sharded * kept, replicated=replicated * kept),
+            by_all_to_all=precision.gradient_wire != precision.gradients,
+        )
+
+    if np.all(np.asarray(setup.expert_copies) == 1):
+        return over(setup.data_parallel, parameters.sharded, parameters.replicated)
+    rest = over(setup.data_parallel, parameters.sharded - parameters.experts, parameters.replicated)
+    alike = np.asarray(setup.data_parallel, dtype=np.float64) / setup.expert_copies  # ranks with the same experts
+    experts = over(alike, parameters.experts, 0.0 * parameters.experts)
+    return SyncTime(gradients=rest.gradients + experts.gradients, parameters=rest.parameters + experts.parameters)
 
 
 def _exposed_sync(sync: SyncTime, stage: _Stage, overlap: float) -> Parts:
@@ -201,7 +210,8 @@ def _optimizer(case: LayerCase, layers: StageLayers) -> Parts:
     """Gradients read, state read and written, parameters written, of what one rank owns."""
     setup, precision = case.setup, case.setup.precision
     parameters: RankParameters = rank_parameters(case.model, setup, layers)
-    owners = np.asarray(setup.data_parallel, dtype=np.float64) if setup.zero >= 1 else np.ones(1)
-    owned = parameters.sharded / owners + parameters.replicated / (owners * setup.model_parallel)
+    owned = parameters.owned(setup)
+    if setup.zero < 1:
+        owned = parameters.sharded + parameters.replicated / np.asarray(setup.model_parallel, dtype=np.float64)
     moved = owned * (BYTES_OF[precision.gradients] + 2 * precision.optimizer_bytes + BYTES_OF[precision.weights])
     return kernel(case.roofs.gemm, 0.0, moved)
