@@ -253,7 +253,9 @@ def backward_s(layers: Sequence[LayerTimes], sums_s: float, sums_bytes: float, c
 
 def _options(config: CommunicationConfig) -> BackwardOptions:
     schedule: Schedule = "baseline"
-    if config.sums == "priority":
+    if config.sums == "between":
+        schedule = "deferral"
+    elif config.sums == "priority":
         schedule = "micro_ops" if config.partition or config.pipeline_experts else "priority"
     pipeline = config.pipeline_experts and schedule == "micro_ops"
     return BackwardOptions(schedule=schedule, chunk_bytes=config.chunk_bytes, pipeline=pipeline)

@@ -111,6 +111,7 @@ def _msm(case: LadderCase) -> tuple[Variant, ...]:
         Variant(name="selective, between", tables=rows | {"memory": {"remake": "selective"}}),
         Variant(name="two micro-batches", tables=rows | {"micro_batch": case.batch // 2}),
         Variant(name="+ in turns", tables=rows | {"micro_batch": case.batch // 2, "overlap": {"pairs": True}}),
+        Variant(name="TP + TP, inside", tables=tensor | {"overlap": {"inside": True}}),
     )
 
 
@@ -146,6 +147,7 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
     found = [Variant(name="nothing beside", tables=parallel, overlaps=False)]
     for name, more in (
         ("baseline", {}),
+        ("fixed: between pairs", {"sums": "between"}),
         ("priority", {"sums": "priority"}),
         ("+ partition", {"partition": True}),
         ("+ pipeline", {"pipeline_experts": True}),

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.mesh import Group
+from antiphon.comm.micro_ops import BACKWARD
 from antiphon.comm.point_to_point import is_gloo, start_all_gather, start_all_to_all
 
 # PyTorch 2.13 has it under a new name and warns of the old one.
@@ -277,7 +278,7 @@ class Flight:
         if launcher is None:
             self._buffer, self._work = current.launch(x)
         else:
-            name = f"{current.name}, backward" if backward else current.name
+            name = f"{current.name}{BACKWARD}" if backward else current.name
             size_bytes, (number, count) = x.numel() * x.element_size(), part
             self._work = launcher.all_to_all(
                 name, size_bytes, lambda: current.launch(x), number=number, num_pieces=count

@@ -9,6 +9,9 @@
 5. Inside a class the order is that of submission, the same on every rank, and each class must use a process group of
    its own. How the two classes interleave may differ between ranks; the order inside a group may not.
 
+With `between_pairs` it is the fixed schedule that Lina compares with (section 7.2.2): sums are launched only between
+the two all-to-alls of one MoE layer's backward and those of the next, and share the wire with what else travels.
+
 Numbers and names only: the trainer launches what `next` returns, the simulator prices it. Rejected: deferring
 all-reduce to the end of an all-to-all pair (Lina Figure 7c), which leaves the gap between the two idle.
 
@@ -34,6 +37,7 @@ from antiphon.base.errors import UserError
 
 DEFAULT_CHUNK_BYTES = 30_000_000  # Lina section 7.1: blocks all-to-all least in most of their cases
 Traffic = Literal["all_to_all", "all_reduce"]
+BACKWARD = ", backward"  # ends the names of exchanges of gradients
 
 
 def partition(size_bytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES, element_bytes: int = 1) -> list[tuple[int, int]]:
@@ -76,12 +80,15 @@ class MicroOpScheduler:
         *,
         element_bytes: int = 1,
         stop_at_combine: bool = True,
+        between_pairs: bool = False,
     ) -> None:
         if chunk_bytes is not None:
             partition(0, chunk_bytes, element_bytes)  # refuses impossible sizes now rather than at the first gradient
         self._chunk_bytes = chunk_bytes
         self._element_bytes = element_bytes
-        self._stop_at_combine = stop_at_combine
+        self._stop_at_combine = stop_at_combine and not between_pairs
+        self._between_pairs = between_pairs
+        self._in_pair = False
         self._all_to_all: deque[MicroOp] = deque()
         self._all_reduce: deque[MicroOp] = deque()
         self._to_come: dict[str, int] = {}  # all-to-all tensors begun -> number of the next part
@@ -118,6 +125,7 @@ class MicroOpScheduler:
                 f"all-to-all {tensor!r}: part {number} of {num_pieces}, but part {expected} is next: submit in order"
             )
         self._combining = False
+        self._in_pair |= tensor.startswith("combine") and tensor.endswith(BACKWARD)
         if number + 1 < num_pieces:
             self._to_come[tensor] = number + 1
         else:
@@ -133,15 +141,19 @@ class MicroOpScheduler:
         None."""
         if self._all_to_all:
             return None if "all_to_all" in self._in_flight else self._launch(self._all_to_all)
-        if self._all_reduce and not self._in_flight and not self._combining and not self._to_come:
-            return self._launch(self._all_reduce)
-        return None
+        if self._between_pairs:
+            is_free = not self._in_pair and "all_reduce" not in self._in_flight
+        else:
+            is_free = not self._in_flight and not self._combining and not self._to_come
+        return self._launch(self._all_reduce) if self._all_reduce and is_free else None
 
     def finished(self, done: MicroOp) -> None:
         """A micro-op in flight has completed."""
         if done != self._in_flight.get(done.traffic):
             raise UserError(f"{done} is not in flight ({self.in_flight} are): report each micro-op once, when it ends")
         del self._in_flight[done.traffic]
+        if done.is_last and done.tensor.startswith("dispatch") and done.tensor.endswith(BACKWARD):
+            self._in_pair = False
 
     def _launch(self, queue: "deque[MicroOp]") -> MicroOp:
         chosen = queue.popleft()

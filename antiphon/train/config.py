@@ -134,7 +134,8 @@ class CommunicationConfig:
     weight: "combine", behind the experts, or "experts", before their second product.
 
     `sums`: when gradients are summed: "behind" backward; "baseline", as soon as a layer's are known, beside whatever
-    else travels (what Lina compares with); "priority", the same, but what computation waits for goes first (Lina,
+    else travels (what Lina compares with); "between", only between a MoE layer's two exchanges and the next one's
+    (Lina's fixed schedule); "priority", as soon as they are known, but what computation waits for goes first (Lina,
     section 4). `partition`: these sums go in equal chunks of at most `chunk_bytes`. `pipeline_experts`: rows travel to
     experts and back in such chunks too, and experts begin with the first. `packing`: fewer ranks share the experts
     where these wait for rows (`train.packing`). `timeout_s`: how long a rank waits for others before it names those
@@ -146,7 +147,7 @@ class CommunicationConfig:
     activations: Format = "plain"
     attention: Literal["plain", "float8"] = "plain"
     gate_weights: Literal["combine", "experts"] = "combine"
-    sums: Literal["behind", "baseline", "priority"] = "behind"
+    sums: Literal["behind", "baseline", "between", "priority"] = "behind"
     partition: Flag = False
     pipeline_experts: Flag = False
     packing: Flag = False
@@ -169,7 +170,13 @@ class CommunicationConfig:
         """What takes sums beside backward; None where they are made behind it."""
         if self.sums == "behind":
             return None
-        return CollectiveLauncher(MicroOpScheduler(self.chunk_bytes if self.partition else None))
+        chunk_bytes = self.chunk_bytes if self.partition else None
+        return CollectiveLauncher(MicroOpScheduler(chunk_bytes, between_pairs=self.sums == "between"))
+
+    @property
+    def orders_exchanges(self) -> bool:
+        """Whether exchanges of rows go through the launcher too, because sums are ordered around them."""
+        return self.sums in ("between", "priority")
 
     def check_attention(self, tensor: int) -> None:
         """`UserError` where `attention` would do nothing."""

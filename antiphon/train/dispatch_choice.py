@@ -64,6 +64,9 @@ def choose_dispatch(
         "dtype": config.dtype,
         "deduplicate": config.parallel.deduplicate,
     }
+    ways = _possible(config, mesh)
+    if len(ways) == len(WAYS):
+        sizes["node_ranks"] = config.communication.node_ranks
     known = _former(Path(config.output.folder), sizes) if mesh.rank == 0 else None
     number = torch.tensor([-1 if known is None else WAYS.index(known.way)], device=HOST)
     former = int(run(AllGather(mesh.world, "dispatch choice", (1,) * mesh.sizes.world_size), number)[0])
@@ -71,7 +74,6 @@ def choose_dispatch(
         choice = DispatchChoice(way=WAYS[former], times_s={} if known is None else known.times_s, sizes=sizes)
         _say(mesh, "dispatch: %s, as before", choice.way)
         return choice
-    ways = _possible(config, mesh)
     times_s = _measure(config, ways, sizes, mesh, device)
     choice = DispatchChoice(way=min(ways, key=lambda way: times_s[way]), times_s=times_s, sizes=sizes)
     words = ", ".join(f"{way} {format_seconds(each)}" for way, each in times_s.items())

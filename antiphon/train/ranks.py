@@ -97,7 +97,7 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
         roll = RollCall(store, rank, sizes.world_size, timeout_s)
         timeout, backends = timedelta(seconds=timeout_s), backends_of(device)
         dist.init_process_group(backends, store=store, rank=rank, world_size=sizes.world_size, timeout=timeout)
-    return connect(sizes, rank, timeout_s, communication.launcher(), roll, first=communication.sums == "priority")
+    return connect(sizes, rank, timeout_s, communication.launcher(), roll, first=communication.orders_exchanges)
 
 
 def leave() -> None:

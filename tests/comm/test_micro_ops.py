@@ -47,6 +47,27 @@ def test_partition_by_hand() -> None:
         MicroOpScheduler(1, element_bytes=2)
 
 
+def test_sums_between_pairs() -> None:
+    """Lina's fixed schedule: none between the two exchanges of a layer's backward, whatever else is on the wire."""
+    scheduler = MicroOpScheduler(None, between_pairs=True)
+    assert launch_all(scheduler) == []
+    scheduler.submit_all_reduce("G0", 40)
+    scheduler.submit_all_to_all("combine.all_to_all, backward", 10)
+    assert launch_all(scheduler) == ["combine.all_to_all, backward/0"], "the pair has begun"
+    scheduler.submit_all_to_all("dispatch.all_to_all", 10)  # rows are sent again meanwhile
+    assert launch_all(scheduler) == ["dispatch.all_to_all/0"]
+    scheduler.submit_all_to_all("dispatch.all_to_all, backward", 10, number=0, num_pieces=2)
+    assert launch_all(scheduler) == ["dispatch.all_to_all, backward/0"]
+    scheduler.submit_all_to_all("dispatch.all_to_all, backward", 10, number=1, num_pieces=2)
+    scheduler.submit_all_to_all("attention.all_to_all, backward", 10)
+    assert launch(scheduler) == "dispatch.all_to_all, backward/1"
+    of_attention, of_sums = scheduler.next(), scheduler.next()
+    assert of_attention is not None
+    assert of_attention.tensor == "attention.all_to_all, backward"
+    assert of_sums is not None
+    assert of_sums.tensor == "G0", "it shares the wire with what is in no pair"
+
+
 def test_all_to_all_overtakes_and_all_reduce_fills_gaps() -> None:
     """The story of Lina Figure 8(a), step by step."""
     scheduler = MicroOpScheduler(10)

@@ -26,6 +26,7 @@ from tests.comm.ranks import begin_anew, made_once
 RANKS, LENGTH, BATCH, VOCABULARY = 4, 11, 4, 97
 PLAIN = CommunicationConfig()
 BASELINE = CommunicationConfig(sums="baseline")
+BETWEEN = CommunicationConfig(sums="between")
 PRIORITY = CommunicationConfig(sums="priority")
 CHUNKS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000)
 LEVELS = CommunicationConfig(sums="priority", partition=True, chunk_bytes=3000, hierarchical=True, node_size=2)
@@ -37,7 +38,14 @@ OVER_MODEL = LossConfig(balance=0.1, balance_over="model")
 DROPPING = replace(LOSSES, capacity=1.0, device_capacity=0.9)
 NAMES: dict[Any, str] = {LOSSES: "layer", OVER_MODEL: "model", DROPPING: "dropping"}
 NAMES |= {NODES: "nodes", EARLY_NODES: "early, nodes"}
-NAMES |= {EARLY: "early", BASELINE: "baseline", PRIORITY: "priority", CHUNKS: "chunks", LEVELS: "levels"}
+NAMES |= {
+    EARLY: "early",
+    BASELINE: "baseline",
+    BETWEEN: "between",
+    PRIORITY: "priority",
+    CHUNKS: "chunks",
+    LEVELS: "levels",
+}
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,7 @@ SOME_FAMILIES = (
         communication=NODES,
     ),
     Form(tensor=2, expert=4, dispatch="two_level", keep="full", communication=EARLY_NODES),
+    Form(sequence=2, expert=4, communication=BETWEEN),
     Form(expert=2, communication=BASELINE),  # here and below, gradients are summed beside backward
     Form(sequence=2, expert=2, communication=PRIORITY),
     Form(sequence=2, expert=2, communication=CHUNKS),
@@ -249,7 +258,7 @@ def differences(
     for form in (*EVERY_FAMILY, *SOME_FAMILIES):
         if not any(form in forms for _, forms in models.values()):
             continue
-        first = form.communication.sums == "priority"
+        first = form.communication.orders_exchanges
         mesh = connect(form.sizes(), rank, 60, form.communication.launcher(), first=first)
         for name, (configs, forms) in models.items():
             if form not in forms:

@@ -30,6 +30,7 @@ PIPELINE = "communication.pipeline_experts=true"
 SWITCHES: dict[str, tuple[str, ...]] = {
     "behind": (),
     "baseline": ("communication.sums=baseline",),
+    "between": ("communication.sums=between",),
     "priority": (PRIORITY,),
     "partition": (PRIORITY, *PARTITION),
     "pipeline": (PRIORITY, *PARTITION, PIPELINE),
