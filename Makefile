@@ -92,7 +92,7 @@ format: setup  ## rewrite the sources in the project's style
 bench: setup $(YARDSTICK)/config.json  ## time serving on a tiny random model
 	$(VENV)/bin/antiphon bench serve $(YARDSTICK)
 
-gpu-check: setup  ## check and time what needs a GPU; says so and stops where there is none
+gpu-check: setup  ## check, then time, what needs a GPU, in parts; without one each part says why it skips
 	$(PY) benchmarks/gpu_check.py
 
 ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a cluster of two Ray nodes, and training

@@ -67,6 +67,10 @@ PRESETS = {
         num_layers=16, hidden_size=1024, num_experts=32, num_experts_per_token=4, expert_size=512,
         num_heads=16, num_kv_heads=4, head_dim=64, vocab_size=32768,
     ),
+    "qwen3-30b-4": YardstickShape(  # 4 of 48 layers of Qwen3-30B-A3B, and fewer words
+        num_layers=4, hidden_size=2048, num_experts=128, num_experts_per_token=8, expert_size=768,
+        num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=32768,
+    ),
     "medium": YardstickShape(
         num_layers=8, hidden_size=512, num_experts=16, num_experts_per_token=2, expert_size=512,
         num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=8192,
@@ -272,7 +276,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="do nothing if the folder is complete")
     options = parser.parse_args(arguments)
+    if options.keep and (options.folder / "config.json").exists():
+        print(f"{options.folder}: there already")
+        return 0
     num_parameters = make_model(PRESETS[options.preset], options.folder, options.seed)
     print(f"{options.folder}: {num_parameters / 1e6:.1f} M parameters, {2 * num_parameters / 2**30:.2f} GiB")
     return 0

@@ -199,7 +199,7 @@ class ServeConfig:
             return
         if why := self._no_graphs:
             raise UserError(f"--graphs on: {why}; leave it out or use --graphs off")
-        if self.device == "cpu" and self.kernels != "reference":
+        if self.device == "cpu" and self.kernels not in ("reference", "triton"):
             raise UserError(
                 "--graphs on: the native kernels of a CPU work on the host; add --kernels reference (to check steps "
                 "without a GPU), or leave it out"
