@@ -163,9 +163,15 @@ class StreamAttentionExchange(NativeAttentionExchange):
         return super().bytes_sent
 
     def begin_step(self, step: int, participants: list[list[int]], first: int = 0) -> None:
-        self._streaming.rest()
+        """See `NativeAttentionExchange.begin_step`."""
         self._check()
         super().begin_step(step, participants, first)
+
+    def is_back(self, layer: int, micro_batch: int) -> bool:
+        """See `NativeAttentionExchange.is_back`."""
+        self._streaming.rest()
+        self._check()
+        return super().is_back(layer, micro_batch)
 
     def abort(self, epoch: int) -> None:
         """Any thread: the running step is void, `epoch` is about to begin."""
