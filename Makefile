@@ -47,7 +47,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test test-all test-oldest lint format bench gpu-check ray-check clients-check peers yardstick lock clean distclean
+.PHONY: help setup demo serve test test-all test-oldest lint format bench gpu-check ray-check clients-check engines-check peers yardstick lock clean distclean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -101,6 +101,9 @@ ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a clus
 
 clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain, openai, anthropic and LiteLLM against a server of ours (installs 7 GB)
 	TORCH_FLAGS="$(TORCH_FLAGS)" $(PY) benchmarks/clients_check.py
+
+engines-check: setup  ## give every command of plan --emit to the parsers of vLLM and SGLang (downloads 170 MB, installs nothing)
+	$(PY) benchmarks/engines_check.py
 
 peers: setup  ## install the engines we compare with, each in its own environment under .peers
 	bash benchmarks/peers.sh

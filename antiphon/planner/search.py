@@ -34,7 +34,19 @@ from antiphon.planner.step_times import step_times
 from antiphon.planner.table import RATE, CandidateTable, Outcome
 from antiphon.specs.cluster import ClusterSpec, cluster_to_json
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import LATENCIES, LAYOUTS, MAX_INSTANCES, PHASES, Layout, Objective, PhaseName, PhasePlan, Plan
+from antiphon.specs.plan import (
+    LATENCIES,
+    LAYOUTS,
+    MAX_INSTANCES,
+    ONE_POOL,
+    PHASES,
+    TWO_POOLS,
+    Layout,
+    Objective,
+    PhaseName,
+    PhasePlan,
+    Plan,
+)
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
@@ -281,7 +293,7 @@ def _choose(settings: dict[PhaseName, Setting], tables: dict[PhaseName, Candidat
 
 SERVERS: tuple[PhaseName, ...] = ("serve",)
 POOLS: tuple[PhaseName, ...] = ("prefill", "decode")
-KINDS = {"servers": "servers that decode and compute prompts", "pools": "pools for prefill and decode"}
+KINDS = {"servers": ONE_POOL, "pools": TWO_POOLS}
 TIE_OF_KINDS = 0.1
 """Servers and pools closer than that are alike as far as the model can tell."""
 
@@ -291,14 +303,14 @@ def _other_kind(
 ) -> tuple[str, ...]:
     name = next((KINDS[kind] for kind in KINDS if kind != best), "")
     if missing is not None:
-        return (f"{name}: not possible: {missing}",)
+        return (f"{KINDS[best]}: {name} is not possible: {missing}",)
     if other is None:
         return ()
     unit = RESOURCES[setting.objective][0].replace("tokens", "requests")
     ratio = other.score / chosen.score
     tie = ", as near as the model can tell" if ratio >= 1 - TIE_OF_KINDS else ""
     simple = "; simpler: --prefer simple" if tie and best == "pools" else ""
-    return (f"{name} would give {ratio:.0%} of the {unit} of {KINDS[best]}{tie}{simple}",)
+    return (f"{KINDS[best]}: {name} would give {ratio:.0%} of its {unit}{tie}{simple}",)
 
 
 def _load_of(setting: Setting) -> str:

@@ -49,8 +49,9 @@ def plan_pieces(report: Report, *, explain: bool) -> Iterator[Piece]:
         yield Sentence(summary.headline(contents, objective), "heading")
         if said := summary.verdict(contents, objective):
             yield Sentence(said)
-    if said := summary.one_request(report):
-        yield Sentence(said)
+    for said in (summary.one_pool_or_two(report), summary.one_request(report)):
+        if said:
+            yield Sentence(said)
     yield from (Sentence(""), _facts_of_phases(report))
     for contents in report.phases:
         yield from _phase_pieces(contents, objective, explain=explain)

@@ -20,7 +20,7 @@ from antiphon.report.words import (
     short_degrees,
 )
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.plan import Objective, PhaseName, PhasePlan, Rejected
+from antiphon.specs.plan import ONE_POOL, TWO_POOLS, Objective, PhaseName, PhasePlan, Rejected
 
 Row = tuple[str, ...]
 FACTS = (
@@ -203,6 +203,14 @@ def scope(report: Report) -> str:
         "prefill": "Prefill only: decode is not counted",
         "serve": "End to end: prompts and tokens in the same steps, on the same devices",
     }[names[0]]
+
+
+def one_pool_or_two(report: Report) -> str:
+    """Whether prompts and tokens run on the same servers, and what the other way would give; empty where only one way
+    was looked at."""
+    notes = report.phases[0].phase.notes
+    said = next((note for note in notes if note.startswith((f"{ONE_POOL}:", f"{TWO_POOLS}:"))), "")
+    return said[:1].upper() + said[1:]
 
 
 def one_request(report: Report) -> str:

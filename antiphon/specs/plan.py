@@ -46,6 +46,8 @@ COLLECTIVES: tuple[Collectives, ...] = ("fused", "synchronous", "auto")
 Objective = Literal["per-gpu", "per-cost", "per-power", "ttft", "tpot"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 LATENCIES: tuple[Objective, ...] = ("ttft", "tpot")
+# How a note says whether a whole service runs on one kind of server; the words begin it.
+ONE_POOL, TWO_POOLS = "one pool for prompts and tokens", "a pool for prefill and one for decode"
 # The most that the engine runs.
 MAX_MICRO_BATCHES = 64  # of a phase
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word

@@ -78,6 +78,9 @@ def test_chat_at_a_rate_keeps_its_promise(tmp_path: Path) -> None:
     kept = next(note for note in notes if note.startswith("simulated with "))
     assert float(kept.split(": ")[1].split("%")[0]) >= 85.0
     assert plan["request_tokens_per_s"] > 0
+    in_words = " ".join(said.split())
+    assert "One pool for prompts and tokens: a pool for prefill and one for decode would give" in in_words
+    assert "One request: " in in_words
 
 
 def test_an_impossible_time_per_token_names_the_nearest(tmp_path: Path) -> None:
