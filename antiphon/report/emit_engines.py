@@ -101,15 +101,19 @@ def _exchange_losses(nearest: Colocated, target: Target, nodes: NodeGroup) -> li
     """Exchange kernels that the plan would have and that do not run so."""
     if not nearest.is_exchanged or not _exchange_library(nodes):
         return []
-    if not _deepep_runs(nearest, nodes):
-        return [f"exchange kernels: DeepEP takes up to 8 ranks or whole nodes of 8, not {nearest.devices_per_stage}"]
+    if not _deepep_runs(nearest, target, nodes):
+        return [
+            f"exchange kernels: DeepEP's run on 2, 4 or 8 ranks or some numbers of nodes of 8, not on "
+            f"{nearest.devices_per_stage} ranks"
+        ]
     if nearest.phase == "decode" and (why_not := _low_latency(nearest, target, nodes).why_not):
         return [f"low-latency exchange kernels: {why_not}"]
     return []
 
 
-def _deepep_runs(nearest: Colocated, nodes: NodeGroup) -> bool:
-    return _exchange_library(nodes) != "deepep" or takes_ranks(nearest.devices_per_stage)
+def _deepep_runs(nearest: Colocated, target: Target, nodes: NodeGroup) -> bool:
+    short = nearest.phase == "decode" and not _low_latency(nearest, target, nodes).why_not
+    return _exchange_library(nodes) != "deepep" or takes_ranks(nearest.devices_per_stage, is_low_latency=short)
 
 
 def _low_latency(nearest: Colocated, target: Target, nodes: NodeGroup) -> LowLatency:
@@ -197,7 +201,7 @@ def _vllm_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Optio
     """How rows reach their experts, and how experts are balanced."""
     options: Options = []
     library = _exchange_library(nodes)
-    if nearest.is_exchanged and library and _deepep_runs(nearest, nodes):
+    if nearest.is_exchanged and library and _deepep_runs(nearest, target, nodes):
         short = nearest.phase == "decode" and not _low_latency(nearest, target, nodes).why_not
         mode = "low_latency" if short else "high_throughput"  # a serving step has prompts, too
         options.append(("--all2all-backend", f"{library}_{mode}"))
@@ -285,7 +289,7 @@ def _sglang_experts(nearest: Colocated, target: Target, nodes: NodeGroup) -> Opt
     """As `_vllm_experts`. SGLang's exchange kernels need whole experts on every device of a stage."""
     options: Options = []
     library = _exchange_library(nodes)
-    if nearest.is_exchanged and library and nearest.parallel.expert_tp == 1 and _deepep_runs(nearest, nodes):
+    if nearest.is_exchanged and library and nearest.parallel.expert_tp == 1 and _deepep_runs(nearest, target, nodes):
         short = nearest.phase == "decode" and not _low_latency(nearest, target, nodes).why_not
         mode = "low_latency" if short else "normal"  # a serving step has prompts, too
         options += [("--moe-a2a-backend", library), ("--deepep-mode", mode)]

@@ -2,7 +2,9 @@
 
 DeepEP (github.com/deepseek-ai/DeepEP):
 
-1. Ranks: all in one node of at most 8, or whole nodes of 8 (`csrc/deep_ep.cpp`, constructor of `Buffer`).
+1. Ranks: all in one node of at most 8, or whole nodes of 8 (`csrc/deep_ep.cpp`, constructor of `Buffer`). The normal
+   kernels are built for 2, 4 and 8 ranks of a node and for 2, 4, 8, 16, 18 and 20 nodes (`SWITCH_RANKS`,
+   `SWITCH_RDMA_RANKS`, `csrc/kernels/launch.cuh`); the low-latency ones for some hidden sizes (`SWITCH_HIDDEN`).
 2. Low-latency kernels: at most 1,024 rows of a rank in a call (`FINISHED_SUM_TAG`, `csrc/kernels/configs.cuh`; SGLang's
    `layers/moe/token_dispatcher/deepep.py` asserts it). SGLang takes 128 unless told in
    `SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`; vLLM takes `--max-num-batched-tokens`.
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 
 DEEPEP_MOST_ROWS = 1024
 DEEPEP_RANKS_IN_NODE = 8
+NORMAL_RANKS, NORMAL_NODES = (2, 4, 8), (2, 4, 8, 16, 18, 20)
+LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 SGLANG_DEFAULT_ROWS = 128
 NVSHMEM_DEFAULT_DEPTH = 1024
 _SCALED_TOGETHER = 128  # elements of a row in FP8 that share a scale
@@ -31,9 +35,12 @@ def low_latency_bytes(num_rows: int, hidden_size: int, num_experts: int) -> int:
     return 2 * (sending + num_experts * num_rows * max(sent, returned))
 
 
-def takes_ranks(num_ranks: int) -> bool:
-    """Whether DeepEP runs on this many ranks."""
-    return num_ranks < DEEPEP_RANKS_IN_NODE or num_ranks % DEEPEP_RANKS_IN_NODE == 0
+def takes_ranks(num_ranks: int, *, is_low_latency: bool) -> bool:
+    """Whether DeepEP's kernels run on this many ranks."""
+    if is_low_latency:
+        return num_ranks < DEEPEP_RANKS_IN_NODE or num_ranks % DEEPEP_RANKS_IN_NODE == 0
+    num_nodes, rest = divmod(num_ranks, DEEPEP_RANKS_IN_NODE)
+    return num_ranks in NORMAL_RANKS or (rest == 0 and num_nodes in NORMAL_NODES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,8 @@ def low_latency(num_rows: int, *, hidden_size: int, num_experts: int, room_bytes
     if num_rows > DEEPEP_MOST_ROWS:
         reason = f"{num_rows:,} rows of a rank in a step: DeepEP's low-latency kernels take {DEEPEP_MOST_ROWS:,}"
         return LowLatency(num_rows=num_rows, why_not=reason)
+    if hidden_size and hidden_size not in LOW_LATENCY_HIDDEN:
+        return LowLatency(num_rows=num_rows, why_not=f"DeepEP has none for rows of {hidden_size:,} elements")
     needed = low_latency_bytes(num_rows, hidden_size, num_experts)
     reason = ""
     if needed > room_bytes:

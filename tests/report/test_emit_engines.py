@@ -13,7 +13,7 @@ from antiphon.base.errors import ResourceError
 from antiphon.report.colocated import Target, nearest_colocated
 from antiphon.report.contents import Report
 from antiphon.report.emit_engines import sglang_command, vllm_command
-from antiphon.report.engine_rules import low_latency_bytes
+from antiphon.report.engine_rules import low_latency, low_latency_bytes, takes_ranks
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
@@ -179,7 +179,7 @@ def test_buffers_that_do_not_fit_are_not_asked_for(report: Report) -> None:
 def test_ranks_that_deepep_does_not_take(report: Report) -> None:
     text = vllm_command(on_h800(report, 1200, ranks=12), ON_H800)
     assert not any("--all2all-backend" in command for command in commands(text))
-    assert "DeepEP takes up to 8 ranks or whole nodes of 8, not 12" in text
+    assert "exchange kernels: DeepEP's run on 2, 4 or 8 ranks" in text
 
 
 def test_proposed_tokens_are_asked_for_or_said_to_be_lost(report: Report) -> None:
@@ -384,3 +384,18 @@ def check_flags(engine: str, command: dict[str, str | None]) -> None:
             assert value, name
         else:
             assert value in takes, name
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "normal", "low_latency"),
+    [(2, True, True), (3, False, True), (8, True, True), (12, False, False), (16, True, True), (24, False, True)],
+)
+def test_deepep_is_built_for_some_numbers_of_ranks(num_ranks: int, normal: bool, low_latency: bool) -> None:
+    assert takes_ranks(num_ranks, is_low_latency=False) is normal
+    assert takes_ranks(num_ranks, is_low_latency=True) is low_latency
+
+
+def test_low_latency_kernels_are_built_for_some_hidden_sizes() -> None:
+    sizes = {"num_experts": 128, "room_bytes": 8e9}
+    assert low_latency(64, hidden_size=4096, **sizes).why_not == ""
+    assert "none for rows of 2,880 elements" in low_latency(64, hidden_size=2880, **sizes).why_not
