@@ -26,6 +26,7 @@ COMMANDS = {
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),
     "quantize": CommandPlace("antiphon.cli.quantize", "quantize", "Write a checkpoint in 4 or 8 bits"),
     "profile": CommandPlace("antiphon.cli.profile", "profile", "Measure this machine, for plan and predictions"),
+    "tune": CommandPlace("antiphon.cli.tune", "tune", "Find the quickest tiles of a model's experts on this GPU"),
     "plan": CommandPlace(
         "antiphon.cli.plan", "plan", "Which layout, how many of what, at what cost, before renting it"
     ),

@@ -191,17 +191,19 @@ def linear(x_TI: Tensor, weight: StackedWeight, residual_TN: Tensor | None, out_
     return out_TN
 
 
-def gated_product(x_TH: Tensor, weight: StackedWeight, shape: ExpertShape, rows: GroupedRows) -> Tensor:
+def gated_product(
+    x_TH: Tensor, weight: StackedWeight, shape: ExpertShape, rows: GroupedRows, tile: ProductTile | None = None
+) -> Tensor:
     """[R, I]: activation(gate(x)) * up(x) of each row's token; rows beyond the last expert's are not written."""
     out_RI = torch.empty((rows.order_R.shape[0], weight.num_rows), dtype=x_TH.dtype, device=x_TH.device)
-    _launch(x_TH.contiguous(), weight, out_RI, rows, shape=shape, gathers=True)
+    _launch(x_TH.contiguous(), weight, out_RI, rows, shape=shape, gathers=True, tile=tile)
     return out_RI
 
 
-def weighed_product(x_RI: Tensor, weight: StackedWeight, rows: GroupedRows) -> Tensor:
+def weighed_product(x_RI: Tensor, weight: StackedWeight, rows: GroupedRows, tile: ProductTile | None = None) -> Tensor:
     """[R, N]: each row times its expert's matrix, plus bias, times the router's weight."""
     out_RN = torch.empty((x_RI.shape[0], weight.num_rows), dtype=x_RI.dtype, device=x_RI.device)
-    _launch(x_RI, weight, out_RN, rows, weighs=True)
+    _launch(x_RI, weight, out_RN, rows, weighs=True, tile=tile)
     return out_RN
 
 

@@ -1,7 +1,8 @@
 """Tiles of the grouped product: from a table that `antiphon tune` measures, or by rule.
 
-The table is a JSON file of entries: GPU, experts, parts, outputs, inputs, format, and a list of [most rows, tile] in
-ascending order, one a batch bucket. It is the file that ANTIPHON_TILES names, or `tiles.json` beside this module.
+The table is a JSON file of entries: GPU, Triton's version, experts, parts, outputs, inputs, format, and a list of [most
+rows, tile] in ascending order, one a batch bucket. It is the file that ANTIPHON_TILES names, or
+`~/.cache/antiphon/tiles.json`.
 `inputs` of a tile is the order in which a row is summed, so it is the same in all buckets of an entry: a row's bits do
 not depend on how many others there are.
 """
@@ -14,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from antiphon.base.errors import UserError
 from antiphon.kernels.triton.launch import capability_of, power_of_two
 from antiphon.kernels.triton.weights import StackedWeight
-
-TABLE = Path(__file__).parent / "tiles.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ProductTile:
 
 def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> ProductTile:
     """The tile for this weight and about so many rows over all its experts."""
-    for most_rows, tile in _entries().get(key_of(weight, gpu_name(device)), ()):
+    for most_rows, tile in _entries().get(key_of(weight, device), ()):
         if num_rows <= most_rows:
             return tile
     return default_tile(weight, num_rows, capability_of(device))
@@ -57,18 +57,21 @@ def default_tile(weight: StackedWeight, num_rows: int, capability: int) -> Produ
     return ProductTile(rows=rows, columns=64, inputs=inputs, warps=4, stages=4)
 
 
-def key_of(weight: StackedWeight, gpu: str) -> tuple[Any, ...]:
+def key_of(weight: StackedWeight, device: torch.device) -> tuple[Any, ...]:
+    """What an entry is for."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     kind = str(weight.dtype).removeprefix("torch.") if weight.format is None else weight.format.codes
-    return gpu, weight.num_experts, weight.num_parts, weight.num_rows, weight.num_columns, kind
+    shape = weight.num_experts, weight.num_parts, weight.num_rows, weight.num_columns
+    return gpu, triton.__version__, *shape, kind
 
 
-def gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+def table_path() -> Path:
+    return Path(os.environ.get("ANTIPHON_TILES") or Path.home() / ".cache" / "antiphon" / "tiles.json")
 
 
 @cache
 def _entries() -> dict[tuple[Any, ...], list[tuple[int, ProductTile]]]:
-    path = Path(os.environ.get("ANTIPHON_TILES") or TABLE)
+    path = table_path()
     return read_table(path) if path.exists() else {}
 
 
@@ -89,4 +92,5 @@ def write_table(path: Path, table: dict[tuple[Any, ...], list[tuple[int, Product
     entries = [
         {"key": list(key), "tiles": [[most, vars(tile)] for most, tile in tiles]} for key, tiles in table.items()
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"entries": entries}, indent=1) + "\n", encoding="utf-8")

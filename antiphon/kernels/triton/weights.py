@@ -94,6 +94,23 @@ class TritonExperts:
         self.down = StackedWeight(narrow, formats.down, device, dtype, has_bias=shape.has_bias)
         self.num_bytes = self.gate_up.num_bytes + self.down.num_bytes
 
+    @property
+    def gate_up_EJH(self) -> Tensor:
+        """The float weights as the reference back-end keeps them, and so below; views."""
+        return self.gate_up.codes.flatten(1, 2)
+
+    @property
+    def down_EHI(self) -> Tensor:
+        return self.down.codes.flatten(1, 2)
+
+    @property
+    def gate_up_bias_EJ(self) -> Tensor | None:
+        return None if self.gate_up.bias is None else self.gate_up.bias.flatten(1, 2)
+
+    @property
+    def down_bias_EH(self) -> Tensor | None:
+        return None if self.down.bias is None else self.down.bias.flatten(1, 2)
+
     def set_expert(
         self,
         index: int,

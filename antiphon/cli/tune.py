@@ -1,0 +1,168 @@
+"""`antiphon tune`: the quickest tiles of a model's expert products on this GPU, into the table that workers read."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.cli import options
+from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.kernels import triton
+from antiphon.kernels.gpu import find_gpu
+from antiphon.kernels.quantized import WeightFormat
+from antiphon.models.config import load_model_spec
+from antiphon.specs.model import ModelSpec
+
+FORMATS: dict[str, WeightFormat | None] = {
+    "bf16": None,
+    "fp8": WeightFormat(codes="fp8", columns_per_scale=128, rows_per_scale=128),
+    "int8": WeightFormat(codes="int8", columns_per_scale=32, scale_dtype=torch.bfloat16),
+    "int4": WeightFormat(codes="int4", columns_per_scale=128, scale_dtype=torch.bfloat16),
+    "mxfp4": WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=torch.float8_e8m0fnu),
+}
+CAPABILITIES = (80, 90)
+WeightsOption = Annotated[
+    Literal["bf16", "fp8", "int8", "int4", "mxfp4"],
+    typer.Option(metavar="NAME", help="How experts are stored: bf16, fp8, int8, int4, mxfp4."),
+]
+ExpertsOption = Annotated[int, typer.Option(metavar="N", help="Experts that a worker holds; 0: all.")]
+TokensOption = Annotated[str, typer.Option(metavar="N,N", help="Tokens a step, one bucket each.")]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Table to add to (default: the one workers read).")
+]
+CompileOption = Annotated[
+    bool, typer.Option("--compile-only", help="Only what each tile needs of a GPU; takes none. Writes no table.")
+]
+
+
+def tune(
+    model: options.ModelFolder,
+    weights: WeightsOption = "bf16",
+    experts: ExpertsOption = 0,
+    tokens: TokensOption = "1,8,64,512,4096",
+    out: OutOption = None,
+    compile_only: CompileOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Measure tiles of MODEL's expert products on this GPU; workers read the table when they start."""
+    if not triton.is_installed():
+        raise UserError("antiphon tune needs Triton: pip install 'antiphon[triton]'")
+    if triton.interprets():
+        raise UserError("antiphon tune compiles for GPUs, and TRITON_INTERPRET=1 turns that off: unset it")
+    spec, counts = load_model_spec(model), _token_counts(tokens)
+    if spec.router.num_experts < 1 or not 0 <= experts <= spec.router.num_experts:
+        raise UserError(f"--experts is {experts}: {model} has {spec.router.num_experts} experts a layer")
+    if compile_only:
+        _show_needs(spec, experts, weights, counts, json)
+        return
+    try:
+        device = find_gpu("cuda", 0)
+    except UserError as error:
+        raise UserError(f"antiphon tune measures on a GPU (only --compile-only needs none): {error}") from error
+    _show_times(spec, experts, weights, counts, device, out, json)
+
+
+def _token_counts(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1 or counts[-1] > 1 << 17:
+        raise UserError(f"--tokens is {text!r}: give numbers from 1 to {1 << 17}, for example 1,8,64,512")
+    return counts
+
+
+def _stacked(spec: ModelSpec, experts: int, weights: str, device: torch.device) -> dict[str, Any]:
+    """Both weights of a layer's experts, unfilled. What is in them changes no time."""
+    count, hidden, width = experts or spec.router.num_experts, spec.hidden_size, spec.feed_forward.intermediate
+    make, form = triton.load("weights").StackedWeight, FORMATS[weights]
+    shapes = {"gate and up": (count, 2, width, hidden), "down": (count, 1, hidden, width)}
+    made = {
+        name: make(shape, form, device, torch.bfloat16, has_bias=spec.feed_forward.expert_bias)
+        for name, shape in shapes.items()
+    }
+    if device.type == "cuda":
+        for weight in made.values():
+            weight.codes.zero_() if form is not None else weight.codes.normal_(std=0.02)
+            if weight.scales is not None:
+                weight.scales.fill_(1)
+    return made
+
+
+def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], json: str | None) -> None:
+    tuning, rows = triton.load("tune"), []
+    for name, weight in _stacked(spec, experts, weights, torch.device("cpu")).items():
+        row_counts = [tokens * spec.router.top_k for tokens in counts]
+        for capability in CAPABILITIES:
+            with progress(f"compiling {name} for {capability / 10}") as report:
+                needs = tuning.compile_candidates(weight, row_counts, capability, report)
+            rows += [{"weight": name, **vars(tile), **vars(need), "fits": need.fits} for tile, need in needs]
+    show(
+        table(
+            [
+                "weight",
+                "for",
+                "rows",
+                "columns",
+                "inputs",
+                "warps",
+                "stages",
+                "registers",
+                "shared KiB",
+                "stack",
+                "wgmma",
+            ],
+            [
+                [
+                    row["weight"],
+                    f"{row['capability'] / 10}",
+                    *(str(row[key]) for key in ("rows", "columns", "inputs", "warps", "stages", "num_registers")),
+                    f"{row['shared_bytes'] / 1024:.0f}",
+                    str(row["stack_bytes"]),
+                    str(row["num_wgmma"]),
+                ]
+                for row in rows
+            ],
+            title="What tiles need of a GPU (a stack means spilled registers)",
+        ),
+        json=json,
+    )
+    num_fit = sum(row["fits"] for row in rows)
+    show(f"{num_fit} of {len(rows)} tiles fit without spills; none has been run", json=json)
+    emit_json(json, {"tiles": rows})
+
+
+def _show_times(
+    spec: ModelSpec,
+    experts: int,
+    weights: str,
+    counts: list[int],
+    device: torch.device,
+    out: Path | None,
+    json: str | None,
+) -> None:
+    tuning, tiles = triton.load("tune"), triton.load("tiles")
+    path = out or tiles.table_path()
+    entries = tiles.read_table(path) if path.exists() else {}
+    rows = []
+    for name, weight in _stacked(spec, experts, weights, device).items():
+        with progress(f"tuning {name}") as report:
+            buckets = tuning.tune(weight, counts, spec.router.top_k, report)
+        entries[tiles.key_of(weight, device)] = [(each.most_rows, each.tile) for each in buckets]
+        rows += [
+            {"weight": name, "most_rows": each.most_rows, **vars(each.tile), "time_s": each.time_s,
+             "default_time_s": each.default_time_s}
+            for each in buckets
+        ]  # fmt: skip
+    tiles.write_table(path, entries)
+    shown = [
+        [row["weight"], str(row["most_rows"]), f"{row['rows']} x {row['columns']} x {row['inputs']}",
+         f"{row['time_s'] * 1e6:.1f}", f"{row['default_time_s'] / row['time_s'] - 1:+.0%}"]
+        for row in rows
+    ]  # fmt: skip
+    show(table(["weight", "most rows", "tile", "us", "over the default"], shown, title=f"Tiles on {device}"), json=json)
+    show(f"written to {path}", json=json)
+    emit_json(json, {"table": path, "tiles": rows})
