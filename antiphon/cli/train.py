@@ -160,7 +160,8 @@ def _run(
 def _with_error(facts: dict[str, Any]) -> str:
     error = f" ± {facts['held_out_error']:.4f}" if "held_out_error" in facts else ""
     sources = ", ".join(f"{name} {loss:.4f}" for name, loss in facts.get("held_out_loss_by_source", {}).items())
-    shares = f" ({sources})" if sources else ""
+    sources += "".join(f"; {name} {loss:.4f}" for name, loss in facts.get("evaluation_loss", {}).items())
+    shares = f" ({sources.removeprefix('; ')})" if sources else ""
     return f"{facts['held_out_loss']:.4f}{error} nats a token, over {facts['held_out_targets']:,} tokens{shares}"
 
 

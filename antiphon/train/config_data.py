@@ -47,7 +47,8 @@ class SourceConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """`files`, `exclude`, `kind`, `text_key`, `control_tokens`: as of `SourceConfig`; or `sources`, with keys of their
-    own. `made_by`: the command that makes files that are missing, for the message.
+    own. `evaluation`: sets that are never trained on, with the keys of a source; each has a loss of its own beside that
+    of what is held out. `made_by`: the command that makes files that are missing, for the message.
 
     `tokenizer`: a folder or a `tokenizer.json` (empty: the model's folder). `held_out`: part of the documents that is
     never trained on, chosen by their content. `cache`: folder of the token ids (empty: `tokens` in the output folder).
@@ -61,6 +62,7 @@ class DataConfig:
     text_key: Text = "text"
     control_tokens: Flag = False
     sources: tuple[SourceConfig, ...] = ()
+    evaluation: tuple[SourceConfig, ...] = ()
     made_by: str = ""
     tokenizer: str = ""
     held_out: BelowOne = 0.01
@@ -73,13 +75,26 @@ class DataConfig:
             both = "files and sources are both given" if self.files else "neither files nor sources is given"
             raise UserError(f"{both}: name files, or a [[data.sources]] for each source")
         _check(self.sources)
+        _check_evaluation(self.evaluation, [each.name for each in self.all_sources()])
+
+    def tokenized(self) -> tuple[SourceConfig, ...]:
+        """The sources, then the evaluation sets: in the order in which they are tokenized."""
+        return (*self.all_sources(), *self.evaluation)
 
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources in the order in which they are tokenized."""
+        """What is trained on."""
         if self.sources:
             return self.sources
         keys: dict[str, Any] = {"kind": self.kind, "text_key": self.text_key, "control_tokens": self.control_tokens}
         return (SourceConfig(name="files", files=self.files, exclude=self.exclude, **keys),)
+
+
+def _check_evaluation(sets: Sequence[SourceConfig], sources: Sequence[str]) -> None:
+    names = [*sources, *(each.name for each in sets)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"evaluation: {twice[0]!r} is the name of another source or set: give each its own")
+    if weighed := [each.name for each in sets if each.weight is not None or each.epochs is not None]:
+        raise UserError(f"evaluation: {weighed[0]!r} has a weight or epochs, but is not trained on: leave them out")
 
 
 def _check(sources: Sequence[SourceConfig]) -> None:

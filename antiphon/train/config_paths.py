@@ -33,8 +33,9 @@ def absolute_paths(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     tables = [(mapping.get(table), keys) for table, keys in _PATHS.items()]
     data = mapping.get("data")
-    sources = data.get("sources") if isinstance(data, dict) else None
-    tables += [(each, _PATHS_OF_SOURCE) for each in (sources if isinstance(sources, list) else ())]
+    for key in ("sources", "evaluation") if isinstance(data, dict) else ():
+        sources = data.get(key)
+        tables += [(each, _PATHS_OF_SOURCE) for each in (sources if isinstance(sources, list) else ())]
     for entries, keys in tables:
         if isinstance(entries, dict):
             for key in keys:

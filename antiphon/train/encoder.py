@@ -58,7 +58,8 @@ class Encoder:
         self._config = config
         self._seed = seed
         folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-        self._chats = ChatTexts.read(folder) if any(each.is_chat for each in config.all_sources()) else None
+        self._chats = ChatTexts.read(folder) if any(each.is_chat for each in config.tokenized()) else None
+        self._never_trained_on = {each.name for each in config.evaluation}
         self.dtype = np.dtype(np.uint16 if spec.vocab_size <= 1 << 16 else np.uint32)
 
     def encode(
@@ -66,7 +67,8 @@ class Encoder:
     ) -> Iterator[tuple[bool, EncodedDocument]]:
         """(held out, ids) of each of these documents of `source`; of a chat, there may be several."""
         keys = [_content(document) for document, _ in documents]
-        held_out = [_is_held_out(key, self._config.held_out) for key in keys]
+        whole = source.name in self._never_trained_on
+        held_out = [whole or _is_held_out(key, self._config.held_out) for key in keys]
         self._tokenizer.encode_special_tokens = not (source.control_tokens or source.kind == "chat")
         if source.is_chat:
             assert self._chats is not None

@@ -8,7 +8,7 @@ window of short documents has fewer targets than another.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from antiphon.train.model import Batch
 from antiphon.train.passes import Passes
 from antiphon.train.samples import Samples
 from antiphon.train.shards import Shards
-from antiphon.train.tokens import TokenFile
+from antiphon.train.tokens import SourceTokens, TokenFile
 
 _LEAST_BLOCKS = 16  # of a source, for an error that means something
 _log = get_logger("train")
@@ -33,12 +33,13 @@ _log = get_logger("train")
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
     """Nats a target, the standard error of that (None: a single block has none), targets looked at, and the parts by
-    source where there are several."""
+    source where there are several. `by_set`: of evaluation sets, which do not count in it."""
 
     loss: float
     error: float | None
     num_targets: int
     by_source: dict[str, "HeldOutLoss"] = field(default_factory=dict)
+    by_set: dict[str, "HeldOutLoss"] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, Any]:
         """The values under their names in a run's metrics."""
@@ -47,6 +48,8 @@ class HeldOutLoss:
             values["held_out_error"] = self.error
         if self.by_source:
             values["held_out_loss_by_source"] = {name: each.loss for name, each in self.by_source.items()}
+        if self.by_set:
+            values["evaluation_loss"] = {name: each.loss for name, each in self.by_set.items()}
         return values
 
     def __str__(self) -> str:
@@ -60,13 +63,13 @@ def held_out_loss(
     """The loss on `tokens`; None if there are none. All ranks call it together."""
     if tokens.ids.shape[0] < 2:
         return None
-    samples, names = Samples.of(config, tokens, shuffled=False), [each.name for each in tokens.all_sources()]
-    sizes = np.bincount(samples.sources, minlength=len(names)).tolist()
+    samples, sources = Samples.of(config, tokens, shuffled=False), tokens.all_sources()
+    sizes = np.bincount(samples.sources, minlength=len(sources)).tolist()
     data, place = mesh.sizes.data, mesh.sizes.place(mesh.rank, "data")
     largest = max(1, config.batch // data)
     blocks = [
         (source, block)
-        for source, windows in enumerate(_chosen(sizes, config.output.evaluate_sequences))
+        for source, windows in enumerate(_chosen(sizes, sources, config.output.evaluate_sequences))
         for block in _blocks(windows, largest, data)
     ]
     own = [place + data * turn for turn in range(-(-len(blocks) // data))]  # as many on every rank
@@ -76,20 +79,31 @@ def held_out_loss(
     sums = passes.losses_of(batches, own, len(blocks))
     shards.end_step()
     of_blocks = torch.tensor([source for source, _ in blocks], device=HOST)
-    whole, parts = _mean(sums), [_mean(sums[of_blocks == source]) for source in range(len(names))]
+    parts = {each.name: _mean(sums[of_blocks == source]) for source, each in enumerate(sources)}
+    is_set = torch.tensor([sources[source].is_evaluation for source, _ in blocks], device=HOST)
+    whole = _mean(sums[~is_set]) or _mean(sums)  # with sets alone, over all of them
     if whole is None:
         _log.warning("the held-out text has no target: raise data.held_out, or give more text")
         return None
-    found = {name: each for name, each in zip(names, parts, strict=True) if each is not None}
-    by_source = found if len(names) > 1 else {}
-    return HeldOutLoss(loss=whole.loss, error=whole.error, num_targets=whole.num_targets, by_source=by_source)
+    found = [(each, part) for each in sources if (part := parts[each.name]) is not None]
+    by_source = {each.name: part for each, part in found if not each.is_evaluation}
+    return replace(
+        whole,
+        by_source=by_source if len(by_source) > 1 else {},
+        by_set={each.name: part for each, part in found if each.is_evaluation},
+    )
 
 
-def _chosen(sizes: Sequence[int], wanted: int) -> list[list[int]]:
+def _chosen(sizes: Sequence[int], sources: Sequence[SourceTokens], wanted: int) -> list[list[int]]:
     """Windows of each source by number, evenly spread; `wanted` of all together, 0: all. Each source is looked at in
-    proportion to its size, and has one window at least."""
-    total, first, found = sum(sizes), 0, []
-    for size in sizes:
+    proportion to its size, and has one window at least. Of an evaluation set, `wanted` of its own."""
+    of_sources, first, found = (
+        sum(size for size, each in zip(sizes, sources, strict=True) if not each.is_evaluation),
+        0,
+        [],
+    )
+    for size, each in zip(sizes, sources, strict=True):
+        total = size if each.is_evaluation else of_sources
         num = size if not wanted or wanted >= total else min(size, max(1, round(wanted * size / total)))
         found.append([first + (2 * place + 1) * size // (2 * num) for place in range(num)])
         first += size

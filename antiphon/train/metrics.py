@@ -27,6 +27,8 @@ _GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
     "held_out_loss": _LEARNING,
     "held_out_error": _LEARNING,
     "held_out_loss_by_source": _LEARNING,
+    "evaluation_loss": _LEARNING,
+    "mtp_loss": _LEARNING,
     "learning_rate": _LEARNING,
     "gradient_norm": _LEARNING,
     "balance_loss": _LEARNING,

@@ -41,12 +41,14 @@ _VERSION = 3
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """Ids `first` to `end` of a split are those of one source. `is_chat`: its documents are packed whole."""
+    """Ids `first` to `end` of a split are those of one source. `is_chat`: its documents are packed whole.
+    `is_evaluation`: it is a set of its own, of which nothing is trained on."""
 
     name: str
     first: int
     end: int
     is_chat: bool = False
+    is_evaluation: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
     """Write `cache` unless it holds these documents' ids already. Shows progress; may take long. `seed`: of `pieces`.
 
     `UserError` if there is no text, or the tokenizer is not the model's."""
-    sources = config.all_sources()
+    sources = config.tokenized()
     files = [find_files(each, config.made_by) for each in sources]
     made_from = _made_from(config, [file for of in files for file in of], tokenizer_path, seed)
     if _read_meta(cache).get("made_from") == made_from:
@@ -97,6 +99,7 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
     meta = {
         "dtype": encoder.dtype.name,
         "sources": kinds,
+        "evaluation": [each.name for each in config.evaluation],
         "splits": {split: {name: asdict(size) for name, size in of.items()} for split, of in sizes.items()},
     }
     _write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
@@ -111,7 +114,8 @@ def open_tokens(cache: Path, split: Split) -> TokenFile:
     has_learned = any(meta["sources"].values())
     sources, first = [], 0
     for name, size in sizes.items():
-        sources.append(SourceTokens(name, first, first + size.num_ids, meta["sources"][name]))
+        is_evaluation = name in meta.get("evaluation", ())
+        sources.append(SourceTokens(name, first, first + size.num_ids, meta["sources"][name], is_evaluation))
         first += size.num_ids
     digest = hashlib.blake2b("/".join(each.digest for each in sizes.values()).encode(), digest_size=16)
     return TokenFile(
@@ -290,8 +294,9 @@ def _batch(documents: Iterator[Found]) -> list[Found]:
 def _made_from(config: DataConfig, files: Sequence[Path], tokenizer_path: Path, seed: int) -> str:
     """A digest of everything that the ids depend on; files by name, size and time."""
     digest = hashlib.blake2b(digest_size=16)
-    sources = [replace(each, weight=None, epochs=None) for each in config.all_sources()]
+    sources = [replace(each, weight=None, epochs=None) for each in config.tokenized()]
     parts: list[object] = [_VERSION, sources, config.held_out, config.pieces, seed if config.pieces else 0]
+    parts += [len(config.evaluation)] if config.evaluation else []
     file = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
     templates = template_files(file.parent) if any(each.is_chat for each in sources) else []
     for path in (file, *templates, *files):

@@ -44,6 +44,10 @@ from tests.train.harness import config_of, write_model, write_run
         ("watch.norm_ratio=-1", "watch.norm_ratio is -1: it must be at least 0"),
         ("watch.loss_rise=x", "watch.loss_rise is 'x'"),
         ("output.wandb=3", "output.wandb is 3"),
+        ('data.evaluation=[{name="files", files=["x"]}]', "evaluation: 'files' is the name of another source or set"),
+        ('data.evaluation=[{name="a", files=["x"], weight=1.0}]', "evaluation: 'a' has a weight or epochs"),
+        ('data.evaluation=[{name="a", files=[]}]', "data.evaluation[0].files"),
+        ("loss.mtp=-1", "loss.mtp is -1: it must be at least 0"),
         ("optimizer=3", "optimizer is 3: it must be an object"),
     ],
 )

@@ -15,10 +15,11 @@ from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.passes import Passes
 from antiphon.train.samples import Samples, epochs_of
-from antiphon.train.setup import build_model
+from antiphon.train.setup import build_model, prepare
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans
 from antiphon.train.tokens import SourceTokens, TokenFile
+from antiphon.train.trainer import Trainer
 from tests.train.harness import LINES, config_of
 
 
@@ -115,3 +116,36 @@ def test_sources_are_seen_by_weight_or_epochs_in_an_order_of_their_own(tmp_path:
         for turn in range(2)
     ]
     assert passes[0] != passes[1], "each pass has another half"
+
+
+SETS = """
+[[data.evaluation]]
+name = "known"
+files = ["known.txt"]
+[[data.evaluation]]
+name = "strange"
+kind = "answers"
+files = ["strange.jsonl"]
+"""
+
+
+def test_evaluation_sets_have_losses_of_their_own(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    (tmp_path / "known.txt").write_text("\n".join(LINES * 4))
+    strange = [{"prompt": "the cat sat", "answer": "zq9 %& xkcd vv!! 77"} for _ in range(5)]
+    (tmp_path / "strange.jsonl").write_text("".join(json.dumps(each) + "\n" for each in strange))
+    changes = ("steps=60", "output.checkpoint_every=0", "output.keep_best=true", "output.evaluate_every=30")
+    plain = Trainer(prepare(read_config(tmp_path / "train.toml", changes))).run()
+    file = tmp_path / "sets.toml"
+    file.write_text((tmp_path / "train.toml").read_text().replace('"out"', '"out2"') + SETS)
+    facts = Trainer(prepare(read_config(file, changes))).run()
+    assert facts["held_out_loss"] == plain["held_out_loss"], "the sets do not count in it"
+    assert facts["evaluation_loss"]["known"] < facts["evaluation_loss"]["strange"] - 1
+    assert facts["held_out_targets"] == plain["held_out_targets"]
+    lines = [json.loads(line) for line in (tmp_path / "out2/metrics.jsonl").read_text().splitlines()]
+    assert sum("evaluation_loss" in line for line in lines) == 2
+    alone = Trainer(prepare(read_config(file, (*changes[:2], "data.held_out=0", 'output.folder="out3"')))).run()
+    both = alone["evaluation_loss"]
+    assert min(both.values()) < alone["held_out_loss"] < max(both.values())
+    again = Trainer(prepare(read_config(file, ("steps=61", *changes[1:])))).run()
+    assert again["steps"] == 61, "sets may come and go: what is trained on is the same"
