@@ -33,8 +33,8 @@ def absolute_paths(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     tables = [(mapping.get(table), keys) for table, keys in _PATHS.items()]
     data = mapping.get("data")
-    for key in ("sources", "evaluation") if isinstance(data, dict) else ():
-        sources = data.get(key)
+    for key in ("sources", "evaluation"):
+        sources = data.get(key) if isinstance(data, dict) else None
         tables += [(each, _PATHS_OF_SOURCE) for each in (sources if isinstance(sources, list) else ())]
     for entries, keys in tables:
         if isinstance(entries, dict):

@@ -97,12 +97,9 @@ def held_out_loss(
 def _chosen(sizes: Sequence[int], sources: Sequence[SourceTokens], wanted: int) -> list[list[int]]:
     """Windows of each source by number, evenly spread; `wanted` of all together, 0: all. Each source is looked at in
     proportion to its size, and has one window at least. Of an evaluation set, `wanted` of its own."""
-    of_sources, first, found = (
-        sum(size for size, each in zip(sizes, sources, strict=True) if not each.is_evaluation),
-        0,
-        [],
-    )
-    for size, each in zip(sizes, sources, strict=True):
+    both, first, found = list(zip(sizes, sources, strict=True)), 0, list[list[int]]()
+    of_sources = sum(size for size, each in both if not each.is_evaluation)
+    for size, each in both:
         total = size if each.is_evaluation else of_sources
         num = size if not wanted or wanted >= total else min(size, max(1, round(wanted * size / total)))
         found.append([first + (2 * place + 1) * size // (2 * num) for place in range(num)])
