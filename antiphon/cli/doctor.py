@@ -312,7 +312,18 @@ def probe_gpu_libraries() -> list[DoctorFinding]:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return []
-    return [_check_gpu_library(name, mend) for name, mend in GPU_LIBRARIES.items()]
+    torch.zeros(1, device="cuda")  # a context, which the driver asks for
+    return [*(_check_gpu_library(name, mend) for name, mend in GPU_LIBRARIES.items()), probe_stream_driver()]
+
+
+def probe_stream_driver(library: str = "") -> DoctorFinding:
+    """Whether rows can be exchanged in the order of a GPU's stream. `library`: in place of the system's driver."""
+    try:
+        device = importlib.import_module("antiphon._m2n").stream_device("cuda", library)
+    except (ValueError, OSError) as error:
+        return DoctorFinding("gpu libraries", "streams", "missing", str(error), mend="--streams off until then")
+    needs = "need a flush before the GPU sees them" if device.needs_flush else "are seen by the GPU in order"
+    return DoctorFinding("gpu libraries", "streams", "ok", f"writes of network cards {needs}; rows are staged")
 
 
 def _check_gpu_library(name: str, mend: str) -> DoctorFinding:

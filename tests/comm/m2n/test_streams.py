@@ -3,6 +3,7 @@ without a device, which counts what it is asked."""
 
 import ctypes
 import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerTimeout, UserError
+from antiphon.cli.doctor import probe_stream_driver
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from tests.comm import test_m2n_exchange as unordered
@@ -134,6 +136,11 @@ def test_a_network_cards_writes_are_seen_after_a_flush(driver: Path) -> None:
         ctypes.c_void_p(memory.data_ptr()), ctypes.c_void_p(written.data_ptr()), ctypes.c_size_t(8)
     )
     assert not memory.any()
+    found = probe_stream_driver(str(driver))
+    assert (found.status, found.detail) == (
+        "ok",
+        "writes of network cards need a flush before the GPU sees them; rows are staged",
+    )
     device.flush_writes()
     assert torch.equal(memory, written)
     assert not _m2n.stream_device("cpu").needs_flush
@@ -152,5 +159,7 @@ def test_a_network_cards_writes_are_seen_after_a_flush(driver: Path) -> None:
     ],
 )
 def test_what_streams_need_is_named(kind: str, library: str, message: str) -> None:
+    if kind == "cuda":
+        assert re.search(message, probe_stream_driver(library).detail)
     with pytest.raises(UserError, match=message):
         _m2n.stream_device(kind, library)
