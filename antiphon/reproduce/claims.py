@@ -17,8 +17,10 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.reproduce import lina, mix, msi, msm
 from antiphon.reproduce.claim import PAPERS, Claim, Paper, Row, digit, evaluate
+from antiphon.reproduce.measured_serving import measured_effect
 from antiphon.specs.checked import nearest_names
 
+MEASURED = "measured here"  # of `ours`: names an effect of `data/measured_serving.toml`
 MODULES: tuple[ModuleType, ...] = (msi, mix, msm, lina)
 
 
@@ -41,7 +43,13 @@ def _claims_of(module: ModuleType) -> Iterator[Claim]:
 
 def _claim(module: ModuleType, paper: str, row: dict[str, Any]) -> Claim:
     function, *arguments = row["ours"]
-    row |= {"id": f"{paper}-{row['id']}", "paper": paper.upper(), "ours": partial(module.OURS[function], *arguments)}
+    if function == MEASURED:
+        effect = measured_effect(*arguments)
+        row |= {"kind": "measured", "ours": lambda: effect.value, "note": effect.note}
+        row.setdefault("reason", effect.differs)
+    else:
+        row["ours"] = partial(module.OURS[function], *arguments)
+    row |= {"id": f"{paper}-{row['id']}", "paper": paper.upper()}
     if "last_digit" in row:
         row["tolerance"] = digit(row["theirs"], row.pop("last_digit"))
     return Claim(**row)

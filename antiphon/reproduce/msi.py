@@ -31,7 +31,7 @@ from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import DeviceSpec
-from antiphon.specs.plan import LAYOUTS, Layout, Objective
+from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName
 from antiphon.specs.precision import PrecisionSpec
 
 # --- By counting ---
@@ -138,6 +138,7 @@ def best(
     objective: Objective = "per-gpu",
     limits: SearchLimits | None = None,
     kind: str = "",
+    phase: PhaseName = "decode",
 ) -> Pick | None:
     """The planner's best candidate of `layout`, on devices of `kind` alone if given; None if there is none."""
     cluster = shipped_cluster(cluster_name)
@@ -147,7 +148,8 @@ def best(
         shipped_workload("msi-production"),
         objective=objective,
         limits=limits,
-    )["decode"]
+        phases=(phase,),
+    )[phase]
     table = evaluate_phase(setting, (layout,))
     index = table.best(objective)
     return None if index is None else Pick(setting, table, index)
@@ -262,8 +264,8 @@ def _over_colocated(model: str) -> float:
 
 
 @cache
-def _mixed(model: str) -> Pick | None:
-    return best(model, "disaggregated", MIXED, "per-cost")
+def _mixed(model: str, objective: Objective = "per-cost") -> Pick | None:
+    return best(model, "disaggregated", MIXED, objective)
 
 
 def _pair(model: str) -> str:
@@ -274,8 +276,23 @@ def _pair(model: str) -> str:
     return f"{attention} for attention, {experts} for experts"
 
 
-def _over_h20(model: str) -> float:
-    return score(_mixed(model), "per-cost") / score(colocated(model, MIXED, "per-cost", "H20"), "per-cost")
+def _over_h20(model: str, objective: Objective = "per-cost") -> float:
+    return score(_mixed(model, objective), objective) / score(colocated(model, MIXED, objective, "H20"), objective)
+
+
+def _request_over_h20(model: str) -> float:
+    """Requests per watt: prompts on the better kind of device, answers apart, over both on H20."""
+    workload = shipped_workload("msi-production")
+
+    def joules(prefill: float, decode: float) -> float:
+        return workload.input_tokens.median / prefill + workload.output_tokens.median / decode
+
+    prompts = {
+        kind: score(best(model, "tp_pp", MIXED, "per-power", kind=kind, phase="prefill"), "per-power")
+        for kind in ("H20", "L40S")
+    }
+    alone = joules(prompts["H20"], score(colocated(model, MIXED, "per-power", "H20"), "per-power"))
+    return alone / joules(max(prompts.values()), score(_mixed(model, "per-power"), "per-power"))
 
 
 def _better_alone(model: str) -> str:
@@ -294,5 +311,6 @@ OURS |= {
     "over colocated": _over_colocated,
     "best pair": _pair,
     "better alone": _better_alone,
-    "best over H20": lambda: max(_over_h20(model) for model in MODELS),
+    "best over H20": lambda objective="per-cost": max(_over_h20(model, objective) for model in MODELS),
+    "requests over H20": lambda: max(_request_over_h20(model) for model in MODELS),
 }
