@@ -58,7 +58,8 @@ CONTESTANTS = (FUSED, SYNCHRONOUS, EXPERT, TENSOR)
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelCase:
     """`tokens` of each node. `calls`: round trips of one turn of a contestant. `mbit`: of each node's link each way, in
-    a box; None: nodes are this machine's loopback."""
+    a box; None: nodes are this machine's loopback. `inner_mbit`: of each rank's link to the others of its node; then
+    every rank is a host of its own, and `mbit` is of its link to the other nodes."""
 
     nodes: Annotated[int, Option(metavar="N", help="Nodes."), UpTo(16)] = 2
     ranks_per_node: Annotated[int, Option(metavar="M", help="Ranks of a node."), UpTo(16)] = 2
@@ -70,6 +71,9 @@ class TwoLevelCase:
     across: Annotated[str, Option(metavar="T", help="Transport between nodes."), OneOf(TRANSPORTS)] = "tcp"
     mbit: Annotated[
         float | None, Option(metavar="R", show_default="no box", help="Nodes in a box, links of R 10^6 bits/s.")
+    ] = None
+    inner_mbit: Annotated[
+        float | None, Option(metavar="R", show_default="shared memory", help="In a box: between ranks of a node, too.")
     ] = None
     calls: Annotated[int, Option(metavar="N", help="Round trips of a turn."), UpTo(100_000)] = 20
     repetitions: Annotated[int, Option(metavar="N", help="Turns of every contestant."), UpTo(1000)] = 5
@@ -83,6 +87,13 @@ class TwoLevelCase:
             raise UserError(f"--mbit is {self.mbit:g}: it must be 0.1 to 100000")
         if self.mbit is not None and self.across == "shm":
             raise UserError("--across shm passes no link: with --mbit use tcp or libfabric")
+        if self.inner_mbit is not None:
+            if self.mbit is None or self.inside == "shm":
+                raise UserError(
+                    f"--inner-mbit {self.inner_mbit:g} needs --mbit, and --inside tcp: shared memory passes no link"
+                )
+            if not 0.1 <= self.inner_mbit <= 40_000:
+                raise UserError(f"--inner-mbit is {self.inner_mbit:g}: it must be 0.1 to 40000")
         if self.hidden % self.num_ranks:
             raise UserError(
                 f"--hidden is {self.hidden}: it must be a multiple of the {self.num_ranks} ranks, which share each row"
@@ -105,8 +116,8 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
     """One row per contestant. `ChildFailed` or `PeerLost` names a rank that fails or has a wrong result,
     `ResourceError` says why there can be no box."""
     with ExitStack() as stack:
-        box = None if case.mbit is None else stack.enter_context(_box(case.nodes, case.mbit))
-        places = () if box is None else tuple(_place_in(box, node) for node in range(case.nodes))
+        box = None if case.mbit is None else stack.enter_context(_box(case, case.mbit))
+        places = () if box is None else tuple(_place_in(box, node) for node in range(box.num_nodes))
         ranks = stack.enter_context(Children())
         made = [partial(TwoLevelRank, case, places, rank) for rank in range(case.num_ranks)]
         ranks.start([f"rank[{rank}]" for rank in range(case.num_ranks)], made, forked())
@@ -133,6 +144,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             "across_bytes": max(level["across"] for level in sent[name]),
             "inside_bytes": max(level["inside"] for level in sent[name]),
             "mbit": case.mbit,
+            "inner_mbit": case.inner_mbit,
             "link_bytes": carried[name],
             "link_s": None if case.mbit is None else (carried[name] or 0) * 8e-6 / case.mbit,
             "foreign_cpu_share": blocks[name].foreign_share,
@@ -160,10 +172,12 @@ COLUMNS = ContestColumns(
 )
 
 
-def _box(nodes: int, mbit: float) -> Box:
+def _box(case: TwoLevelCase, mbit: float) -> Box:
     if reason := box_unavailable():
         raise ResourceError(f"--mbit makes a cluster in a box (docs/box.md): {reason}")
-    return Box(num_nodes=nodes, mbit=mbit)
+    if case.inner_mbit is None:
+        return Box(num_nodes=case.nodes, mbit=mbit)
+    return Box(num_nodes=case.num_ranks, mbit=mbit, near_mbit=case.inner_mbit, num_near=case.ranks_per_node)
 
 
 def _place_in(box: Box, node: int) -> tuple[str, str]:
@@ -181,10 +195,10 @@ class TwoLevelRank:
     """One rank of all contestants; fused and synchronous share their groups."""
 
     def __init__(self, case: TwoLevelCase, places: tuple[tuple[str, str], ...], rank: int) -> None:
-        """`places`: of each node, if it is one of a box; the process enters it before it opens anything."""
+        """`places`: of each node (or rank), if it is one of a box; the process enters it before it opens anything."""
         self._case, self._rank, self._host = case, rank, "127.0.0.1"
         if places:
-            network, self._host = places[rank // case.ranks_per_node]
+            network, self._host = places[rank * len(places) // case.num_ranks]
             descriptor = os.open(network, os.O_RDONLY)
             enter(descriptor, CLONE_NEWNET)
             os.close(descriptor)

@@ -62,6 +62,16 @@ def box_command(*arguments: str, **options: object) -> subprocess.CompletedProce
 # --- what it would do, without doing it ---
 
 
+def test_neighbours_have_a_link_of_their_own() -> None:
+    near = LinkShape(mbit=600)
+    up = topology.shaping("eth0", LinkShape(mbit=100), sends=True, near=[3], near_shape=near)
+    down = topology.shaping("port2", LinkShape(mbit=100), sends=False, near=[3], near_shape=near)
+    assert any("classid 1:30 htb rate 600000000bit" in line for line in up)
+    assert any(line.endswith("match ip dst 10.77.0.4/32 flowid 1:30") for line in up)
+    assert any(line.endswith("match ip src 10.77.0.4/32 flowid 1:30") for line in down)
+    assert not any("1:30" in line for line in topology.shaping("eth0", LinkShape(mbit=100), sends=True))
+
+
 def test_control_and_bulk_are_classes_of_one_link() -> None:
     lines = topology.shaping("eth0", LinkShape(mbit=400), sends=True)
     assert lines[0] == "qdisc add dev eth0 root handle 1: htb default 20"

@@ -54,5 +54,9 @@ def test_sizes_that_do_not_fit() -> None:
         TwoLevelCase(num_experts=3, top_k=1).check()
     with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 100000"):
         TwoLevelCase(mbit=0).check()
+    with pytest.raises(UserError, match="--inner-mbit 600 needs --mbit, and --inside tcp"):
+        TwoLevelCase(mbit=100, inner_mbit=600).check()
+    with pytest.raises(UserError, match="--inner-mbit is 0"):
+        TwoLevelCase(mbit=100, inner_mbit=0, inside="tcp").check()
     with pytest.raises(UserError, match="--across ucx does not exist: use shm, tcp, libfabric"):
         check_limits(TwoLevelCase(across="ucx"))

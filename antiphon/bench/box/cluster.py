@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from antiphon.base.errors import UserError
 
@@ -39,14 +39,26 @@ class Box:
     """`num_nodes` nodes, each behind a link of `mbit` (10^6 bits/s) each way.
 
     `priority`: packets marked IP_TOS 0x10 go ahead of others. `delay_us`, `loss`: of what each node sends; they need
-    the kernel's sch_netem. Nothing is made before the `with` statement; that raises BoxUnavailable where this machine
-    cannot, and BoxError when the kernel refuses. Methods may be called from any thread.
+    the kernel's sch_netem. `near_mbit`: rate of a second link of each node, to the others of its `num_near` neighbours
+    (nodes 0 to `num_near` - 1, and so on), as devices of one server have. Nothing is made before the `with` statement;
+    that raises BoxUnavailable where this machine cannot, and BoxError when the kernel refuses. Methods may be called
+    from any thread.
     """
 
     def __init__(
-        self, *, num_nodes: int, mbit: float, priority: bool = True, delay_us: float = 0.0, loss: float = 0.0
+        self,
+        *,
+        num_nodes: int,
+        mbit: float,
+        priority: bool = True,
+        delay_us: float = 0.0,
+        loss: float = 0.0,
+        near_mbit: float | None = None,
+        num_near: int = 1,
     ) -> None:
         topology.check_num_nodes(num_nodes)
+        self._num_near = num_near
+        self._near_shape = None if near_mbit is None else LinkShape(mbit=near_mbit)
         shape = LinkShape(mbit=mbit, priority=priority, delay_us=delay_us, loss=loss)
         self.num_nodes = num_nodes
         self._shapes = [shape] * num_nodes
@@ -74,9 +86,12 @@ class Box:
         forwarding: list[str] = []
         for node, shape in enumerate(self._shapes):
             forwarding += topology.forwarding(node)
-            down += topology.shaping(topology.SWITCH_PORT.format(node), shape, sends=False)
+            first = node - node % self._num_near
+            near = [other for other in range(first, min(first + self._num_near, self.num_nodes)) if other != node]
+            beside: dict[str, Any] = {"near": near, "near_shape": self._near_shape}
+            down += topology.shaping(topology.SWITCH_PORT.format(node), shape, sends=False, **beside)
             self._keeper.configure(node, "ip", topology.node_links(node, self.num_nodes))
-            self._keeper.configure(node, "tc", topology.shaping(topology.NODE_DEVICE, shape, sends=True))
+            self._keeper.configure(node, "tc", topology.shaping(topology.NODE_DEVICE, shape, sends=True, **beside))
         self._keeper.configure(None, "bridge", forwarding)
         self._keeper.configure(None, "tc", down)
 

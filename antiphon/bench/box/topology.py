@@ -51,7 +51,7 @@ CONTROL_TOS = 0x10
 CONTROL_SHARE = 0.95
 MIN_MBIT, MAX_MBIT = 0.1, 40_000.0
 
-CONTROL_CLASS, BULK_CLASS = 10, 20
+CONTROL_CLASS, BULK_CLASS, NEAR_CLASS = 10, 20, 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,15 +169,31 @@ def node_links(node: int, num_nodes: int) -> list[str]:
     ]
 
 
-def shaping(device: str, shape: LinkShape, *, sends: bool) -> list[str]:
-    """Lines for `tc` that shape `device` the first time. `sends`: the node's own end, where delay and loss apply."""
+def shaping(
+    device: str, shape: LinkShape, *, sends: bool, near: Sequence[int] = (), near_shape: LinkShape | None = None
+) -> list[str]:
+    """Lines for `tc` that shape `device` the first time. `sends`: the node's own end, where delay and loss apply.
+    `near`: nodes that are reached over a link of their own, of `near_shape`, beside the one to all others."""
     lines = [f"qdisc add dev {device} root handle 1: htb default {BULK_CLASS}"]
     lines += [f"class add {line}" for line in _classes(device, shape)]
     lines += [f"qdisc add {line}" for line in _queues(device, shape, sends=sends)]
     if shape.priority:
         # 0xfc: all but the two bits of ECN.
         match = f"match ip dsfield {CONTROL_TOS:#x} 0xfc"
-        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 {match} flowid 1:{CONTROL_CLASS}")
+        lines.append(f"filter add dev {device} parent 1: protocol ip prio 2 u32 {match} flowid 1:{CONTROL_CLASS}")
+    if near and near_shape is not None:
+        rate, burst = round(near_shape.rate_bits_per_s), near_shape.burst_bytes
+        bucket = f"ceil {rate}bit burst {burst} cburst {burst} quantum {2 * FRAME_BYTES}"
+        lines += [
+            f"class add dev {device} parent 1: classid 1:{NEAR_CLASS} htb rate {rate}bit {bucket}",
+            f"qdisc add dev {device} parent 1:{NEAR_CLASS} handle {NEAR_CLASS}: bfifo limit {near_shape.queue_bytes}",
+        ]
+        end = "dst" if sends else "src"
+        lines += [
+            f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {end} {address(other)}/32 "
+            f"flowid 1:{NEAR_CLASS}"
+            for other in near
+        ]
     return lines
 
 
