@@ -47,7 +47,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test test-all test-oldest lint format bench gpu-check ray-check clients-check engines-check peers yardstick lock clean distclean
+.PHONY: help setup demo serve test test-all test-oldest lint format bench gpu-check ray-check clients-check peer-suite engines-check peers yardstick lock clean distclean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -104,6 +104,9 @@ clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain, openai, a
 
 engines-check: setup  ## give every command of plan --emit to the parsers of vLLM and SGLang (downloads 170 MB, installs nothing)
 	$(PY) benchmarks/engines_check.py
+
+peer-suite: setup  ## run the API tests of vLLM's source package (47 MB, fetched) against servers of ours
+	$(PY) scripts/peer_suite.py
 
 peers: setup  ## install the engines we compare with, each in its own environment under .peers
 	bash benchmarks/peers.sh

@@ -213,8 +213,11 @@ CLIENTS = (
     Client(
         "langchain",
         "langchain-openai",
-        ("langchain-openai==1.6.7",),
-        {"chat, stream, batch, completion, tools, structured output": program("langchain_client.py")},
+        ("langchain-openai==1.6.7", "langchain-tests==1.1.9"),
+        {
+            "chat, stream, batch, completion, tools, structured output": program("langchain_client.py"),
+            "LangChain's standard tests": program("langchain_standard.py"),
+        },
     ),
     Client(
         "openai",

@@ -23,12 +23,6 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 VOCABULARY, CONTEXT = 4096, 1024
 _PRE_TOKEN = r"[\r\n]+| {2,}|\t+| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -53,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`."""
+    """Write tokenizer.json and tokenizer_config.json into `folder`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -66,7 +60,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -
         "add_prefix_space": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE + "\n")
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.api_harness import Live, fake_engine, ids, live, small_tokenizer
+from antiphon.serve.text.dialects import Dialect, ReasoningFormat
+from tests.serve.api_harness import Live, fake_engine, ids, live, small_grammars, small_tokenizer
 from tests.serve.test_api_tools import HERMES, says
 
 LOOK = {
@@ -196,3 +197,25 @@ def test_thinking_is_a_block_and_comes_back() -> None:
         prompt = small_tokenizer().decode(token_ids, skip_special_tokens=False)
     assert "hmyes" in prompt
     assert "quick" in prompt
+
+
+def test_a_budget_ends_the_thinking_where_a_token_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 3}}
+    with live(says("x"), chat_template=HERMES + "{# <think> </think> #}") as server:
+        assert send(server, max_tokens=9, **budget).status_code == 200  # no token ends it, and clients send it anyway
+        assert server.engine.submissions[-1].params.grammar is None
+    form = ReasoningFormat(name="x", begin="<|im_start|>", end="<|im_start|>", starts_open=True)
+    monkeypatch.setattr("antiphon.serve.api.context.dialect_of", lambda *_, **__: Dialect(reasoning=form))
+    with live(says("x"), chat_template=HERMES) as server:
+        send(server, max_tokens=9, **budget)
+        grammar = server.engine.submissions[-1].params.grammar
+        assert grammar is not None
+        matcher = small_grammars().matcher(grammar)
+        thought, (end,) = ids("abc"), ids("<|im_start|>")
+        assert len(thought) >= 3
+        assert all(map(matcher.accept, thought[:3]))
+        assert matcher.accept(end)
+        matcher = small_grammars().matcher(grammar)
+        assert [matcher.accept(token) for token in (*thought[:3], thought[0])] == [True, True, True, False]
+        send(server, max_tokens=3, **budget)
+        assert server.engine.submissions[-1].params.grammar is None  # the answer ends first

@@ -121,3 +121,44 @@ def test_a_thousand_chats_at_once_are_below_the_limits() -> None:
 
     with live(says("a"), max_connections=2000) as server:
         assert set(asyncio.run(ask(server))) == {200}
+
+
+def test_a_batch_of_chats_is_answered_as_each_alone(server: Live) -> None:
+    conversations = [HELLO, [{"role": "user", "content": "another one"}]]
+    body: dict[str, Any] = {"max_tokens": 3, "return_token_ids": True, "seed": 4}
+    batch = server.http.post("/v1/chat/completions/batch", json={"messages": conversations, **body}).json()
+    assert [choice["index"] for choice in batch["choices"]] == [0, 1]
+    for choice, messages in zip(batch["choices"], conversations, strict=True):
+        alone = server.http.post("/v1/chat/completions", json={"messages": messages, **body}).json()
+        assert choice["prompt_token_ids"] == alone["prompt_token_ids"]
+        assert choice["message"] == alone["choices"][0]["message"]
+    assert batch["usage"]["completion_tokens"] == 6
+    for wrong, word in (({"messages": []}, "messages"), ({"messages": conversations, "stream": True}, "stream")):
+        refused = server.http.post("/v1/chat/completions/batch", json=wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, word)
+    long = server.http.post(
+        "/v1/chat/completions/batch", json={"messages": [HELLO, [{"role": "user", "content": "a" * 9999}]]}
+    )
+    assert "conversation 1" in long.json()["error"]["message"]
+
+
+def test_invocations_are_chats_or_completions(server: Live) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
+        asked = {"max_tokens": 2, **body}
+        own, other = (server.http.post(each, json=asked).json() for each in (path, "/invocations"))
+        assert (own["object"], own["choices"]) == (other["object"], other["choices"])
+    refused = server.http.post("/invocations", json={"max_tokens": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_a_prompt_is_cut_at_the_side_that_is_named(server: Live) -> None:
+    for side, kept in (("left", slice(-2, None)), ("right", slice(0, 2))):
+        server.http.post(
+            "/v1/completions", json={"prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 2, "truncation_side": side}
+        )
+        assert server.engine.submissions[-1].prompt_token_ids == [5, 6, 7, 8][kept]
+
+
+def test_all_wrong_keys_of_a_bias_are_named(server: Live) -> None:
+    refused = server.complete(logit_bias={"bad1": 1.0, "2": 1.0, "bad2": 1.0}).json()["error"]
+    assert "'bad1', 'bad2'" in refused["message"]

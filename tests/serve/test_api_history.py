@@ -52,6 +52,22 @@ def test_a_role_that_the_template_names_is_used() -> None:
     assert prompt_of([ASKED, {"role": "observation", "content": "o"}]) == "[user]a[observation]o"
 
 
+def test_a_role_that_the_template_writes_is_used_and_one_that_it_drops_is_refused() -> None:
+    assert prompt_of([ASKED, {"role": "poet", "content": "o"}]) == "[user]a[poet]o"
+    drops = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
+    with live(fake_engine(), chat_template=drops) as server:
+        refused = server.http.post("/v1/chat/completions", json={"messages": [ASKED, {"role": "poet", "content": "o"}]})
+        assert refused.json()["error"]["param"] == "messages[1].role"
+
+
+def test_the_id_of_a_result_may_be_missing_where_the_template_does_not_read_it() -> None:
+    result = {"role": "tool", "content": "r"}
+    assert prompt_of([ASKED, result], TEMPLATE + "{# 'tool' #}") == "[user]a[tool]r"
+    with live(fake_engine(), chat_template=TEMPLATE + "{# 'tool' #}{{ messages[-1].tool_call_id }}") as server:
+        refused = server.http.post("/v1/chat/completions", json={"messages": [ASKED, result]})
+        assert refused.json()["error"]["param"] == "messages[1].tool_call_id"
+
+
 def test_only_allowed_tools_are_called() -> None:
     choice: dict[str, Any] = {"mode": "auto", "tools": [LOOK]}
     with live(says(TWO_CALLS), chat_template=HERMES) as tools:

@@ -357,14 +357,16 @@ def test_a_bad_word_is_seen_when_its_tokens_came_one_at_a_time() -> None:
     assert seen.banned_ids() == {8}
 
 
-def test_log_probabilities_of_named_tokens_are_reported_in_their_order() -> None:
+def test_log_probabilities_of_named_tokens_and_the_sampled_one_are_reported_in_their_order() -> None:
     logits = random_logits(2)
     states = [state(temperature=0.0, logprobs=2, logprob_token_ids=(50, 3)), state(temperature=0.0, logprobs=1)]
     sampled = sample_tokens(logits, states, [0, 0])
     assert sampled.logprobs is not None
     (named,), (usual,) = (list(report or ()) for report in sampled.logprobs)
     expected = torch.log_softmax(logits[0], dim=-1)
-    assert [token_id for token_id, _ in named.top] == [50, 3]
-    assert [value for _, value in named.top] == pytest.approx(expected[[50, 3]].tolist())
+    own = int(logits[0].argmax())
+    assert own not in (50, 3)
+    assert [token_id for token_id, _ in named.top] == [50, 3, own]
+    assert [value for _, value in named.top] == pytest.approx(expected[[50, 3, own]].tolist())
     assert (named.token_id, named.rank) == (int(logits[0].argmax()), 1)
     assert usual.top[0][0] == sampled.token_ids[1]

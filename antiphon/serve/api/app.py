@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import chat, completions, drain, placement, status, tokens
+from antiphon.serve.api import chat, completions, drain, invocations, placement, status, tokens
 from antiphon.serve.api.anthropic import routes as anthropic
 from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
@@ -26,6 +26,7 @@ from antiphon.serve.api.openai_responses import routes as openai_responses
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest
 from antiphon.serve.api.request_ids import RequestIdMiddleware
 from antiphon.serve.api.requests import (
+    ChatBatchRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -43,6 +44,7 @@ _log = get_logger("serve.api")
 _REQUEST_MODELS: tuple[type[RequestModel], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ChatBatchRequest,
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
@@ -115,6 +117,7 @@ def create_app(
     for routes in (
         chat.router,
         completions.router,
+        invocations.router,
         anthropic.router,
         openai_responses.router,
         tokens.router,

@@ -14,17 +14,19 @@ from antiphon.serve.api.answer_json import (
     encoded_object,
 )
 from antiphon.serve.api.answer_limits import check_answer_size
-from antiphon.serve.api.chat_reading import chat_reading, compile_grammar
-from antiphon.serve.api.choice import ChoiceDelta
+from antiphon.serve.api.chat_reading import ChatReading, chat_reading, compile_grammar
+from antiphon.serve.api.choice import ChoiceDelta, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, client_of, context_of
+from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import chat_sampling, check_request
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt
-from antiphon.serve.api.requests import ChatCompletionRequest
+from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest
 from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
 from antiphon.serve.text.answer_fields import CallPiece
+from antiphon.specs.sampling import SamplingParams
 
 router = APIRouter(tags=["generation"])
 
@@ -35,9 +37,8 @@ class ChatShape:
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    prompt_ids_beside_choices = True
-
-    def __init__(self, tokens: TokenJson, *, with_logprobs: bool) -> None:
+    def __init__(self, tokens: TokenJson, *, with_logprobs: bool, prompt_ids_beside_choices: bool = True) -> None:
+        self.prompt_ids_beside_choices = prompt_ids_beside_choices
         self._tokens = tokens
         self._with_logprobs = with_logprobs
 
@@ -80,15 +81,30 @@ def _streamed_call(piece: CallPiece) -> dict[str, Any]:
 
 async def submit_chat(context: ApiContext, client: str, body: ChatCompletionRequest, generation: Generation) -> None:
     """From the request to answers under way, for all endpoints that speak with the model in turns."""
-    check_request(context, body, 1)
-    reading = chat_reading(context, body)
-    prompt = await chat_prompt(context, client, body, offers_tools=reading.offers_tools)
-    reading = reading.after(prompt.text)
-    grammar = await compile_grammar(context, body, client, reading)
+    await _submit(context, client, [body], generation)
+
+
+async def _submit(context: ApiContext, client: str, chats: list[ChatCompletionRequest], generation: Generation) -> None:
+    """Chats that differ in their messages only."""
+    body = chats[0]
+    check_request(context, body, len(chats))
+    offered = chat_reading(context, body)
     bad_words = await bad_word_ids(context, client, body.bad_words)
-    params = chat_sampling(context, body, len(prompt.token_ids), grammar, bad_words)
-    check_answer_size(context, body, [prompt], [params])
-    await generation.submit([prompt], [params], body, reading=reading)
+    prompts: list[TokenizedPrompt] = []
+    readings: list[ChatReading] = []
+    params: list[SamplingParams] = []
+    for number, chat in enumerate(chats):
+        try:
+            prompts.append(await chat_prompt(context, client, chat, offers_tools=offered.offers_tools))
+        except ApiError as error:
+            if len(chats) > 1:
+                error.message = f"conversation {number}: {error.message}"
+            raise
+        readings.append(offered.after(prompts[-1].text))
+        grammar = await compile_grammar(context, body, client, readings[-1])
+        params.append(chat_sampling(context, body, len(prompts[-1].token_ids), grammar, bad_words))
+    check_answer_size(context, body, prompts, params)
+    await generation.submit(prompts, params, body, readings=readings)
 
 
 @router.post(
@@ -98,8 +114,27 @@ async def submit_chat(context: ApiContext, client: str, body: ChatCompletionRequ
 )
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
-    body = await read_request(context, request, ChatCompletionRequest)
+    return await answer_chat(context, request, await read_request(context, request, ChatCompletionRequest))
+
+
+async def answer_chat(context: ApiContext, request: Request, body: ChatCompletionRequest) -> Response:
+    """The response to a request that was read."""
     async with generation_for(context, body, "chatcmpl") as generation:
         await submit_chat(context, client_of(request), body, generation)
         shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs))
+        return await respond(context, request, generation, shape, body)
+
+
+@router.post(
+    "/v1/chat/completions/batch",
+    summary="Answer several conversations",
+    **described_generation(ChatBatchRequest, ChatCompletionResponse),
+)
+async def create_chat_batch(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_request(context, request, ChatBatchRequest)
+    chats = body.conversations()
+    async with generation_for(context, body, "chatcmpl") as generation:
+        await _submit(context, client_of(request), chats, generation)
+        shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs), prompt_ids_beside_choices=False)
         return await respond(context, request, generation, shape, body)

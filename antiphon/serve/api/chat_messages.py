@@ -72,7 +72,7 @@ class PlainMessage(_Turn):
         str,
         Field(
             pattern="^[a-zA-Z0-9_-]{1,32}$",
-            description="system, developer, user, or a role that the chat template names.",
+            description="system, developer, user, or a role that the chat template writes.",
             json_schema_extra={"not": {"enum": ["assistant", "tool"]}},
         ),
     ]
@@ -112,7 +112,9 @@ class ToolMessage(_Turn):
 
     role: Literal["tool"]
     content: Content
-    tool_call_id: Annotated[str, Field(max_length=128)]
+    tool_call_id: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="Whose result it is; may be missing where the chat template does not read it."
+    )
 
 
 def _kind_of_message(value: object) -> str:

@@ -23,7 +23,7 @@ from antiphon.serve.api.requests import (
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text.answer_reader import AnswerReader, leaves_reasoning_open
 from antiphon.serve.text.call_grammar import ANSWER, Spelling, Wish, answer_rules
-from antiphon.serve.text.dialects import Dialect
+from antiphon.serve.text.dialects import MESSAGE_ENDS, Dialect
 from antiphon.serve.text.grammar_text import (
     choice_grammar,
     composed_grammar,
@@ -209,6 +209,18 @@ def _schema_of(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     return value
 
 
+def can_end_reasoning(context: ApiContext) -> bool:
+    """Whether this model's reasoning can be ended after a number of tokens: its closing mark must be a token."""
+    reasoning = context.dialect.reasoning
+    if reasoning is None or context.grammars is None:
+        return False
+    return _spelling(context).is_token(MESSAGE_ENDS[0] if context.dialect.has_channels else reasoning.end)
+
+
+def _spelling(context: ApiContext) -> Spelling:
+    return Spelling(context.tokenizer.token_bytes.added_ids, context.engine.info.eos_token_ids)
+
+
 async def compile_grammar(
     context: ApiContext, request: GenerationRequest, client: Hashable, reading: ChatReading | None = None
 ) -> str | None:
@@ -225,8 +237,7 @@ async def compile_grammar(
         raise bad_request("this model cannot follow a grammar (the server's log says why)", param=param)
     if by_rules:
         assert reading is not None
-        spelling = Spelling(context.tokenizer.token_bytes.added_ids, context.engine.info.eos_token_ids)
-        making = partial(reading.grammar, spelling, answer)
+        making = partial(reading.grammar, _spelling(context), answer)
         return await _compiled(context.grammars.compile_grammar(making, client), param)
     assert answer is not None
     if isinstance(request.response_format, JsonObjectFormat):

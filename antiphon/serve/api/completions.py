@@ -8,7 +8,7 @@ from antiphon.serve.api.answer_json import AnswerInTheMaking, CompletionLogprobs
 from antiphon.serve.api.answer_limits import check_answer_size
 from antiphon.serve.api.chat_reading import compile_grammar
 from antiphon.serve.api.choice import ChoiceDelta
-from antiphon.serve.api.context import client_of, context_of
+from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import check_request, completion_sampling
@@ -52,7 +52,11 @@ class CompletionShape:
 )
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
-    body = await read_request(context, request, CompletionRequest)
+    return await answer_completion(context, request, await read_request(context, request, CompletionRequest))
+
+
+async def answer_completion(context: ApiContext, request: Request, body: CompletionRequest) -> Response:
+    """The response to a request that was read."""
     async with generation_for(context, body, "cmpl") as generation:
         check_request(context, body, len(split_prompts(body.prompt)))
         prompts = await completion_prompts(context, client_of(request), body)

@@ -11,7 +11,7 @@ runs, so that its KV blocks are free at the next step.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from antiphon.base.errors import UserError
@@ -124,16 +124,18 @@ class Generation:
         request: GenerationRequest,
         *,
         echo: bool = False,
-        reading: ChatReading | None = None,
+        readings: Sequence[ChatReading] = (),
     ) -> None:
-        """Queue every answer with the engine. When it refuses one, `close` takes the others back."""
-        self._reads_reasoning = reading is not None
+        """Queue every answer with the engine. When it refuses one, `close` takes the others back. `readings`: of each
+        prompt that is a chat."""
+        self._reads_reasoning = bool(readings)
         engine = self._context.engine
         self.prompts = prompts
         self.num_answers = request.n or 1
         self._context.check_line(self.num_answers * len(prompts))
         stops = StopStrings(self._context.tokenizer, tuple(request.stop or ()))
-        for prompt, prompt_params in zip(prompts, params, strict=True):
+        of_prompts: Sequence[ChatReading | None] = readings or [None] * len(prompts)
+        for prompt, prompt_params, reading in zip(prompts, params, of_prompts, strict=True):
             for answer in range(self.num_answers):
                 async with self.pace:
                     index = len(self._requests)

@@ -27,7 +27,7 @@ from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.guard.input_limits import too_long
-from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
+from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, split_prompts
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.chat_rendering import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
@@ -98,7 +98,7 @@ async def completion_prompts(context: ApiContext, client: str, request: Completi
         else:
             context.limits.check_token_ids(part, "prompt")
             token_ids = part
-        kept = token_ids if num_kept is None else token_ids[-num_kept:]
+        kept = _kept(token_ids, request)
         as_given = part if isinstance(part, str) and len(kept) == len(token_ids) else None
         prompt = TokenizedPrompt(kept, as_given or "")
         if request.echo and (as_given is None or request.logprobs is not None):
@@ -139,8 +139,15 @@ async def chat_prompt(
     (token_ids,) = await encode_texts(
         context, client, [text], "messages", add_special_tokens=special, truncated=truncated
     )
-    kept = token_ids[-request.truncate_prompt_tokens :] if request.truncate_prompt_tokens is not None else token_ids
-    return _within_limits(context, TokenizedPrompt(kept, text), "messages")
+    return _within_limits(context, TokenizedPrompt(_kept(token_ids, request), text), "messages")
+
+
+def _kept(token_ids: list[int], request: GenerationRequest) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt."""
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is None:
+        return token_ids
+    return token_ids[:num_kept] if request.truncation_side == "right" else token_ids[-num_kept:]
 
 
 def _within_limits(context: ApiContext, prompt: TokenizedPrompt, param: str) -> TokenizedPrompt:
@@ -192,6 +199,7 @@ async def render_conversation(
         text = await _rendered(render, turns)
     except RequestTooLong as error:
         raise too_long(f"messages {error}", "messages") from None
+    _check_roles(text, turns)
     if not continues:
         return text
     if _CUT_HERE not in text:
@@ -261,16 +269,15 @@ def _turn_of(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMess
     role: str = message.role
     if role == "developer" and not tokenizer.template_reads("developer"):
         role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
-    if role not in _USUAL_ROLES and not tokenizer.template_reads(role):
-        raise bad_request(
-            f"{param}.role is {role!r}: this model's chat template does not know it; use {', '.join(_USUAL_ROLES)}",
-            param=f"{param}.role",
-        )
     turn: ChatMessage = {"role": role, "content": _text(message.content)}
     if isinstance(message, ToolMessage):
         if not tokenizer.template_reads("tool"):
             raise _not_read(f"{param}.role", "results of tools")
-        turn["tool_call_id"] = message.tool_call_id
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = message.tool_call_id
+        elif tokenizer.template_reads("tool_call_id"):
+            name = f"{param}.tool_call_id"
+            raise bad_request(f"{name} is missing: this model's chat template reads it", param=name)
     elif isinstance(message, AssistantMessage):
         _add_answered(tokenizer, message, turn, param)
     if message.name is not None and tokenizer.template_reads("name"):
@@ -292,6 +299,18 @@ def _add_answered(tokenizer: TextTokenizer, message: AssistantMessage, turn: Cha
         turn["reasoning_content"] = reasoning
     if message.content is message.refusal is reasoning is None and not message.tool_calls:
         raise bad_request(f"{param}.content is missing: send a text, or tool_calls", param=f"{param}.content")
+
+
+def _check_roles(text: str, turns: list[ChatMessage]) -> None:
+    """`ApiError` 400 where a template dropped a message, because it does not know the role."""
+    for number, turn in enumerate(turns):
+        role = turn["role"]
+        if role not in _USUAL_ROLES and not (role in text and turn["content"].strip() in text):
+            param = f"messages[{number}].role"
+            raise bad_request(
+                f"{param} is {role!r}: this model's chat template does not know it; use {', '.join(_USUAL_ROLES)}",
+                param=param,
+            )
 
 
 def _check_names(tokenizer: TextTokenizer, messages: list[Message]) -> None:

@@ -14,6 +14,7 @@ from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOpti
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
+_MAX_SHOWN = 8
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -57,9 +58,13 @@ def _check_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise PydanticCustomError("logit_bias", "it must be an object from token ids to numbers")
     bias: dict[int, float] = {}
+    wrong = [
+        key for key in value if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10)
+    ]
+    if wrong:
+        shown = {"wrong": ", ".join(repr(str(key)[:40]) for key in wrong[:_MAX_SHOWN])}
+        raise PydanticCustomError("logit_bias", "its keys must be token ids, digits in quotes, not {wrong}", shown)
     for key, weight in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise PydanticCustomError("logit_bias", "its keys must be token ids: digits in quotes")
         if type(weight) not in (int, float) or not -100 <= weight <= 100:
             raise PydanticCustomError("logit_bias", "its values must be numbers from -100 to 100")
         bias[int(key)] = float(weight)
@@ -210,6 +215,9 @@ class GenerationRequest(RequestModel):
     regex: Pattern | None = Field(None, description="As guided_regex.")
     ebnf: Pattern | None = Field(None, description="As guided_grammar.")
     truncate_prompt_tokens: PositiveCount | None = Field(None, description="Keep only this many of the last tokens.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncate_prompt_tokens cuts; right: the first tokens are kept. Default left."
+    )
     return_token_ids: bool | None = Field(
         None, description="Report the ids of prompt and answer: prompt_token_ids and token_ids. Default false."
     )
@@ -226,7 +234,7 @@ class GenerationRequest(RequestModel):
         None, description="Texts that must not come, at the beginning of a word or elsewhere."
     )
     logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=20, fail_fast=True)] | None = Field(
-        None, description="Report these tokens in place of the likeliest ones; needs logprobs."
+        None, description="Report these tokens, and the sampled one, in place of the likeliest ones; needs logprobs."
     )
     priority: Annotated[int, Field(ge=-_INT32_MAX, le=_INT32_MAX)] | None = Field(
         None, description="Requests with a smaller one go first. Default 0."
@@ -252,12 +260,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: NumLogprobs | None = Field(None, description="Alternatives to report for each token.")
 
 
-class ChatCompletionRequest(GenerationRequest, TemplateOptions):
-    """`POST /v1/chat/completions`."""
+class ChatOptions(GenerationRequest, TemplateOptions):
+    """What chats have in common, but for their messages."""
 
-    messages: list[Message] = Field(
-        min_length=1, fail_fast=True, description="The conversation, for the model's chat template."
-    )
     max_completion_tokens: PositiveCount | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Report the probability of each token. Default false.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives for each token; needs logprobs.")
@@ -271,6 +276,27 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     separate_reasoning: bool | None = Field(
         None, description="False: reasoning stays in the text, with its marks. Default true."
     )
+
+
+_Conversation = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatCompletionRequest(ChatOptions):
+    """`POST /v1/chat/completions`."""
+
+    messages: _Conversation = Field(description="The conversation, for the model's chat template.")
+
+
+class ChatBatchRequest(ChatOptions):
+    """`POST /v1/chat/completions/batch`: several conversations, the rest of the request for each of them."""
+
+    messages: Annotated[list[_Conversation], Field(min_length=1, fail_fast=True)]
+    stream: Literal[False] | None = Field(None, description="Batches are not streamed.")
+
+    def conversations(self) -> list[ChatCompletionRequest]:
+        """Each as a request of its own."""
+        options = {name: getattr(self, name) for name in ChatOptions.model_fields}
+        return [ChatCompletionRequest.model_construct(**options, messages=messages) for messages in self.messages]
 
 
 class TokenizeRequest(TemplateOptions):

@@ -115,9 +115,8 @@ async def _whole(
         async with generation.pace:
             choices.append(_whole_choice(shape, answer, body, of_prompts.get(answer.index)))
     fields = header | {"object": shape.object_name, "choices": encoded_list(choices), "usage": generation.usage()}
-    if body.return_token_ids and shape.prompt_ids_beside_choices:
-        fields["prompt_token_ids"] = answers[0].prompt_token_ids
-    if body.prompt_logprobs is not None and shape.prompt_ids_beside_choices:
+    if shape.prompt_ids_beside_choices:
+        fields["prompt_token_ids"] = answers[0].prompt_token_ids if body.return_token_ids else None
         fields["prompt_logprobs"] = of_prompts.get(0)
     return encoded_object(fields)
 
@@ -138,11 +137,9 @@ def _whole_choice(
 ) -> Encoded:
     choice = shape.whole(answer)
     choice["logprobs"] = None if answer.logprobs is None else answer.logprobs.take()
-    if body.return_token_ids:
-        choice["token_ids"] = answer.token_ids
-        if not shape.prompt_ids_beside_choices:
-            choice["prompt_token_ids"] = answer.prompt_token_ids
-    if body.prompt_logprobs is not None and not shape.prompt_ids_beside_choices:
+    choice["token_ids"] = answer.token_ids if body.return_token_ids else None
+    if not shape.prompt_ids_beside_choices:
+        choice["prompt_token_ids"] = answer.prompt_token_ids if body.return_token_ids else None
         choice["prompt_logprobs"] = of_prompt
     return encoded_object(choice)
 

@@ -268,9 +268,11 @@ def _report(
 
 
 def _of_tokens(logits_V: Tensor, report: PackedLogprobs, token_ids: Sequence[int]) -> PackedLogprobs:
-    """`report` of one row with these tokens, in their order, in place of the best alternatives."""
-    values = torch.log_softmax(logits_V.float(), dim=-1)[list(token_ids)].cpu().numpy()
+    """`report` of one row with these tokens, in their order, in place of the best alternatives; the row's own token
+    comes last unless it is among them."""
     own_id, own_value = np.frombuffer(report.ids, np.int32)[:1], np.frombuffer(report.values, np.float32)[:1]
+    token_ids = [*token_ids, *(own for own in own_id.tolist() if own not in token_ids)]
+    values = torch.log_softmax(logits_V.float(), dim=-1)[token_ids].cpu().numpy()
     return PackedLogprobs(
         num_top=len(token_ids),
         ids=np.concatenate([own_id, np.array(token_ids, dtype=np.int32)]).tobytes(),

@@ -120,7 +120,9 @@ class AnthropicToolChoice(RequestModel):
 
 class Thinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = Field(None, description="Changes nothing.")
+    budget_tokens: Count | None = Field(
+        None, description="Tokens after which thinking is ended, if the model has a token that ends it."
+    )
     display: str | None = Field(None, description="Changes nothing.")
 
 
@@ -191,9 +193,11 @@ class MessagesRequest(CountTokensRequest):
 # --- the chat that it is ----------------------------------------------------------------------------------------------
 
 
-def as_chat(body: CountTokensRequest, settable: frozenset[str], limits: InputLimits) -> ChatCompletionRequest:
+def as_chat(
+    body: CountTokensRequest, settable: frozenset[str], limits: InputLimits, *, ends_thinking: bool = False
+) -> ChatCompletionRequest:
     """The same as a chat request; `ApiError` 400 where a chat may not have so much. `settable`: variables of the chat
-    template that requests can set."""
+    template that requests can set. `ends_thinking`: the model's thinking can be ended by a grammar."""
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
@@ -210,6 +214,10 @@ def as_chat(body: CountTokensRequest, settable: frozenset[str], limits: InputLim
     if isinstance(body, MessagesRequest):
         chat |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream", "request_id")}
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+        if ends_thinking and body.thinking is not None and body.thinking.type == "enabled":
+            budget = body.thinking.budget_tokens
+            if budget is not None and budget < body.max_tokens:  # a larger one never ends anything
+                chat["thinking_token_budget"] = budget
         chat["user"] = body.metadata.user_id if body.metadata is not None else None
     return validate({name: value for name, value in chat.items() if value is not None}, ChatCompletionRequest, limits)
 

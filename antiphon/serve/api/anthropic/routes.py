@@ -6,6 +6,7 @@ from fastapi.responses import JSONResponse
 from antiphon.serve.api.anthropic.events import MessageEvents
 from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from antiphon.serve.api.chat import submit_chat
+from antiphon.serve.api.chat_reading import can_end_reasoning
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_request
@@ -32,7 +33,8 @@ router = APIRouter(tags=["Anthropic"])
 async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, MessagesRequest)
-    chat = as_chat(body, settable_variables(await context.texts.template_names()), context.limits)
+    settable = settable_variables(await context.texts.template_names())
+    chat = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
     async with generation_for(context, chat, "msg") as generation:
         await submit_chat(context, client_of(request), chat, generation)
         events = MessageEvents(generation, context.model_name)

@@ -32,7 +32,14 @@ _MAX_PATH_CHARACTERS = 200  # of a client's own names in an answer
 async def read_request(context: ApiContext, request: Request, model: type[AnyRequest]) -> AnyRequest:
     """The validated request; `ApiError` 400, 404 (not the served model), 408, 413 or 415 with a message that names the
     parameter."""
-    body = await _read_body(context, request, model)
+    return await read_any_request(context, request, lambda value: model)
+
+
+async def read_any_request(
+    context: ApiContext, request: Request, choose: Callable[[dict[str, Any]], type[AnyRequest]]
+) -> AnyRequest:
+    """The same for a route that takes several kinds of requests; `choose` tells a body's."""
+    body = await _read_body(context, request, choose)
     check_model_name(context, getattr(body, "model", None))
     if getattr(body, "request_id", "") is None:
         body.request_id = request_id_of(request.scope)  # type: ignore[attr-defined]
@@ -63,20 +70,21 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
         return await _in_time(_received(request, lambda _, body: check(body), take), context)
 
 
-async def _read_body(context: ApiContext, request: Request, model: type[_Model]) -> _Model:
+async def _read_body(context: ApiContext, request: Request, choose: Callable[[dict[str, Any]], type[_Model]]) -> _Model:
     limits = context.limits
     _check_headers(request, limits.max_body_bytes)
     count = StructureCount(limits)
     with context.body_memory.share() as take:
         body = await _in_time(_received(request, lambda chunk, _: count.add(chunk), take), context)
         if len(body) < _LARGE_BODY_BYTES:
-            return validate(parse_json(body), model, limits)
+            value = parse_json(body)
+            return validate(value, choose(value), limits)
         async with context.large_body:
             await asyncio.sleep(0)
             value = parse_json(body)
             del body
             await asyncio.sleep(0)
-            return validate(value, model, limits)
+            return validate(value, choose(value), limits)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

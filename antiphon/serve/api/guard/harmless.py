@@ -101,7 +101,6 @@ HARMLESS: dict[str, Harmless] = {
     "stream_interval": Harmless((1,), "every step's tokens are sent at once"),
     "stream_reasoning": Harmless((True,), "reasoning is streamed as it comes"),
     "task": Harmless((), "say it in the prompt"),
-    "truncation_side": Harmless(("left",), "truncate_prompt_tokens keeps the last tokens"),
     "use_audio_in_video": Harmless((False,), _ONLY_TEXT),
     "video_config": Harmless(({},), _ONLY_TEXT),
     # what an answer reports

@@ -108,7 +108,9 @@ class InputLimits:
         """`ApiError` 400 when an id is outside the model's vocabulary."""
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
-            raise bad_request(f"{param} holds token id {largest}: ids must be below {self.vocab_size}", param=param)
+            raise bad_request(
+                f"{param}: token id {largest} is out of vocabulary: ids must be below {self.vocab_size}", param=param
+            )
 
     def check_text(self, text: str, param: str, *, truncated: bool) -> None:
         """`ApiError` 400 when a text cannot fit, or is too long to keep only the last of its tokens."""

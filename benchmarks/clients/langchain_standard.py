@@ -1,0 +1,65 @@
+"""LangChain's own standard tests of a chat model, against a server. Usage: `langchain_standard.py URL MODEL`.
+
+Runs in an environment with `langchain-openai` and `langchain-tests`. Left out is what a model must be trained for:
+stopping by itself after it has seen the result of a tool. Exit code 1 if a test fails, or if hardly any ran.
+"""
+
+import os
+import sys
+from typing import Any
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+_LEAST = 25  # of the tests in version 1.1
+
+
+class TestServer(ChatModelIntegrationTests):
+    """The standard tests; properties say what the server can."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        url, model = os.environ["STANDARD_URL"], os.environ["STANDARD_MODEL"]
+        options = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "timeout": 60, "max_retries": 0}
+        return {**options, "max_tokens": 400, "temperature": 0.5, "seed": 3}
+
+    @property
+    def model_override_value(self) -> str:
+        return os.environ["STANDARD_MODEL"]
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+    @pytest.mark.skip(reason="the model must answer by itself once it has the result")
+    def test_agent_loop(self, model: BaseChatModel) -> None: ...
+
+
+class Count:
+    """Tests that passed."""
+
+    passed = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+
+
+def main() -> int:
+    os.environ["STANDARD_URL"], os.environ["STANDARD_MODEL"] = sys.argv[1:]
+    count = Count()
+    options = ["-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "--tb=line", "-rf", "--rootdir=/"]
+    code = pytest.main([*options, __file__], plugins=[count])
+    if count.passed < _LEAST:
+        print(f"failed: {count.passed} standard tests passed, of at least {_LEAST}")
+        return 1
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
