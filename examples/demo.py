@@ -5,7 +5,8 @@
 1. start `antiphon serve` with one attention worker, one expert worker and two micro-batches that take turns
 2. show its processes
 3. ask eight completions at once over HTTP, so that both micro-batches have work; print one of them as it streams
-4. stop the server; it prints what the timeline says: who waited for whom, and what communication was not hidden
+4. let the model call a tool and answer with its result
+5. stop the server; it prints what the timeline says: who waited for whom, and what communication was not hidden
 
 Everything has a time limit, and the server is gone when this ends, however it ends.
 """
@@ -49,7 +50,9 @@ class DemoError(RuntimeError):
 
 
 @contextlib.contextmanager
-def running_server(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def running_server(
+    model: Path, folder: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """(process, what it said when it was ready). Killed at the end if it still runs."""
     ready = folder / "server.json"
     log_path = folder / "server.log"
@@ -63,6 +66,7 @@ def running_server(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen
         str(ready),
         "--timeline",
         str(folder / "timeline.json"),
+        *options,
     ]
     print(f"$ antiphon serve {model.name} --layout disaggregated --micro-batches 2 --port 0", flush=True)
     with (
@@ -137,6 +141,32 @@ def ask(url: str) -> None:
     print(f"\n\n{num_tokens} tokens in {elapsed_s:.2f} s: {num_tokens / elapsed_s:.0f} tokens/s over all of them")
 
 
+def use_tool(url: str, question: str = "What is 17 plus 25?") -> str:
+    """An agent's loop, without a grammar: ask, call, result, answer; a line that says what happened."""
+    tool: dict[str, Any] = {"name": "add", "description": "Add two numbers."}
+    numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    tool["parameters"] = {"type": "object", "properties": numbers, "required": ["a", "b"]}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    said = question
+    for _ in range(2):
+        body = {"messages": messages, "tools": [{"type": "function", "function": tool}], "temperature": 0}
+        response = httpx.post(
+            f"{url}/v1/chat/completions", json=body | {"max_tokens": 80}, timeout=ANSWER_TIMEOUT_S, trust_env=False
+        )
+        if response.status_code != 200:
+            raise DemoError(f"the server answered {response.status_code}: {response.text}")
+        message = response.json()["choices"][0]["message"]
+        if not message.get("tool_calls"):
+            return f"{said} -> {message['content']}"
+        call = message["tool_calls"][0]
+        arguments = json.loads(call["function"]["arguments"])
+        result = str(sum(arguments.values()))
+        said += f" -> {call['function']['name']}({', '.join(f'{k}={v}' for k, v in arguments.items())}) -> {result}"
+        messages += [{"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": result}]
+    raise DemoError("the model called a second time: run the demo on the shipped model")
+
+
 def stop(process: subprocess.Popen[bytes], log_path: Path) -> None:
     """SIGTERM, as a service manager would; then pass on what the server says of its timeline."""
     process.send_signal(signal.SIGTERM)
@@ -164,6 +194,8 @@ def demonstrate(model: Path) -> None:
     ):
         show_server(facts)
         ask(facts["url"])
+        if model == MODEL:
+            print(f"\nA tool, called without a grammar: {use_tool(facts['url'])}")
         stop(process, Path(name) / "server.log")
 
 

@@ -2,8 +2,10 @@
 
 The engine stands in for a model that obeys: what it writes depends on what it reads, as the template wrote it."""
 
+import importlib.util
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +95,18 @@ def test_ask_call_result_answer(form: str, stream: bool) -> None:
         assert second.message.reasoning == "I have to add."
         prompt = small_tokenizer().decode(engine.submissions[-1].prompt_token_ids, skip_special_tokens=False)
         assert f"CALLED {call.id} {json.dumps(CALL[1], ensure_ascii=False)}{END}" in prompt
+
+
+@pytest.mark.parametrize("template", ["chat_template.jinja", "tags.jinja"])
+def test_the_shipped_model_calls_a_tool_and_answers(template: str, tmp_path: Path) -> None:
+    """In two formats, trained and not forced."""
+    path = Path(__file__).parents[2] / "examples" / "demo.py"
+    spec = importlib.util.spec_from_file_location("demo", path)
+    assert spec is not None
+    assert spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    options = ("--chat-template", str(demo.MODEL / template), "--threads", "1", "--kv-bytes", "64MiB")
+    with demo.running_server(demo.MODEL, tmp_path, *options) as (_, facts):
+        said = demo.use_tool(facts["url"])
+    assert said == "What is 17 plus 25? -> add(a=17, b=25) -> 42 -> The sum is 42."
