@@ -362,11 +362,13 @@ class ServeConfig:
             raise UserError(f"--layout hybrid with --tp and --expert-tp: {error}") from error
 
     @property
-    def num_side_by_side(self) -> int:
-        """Steps of an attention worker that may run at once. One, of all its micro-batches, where they cannot be told
-        apart: several ranks follow its steps one by one, and a record of routing is by step."""
-        is_simple = self.attention_tp == 1 and self.record_routing is None and self.replay_routing is None
-        return self.num_micro_batches if self.stepping == "free" and is_simple else 1
+    def side_by_side(self) -> bool:
+        """Whether each micro-batch of an attention worker is a step of its own. Not where they cannot be told apart:
+        several ranks follow their leader's steps one by one, a record of routing is by step, and a device's stream is
+        one order of work."""
+        is_recorded = self.record_routing is not None or self.replay_routing is not None
+        is_simple = self.attention_tp == 1 and not is_recorded and not self.uses_streams("attention")
+        return self.stepping == "free" and is_simple
 
     @property
     def topology(self) -> TwoLevel:

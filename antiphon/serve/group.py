@@ -11,7 +11,8 @@ Attention workers step in one of two ways:
               that take part, so experts wait for exactly those and an idle worker delays no other
     free      each for itself: the next step begins with a worker's own answer, and a slow one delays no other. Expert
               workers compute what is ready of a layer together (`comm/m2n/ready_batches`). A worker runs as many steps
-              side by side as there are micro-batches, each of other requests (`worker/side_by_side`)
+              side by side as there are micro-batches, each of other requests (`worker/side_by_side`). Behind each of
+              these lanes the next step may wait at the worker, planned before the tokens are known that it begins with
 
 What needs all to stand still (to begin anew, to take requests back) holds new steps until no step runs; where experts
 are may change beside steps (`placement_control`). How the workers begin anew after a failure is in `recovery`.
@@ -69,17 +70,19 @@ class StepFailure:
     blamed: dict[Request, int]
 
 
-_Place = tuple[WorkerName, int]  # an attention worker, and which of the steps that it may run side by side
+# An attention worker, and which of its steps: lane i has two in turn, at i and at i + the number of lanes.
+_Place = tuple[WorkerName, int]
 
 
 @dataclass
 class _Part:
     """One attention worker's part of a step. `plan` None: it has no rows, and takes part because others need its
-    experts. `step`: number of the step with which it was sent last."""
+    experts. `step`: number of the step with which it was sent last. `is_masked`: it has grammars to follow."""
 
     plan: StepPlan | None
     micro_batches: list[list[SequenceStep]]
     step: int = 0
+    is_masked: bool = False
 
 
 class PrefillOwner(Protocol):
@@ -106,7 +109,7 @@ class StepGroup:
         tracked: TrackedRequests,
         timeout_s: float,
         steps_freely: bool = False,
-        num_side_by_side: int = 1,
+        side_by_side: bool = False,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes, bytes], None] | None = None,
@@ -129,7 +132,8 @@ class StepGroup:
         self.owner: PrefillOwner | None = None
         self._num_micro_batches = num_micro_batches
         self._steps_freely = steps_freely
-        self._lanes = range(num_side_by_side)
+        self._side_by_side = side_by_side
+        self._num_lanes = num_micro_batches if side_by_side else 1
         self._is_held = False
         self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
         self._parts: dict[_Place, _Part] = {}  # planned and not computed
@@ -160,7 +164,7 @@ class StepGroup:
     @property
     def num_side_by_side(self) -> int:
         """Steps that may run at once, each with a number of its own."""
-        return len(self.schedulers) * len(self._lanes) if self._steps_freely else 1
+        return len(self.schedulers) * self._num_lanes if self._steps_freely else 1
 
     @property
     def quiet(self) -> bool:
@@ -173,27 +177,51 @@ class StepGroup:
         """Plan and send the next steps, or those that failed again, where none is running and there is work."""
         if self._is_held or not (self.quiet or self._steps_freely) or not self._prepare_steps():
             return
-        idle = [place for name in self.live_attention for place in self._places(name) if place not in self._running]
-        late = {place for place in idle if place not in self._parts and self._awaits_mask(place[0])}
         if self._steps_freely:
-            idle = [place for place in idle if place not in late]
-        elif late and not self._parts:
+            self._start_freely()
+        else:
+            self._start_together()
+
+    def _start_together(self) -> None:
+        """One step of all workers that have work."""
+        places = [(name, 0) for name in self.live_attention]
+        if not self._parts and any(self._awaits_mask(name) for name, _ in places):
             return
-        for place in idle:
+        for place in places:
             if place not in self._parts:
                 self._plan(place)
-        ready = [place for place in idle if place in self._parts]
+        ready = [place for place in places if place in self._parts]
         if ready and self.members.share_experts:
-            self._parts |= {place: _Part(None, []) for place in idle if place not in ready}
-            ready = idle
-        if self._steps_freely:
-            for place in sorted(ready, key=lambda place: self._parts[place].step or math.inf):  # failed ones in order
-                self._send_step([place])
-        elif ready:
+            self._parts |= {place: _Part(None, []) for place in places if place not in ready}
+            ready = places
+        if ready:
             self._send_step(ready)
 
+    def _start_freely(self) -> None:
+        """A step in each lane that has none; behind one that runs, the next."""
+        for name in self.live_attention:
+            is_late = self._awaits_mask(name)
+            for lane in range(self._num_lanes):
+                first, second = (name, lane), (name, lane + self._num_lanes)
+                taken = [place for place in (first, second) if place in self._parts]
+                if not taken and not is_late:
+                    self._plan(first)
+                elif len(taken) == 1 and taken[0] in self._running and self._side_by_side:
+                    self._plan_ahead(taken[0], second if taken[0] == first else first)
+        live = set(self.live_attention)
+        ready = [place for place in self._parts if place[0] in live and place not in self._running]
+        for place in sorted(ready, key=lambda place: self._parts[place].step or math.inf):  # failed ones in their order
+            self._send_step([place])
+
     def _places(self, name: WorkerName) -> list[_Place]:
-        return [(name, lane) for lane in self._lanes]
+        return [(name, index) for index in range(2 * self._num_lanes)]
+
+    def _plan_ahead(self, before: _Place, place: _Place) -> None:
+        part = self._parts[before]
+        if part.plan is None or part.is_masked:
+            return
+        if (plan := self.schedulers[place[0]].schedule_ahead(part.plan, self._num_lanes)) is not None:
+            self._parts[place] = _Part(plan, [list(plan.sequences)])
 
     def hold(self) -> None:
         """No step begins from now on, until `take_back`."""
@@ -231,10 +259,10 @@ class StepGroup:
         return True
 
     def _plan(self, place: _Place) -> None:
-        scheduler, num_side_by_side = self.schedulers[place[0]], len(self._lanes)
-        if (plan := scheduler.schedule(num_side_by_side)) is None:
+        scheduler = self.schedulers[place[0]]
+        if (plan := scheduler.schedule(self._num_lanes)) is None:
             return
-        if num_side_by_side > 1:
+        if self._side_by_side:
             micro_batches = [list(plan.sequences)]
         else:
             ratio = scheduler.config.context_tokens_per_row
@@ -243,7 +271,7 @@ class StepGroup:
 
     def _messages(self, places: list[_Place]) -> dict[WorkerName, RunStep]:
         """A step at these places, as each of their workers gets it."""
-        parts, (_, lane) = {place[0]: self._parts[place] for place in places}, places[0]
+        parts = {place[0]: self._parts[place] for place in places}
         num_micro_batches = max(len(part.micro_batches) for part in parts.values())
         participants = [
             [name.index for name, part in parts.items() if len(part.micro_batches) > index]
@@ -256,17 +284,19 @@ class StepGroup:
         for name, part in parts.items():
             plan, part.step = part.plan, self._num_steps
             missing = num_micro_batches - len(part.micro_batches) if self.members.share_experts else 0
+            bitmasks = self._bitmasks(name, plan)
+            part.is_masked = bool(bitmasks)
             messages[name] = RunStep(
                 step=self._num_steps,
                 released=list(plan.released) if plan is not None else [],
                 starts=list(plan.starts) if plan is not None else [],
-                micro_batches=part.micro_batches + [[]] * missing,
+                micro_batches=self.schedulers[name].with_known_tokens(part.micro_batches) + [[]] * missing,
                 participants=participants,
-                first_micro_batch=lane,
+                first_micro_batch=places[0][1] % self._num_lanes,
                 prefill=prefill,
                 most_rows=most_rows,
                 placement=0 if self.placing is None else self.placing.current.version,
-                bitmasks=self._bitmasks(name, plan),
+                bitmasks=bitmasks,
                 offers=self.owner.offers(plan) if self.owner is not None and plan is not None else [],
             )
         return messages
@@ -360,8 +390,7 @@ class StepGroup:
         if failed.reason != "aborted" and self._recovery.phase is RecoveryPhase.STEPPING:  # later ones report the same
             reported = failed.reason == "error"
             owners = [each for each in self._running if not reported or each[0] == worker.name.leader]
-            if failed.step and worker.name.leader == worker.name:
-                owners = [each for each in owners if self._is_of(each, failed.step)]
+            owners = [each for each in owners if self._is_of(each, failed.step)] or owners
             failure = self._failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)

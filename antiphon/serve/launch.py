@@ -95,7 +95,7 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
             schedulers=[Scheduler(pool.scheduler_config) for _ in attention],
             num_micro_batches=pool.config.num_micro_batches,
             steps_freely=pool.config.stepping == "free",
-            num_side_by_side=pool.config.num_side_by_side,
+            side_by_side=pool.config.side_by_side,
             fleet=fleet,
             statistics=statistics,
             tracked=tracked,
@@ -254,7 +254,7 @@ def _exchange(run: PreparedEngine, name: WorkerName) -> ExchangeConfig | None:
         dtype=config.own("attention").dtype,
         library=config.exchange_library,
         merges=config.stepping == "free",
-        side_by_side=config.num_side_by_side > 1,
+        side_by_side=config.side_by_side,
     )
 
 

@@ -262,10 +262,10 @@ def _say_who_shares_gpus(run: PreparedEngine) -> None:
 
 def _say_how_it_steps(config: ServeConfig) -> None:
     """One line if micro-batches step together although attention workers do not."""
-    if config.stepping == "free" and config.num_side_by_side < config.num_micro_batches:
+    if config.stepping == "free" and not config.side_by_side:
         _log.info(
             "--stepping free: attention workers step each for itself, the micro-batches of one step together; with "
-            "--tp 1 and without --record-routing each would be a step of its own"
+            "--tp 1, on CPUs and without --record-routing each would be a step of its own"
         )
 
 

@@ -118,6 +118,8 @@ class RequestRouter:
 
     def _drain_workers(self) -> None:
         """Move what drained workers have to others: what waits at once, what runs when one has room for it."""
+        for name, scheduler in self._workforce.request_schedulers.items():
+            scheduler.may_plan_ahead = name not in self._workforce.drained  # else they would always be in flight
         for name in self._workforce.drained & self._workforce.request_schedulers.keys():
             scheduler = self._workforce.schedulers[name]
             for request in list(scheduler.requests.values()):

@@ -33,7 +33,7 @@ def install() -> None:
     from antiphon.serve.worker.side_by_side import SideBySide
 
     way, point = os.environ[WAY], int(os.environ[POINT])
-    begin = SideBySide.begin
+    start = SideBySide._start
     run, dispatch, forward = AttentionRunner.run, NativeAttentionExchange.dispatch, ExpertHalf.forward
     poisonous: set[str] = set()
     state = {"broken": False}
@@ -60,9 +60,9 @@ def install() -> None:
         look_at(step)
         return run(self, step)
 
-    def begin_poisoned(self: SideBySide, step: Any) -> None:
+    def start_poisoned(self: SideBySide, step: Any) -> None:
         look_at(step)
-        begin(self, step)
+        start(self, step)
 
     def dispatch_poisoned(
         self: NativeAttentionExchange, layer: int, micro_batch: int, rows: Any, ids: Any, weights: Any
@@ -78,7 +78,7 @@ def install() -> None:
 
     for owner, name, replacement in (
         (AttentionRunner, "run", run_poisoned),
-        (SideBySide, "begin", begin_poisoned),
+        (SideBySide, "_start", start_poisoned),
         (NativeAttentionExchange, "dispatch", dispatch_poisoned),
         (ExpertHalf, "forward", forward_poisoned),
     ):

@@ -175,6 +175,14 @@ class Simulation:
         check_scheduler(self.scheduler)
         return plan
 
+    def plan_ahead(self, before: StepPlan) -> StepPlan | None:
+        """The step behind one that runs."""
+        if any(self.mask_delays.get(step.request_id) for step in before.sequences):
+            return None  # as the engine: what a grammar allows behind an unknown token is unknown
+        plan = self.scheduler.schedule_ahead(before, self.num_side_by_side)
+        check_scheduler(self.scheduler)
+        return plan
+
     def compute(self, plan: StepPlan, made: tuple[list[int], list[tuple[str, int]]] | None = None) -> list[Request]:
         """`made`: what the worker made of the plan, if it has run it already."""
         sampled, reported = self.worker.run(plan) if made is None else made

@@ -1,13 +1,13 @@
 """The policy under random load: arrivals, aborts, tiny pools, failures. Every request ends with exactly its tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.request import SchedulerConfig
-from antiphon.serve.policy.step import StepPlan
+from antiphon.serve.policy.step import PENDING, StepPlan
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import Simulation, check_scheduler, expected_output
 
@@ -125,8 +125,33 @@ def test_every_request_ends_with_exactly_its_tokens(
         assert rows == list(wanted), "each prompt row reports once, in order"
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A step that its worker has computed and not answered."""
+
+    plan: StepPlan
+    made: Any
+    written: dict[int, bytes]
+
+    @staticmethod
+    def of(simulation: Simulation, plan: StepPlan) -> "_Running":
+        return _Running(plan, simulation.worker.run(plan), simulation.written(plan))
+
+    @staticmethod
+    def ahead(simulation: Simulation, before: "_Running") -> "_Running | None":
+        """The step behind, planned while `before` runs; the worker puts in the tokens that it has sampled."""
+        plan = simulation.plan_ahead(before.plan)
+        if plan is None:
+            return None
+        newest = dict(zip((each.request_id for each in before.plan.sequences), before.made[0], strict=True))
+        assert all(each.token_ids == (PENDING,) for each in plan.sequences)
+        known = tuple(each._replace(token_ids=(newest[each.request_id],)) for each in plan.sequences)
+        made = simulation.worker.run(replace(plan, sequences=known))
+        return _Running(plan, made, simulation.written(plan))
+
+
 @settings(max_examples=120, deadline=None)
-@given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES, MASK_DELAYS, st.integers(2, 4), st.data())
+@given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES, MASK_DELAYS, st.integers(1, 4), st.data())
 def test_steps_side_by_side_share_no_request_and_no_block(
     config: SchedulerConfig,
     load: list[Load],
@@ -136,9 +161,9 @@ def test_steps_side_by_side_share_no_request_and_no_block(
     data: st.DataObject,
 ) -> None:
     """They end in any order, while requests are aborted, the worker is lost and plans are void. What a step writes
-    stays as it is until its end."""
+    stays as it is until its end. Behind some the next one was planned before their tokens were known."""
     simulation = Simulation(config, mask_delays=mask_delays, num_side_by_side=num_side_by_side)
-    running: list[tuple[StepPlan, Any, dict[int, bytes]]] = []
+    lanes: list[list[_Running]] = []
     aborted: set[str] = set()
     for now in range(3_000):
         for index, item in enumerate(load):
@@ -148,18 +173,21 @@ def test_steps_side_by_side_share_no_request_and_no_block(
                 aborted.add(str(index))
         check_scheduler(simulation.scheduler)
         if (failure := failures.get(now)) in {"lost", "withdrawn"}:
-            running.clear()
+            lanes.clear()
             (simulation.lose_worker if failure == "lost" else simulation.withdraw)()
-        while len(running) < num_side_by_side and (plan := simulation.plan()) is not None:
+        while len(lanes) < num_side_by_side and (plan := simulation.plan()) is not None:
             assert len(plan.sequences) <= -(-config.max_batch_tokens // num_side_by_side)
-            made = simulation.worker.run(plan)
-            running.append((plan, made, simulation.written(plan)))
-            names = [step.request_id for each, _, _ in running for step in each.sequences]
+            lanes.append([_Running.of(simulation, plan)])
+            names = [step.request_id for lane in lanes for step in lane[0].plan.sequences]
             assert len(names) == len(set(names))
-        if running:
-            plan, made, written = running.pop(data.draw(st.integers(0, len(running) - 1), "which ends"))
-            assert simulation.written(plan) == written
-            simulation.compute(plan, made)
+        if lanes:
+            lane = lanes[data.draw(st.integers(0, len(lanes) - 1), "which ends")]
+            if data.draw(st.booleans(), "ahead") and len(lane) == 1:
+                lane += [each for each in [_Running.ahead(simulation, lane[0])] if each is not None]
+            ended = lane.pop(0)
+            assert simulation.written(ended.plan) == ended.written
+            simulation.compute(ended.plan, ended.made)
+            lanes = [each for each in lanes if each]
         elif now > 60 and not simulation.scheduler.has_work:
             break
     assert not simulation.scheduler.has_work

@@ -19,7 +19,7 @@ from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.admission import fill_step
 from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
-from antiphon.serve.policy.step import StepPlan
+from antiphon.serve.policy.step import PENDING, SequenceStep, StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step
 
@@ -34,6 +34,7 @@ class Scheduler:
         self.counters = self.book.counters
         self._in_flight: dict[int, StepPlan] = {}  # by step, oldest first
         self._next_step_id = 0
+        self.may_plan_ahead = True
 
     @property
     def has_work(self) -> bool:
@@ -72,13 +73,52 @@ class Scheduler:
     def schedule(self, num_side_by_side: int = 1) -> StepPlan | None:
         """The next step, or None if there is nothing to compute, or all that is left waits for masks, arrivals or steps
         in flight. `num_side_by_side`: so many steps may be in flight; each gets a fair share."""
-        assert len(self._in_flight) < num_side_by_side, f"{len(self._in_flight)} plans were not committed"
+        most = max(1, 2 * num_side_by_side - 1)  # with those ahead of others
+        assert len(self._in_flight) < most, f"{len(self._in_flight)} plans were not committed"
         plan = fill_step(self.book, self._next_step_id, num_side_by_side)
         if not plan.sequences:
             waits = self._in_flight or any(each.awaits_mask or each.arrives for each in self.requests.values())
             assert waits or not self.requests, "requests are left, but none can run"
             return None
         self.book.released.clear()
+        return self._send(plan)
+
+    def schedule_ahead(self, before: StepPlan, num_side_by_side: int = 1) -> StepPlan | None:
+        """The step behind `before`, which is in flight: the same requests, with the tokens that it samples for them
+        (`PENDING`). One that ends with such a token has a row for nothing, which `commit` drops.
+
+        None where a step that knows more is better: requests wait for a place, are in the middle of their prompts or
+        in the express lane, blocks are scarce, or the step has more than its share of requests."""
+        book, size = self.book, self.config.block_size
+        if not self.may_plan_ahead or book.waiting or not all(step.samples for step in before.sequences):
+            return None
+        if not all(self.is_in_flight(each) or each.arrives for each in book.running):
+            return None
+        going_on = [self.requests[step.request_id] for step in before.sequences]
+        going_on = [request for request in going_on if self._may_go_on(request)]
+        growing = [request for request in going_on if len(request.token_ids) == len(request.block_table) * size]
+        is_crowded = len(going_on) > -(-len(book.running) // num_side_by_side) or len(growing) > book.num_free_blocks
+        if not going_on or is_crowded or any(request.num_promised_blocks for request in going_on):
+            return None
+        for request in growing:
+            request.block_table.append(book.pool.allocate_one())
+        sequences = tuple(self._pending_step(request) for request in going_on)
+        return self._send(StepPlan(self._next_step_id, (), (), sequences, len(sequences)))
+
+    def _may_go_on(self, request: Request) -> bool:
+        """It does not end with its next token for sure."""
+        num_tokens = len(request.token_ids) + 1
+        num_left = request.num_prompt + request.params.max_tokens - num_tokens
+        return request.finish_reason is None and num_left > 0 and num_tokens < self.config.max_model_len
+
+    def _pending_step(self, request: Request) -> SequenceStep:
+        first, start = request.num_blocks_sent, len(request.token_ids)
+        request.num_blocks_sent = len(request.block_table)
+        request.planned_step = self._next_step_id
+        new_blocks = tuple(request.block_table[first:])
+        return SequenceStep(request.request_id, request.slot, (PENDING,), start, first, new_blocks, True, 0, 0)
+
+    def _send(self, plan: StepPlan) -> StepPlan:
         self._next_step_id += 1
         self._in_flight[plan.step_id] = plan
         self.book.steps_in_flight.add(plan.step_id)
@@ -104,7 +144,7 @@ class Scheduler:
                 self.book.publish_computed(request)
             if token_id is None and request.num_computed < len(request.token_ids):
                 continue
-            if self.go_on(request, token_id):
+            if self.go_on(request, token_id) and not self.is_in_flight(request):
                 self._leave(request)
             progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
@@ -125,6 +165,14 @@ class Scheduler:
             request.finish_reason = reason
             request.status = RequestStatus.FINISHED
         return reason is not None
+
+    def with_known_tokens(self, micro_batches: list[list[SequenceStep]]) -> list[list[SequenceStep]]:
+        """Rows of steps in flight, with the tokens that were committed since they were planned ahead."""
+        return [list(map(self._known, each)) if _is_ahead(each) else each for each in micro_batches]
+
+    def _known(self, sequence: SequenceStep) -> SequenceStep:
+        token_ids = self.requests[sequence.request_id].token_ids[sequence.start : sequence.start + 1]
+        return sequence._replace(token_ids=tuple(token_ids)) if token_ids else sequence
 
     def take_arriving(self) -> list[Request]:
         """Requests admitted since the last call whose keys and values a prefill worker is to compute."""
@@ -182,11 +230,15 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _leave_aborted(self, *, also_arriving: bool = False) -> None:
-        """Free what was aborted while a step with it was in flight."""
+        """Free what ended while a step with it was in flight."""
         ended = [request for request in self.book.running if request.status is RequestStatus.FINISHED]
         for request in ended:
             if not self.is_in_flight(request) and (also_arriving or not request.arrives):
                 self._leave(request)
+
+
+def _is_ahead(sequences: Sequence[SequenceStep]) -> bool:
+    return bool(sequences) and sequences[0].token_ids == (PENDING,)
 
 
 def _finish_reason(request: Request, max_model_len: int) -> FinishReason | None:

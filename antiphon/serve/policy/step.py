@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from antiphon.specs.sampling import SamplingParams
 
+PENDING = -1  # in the place of a token that the step before samples: its worker knows it first
+
 
 class SequenceStart(NamedTuple):
     """A request that the worker does not know (any more): everything about it but its blocks.
@@ -35,6 +37,7 @@ class SequenceStep(NamedTuple):
 
     `new_blocks` go into the block table from entry `first_new_block` on; 0 there means the table begins anew.
     `samples`: the last row yields the next token, number `start + len(token_ids) - num_prompt` of the output.
+    `token_ids` (`PENDING`,): the token that the step in flight before this one samples for the request.
     Rows `logprob_begin` to `logprob_end - 1` report the log-probability of the prompt token that follows them.
     """
 

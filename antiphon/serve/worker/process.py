@@ -146,7 +146,7 @@ def serve_side_by_side(worker: AttentionWorker, steps: SideBySide, channel: Chan
     while True:
         message = orders.poll() if steps.num_running else orders.next()
         if isinstance(message, RunStep):
-            _answer(steps, channel, partial(steps.begin, message), message.step)
+            _answer(steps, channel, partial(steps.begin, message))
         elif isinstance(message, Reset):
             steps.forget()
             _reset(worker, channel, message)
@@ -160,16 +160,14 @@ def serve_side_by_side(worker: AttentionWorker, steps: SideBySide, channel: Chan
             channel.send(ExchangeReport(worker.exchange.traffic()))
 
 
-def _answer(
-    steps: SideBySide, channel: Channel, work: Callable[[], StepResult | None], number: int | None = None
-) -> bool:
-    """Do some work of step `number` (None: of the one whose turn it is) and say what came of it. True: a step ended."""
+def _answer(steps: SideBySide, channel: Channel, work: Callable[[], StepResult | None]) -> bool:
+    """Do some work and say what came of it. True: a step ended."""
     result: StepResult | StepFailed | None
     try:
         result = work()
     except Exception as error:
         steps.forget()
-        result = _failed(error, steps.current_step if number is None else number)
+        result = _failed(error, steps.current_step)
     if result is not None:
         channel.send(result)
     return isinstance(result, StepResult)

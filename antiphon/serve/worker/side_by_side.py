@@ -1,7 +1,9 @@
 """Several steps of one attention worker at once, each a micro-batch of its own (`--stepping free`).
 
-A step that has its tokens is answered while the others go on, and the engine's next one takes its place. So neither the
-head and the choice of tokens nor the way to the engine and back holds up the experts' work for the other steps.
+A step that has its tokens is answered while the others go on, and the engine's next one takes its place. That one may
+be here already, planned before its first tokens were known (`PENDING`): it begins at once, with the tokens of the step
+before it. So neither the head and the choice of tokens nor the way to the engine and back holds up the experts' work
+for the other steps.
 
 The worker takes, again and again, what can be done without waiting:
 
@@ -27,7 +29,7 @@ from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.step import PENDING, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender
@@ -80,7 +82,7 @@ class _Step:
 
 
 class SideBySide(AttentionRunner):
-    """The steps of one attention worker. `begin` any, at most as many as there are micro-batches; then `advance`."""
+    """The steps of one attention worker. `begin` some, at most two of a micro-batch; then `advance`."""
 
     _exchange: SharedExchange
 
@@ -97,37 +99,60 @@ class SideBySide(AttentionRunner):
     ) -> None:
         super().__init__(half, exchange, cache, tables, stage, routing, recorder, sender)
         self._steps: list[_Step] = []  # by their last piece of work, the oldest first
+        self._behind: dict[int, RunStep] = {}  # by micro-batch: begins when the one before it has its tokens
+        self._newest: dict[int, dict[str, int]] = {}  # by micro-batch: the tokens that its last step sampled
         self._counted_until_ns = 0
 
     @property
     def num_running(self) -> int:
-        """Steps under way."""
-        return len(self._steps)
+        """Steps under way, or waiting behind one."""
+        return len(self._steps) + len(self._behind)
+
+    def begin(self, order: RunStep) -> None:
+        """One more step, of one micro-batch. Behind one of the same micro-batch it waits until that has ended."""
+        self._start_waiting()
+        if any(step.order.first_micro_batch == order.first_micro_batch for step in self._steps):
+            self._behind[order.first_micro_batch] = order
+        else:
+            self._recorder.step = order.step
+            self._start(order)
 
     @torch.inference_mode()
-    def begin(self, order: RunStep) -> None:
-        """One more step, of one micro-batch."""
+    def _start(self, order: RunStep) -> None:
         if not self._steps:
             self._counted_until_ns = time.monotonic_ns()
             self._exchange.count_from_here()
-        self._recorder.step = order.step
         self._stage.begin_step(order)
         self._exchange.begin_step(order)
         if self._sender is not None:
             self._sender.open(order.offers)
+        newest = self._newest.get(order.first_micro_batch, {})
         (sequences,) = order.micro_batches
+        sequences = [
+            each._replace(token_ids=(newest[each.request_id],)) if each.token_ids == (PENDING,) else each
+            for each in sequences
+        ]
         micro_batch = self._begin(sequences)
         assert micro_batch is not None, "a step has rows"
         self._steps.append(_Step(order, micro_batch, iter(self._half.layers)))
 
+    def _start_waiting(self) -> None:
+        """Those whose micro-batch is free: the step before them has ended."""
+        for micro_batch in self._behind.keys() - {step.order.first_micro_batch for step in self._steps}:
+            order = self._behind.pop(micro_batch)
+            self._recorder.step = order.step
+            self._start(order)
+
     def forget(self) -> None:
         """All that is under way is void."""
         self._steps.clear()
+        self._behind.clear()
 
     @torch.inference_mode()
     def advance(self) -> StepResult | None:
         """Do one piece of work, waiting only if there is none. The result of a step that has ended with it. Raises as
         `run` does; `current_step` is then the one that failed."""
+        self._start_waiting()
         step = self._next()
         self._recorder.step = step.order.step
         if step.pieces is None:
@@ -170,6 +195,8 @@ class SideBySide(AttentionRunner):
 
     def _end(self, step: _Step) -> StepResult:
         flushed_s = self._flush()
+        sampled = ((each.request_id, each.token_id) for each in step.sampled)
+        self._newest[step.order.first_micro_batch] = {name: token for name, token in sampled if token is not None}
         started_ns, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
         result = self._result(step.sampled, started_ns, step.micro_batch.batch.num_tokens)
         self._exchange.count_from_here()
