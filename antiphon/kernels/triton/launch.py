@@ -45,11 +45,12 @@ _COMPILED: ContextVar[tuple[int, dict[str, CompiledLaunch]] | None] = ContextVar
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run `kernel` over `grid` on the current stream; an empty grid does nothing."""
+    """Run `kernel` over `grid` on the device of its first argument, a tensor; an empty grid does nothing."""
     compiling_for = _COMPILED.get()
     if compiling_for is None:
         if all(grid):
-            kernel[grid](*arguments, **options)
+            with torch.cuda.device_of(arguments[0]):
+                kernel[grid](*arguments, **options)
         return
     capability, found = compiling_for
     binary = kernel.warmup(*arguments, grid=tuple(max(1, size) for size in grid), **options)
