@@ -58,7 +58,7 @@ class OffloadedExperts:
         self._begin(missing)
         for key in keys:
             if (coming := self._coming.pop(key, None)) is not None:
-                coming.result()
+                self._finish(key, coming)
 
     def fetch_ahead(self, layer: int, ids_TK: Tensor) -> None:
         """Begin to read what rows will probably choose in `layer`; does not wait."""
@@ -67,7 +67,7 @@ class OffloadedExperts:
         self._begin(missing)
 
     def forward(self, layer: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum over each row's experts; reads those that nobody asked for before."""
+        """Weighted sum over each row's experts; reads those that were not asked for before."""
         self.need(layer, ids_TK)
         table = torch.full((self._num_experts + 1,), -1, dtype=torch.int32)
         for key in self._pinned:
@@ -84,6 +84,14 @@ class OffloadedExperts:
         """Blocks until the expert under way is read."""
         self._thread.shutdown(cancel_futures=True)
 
+    def _finish(self, key: _Key, coming: Future[None]) -> None:
+        """Wait for a read. Raises what it raised; the slot is then free, since what it holds is not known."""
+        try:
+            coming.result()
+        except BaseException:
+            self._free.append(self._slots.pop(key))
+            raise
+
     def _begin(self, keys: Iterable[_Key]) -> None:
         for key in keys:
             slot = self._free.pop() if self._free else self._evict()
@@ -98,7 +106,7 @@ class OffloadedExperts:
                 self._coming.pop(key, None)
                 return self._slots.pop(key)
         key = next(key for key in self._slots if key not in self._pinned)  # being filled, for a forecast that was wrong
-        self._coming.pop(key).result()
+        self._coming.pop(key).exception()  # waits; a read that failed leaves a slot as good as any
         return self._slots.pop(key)
 
 
