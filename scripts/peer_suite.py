@@ -69,7 +69,7 @@ TURNS = (
 PLAIN = TURNS + ":{% endif %}"
 # Behind this line break the checkpoint begins to think.
 THINKING = TURNS + (
-    "{% if enable_thinking is defined and enable_thinking is false %}\n<think>\n\n</think>{% else %}\n{% endif %}"
+    "{{ '\\n' }}{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}"
     "{% endif %}"
 )
 
