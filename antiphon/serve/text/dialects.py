@@ -88,6 +88,69 @@ class ReasoningFormat:
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
+
+def _dsml(name: str, block: str) -> CallFormat:
+    """DeepSeek's tags, in a block of this name."""
+    return CallFormat(
+        name=name,
+        structure="tags",
+        begin=f"<｜DSML｜{block}>",
+        end=f"</｜DSML｜{block}>",
+        call_begin='<｜DSML｜invoke name="',
+        name_end='">',
+        call_end="</｜DSML｜invoke>",
+        key_begin='<｜DSML｜parameter name="',
+        key_end='">',
+        says_strings=True,
+        value_end="</｜DSML｜parameter>",
+        line_breaks=True,
+        signs=("DSML｜", block),
+    )
+
+
+def _functions(name: str, block: str, *, signs: tuple[str, ...], trims_lines: bool = False) -> CallFormat:
+    """`<function=f>` with `<parameter=k>`, each in a block of this name."""
+    return CallFormat(
+        name=name,
+        structure="tags",
+        begin=f"<{block}>",
+        end=f"</{block}>",
+        call_begin="<function=",
+        name_end=">",
+        call_end="</function>",
+        one_a_block=True,
+        key_begin="<parameter=",
+        key_end=">",
+        value_end="</parameter>",
+        line_breaks=True,
+        trims_lines=trims_lines,
+        signs=signs,
+    )
+
+
+def _listed(
+    name: str,
+    begin: str,
+    end: str = "",
+    *,
+    structure: Structure = "json",
+    line_breaks: bool = False,
+    id_letters: int = 0,
+) -> CallFormat:
+    """A list of calls between two marks, of which the first is the sign."""
+    return CallFormat(
+        name=name,
+        structure=structure,
+        begin=begin,
+        end=end,
+        separator=", ",
+        is_list=True,
+        line_breaks=line_breaks,
+        id_letters=id_letters,
+        signs=(begin,),
+    )
+
+
 # More special ones before those whose signs they share.
 CALL_FORMATS = (
     CallFormat(
@@ -96,36 +159,8 @@ CALL_FORMATS = (
         openings=(CHANNEL, MESSAGE, START, CONSTRAIN, *MESSAGE_ENDS),
         signs=(CHANNEL, MESSAGE),
     ),
-    CallFormat(
-        name="deepseek_v32",
-        structure="tags",
-        begin="<｜DSML｜function_calls>",
-        end="</｜DSML｜function_calls>",
-        call_begin='<｜DSML｜invoke name="',
-        name_end='">',
-        call_end="</｜DSML｜invoke>",
-        key_begin='<｜DSML｜parameter name="',
-        key_end='">',
-        says_strings=True,
-        value_end="</｜DSML｜parameter>",
-        line_breaks=True,
-        signs=("DSML｜", "function_calls"),
-    ),
-    CallFormat(
-        name="deepseek_v4",
-        structure="tags",
-        begin="<｜DSML｜tool_calls>",
-        end="</｜DSML｜tool_calls>",
-        call_begin='<｜DSML｜invoke name="',
-        name_end='">',
-        call_end="</｜DSML｜invoke>",
-        key_begin='<｜DSML｜parameter name="',
-        key_end='">',
-        says_strings=True,
-        value_end="</｜DSML｜parameter>",
-        line_breaks=True,
-        signs=("DSML｜", "tool_calls"),
-    ),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
     CallFormat(
         name="deepseek_v3",
         structure="sections",
@@ -172,21 +207,7 @@ CALL_FORMATS = (
         line_breaks=True,
         signs=("minimax:tool_call",),
     ),
-    CallFormat(
-        name="seed_oss",
-        structure="tags",
-        begin="<seed:tool_call>",
-        end="</seed:tool_call>",
-        call_begin="<function=",
-        name_end=">",
-        call_end="</function>",
-        one_a_block=True,
-        key_begin="<parameter=",
-        key_end=">",
-        value_end="</parameter>",
-        line_breaks=True,
-        signs=("seed:tool_call",),
-    ),
+    _functions("seed_oss", "seed:tool_call", signs=("seed:tool_call",)),
     CallFormat(
         name="glm45",
         structure="tags",
@@ -199,22 +220,7 @@ CALL_FORMATS = (
         line_breaks=True,
         signs=("<arg_key>",),
     ),
-    CallFormat(
-        name="qwen3_coder",
-        structure="tags",
-        begin="<tool_call>",
-        end="</tool_call>",
-        call_begin="<function=",
-        name_end=">",
-        call_end="</function>",
-        one_a_block=True,
-        key_begin="<parameter=",
-        key_end=">",
-        value_end="</parameter>",
-        line_breaks=True,
-        trims_lines=True,
-        signs=("<function=", "<parameter="),
-    ),
+    _functions("qwen3_coder", "tool_call", trims_lines=True, signs=("<function=", "<parameter=")),
     CallFormat(
         name="mistral",
         structure="sections",
@@ -223,15 +229,7 @@ CALL_FORMATS = (
         id_letters=9,
         signs=("[TOOL_CALLS]", "[ARGS]"),
     ),
-    CallFormat(
-        name="mistral_json",
-        structure="json",
-        begin="[TOOL_CALLS]",
-        separator=", ",
-        is_list=True,
-        id_letters=9,
-        signs=("[TOOL_CALLS]",),
-    ),
+    _listed("mistral_json", "[TOOL_CALLS]", id_letters=9),
     CallFormat(
         name="hermes",
         structure="json",
@@ -241,42 +239,10 @@ CALL_FORMATS = (
         line_breaks=True,
         signs=("<tool_call>",),
     ),
-    CallFormat(
-        name="granite",
-        structure="json",
-        begin="<|tool_call|>",
-        separator=", ",
-        is_list=True,
-        signs=("<|tool_call|>",),
-    ),
-    CallFormat(
-        name="hunyuan",
-        structure="json",
-        begin="<tool_calls>",
-        end="</tool_calls>",
-        separator=", ",
-        is_list=True,
-        line_breaks=True,
-        signs=("<tool_calls>",),
-    ),
-    CallFormat(
-        name="nemotron",
-        structure="json",
-        begin="<TOOLCALL>",
-        end="</TOOLCALL>",
-        separator=", ",
-        is_list=True,
-        signs=("<TOOLCALL>",),
-    ),
-    CallFormat(
-        name="lfm2",
-        structure="python",
-        begin="<|tool_call_start|>",
-        end="<|tool_call_end|>",
-        separator=", ",
-        is_list=True,
-        signs=("<|tool_call_start|>",),
-    ),
+    _listed("granite", "<|tool_call|>"),
+    _listed("hunyuan", "<tool_calls>", "</tool_calls>", line_breaks=True),
+    _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", structure="python"),
     CallFormat(
         name="olmo3",
         structure="python",
