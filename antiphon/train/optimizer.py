@@ -88,7 +88,11 @@ class Optimizer:
             self._moments.begin(number)
             for piece in pieces:
                 room = [self._moments.room(piece.values.numel(), piece.values.dtype) for _ in range(MOMENTS_OF_ADAMW)]
-                adamw.state[piece.values] = {"step": torch.tensor(0.0), "exp_avg": room[0], "exp_avg_sq": room[1]}
+                adamw.state[piece.values] = {
+                    "step": torch.tensor(0.0, device=HOST),
+                    "exp_avg": room[0],
+                    "exp_avg_sq": room[1],
+                }
             self._moments.give_up(number)
         return adamw
 
