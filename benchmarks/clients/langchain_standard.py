@@ -62,7 +62,7 @@ def main() -> int:
     count = Count()
     options = ["-q", "-p", "no:cacheprovider", "--tb=line", "-rf", "--rootdir=/", "-o", "asyncio_mode=auto"]
     # One loop: the client keeps its connections from test to test.
-    options += [f"-o asyncio_default_{what}_loop_scope=session" for what in ("test", "fixture")]
+    options += [f"-oasyncio_default_{what}_loop_scope=session" for what in ("test", "fixture")]
     options += ["-k", f"not ({' or '.join(_TRAINED)})"]
     code = pytest.main([*options, __file__], plugins=[count])
     if count.passed < _LEAST:
