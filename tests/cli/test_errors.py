@@ -250,7 +250,7 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
         (("placement", "x", "--knee", "0"), "--knee is 0: it must be at least 1"),
         (
             ("export", "x", "y", "--dtype", "int4"),
-            "--dtype is int4: it must be one of bfloat16, float16, float32, float64",
+            "--dtype is int4: it must be one of bfloat16, float16, float32, float64, fp8",
         ),
         (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be at least 1"),
         (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from antiphon.base.errors import UserError
+from antiphon.kernels.ops import products
 from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import RouterSpec
-from antiphon.train import checkpoint, not_finite, operators
+from antiphon.train import checkpoint, not_finite
 from antiphon.train.config import TrainConfig
 from antiphon.train.setup import build_model, prepare
 from antiphon.train.shards import Shards
@@ -66,14 +67,14 @@ def test_an_activation_that_overflows(tmp_path: Path) -> None:
 
 def test_a_gradient_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is finite: from the third step on, the backward of the last layer's experts divides by zero."""
-    whole, passes = operators.grouped_input_gradient, []
+    whole, passes = products.grouped_input_gradient, []
 
     def gradient(grad: torch.Tensor, *others: Any) -> Any:
         passes.append(1)
         found = whole(grad, *others)
         return found / 0.0 if len(passes) > 8 and len(passes) % 4 == 1 else found
 
-    monkeypatch.setattr(operators, "grouped_input_gradient", gradient)
+    monkeypatch.setattr(products, "grouped_input_gradient", gradient)
     words = complaint(Trainer(prepare(config_of(tmp_path))))
     assert words.startswith("step 2: loss 5."), words
     assert "gradient norm nan" in words

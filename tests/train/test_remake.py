@@ -142,7 +142,7 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
     )
     assert "'wait tensor_gather' needs what was started, which 'start tensor_gather' gives" in refused(
         schedule=DEFAULT.replace(
-            "start tensor_gather\nwait tensor_gather\nqkv", "wait tensor_gather\nstart tensor_gather\nqkv"
+            "start tensor_gather\nwait tensor_gather\n", "wait tensor_gather\nstart tensor_gather\n", 1
         )
     )
     assert "does not say what is done" in refused(schedule=DEFAULT.replace("gradient ln1", "ln1 gradient"))
