@@ -15,7 +15,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.engine_api import EngineOutput, EngineStats
+from antiphon.serve.engine_api import EngineStats
 from antiphon.serve.launch import start_engine
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
@@ -261,20 +261,6 @@ def parse_contestant(text: str) -> LocalChoice:
         ) from None
 
 
-def greedy_outputs(
-    engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object
-) -> Iterator[EngineOutput]:
-    """All prompts at once, each continued by this many tokens. `UserError`, which begins with `who`, if one fails."""
-    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    sink = ThreadSink()
-    for index, prompt in enumerate(prompts):
-        engine.submit_to(sink, str(index), prompt, params)
-    for output in sink.outputs(len(prompts)):
-        if output.error is not None:
-            raise UserError(f"{who}: {output.error}")
-        yield output
-
-
 @dataclass(frozen=True)
 class TimedAnswers:
     """To prompts sent at once: seconds to all answers' end, to first tokens, between tokens; tokens by prompt."""
@@ -286,12 +272,18 @@ class TimedAnswers:
 
 
 def timed_answers(engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object) -> TimedAnswers:
-    """`greedy_outputs`, with a clock beside them."""
+    """All prompts at once, each continued by this many tokens. `UserError`, which begins with `who`, if one fails."""
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    sink = ThreadSink()
     started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.submit_to(sink, str(index), prompt, params)
     last: dict[str, float] = {}
     ttft_s, itl_s = [], []
     token_ids: list[list[int]] = [[] for _ in prompts]
-    for output in greedy_outputs(engine, prompts, output_tokens, who):
+    for output in sink.outputs(len(prompts)):
+        if output.error is not None:
+            raise UserError(f"{who}: {output.error}")
         now = time.perf_counter()
         if (before := last.get(output.request_id)) is None:
             ttft_s.append(now - started)
