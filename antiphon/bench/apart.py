@@ -80,7 +80,7 @@ def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any
     if engines["together"].choice.layout == "disaggregated":
         raise UserError(f"--together {together} has attention and experts apart: write for example colocated*2 or 2*1")
     for name, engine in engines.items():
-        engine.rename(name)
+        engine.name = name
     size = WorkloadSize(case.requests, case.input_tokens, case.output_tokens)
     rows, _ = bench_serve(model, list(engines.values()), [size], max_rounds=case.rounds, say=say)
     before = None

@@ -15,7 +15,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.engine_api import EngineStats
+from antiphon.serve.engine_api import EngineOutput, EngineStats
 from antiphon.serve.launch import start_engine
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
@@ -261,6 +261,20 @@ def parse_contestant(text: str) -> LocalChoice:
         ) from None
 
 
+def greedy_outputs(
+    engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object
+) -> Iterator[EngineOutput]:
+    """All prompts at once, each continued by this many tokens. `UserError`, which begins with `who`, if one fails."""
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    sink = ThreadSink()
+    for index, prompt in enumerate(prompts):
+        engine.submit_to(sink, str(index), prompt, params)
+    for output in sink.outputs(len(prompts)):
+        if output.error is not None:
+            raise UserError(f"{who}: {output.error}")
+        yield output
+
+
 @dataclass(frozen=True)
 class TimedAnswers:
     """To prompts sent at once: seconds to all answers' end, to first tokens, between tokens; tokens by prompt."""
@@ -272,18 +286,12 @@ class TimedAnswers:
 
 
 def timed_answers(engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object) -> TimedAnswers:
-    """All prompts at once, each continued by this many tokens. `UserError`, which begins with `who`, if one fails."""
-    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    sink = ThreadSink()
+    """`greedy_outputs`, with a clock beside them."""
     started = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        engine.submit_to(sink, str(index), prompt, params)
     last: dict[str, float] = {}
     ttft_s, itl_s = [], []
     token_ids: list[list[int]] = [[] for _ in prompts]
-    for output in sink.outputs(len(prompts)):
-        if output.error is not None:
-            raise UserError(f"{who}: {output.error}")
+    for output in greedy_outputs(engine, prompts, output_tokens, who):
         now = time.perf_counter()
         if (before := last.get(output.request_id)) is None:
             ttft_s.append(now - started)
@@ -311,7 +319,7 @@ class AntiphonEngine:
     ) -> None:
         """`changes`: fields of `ServeConfig` that differ from what the contestant's name says."""
         self.choice = parse_contestant(contestant)
-        self._name = f"antiphon {contestant}"
+        self.name = f"antiphon {contestant}"  # in reports; another where the layout does not say what differs
         self._model = model
         self._max_concurrency = max_concurrency
         self._max_tokens = max_tokens
@@ -322,14 +330,6 @@ class AntiphonEngine:
         self._engine: Engine | None = None
         self._runs = 0
         self._peak_rss_bytes = 0
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def rename(self, name: str) -> None:
-        """What a report calls this contestant, where its layout does not say what differs."""
-        self._name = name
 
     @property
     def pid(self) -> int | None:
@@ -397,16 +397,16 @@ class AntiphonEngine:
         self._runs += 1
         vocab_size = self._running().info.vocab_size
         fresh = [[(prompt[0] + self._runs) % vocab_size, *prompt[1:]] for prompt in prompts]
-        return timed_answers(self._running(), fresh, output_tokens, self._name)
+        return timed_answers(self._running(), fresh, output_tokens, self.name)
 
     def fill_prefix_cache(self, workload: Workload) -> None:
         """Compute the prompts once, so that later runs of the very same prompts begin with decoding."""
-        timed_answers(self._running(), workload.prompts, 1, self._name)
+        timed_answers(self._running(), workload.prompts, 1, self.name)
 
     def steady_decode_tokens_per_s(self, workload: Workload) -> float:
         """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again."""
         arrivals_s: dict[str, list[float]] = {}
-        for output in greedy_outputs(self._running(), workload.prompts, workload.output_tokens, self._name):
+        for output in greedy_outputs(self._running(), workload.prompts, workload.output_tokens, self.name):
             arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
         rate = steady_rate(list(arrivals_s.values()))
         if rate is None:

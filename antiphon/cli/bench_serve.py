@@ -124,7 +124,7 @@ def own_engines(
     found = [engine(name) for name in layouts.split(",") if name]
     if expert_bytes is not None:
         found.append(engine("colocated", expert_bytes=expert_bytes))
-        found[-1].rename(f"antiphon, experts in {format_bytes(expert_bytes)}")
+        found[-1].name = f"antiphon, experts in {format_bytes(expert_bytes)}"
     return list(found)
 
 
