@@ -26,7 +26,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 SOURCES := antiphon tests benchmarks examples scripts
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 # Tests of one module run in one process, because they share its fixtures.
-PYTEST := $(PY) -m pytest --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=loadscope --durations=10
+PYTEST := $(PY) -m pytest --cache-clear --ignore=tests/test_imports.py --numprocesses=$(TEST_PROCESSES) --dist=loadscope --durations=10
 # Tests beside each other can starve one. Those that failed run once more, alone; the output shows both runs.
 AGAIN = || { [ $$? -eq 1 ] && echo "== failed tests again, alone" && \
 	$(PY) -m pytest --ignore=tests/test_imports.py --last-failed --last-failed-no-failures=none $(1); }
