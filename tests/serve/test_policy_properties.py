@@ -184,6 +184,8 @@ def test_steps_side_by_side_share_no_request_and_no_block(
             lane = lanes[data.draw(st.integers(0, len(lanes) - 1), "which ends")]
             if data.draw(st.booleans(), "ahead") and len(lane) == 1:
                 lane += [each for each in [_Running.ahead(simulation, lane[0])] if each is not None]
+            if data.draw(st.booleans(), "none ends"):
+                continue  # other lanes plan beside the step ahead
             ended = lane.pop(0)
             assert simulation.written(ended.plan) == ended.written
             simulation.compute(ended.plan, ended.made)
@@ -196,6 +198,27 @@ def test_steps_side_by_side_share_no_request_and_no_block(
         expected = expected_output(item.prompt, item.params)
         outputs = simulation.outputs[str(index)]
         assert outputs == (expected[: len(outputs)] if str(index) in aborted else expected)
+
+
+def test_a_prompt_is_not_admitted_on_the_block_of_a_token_that_is_still_pending() -> None:
+    config = SchedulerConfig(
+        num_blocks=6, block_size=2, max_model_len=12, max_batch_tokens=20, max_running=2, watermark_blocks=0
+    )
+    simulation = Simulation(config, num_side_by_side=2)
+    first, second = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (4, 2))
+    simulation.submit("first", [3, 4], first)
+    plan = simulation.plan()
+    assert plan is not None
+    running = _Running.of(simulation, plan)
+    ahead = _Running.ahead(simulation, running)
+    assert ahead is not None, "it has the block of its next token"
+    simulation.submit("second", [5] * 9, second)  # five blocks, and four are free
+    assert simulation.plan() is None
+    simulation.compute(running.plan, running.made)
+    simulation.compute(ahead.plan, ahead.made)
+    simulation.run()
+    assert simulation.outputs["first"] == expected_output([3, 4], first)
+    assert simulation.outputs["second"] == expected_output([5] * 9, second)
 
 
 @settings(max_examples=60, deadline=None)

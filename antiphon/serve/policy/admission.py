@@ -98,7 +98,8 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
             if len(request.token_ids) - request.num_computed > 1:
                 draft.num_left += len(request.token_ids) - request.num_computed
             if not request.num_promised_blocks:
-                draft.num_claimed += blocks_of(len(request.token_ids), block_size) - len(request.block_table)
+                num_missing = blocks_of(len(request.token_ids), block_size) - len(request.block_table)
+                draft.num_claimed += max(0, num_missing)  # one planned ahead has its pending token's block already
             continue
         start = request.num_computed
         table = request.block_table
