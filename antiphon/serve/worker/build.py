@@ -360,7 +360,10 @@ def _attention_runner(
         record=configure.record_routing and leads,
         replay=_replay(configure, source.spec),
         paths=_paths(configure, source.spec),
-        counts_prompts=leads and (configure.role == "attention" or configure.hybrid is not None),
+        # A pipeline's leader sees only the layers of its own stage: it counts none.
+        counts_prompts=leads
+        and seat.stages is None
+        and (configure.role == "attention" or configure.hybrid is not None),
     )
     steps = _step_exchange(source, seat, half, exchange, moves)
     if isinstance(steps, SharedExchange):

@@ -199,7 +199,8 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     `wait_s`: the worker stood still waiting for experts; `exposed_s`: the part of it in which those did not compute.
     `hand_over_s`: it waited at the end until the step's keys and values had left for other workers.
     `expert_rows`: rows of each expert of each MoE layer, as uint32 one layer after the other; empty unless counted.
-    `prompt_rows`: the same of rows of prompts alone, where experts are with others; empty without such rows.
+    `prompt_rows`: the same of rows of prompts alone, where experts are with others; empty without such rows and
+    from pipelines, whose leaders see only their own layers.
     `routed`: the experts that the rows chose, `forecasts`: those expected, as in `RoutedRows`; empty unless recorded.
     """
 
