@@ -212,6 +212,10 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     return facts
 
 
+class _Lacks(CheckpointError):
+    """It is whole, and of something else."""
+
+
 def load(
     checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer | None, *, new_moments: bool = False
 ) -> RunState:
@@ -220,9 +224,7 @@ def load(
     facts = read_facts(checkpoint)
     world = model.mesh.world
     try:
-        boxes = boxes_of(model, shards, optimizer, facts["state"]["step"])
-        if new_moments:
-            boxes = _stored(boxes, checkpoint)
+        boxes = _stored(boxes_of(model, shards, optimizer, facts["state"]["step"]), checkpoint, new_moments=new_moments)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             state_dict_loader.load(
@@ -233,7 +235,7 @@ def load(
                 no_dist=world.size == 1,
             )
     except BaseException as error:  # of a damaged file it is anything; PyTorch's CheckpointException is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
+        if isinstance(error, KeyboardInterrupt | SystemExit | _Lacks):
             raise
         raise CheckpointError(
             f"{checkpoint}: cannot be loaded ({_reason(error)}): it is damaged or of another model; remove it or "
@@ -248,13 +250,14 @@ def load_newest(
     folder: Path, model: MoeModel, shards: Shards, optimizer: Optimizer, *, new_moments: bool = False
 ) -> RunState | None:
     """The newest checkpoint of `folder` that can be loaded; None if there is none. One that is damaged is put aside,
-    loudly, and the one before it taken. `CheckpointError` if none can be loaded. All ranks call it together."""
+    loudly, and the one before it taken. `CheckpointError` if none can be loaded, or one is whole and lacks what is
+    trained: that one stays where it is. All ranks call it together."""
     found = find_checkpoints(folder)
     for place, checkpoint in reversed(list(enumerate(found))):
         try:
             state = load(checkpoint, model, shards, optimizer, new_moments=new_moments)
         except CheckpointError as error:
-            if not place:
+            if not place or isinstance(error, _Lacks):
                 raise
             if model.mesh.rank == 0:
                 aside = checkpoint.with_name(f".{checkpoint.name}.damaged")
@@ -268,10 +271,16 @@ def load_newest(
     return None
 
 
-def _stored(boxes: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """What the checkpoint has of `boxes`; missing moments are logged, anything else is for the loader to refuse."""
+def _stored(boxes: dict[str, Any], checkpoint: Path, *, new_moments: bool) -> dict[str, Any]:
+    """What the checkpoint has of `boxes`. Missing moments begin anew, with zeros, where they may; `_Lacks` for all else
+    that is missing."""
     there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    missing = [name for name in boxes if name not in there and name.startswith("optimizer.")]
+    missing = [name for name in boxes if name not in there]
+    for name in missing:
+        if not (new_moments and name.startswith("optimizer.")):
+            raise _Lacks(f"{checkpoint}: holds no {name}: another model or optimizer wrote it: change output.folder")
+        for _, view in boxes[name].boxes:
+            view.zero_()
     if missing:
         _log.warning("%s has no %s: %d moments of the optimizer begin anew", checkpoint, missing[0], len(missing))
     return {name: each for name, each in boxes.items() if name not in missing}

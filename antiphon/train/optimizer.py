@@ -115,6 +115,21 @@ class Optimizer:
         self._muon.step(rate * self._config.muon_scale)
         self._shards.zero_grad()
 
+    def count_step(self) -> None:
+        """As `step` counts, and nothing moves: AdamW's correction follows the steps of the run, as in a checkpoint."""
+        for piece in self._pieces:
+            if piece not in self._muon.state:
+                self._adamw_state(piece)["step"] += 1
+
+    def _adamw_state(self, piece: Piece) -> dict[str, Tensor]:
+        adamw = self._adamws[-1 if self._moments is None else layer_of(piece.name)]
+        state: dict[str, Tensor] = adamw.state[piece.values]
+        if not state:  # before its first step
+            state |= {key: torch.zeros_like(piece.values) for key in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.tensor(0.0, device=piece.values.device)
+            adamw.state[piece.values] = state
+        return state
+
     def moments(self, step: int) -> Iterator[tuple[str, Piece, Tensor]]:
         """All that is remembered between steps, `step` of which are done: what it is, whose, and the tensor itself,
         flat as the piece is."""
@@ -122,11 +137,7 @@ class Optimizer:
             if piece in self._muon.state:
                 state: dict[str, Tensor] = self._muon.state[piece]
             else:
-                adamw = self._adamws[-1 if self._moments is None else layer_of(piece.name)]
-                state = adamw.state[piece.values]
-                if not state:
-                    state |= {key: torch.zeros_like(piece.values) for key in ("exp_avg", "exp_avg_sq")}
-                    adamw.state[piece.values] = state
+                state = self._adamw_state(piece)
                 state["step"] = torch.tensor(float(step), device=piece.values.device)
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
 

@@ -65,6 +65,11 @@ class Former:
         before = _with_schedule(before, length)
         config = _with_schedule(config, config.optimizer.schedule_steps or length)
         refused = []
+        if config.loss.mtp and not before.loss.mtp:
+            raise UserError(
+                f"loss.mtp is {config.loss.mtp}, and {self._where} has no layer for a further token: set it to 0, or "
+                "export the run and begin a new output.folder with it"
+            )
         for key, old, new in _changes(before, config):
             if key.startswith((*_MEANING, *_FORMATS)) and not self._is_allowed(key):
                 refused.append((key, f"{key} {old!r}, now {new!r}"))

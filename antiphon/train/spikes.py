@@ -37,7 +37,8 @@ def spike(config: WatchConfig, recent: Sequence[Sequence[float]], loss: float, n
     if config.loss_rise and loss > usual_loss + config.loss_rise:
         found.append(f"loss {loss:.4f} is {loss - usual_loss:.2f} nats above the last steps' {usual_loss:.4f}")
     if config.norm_ratio and norm > usual_norm * config.norm_ratio:
-        found.append(f"gradient norm {norm:.3g} is {norm / usual_norm:.1f} times the last steps' {usual_norm:.3g}")
+        times = f"{norm / usual_norm:.1f} times" if usual_norm else "above"
+        found.append(f"gradient norm {norm:.3g} is {times} the last steps' {usual_norm:.3g}")
     return " and ".join(found)
 
 

@@ -216,6 +216,11 @@ class Trainer:
             return
         if checkpoint.read_facts(found[-1])["model_config"] != self._run.model_config:
             raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
+        self.state = self._load_newest()
+        self._saved_step = self.state.step
+
+    def _load_newest(self) -> RunState:
+        """Fill model and optimizer from the newest checkpoint, of which there is one."""
         state = checkpoint.load_newest(
             checkpoint.folder_of(self.config),
             self.model,
@@ -224,7 +229,7 @@ class Trainer:
             new_moments=self._run.former.may_change_optimizer,
         )
         assert state is not None
-        self.state, self._saved_step = state, state.step
+        return state
 
     def _step(self) -> TrainedStep:
         config, step = self.config, self.state.step
@@ -250,6 +255,7 @@ class Trainer:
         with self._spans.of("optimizer"):
             if is_left_out:
                 self._shards.zero_grad()
+                self._optimizer.count_step()
             else:
                 self._shards.clip(norm, config.optimizer.clip)
                 self._optimizer.step(rate)
@@ -286,15 +292,15 @@ class Trainer:
             watch.warn(result.step, f"{words}: set watch.on_spike to skip or rollback, or lower the rate")
             return False
         self._spikes.skipped(result.step, words)
+        if reaction == "skip":
+            watch.warn(result.step, f"{words}: its update is left out")
+            return False
         self._saver.close()
         barrier(self.mesh.world)  # every rank sees the checkpoint that the first one completed
-        folder = checkpoint.folder_of(self.config)
-        if reaction == "skip" or not checkpoint.find_checkpoints(folder):
-            why = "" if reaction == "skip" else "; there is no checkpoint to go back to yet"
-            watch.warn(result.step, f"{words}: its update is left out{why}")
+        if not checkpoint.find_checkpoints(checkpoint.folder_of(self.config)):
+            watch.warn(result.step, f"{words}: its update is left out; there is no checkpoint to go back to yet")
             return False
-        state = checkpoint.load_newest(folder, self.model, self._shards, self._optimizer)
-        assert state is not None
+        state = self._load_newest()
         self._spikes.rolled_back(state.step, words)
         if metrics is not None:
             metrics.go_back(state.step)
@@ -303,6 +309,7 @@ class Trainer:
             state.step, f"{words}: back to step {state.step}, without samples {state.num_samples} to {num_samples - 1}"
         )
         self.state = replace(state, num_samples=num_samples)
+        self._saved_step = -1  # the checkpoint knows nothing of the samples that are left out
         return True
 
     def _measured_peak(self) -> float:

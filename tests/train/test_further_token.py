@@ -132,6 +132,16 @@ def test_a_checkpoint_without_it(tmp_path: Path) -> None:
         finished(tmp_path / "b", MTP, *begin)
 
 
+def test_a_run_without_it_cannot_go_on_with_it(tmp_path: Path) -> None:
+    """Whatever is allowed: no checkpoint has the layer."""
+    finished(tmp_path, "steps=2", "output.checkpoint_every=1")
+    with pytest.raises(
+        UserError, match=r"loss\.mtp is 0\.3, and .*step-00000002 has no layer for a further token: set"
+    ):
+        prepare(config_of(tmp_path, MTP, "steps=4", **DEEP), allowed=("loss.mtp",))
+    assert len(list((tmp_path / "out/checkpoints").glob("step-*"))) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -30,6 +30,8 @@ def test_what_is_a_spike() -> None:
     assert " and gradient norm" in spike(config, STEADY, 4.0, 20.0)
     assert "are not both finite" in spike(config, [], math.nan, 1.0)
     assert not spike(config, STEADY[1:], 9.0, 90.0), "too few steps to compare with"
+    still = [(2.0, 0.0)] * LEAST_STEPS  # of gradients that are zero
+    assert spike(config, still, 2.0, 1.0) == "gradient norm 1 is above the last steps' 0"
     assert not spike(WatchConfig(norm_ratio=0, loss_rise=0), STEADY, 9.0, 90.0)
 
 
@@ -115,3 +117,24 @@ def test_without_a_checkpoint_a_step_is_skipped(tmp_path: Path, bad_batch: None)
     assert "there is no checkpoint to go back to yet" in alarms(tmp_path)[0][1]
     state = checkpoint.read_facts(checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1])["state"]
     assert len(state["recent"]) == 36
+
+
+def test_moments_that_begin_anew_also_after_a_roll_back(tmp_path: Path, bad_batch: None) -> None:
+    """The optimizer changes at a checkpoint, and the spike comes before the next: every checkpoint stays."""
+    trained = ("output.checkpoint_every=10", "watch.on_spike=rollback", "optimizer.frozen=['layers.0.router']")
+    run(tmp_path, *trained, "steps=30")
+    there = checkpoint.find_checkpoints(tmp_path / "out/checkpoints")
+    config = config_of(tmp_path, *RUN, *trained, "optimizer.frozen=[]", "output.keep=9")
+    run_of = prepare(config, allowed=("optimizer",))
+    trainer = Trainer(run_of)
+    trainer.run()
+    assert alarms(tmp_path)[0][1].endswith("back to step 30, without samples 120 to 143")
+    assert set(there) <= set(checkpoint.find_checkpoints(tmp_path / "out/checkpoints"))
+    assert not list((tmp_path / "out/checkpoints").glob("*.damaged"))
+
+
+def test_bits_do_not_depend_on_when_a_skipped_step_is_saved(tmp_path: Path, bad_batch: None) -> None:
+    skip = ("watch.on_spike=skip", "steps=39")
+    never = run(tmp_path / "a", *skip, "output.checkpoint_every=0")
+    often = run(tmp_path / "b", *skip, "output.checkpoint_every=1")
+    assert same_tensors(never.model, often.model)
