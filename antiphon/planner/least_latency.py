@@ -81,7 +81,7 @@ def _in_flight(setting: Setting, candidates: Candidates, limits: IntArray, insta
         if setting.phase == "serve":
             one = one.having(step_tokens=np.maximum(one.step_tokens, batch * candidates.micro_batches + 1))
         found = outcome_at(setting, one.with_batch(batch), used)
-        too_many = batch < wanted // (used * places)
+        too_many = batch * used * places < wanted
     return replace(found, why_not=np.where((found.why_not == 0) & too_many, RATE, found.why_not))
 
 

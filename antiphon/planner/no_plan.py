@@ -41,7 +41,7 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
     phase, slo, code = setting.phase, setting.workload.slo, int(table.why_not[index])
     name = table.candidates.layout_of(index)
     if code == RATE and setting.workload.requests_per_s is None:
-        held = int((table.batch * table.outcome.num_instances).max())
+        held = _most_at_once(setting, table)
         return NoPlan(
             f"{phase}: {setting.workload.max_batch or 1:,} requests at once do not fit on {setting.cluster.name}: it "
             f"holds {held:,} ({name}): ask for fewer, or add nodes",
@@ -65,6 +65,15 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
         f"feasible promise is {milliseconds(possible_s)} ({name})",
         {key: possible_s},
     )
+
+
+def _most_at_once(setting: Setting, table: CandidateTable) -> int:
+    """Requests that the roomiest candidate holds; of prefill, whose batch is tokens, whole prompts in one pass."""
+    if setting.decodes:
+        return int((table.batch * table.outcome.num_instances).max())
+    places = table.candidates.micro_batches * table.candidates.attention_dp
+    prompts = table.outcome.batch // math.ceil(setting.new_tokens(setting.lengths.prompt) * setting.prompt_row_cost)
+    return max(1, int((prompts * places * table.outcome.num_instances).max()))
 
 
 def total_weight_bytes(setting: Setting) -> float:

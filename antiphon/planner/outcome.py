@@ -82,8 +82,7 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
     workload, lengths = setting.workload, setting.lengths
     target_s = workload.slo.tpot_s
     too_slow = tpot_s > (np.inf if target_s is None else target_s)
-    if workload.max_batch is not None:  # of the whole system
-        instances = np.clip(workload.max_batch // candidates.instance_batch, 1, instances)
+    instances = _instances_in_flight(setting, candidates, instances)
     if workload.requests_per_s is None:
         used = instances
         too_few = np.zeros(len(candidates), dtype=bool)
@@ -111,6 +110,15 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         why_not=np.where(too_slow, TPOT, np.where(too_few, RATE, 0)).astype(np.int64),
         step_tokens=candidates.step_tokens,
     )
+
+
+def _instances_in_flight(setting: Setting, candidates: Candidates, instances: IntArray) -> IntArray:
+    """As many of `instances` as the workload's requests in flight, which are of the whole system, fill; all that are
+    fixed."""
+    if setting.workload.max_batch is None or setting.limits.num_instances is not None:
+        return instances
+    filled, rest = np.divmod(setting.workload.max_batch, candidates.instance_batch)
+    return np.asarray(np.clip(filled + (rest > 0) if setting.holds_all else filled, 1, instances))
 
 
 def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) -> IntArray:
@@ -226,8 +234,7 @@ def _serve_at(setting: Setting, candidates: Candidates, instances: IntArray) -> 
     mean_s = step.times.step_s / workload.tokens_per_step
     tpot_s, slo = mean_s * step.late, workload.slo
     capacity = in_flight / mean_s
-    if workload.max_batch is not None:  # of the whole system
-        instances = np.clip(workload.max_batch // candidates.instance_batch, 1, instances)
+    instances = _instances_in_flight(setting, candidates, instances)
     # a request holds its place before its first token, too
     decoding = lengths.output * mean_s / (lengths.output * mean_s + own_s(setting, step))
     places = mean_in_flight(in_flight, lengths.tail_z) / in_flight if setting.is_online else np.ones(len(candidates))

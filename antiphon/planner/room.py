@@ -14,7 +14,7 @@ Memory, by the serving engine's own admission:
 2. Sequences are admitted as the engine admits them, at the length they grow to; a micro-batch gets an m-th of them.
 3. The activations of one micro-batch must fit into the reserve, on the attention side, on the experts', or,
    colocated, both.
-4. The workload's own limit on requests in flight.
+4. The workload's own limit on requests in flight, rounded up where all of them must have a place.
 
 Rejected: filling all memory with KV. No engine does, and throughput predicted that way was several times too high.
 """
@@ -37,6 +37,7 @@ from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray, real
 from antiphon.planner.setting import Setting
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.plan import MAX_INSTANCES
 
 Domains = tuple[tuple[int, int], ...]
 """(devices, how many such domains), widest first."""
@@ -85,6 +86,14 @@ def both_fit(domains: Domains, wide_tp: IntArray, num_wide: IntArray, tp: IntArr
         room += (count - full - (rest > 0)) * (size // tp)
         left_wide -= placed
     return np.asarray((left_wide == 0) & (room >= num))
+
+
+def usable_instances(setting: Setting, candidates: Candidates) -> IntArray:
+    """`instances_that_fit`, as far as the search's limits allow: 0 where there is no room for as many as are fixed."""
+    fit, wanted = instances_that_fit(setting.cluster, candidates), setting.limits.num_instances
+    if setting.limits.servable:
+        fit = np.minimum(fit, MAX_INSTANCES)
+    return fit if wanted is None else np.where(fit >= wanted, wanted, 0)
 
 
 def instances_that_fit(cluster: ClusterSpec, candidates: Candidates) -> IntArray:
@@ -182,10 +191,16 @@ def batch_limits(setting: Setting, candidates: Candidates) -> IntArray:
     if setting.phase == "serve":
         limit = np.minimum(limit, fed_sequences(setting, candidates, MOST_STEP_TOKENS))
     if setting.workload.max_batch is not None and setting.decodes:
-        limit = np.minimum(limit, setting.workload.max_batch // (candidates.micro_batches * candidates.attention_dp))
+        num_workers = candidates.attention_dp * (setting.limits.num_instances or 1)
+        share = setting.workload.max_batch / (candidates.micro_batches * num_workers)
+        limit = np.minimum(limit, np.where(setting.holds_all & (share >= 1), np.ceil(share), np.floor(share)))
     elif setting.workload.max_batch is not None:  # a pass has no more prompts than there are requests
         prompts = np.maximum(setting.workload.max_batch / (candidates.micro_batches * candidates.attention_dp), 1.0)
-        limit = np.minimum(limit, np.ceil(prompts * setting.new_tokens(setting.lengths.tail_prompt)))
+        tokens = setting.new_tokens(setting.lengths.tail_prompt)
+        if setting.holds_all:  # as many whole prompts as `least_latency` puts into a pass
+            prompts = np.ceil(prompts)
+            tokens = max(tokens, setting.new_tokens(setting.lengths.prompt) * setting.prompt_row_cost)
+        limit = np.minimum(limit, np.ceil(prompts * tokens))
     limit = np.where(missing_bytes(setting, candidates) > 0, 0, limit)
     return np.asarray(np.floor(limit), dtype=np.int64)
 

@@ -27,7 +27,7 @@ from antiphon.planner.no_plan import NoPlan, no_plan
 from antiphon.planner.outcome import best_outcome
 from antiphon.planner.predict import EQUAL, phase_plan, request_tokens_per_s, simplest_of_ties
 from antiphon.planner.rate_match import Match, rate_match
-from antiphon.planner.room import batch_limits, instances_that_fit
+from antiphon.planner.room import batch_limits, usable_instances
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.space import Space, make_space
 from antiphon.planner.step_times import step_times
@@ -37,7 +37,6 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import (
     LATENCIES,
     LAYOUTS,
-    MAX_INSTANCES,
     ONE_POOL,
     PHASES,
     TWO_POOLS,
@@ -236,9 +235,7 @@ def _again(setting: Setting, table: CandidateTable, index: IntArray) -> Candidat
     candidates = table.candidates.take(index)
     limits = setting.limits.pins.batches(candidates, batch_limits(setting, candidates))
     candidates, limits = candidates.take(limits > 0), limits[limits > 0]
-    instances = instances_that_fit(setting.cluster, candidates)
-    if setting.limits.servable:
-        instances = np.minimum(instances, MAX_INSTANCES)
+    instances = usable_instances(setting, candidates)
     return replace(table, candidates=candidates, outcome=_outcome_of(setting, candidates, limits, instances))
 
 

@@ -122,7 +122,8 @@ class SearchLimits:
     prompts as they come, though no rate and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`:
     replicas of experts per worker that are tried. `prefer_simple`: a simpler layout that the model cannot tell from the
     best is taken. `servable`: only layouts that `antiphon serve` runs
-    (`planner/candidates`). `pins`: what is fixed for every layout."""
+    (`planner/candidates`). `pins`: what is fixed for every layout. `num_instances`: exactly so many, which share the
+    workload's requests in flight; None: as many as fit or are needed."""
 
     max_micro_batches: int = 4
     micro_batches: tuple[int, ...] = ()
@@ -140,6 +141,7 @@ class SearchLimits:
     prefer_simple: bool = False
     servable: bool = False
     pins: Pins = field(default_factory=Pins)
+    num_instances: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_micro_batches < 1:
@@ -209,6 +211,12 @@ class Setting:
         """Whether this phase is planned for the least time: to the first token, or per token."""
         known = {"prefill": ("ttft",), "decode": ("tpot",), "serve": LATENCIES}
         return self.objective in known[self.phase]
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all requests in flight must have a place: where the time of exactly so many is asked for. Elsewhere
+        `max_batch` is a limit."""
+        return self.wants_latency and self.workload.requests_per_s is None
 
     @property
     def is_online(self) -> bool:

@@ -33,15 +33,15 @@ from antiphon.planner.candidates import (
 from antiphon.planner.room import (
     batch_limits,
     domains_of,
-    instances_that_fit,
     missing_bytes,
     num_workers_that_fit,
+    usable_instances,
     widest_domain,
 )
 from antiphon.planner.setting import Setting, most_ranks
 from antiphon.planner.worker_times import attention_times, expert_times
 from antiphon.specs.cluster import NodeGroup
-from antiphon.specs.plan import LAYOUTS, MAX_INSTANCES, Layout
+from antiphon.specs.plan import LAYOUTS, Layout
 
 NUM_WORKER_COUNTS = 12
 """Numbers of attention workers tried for each choice of the other degrees; all of them where there are no more."""
@@ -78,9 +78,7 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
         on_cpu = np.array([group.device.kind == "cpu" for group in setting.groups])[every.attention_kind]
         wanted &= can_be_served(setting.model, every, on_cpu)
     every = every.take(wanted & setting.limits.pins.allow(every))
-    instances = instances_that_fit(setting.cluster, every)
-    if setting.limits.servable:
-        instances = np.minimum(instances, MAX_INSTANCES)
+    instances = usable_instances(setting, every)
     limits = setting.limits.pins.batches(every, batch_limits(setting, every))
     kept = (instances > 0) & (limits > 0)
     no_memory = (instances > 0) & (limits == 0)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.planner.candidates import Pins
 from antiphon.planner.least_latency import least_latency
 from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.queueing import place_wait_s
 from antiphon.planner.room import batch_limits
+from antiphon.planner.setting import SearchLimits
 from antiphon.planner.space import make_space
 from antiphon.reproduce.mix import throughput
 from antiphon.specs.plan import LAYOUTS, Objective, PhaseName
@@ -75,6 +77,27 @@ def test_what_does_not_fit_at_once_says_how_much_does() -> None:
     with pytest.raises(NoPlan, match=r"1,000,000 requests at once do not fit on small: it holds [\d,]+ ") as refused:
         planned(objective="tpot", workload=workload(max_batch=1_000_000, slo=FREE))
     assert 0 < refused.value.nearest["max_batch"] < 1_000_000
+
+
+@pytest.mark.parametrize("phase", ["decode", "serve"])
+@pytest.mark.parametrize("at_once", [9, 15, 17])
+def test_requests_that_workers_do_not_share_evenly_all_have_a_place(phase: PhaseName, at_once: int) -> None:
+    for pins in (Pins(attention_dp=8), Pins(micro_batches=2)):
+        found = planned(
+            objective="tpot",
+            phases=(phase,),
+            workload=workload(max_batch=at_once, slo=FREE),
+            limits=SearchLimits(pins=pins),
+        ).plan.phases[phase]
+        assert found.batch * found.num_instances >= at_once
+
+
+def test_prompts_that_do_not_fit_at_once_are_counted_as_requests() -> None:
+    with pytest.raises(NoPlan, match="prefill: 10,000,000 requests at once") as refused:
+        planned(objective="ttft", phases=("prefill",), workload=workload(max_batch=10_000_000, slo=FREE))
+    held = round(refused.value.nearest["max_batch"])
+    assert 0 < held < 100_000
+    planned(objective="ttft", phases=("prefill",), workload=workload(max_batch=held, slo=FREE))
 
 
 @pytest.mark.parametrize(
