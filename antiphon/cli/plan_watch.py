@@ -21,7 +21,10 @@ from antiphon.planner.replanning import Replanned, SeenLoad, replan, watched_pha
 from antiphon.specs.plan import PhasePlan, Plan, read_plan
 
 PATIENCE_S = 6.0
+ENOUGH = 0.5
+"""Requests that must end in a look for their lengths to be known, of those in flight."""
 _COUNTED = ("antiphon:requests_finished_total", "antiphon:prompt_tokens_total", "antiphon:generation_tokens_total")
+_STARTED = "antiphon:request_queue_time_seconds_count"  # requests whose prompts prompt_tokens counts
 _HELD = ("antiphon:num_requests_running", "antiphon:num_requests_waiting")
 
 
@@ -46,7 +49,11 @@ def watch(file: Path, options: WatchOptions, json: str | None) -> None:
     every_s, move_s = _time("--look-every", options.look_every), _time("--move-time", options.move_time)
     with httpx.Client(timeout=PATIENCE_S, trust_env=False) as client, suppress(KeyboardInterrupt):
         for number, load in enumerate(_loads(client, options.watch or "", every_s)):
-            look(found, load, move_s, json)
+            if isinstance(load, UserError):
+                show(f"this look is skipped: {load}", json=json)
+                emit_json(json, {"load": None, "gain": None, "pays_after_s": None})
+            else:
+                look(found, load, move_s, json)
             if options.looks is not None and number + 1 >= options.looks:
                 return
 
@@ -54,8 +61,11 @@ def watch(file: Path, options: WatchOptions, json: str | None) -> None:
 def look(plan: Plan, load: SeenLoad, move_s: float, json: str | None) -> None:
     """Compare one load, and say what it says."""
     if not load.num_requests:
-        show(f"no request ended within {format_seconds(load.seconds)}", json=json)
-        emit_json(json, {"load": asdict(load), "gain": None, "pays_after_s": None})
+        _say_only(f"no request ended within {format_seconds(load.seconds)}", load, json)
+        return
+    if load.num_requests < ENOUGH * load.in_flight or not load.input_tokens:
+        few = f"too few to tell: {load.num_requests} requests ended within {format_seconds(load.seconds)}"
+        _say_only(f"{few}, {load.in_flight:.0f} are in flight; lengthen the looks with --look-every", load, json)
         return
     seen = (
         f"{load.num_requests / load.seconds:.3g} requests/s of {load.input_tokens:.0f} + {load.output_tokens:.0f} "
@@ -64,12 +74,17 @@ def look(plan: Plan, load: SeenLoad, move_s: float, json: str | None) -> None:
     try:
         found = replan(plan, planned_model(plan.model_config).spec, load, move_s)
     except NoPlan as error:
-        show(f"{seen}: {error}", json=json)
-        emit_json(json, {"load": asdict(load), "gain": None, "pays_after_s": None})
+        _say_only(f"{seen}: {error}", load, json)
         return
     show(f"{seen}: {verdict(plan, found, move_s)}", json=json)
     facts = {name: layout_words(each) for name, each in (("running", found.running), ("best", found.best))}
     emit_json(json, {"load": asdict(load), **facts, "gain": found.gain, "pays_after_s": found.pays_after_s})
+
+
+def _say_only(text: str, load: SeenLoad, json: str | None) -> None:
+    """A look without a verdict."""
+    show(text, json=json)
+    emit_json(json, {"load": asdict(load), "gain": None, "pays_after_s": None})
 
 
 def verdict(plan: Plan, found: Replanned, move_s: float) -> str:
@@ -92,14 +107,23 @@ def layout_words(phase: PhasePlan) -> str:
     return ", ".join(filter(None, [f"{instances}{phase.layout}", *degrees, turns])).replace("_", " ")
 
 
-def _loads(client: httpx.Client, url: str, every_s: float) -> Iterator[SeenLoad]:
-    """What came in each interval, without end."""
+def _loads(client: httpx.Client, url: str, every_s: float) -> Iterator[SeenLoad | UserError]:
+    """What came in each interval, without end; or why a look found nothing. After one that could not read, the next is
+    longer. `UserError` if the first reading fails."""
     before, began_s = read_counters(client, url), time.monotonic()
     while True:
         time.sleep(every_s)
-        after, now_s = read_counters(client, url), time.monotonic()
-        yield load_between(before, after, now_s - began_s)
+        try:
+            after, now_s = read_counters(client, url), time.monotonic()
+        except UserError as error:
+            yield error
+            continue
+        try:
+            found: SeenLoad | UserError = load_between(before, after, now_s - began_s)
+        except UserError as error:
+            found = error
         before, began_s = after, now_s
+        yield found
 
 
 def read_counters(client: httpx.Client, url: str) -> dict[str, float]:
@@ -112,24 +136,30 @@ def read_counters(client: httpx.Client, url: str) -> dict[str, float]:
     if answer.status_code != 200:
         raise UserError(f"--watch {url}: {address} answers {answer.status_code}: is it a server of antiphon?")
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    if missing := [name for name in (*_COUNTED[1:], *_HELD) if name not in found]:
+    try:
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except ValueError as error:
+        raise UserError(f"--watch {url}: {address} answers no metrics: is it a server of antiphon?") from error
+    if missing := [name for name in (*_COUNTED[1:], _STARTED, *_HELD) if name not in found]:
         raise UserError(f"--watch {url}: its metrics lack {missing[0]}: is it a server of antiphon?")
     return found
 
 
 def load_between(before: dict[str, float], after: dict[str, float], seconds: float) -> SeenLoad:
-    """`UserError` where counters went back: the server was started anew."""
-    ended, prompts, outputs = (after.get(name, 0.0) - before.get(name, 0.0) for name in _COUNTED)
-    if min(ended, prompts, outputs) < 0:
-        raise UserError("the server was started anew meanwhile: watch it again")
+    """`UserError` where counters went back: the server was started anew. Prompts are counted when they are first
+    scheduled, so they are divided by how many were. Tokens come from all that run: divided by how many ended they are
+    a length only where a good part has ended (`look`)."""
+    counters = (*_COUNTED, _STARTED)
+    ended, prompts, outputs, started = (after.get(name, 0.0) - before.get(name, 0.0) for name in counters)
+    if min(ended, prompts, outputs, started) < 0:
+        raise UserError("the server was started anew meanwhile")
     in_flight = sum(reading[name] for reading in (before, after) for name in _HELD) / 2
     return SeenLoad(
         seconds=seconds,
         num_requests=round(ended),
-        input_tokens=prompts / max(1.0, ended),
+        input_tokens=prompts / max(1.0, started),
         output_tokens=outputs / max(1.0, ended),
         in_flight=in_flight,
     )

@@ -3,7 +3,7 @@
 1. The load is what came between two readings of the server's counters: requests, their mean lengths, how many are in
    flight.
 2. The cost model says what the plan's own layout does under that load, and what the best layout of the same cluster
-   does, by the plan's objective.
+   does, by the plan's objective. The plan's has as many instances as run, and none holds more than its batch.
 3. A move costs the tokens of the time in which the server stands still. It pays when the better layout has earned them
    back: after move / (gain - 1) seconds of such a load.
 
@@ -60,13 +60,19 @@ def replan(plan: Plan, model: ModelSpec, load: SeenLoad, move_s: float) -> Repla
         raise UserError("the plan does not hold its cluster: make it again with antiphon plan")
     cluster = cluster_from_json(plan.cluster_config, "the plan's cluster")
     workload = loaded(workload_from_json(plan.workload_config, "the plan's workload"), load, planned)
-    running = _best(plan, model, cluster, workload, name, planned)
+    held = replace(workload, max_batch=min(workload.max_batch or 1, planned.batch * planned.num_instances))
+    running = _best(plan, model, cluster, held, name, planned)
     best = _best(plan, model, cluster, workload, name, None)
     gain = _value(plan, best) / _value(plan, running)
-    pays = (gain >= WORTH and best.parallel != running.parallel) or (best.layout != running.layout and gain >= WORTH)
+    pays = gain >= WORTH and _shape(best) != _shape(planned)
     return Replanned(
         load=load, running=running, best=best, gain=gain, pays_after_s=move_s / (gain - 1) if pays else None
     )
+
+
+def _shape(phase: PhasePlan) -> tuple[object, ...]:
+    """What a server must be started anew to change."""
+    return phase.layout, phase.parallel, phase.num_instances, phase.micro_batches
 
 
 def watched_phase(plan: Plan) -> PhaseName:
@@ -78,9 +84,9 @@ def watched_phase(plan: Plan) -> PhaseName:
 
 
 def loaded(workload: WorkloadSpec, load: SeenLoad, running: PhasePlan) -> WorkloadSpec:
-    """The plan's workload with the lengths and requests in flight that were seen; at least one for each micro-batch of
-    the running layout, fewer of which the cost model does not know."""
-    least = running.num_instances * running.parallel.attention_dp * running.micro_batches
+    """The plan's workload with the lengths and requests in flight that were seen: as many as each micro-batch of the
+    running layout has the same number of, at least one, because the cost model knows no other."""
+    places = running.num_instances * running.parallel.attention_dp * running.micro_batches
     return replace(
         workload,
         name=f"{workload.name}, as seen",
@@ -88,7 +94,7 @@ def loaded(workload: WorkloadSpec, load: SeenLoad, running: PhasePlan) -> Worklo
         output_tokens=LengthSpec(median=max(1.0, load.output_tokens)),
         arrivals_s=(),
         requests_per_s=None,
-        max_batch=max(least, round(load.in_flight)),
+        max_batch=places * max(1, round(load.in_flight / places)),
     )
 
 
@@ -111,7 +117,7 @@ def _best(
 
 
 def _limits_of(phase: PhasePlan) -> SearchLimits:
-    """Only this layout's degrees."""
+    """Only this layout's degrees and instances."""
     parallel = phase.parallel
     apart = phase.layout == "disaggregated"
     pins = Pins(
@@ -132,6 +138,7 @@ def _limits_of(phase: PhasePlan) -> SearchLimits:
         pp=pins.only("pp"),
         overlapped=False,
         pins=pins,
+        num_instances=phase.num_instances,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.cli.commands import single_command
 from antiphon.cli.plan import plan
-from antiphon.cli.plan_watch import load_between, verdict
+from antiphon.cli.plan_watch import load_between, look, verdict
 from antiphon.models.planned import planned_model
 from antiphon.planner.replanning import SeenLoad, replan
 from antiphon.specs.plan import read_plan
@@ -47,13 +48,19 @@ def server() -> Iterator[str]:
                 f'antiphon:requests_finished_total{{reason="stop"}} {count}',
                 f"antiphon:prompt_tokens_total {100 * count}",
                 f"antiphon:generation_tokens_total {20 * count}",
+                f"antiphon:request_queue_time_seconds_count {count}",
                 "antiphon:num_requests_running 6",
                 "antiphon:num_requests_waiting 2",
             ]
-            body = "\n".join([*lines, ""]).encode() if self.path == "/metrics" else b"{}"
-            self.send_response(200 if self.path in ("/metrics", "/bare/metrics") else 404)
+            bodies = {
+                "/metrics": "\n".join([*lines, ""]),
+                "/bare/metrics": "x 1\n",
+                "/page/metrics": "<html>\nnot {metrics\n</html>\n",
+                "/now-and-then/metrics": "\n".join([*lines, ""]) if count != 10 else "<html>\nbusy {\n",
+            }
+            self.send_response(200 if self.path in bodies else 404)
             self.end_headers()
-            self.wfile.write(body if self.path == "/metrics" else b"x 1\n")
+            self.wfile.write(bodies.get(self.path, "{}").encode())
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""
@@ -65,15 +72,54 @@ def server() -> Iterator[str]:
 
 
 def test_counters_become_a_load() -> None:
-    names = ("requests_finished_total", "prompt_tokens_total", "generation_tokens_total")
+    names = (
+        *("requests_finished_total", "prompt_tokens_total", "generation_tokens_total"),
+        "request_queue_time_seconds_count",
+    )
     held = {"antiphon:num_requests_running": 3.0, "antiphon:num_requests_waiting": 1.0}
     before = {f"antiphon:{name}": 0.0 for name in names} | held
-    after = dict(zip((f"antiphon:{name}" for name in names), (4.0, 400.0, 80.0), strict=True)) | held
+    after = dict(zip((f"antiphon:{name}" for name in names), (4.0, 500.0, 80.0, 5.0), strict=True)) | held
     load = load_between(before, after, 2.0)
     assert (load.num_requests, load.input_tokens, load.output_tokens, load.in_flight) == (4, 100.0, 20.0, 4.0)
     assert load.tokens_per_s == 40.0
     with pytest.raises(UserError, match="started anew"):
         load_between(after, before, 2.0)
+
+
+def test_one_look_that_cannot_read_is_skipped(plan_file: Path, server: str) -> None:
+    said = run(str(plan_file), "--watch", f"{server}/now-and-then", "--looks", "2", "--look-every", "0.05s")
+    assert "this look is skipped: --watch" in said
+    assert "answers no metrics" in said
+    assert "of 100 + 20 tokens, 8 in flight" in said
+
+
+def test_too_few_that_ended_say_nothing_of_lengths(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = SeenLoad(seconds=60.0, num_requests=9, input_tokens=600.0, output_tokens=9000.0, in_flight=64.0)
+    look(read_plan(plan_file), load, 60.0, None)
+    assert "too few to tell: 9 requests ended" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_runs_is_judged_with_its_own_instances_and_batch(plan_file: Path) -> None:
+    found = read_plan(plan_file)
+    decode = found.phases["decode"]
+    model = planned_model(found.model_config).spec
+    load = SeenLoad(seconds=60.0, num_requests=100, input_tokens=600.0, output_tokens=150.0, in_flight=64.0)
+    for num_instances, batch, expected in ((2, 64, 32), (2, 8, 8), (1, 64, 64)):
+        four = replace(found, phases={"decode": replace(decode, num_instances=num_instances, batch=batch)})
+        seen = replan(four, model, load, move_s=60.0).running
+        assert (seen.num_instances, seen.batch) == (num_instances, expected)
+
+
+def test_another_number_of_instances_is_another_layout(plan_file: Path) -> None:
+    found = read_plan(plan_file)
+    model = planned_model(found.model_config).spec
+    load = SeenLoad(seconds=60.0, num_requests=100, input_tokens=600.0, output_tokens=150.0, in_flight=64.0)
+    best = replan(found, model, load, move_s=60.0).best
+    two = replace(found, phases={"decode": replace(best, num_instances=2 * best.num_instances, batch=64)})
+    seen = replan(two, model, load, move_s=60.0)
+    assert (seen.best.layout, seen.best.parallel) == (best.layout, best.parallel)
+    assert seen.gain > 1.05
+    assert seen.pays_after_s is not None
 
 
 def test_a_better_layout_pays_after_what_its_move_costs(plan_file: Path) -> None:
@@ -100,6 +146,7 @@ def test_a_look_at_a_server(plan_file: Path, server: str, tmp_path: Path) -> Non
     [
         (["--watch", "{url}/elsewhere"], "answers 404"),
         (["--watch", "{url}/bare"], "its metrics lack"),
+        (["--watch", "{url}/page"], "answers no metrics"),
         (["--watch", "http://127.0.0.1:9"], "cannot be read"),
         (["--watch", "{url}", "--cluster", "msi-ampere"], "--cluster does not apply with --watch"),
         (["--watch", "{url}", "--look-every", "soon"], "--look-every is 'soon'"),
