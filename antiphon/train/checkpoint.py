@@ -3,7 +3,8 @@
 `OUTPUT/checkpoints/step-00000100/` is written under another name and renamed when it is whole, so a folder that can be
 seen is complete: a kill during a save leaves the last one. `run.json` in it says what was trained and how far.
 
-A save copies what it writes and goes on beside the next steps, in a thread and a process group of its own.
+A save copies what it writes and goes on beside the next steps, in a thread and a process group of its own. Without
+`output.save_beside`, and where state lies in a mapped file, the steps wait, and it writes from where the numbers are.
 """
 
 import errno
@@ -86,16 +87,22 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._save_beside = config.output.save_beside
+        if self._save_beside and config.memory.offload != "none":
+            self._save_beside = False
+            if ranks.index == 0:
+                _log.info("memory.offload is %r: steps wait for checkpoints, which need no copy", config.memory.offload)
         self._folder = folder_of(config)
 
     def save(self, state: RunState, stored: Mapping[str, Boxes], held_out_loss: float | None = None) -> None:
-        """Begin to write a copy of `stored`, after the save before it has ended. All ranks call it together.
+        """Begin to write a copy of `stored`, after the save before it has ended; or write `stored`. All ranks call it
+        together.
         `held_out_loss`: of this state, where it was evaluated."""
         self.close()
         self._facts["held_out_loss"] = held_out_loss
-        copies = {name: boxes.copy() for name, boxes in stored.items()}
+        is_live = not self._save_beside and self._device.type == HOST.type  # from a GPU all goes by way of host memory
+        written = {name: boxes.written_ones() if is_live else boxes.copy() for name, boxes in stored.items()}
         settle(self._device)
-        self._thread = threading.Thread(target=self._try, args=(copies, state), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._try, args=(written, state), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._save_beside:
             self.close()

@@ -63,11 +63,14 @@ class Boxes:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.size()) for offsets, view in self.boxes]
 
-    def copy(self) -> "Boxes":
-        """What this rank writes of them, in host memory, as it is now: there once the device has settled."""
+    def written_ones(self) -> "Boxes":
+        """What this rank writes of them, cut small: views."""
         boxes = self.boxes if self.written else []
-        parts = (part for offsets, view in boxes for part in _small(offsets, view))
-        return replace(self, boxes=[(offsets, host_copy(view)) for offsets, view in parts])
+        return replace(self, boxes=[part for offsets, view in boxes for part in _small(offsets, view)])
+
+    def copy(self) -> "Boxes":
+        """The same in host memory, as it is now: there once the device has settled."""
+        return replace(self, boxes=[(offsets, host_copy(view)) for offsets, view in self.written_ones().boxes])
 
     def at(self, index: MetadataIndex) -> Tensor:
         return next(view for offsets, view in self.boxes if torch.Size(offsets) == index.offset)

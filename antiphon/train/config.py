@@ -269,11 +269,11 @@ class ParallelConfig:
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """`folder`: of checkpoints, metrics and token ids. Every how many steps: `log_every`, `checkpoint_every`,
-    `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is
-    written beside the steps that follow it, from a copy. `evaluate_sequences`: how many of the held-out text are
-    looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and the checkpoint
-    of the lowest held-out loss stays beside the newest. `wandb`: a project of Weights & Biases that gets the metrics
-    too (empty: none)."""
+    `evaluate_every` (0: at the end only). `keep`: checkpoints that stay. `save_beside`: a checkpoint is written beside
+    the steps that follow it, from a copy in host memory; not with `memory.offload`. `evaluate_sequences`: how many
+    of the held-out text are looked at, evenly spread over it (0: all). `keep_best`: every evaluation is saved, and
+    the checkpoint of the lowest held-out loss stays beside the newest. `wandb`: a project of Weights & Biases that
+    gets the metrics too (empty: none)."""
 
     folder: Text
     log_every: Count = 10

@@ -7,7 +7,8 @@
 3. What cannot fit is refused. A process holds more than backward needs, `KEPT_OVER_NEEDED` times by the peak of the
    demo model (autograd saves 1.5 times; the rest are results in between and what the allocator keeps): what fits by
    need and not by that is warned about.
-4. A limit to activations is the planner's business: `cost.training.rematerialize` takes options by seconds per byte,
+4. A checkpoint that is written beside steps is a copy of parameters and moments.
+5. A limit to activations is the planner's business: `cost.training.rematerialize` takes options by seconds per byte,
    priced for the cluster that MegaScale-MoE was measured on. Only their order counts here.
 
 The bytes of a layer are the widths of MegaScale-MoE's Figure 9 (`cost.training.activations`), added over what its plan
@@ -47,17 +48,18 @@ _log = get_logger("train")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes of one rank."""
+    """Bytes of one rank. `copy`: what a checkpoint adds to the most that a step holds."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
     head: float
+    copy: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.head
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.head + self.copy
 
     def __str__(self) -> str:
         return ", ".join(f"{each.name} {format_bytes(getattr(self, each.name))}" for each in fields(self))
@@ -103,7 +105,13 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     copies = 2.0 * held.total if config.dtype == "bfloat16" and setup.precision.weights == "float32" else 0.0
     wide = 2.0 if config.dtype == "float64" else 1.0
     held_layers = min(1.0, 2.0 / float(layers.total))  # of what is mapped: one in use, one fetched
-    moments, experts = 1.0, 0.0
+    moments, experts, copy = 1.0, 0.0, 0.0
+    state = wide * float(optimizer) * _moments(spec, config, setup)
+    if config.output.save_beside and config.memory.offload == "none" and config.device != "cuda":
+        owned = float(held.owned(setup) if setup.zero else held.total)
+        copy = state + (4.0 * wide * owned if setup.precision.weights == "float32" else 0.0)
+        if not 0 < config.output.checkpoint_every < config.steps:  # the only one is behind the last step
+            copy = max(0.0, copy - wide * (float(activations) + float(head)))
     if config.memory.offload != "none" and setup.precision.weights == "float32":
         moments = held_layers
     elif config.memory.offload != "none":
@@ -114,9 +122,10 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     return MemoryNeed(
         parameters=wide * (float(parameters) - experts) + float(copies),
         gradients=wide * float(gradients),
-        optimizer=wide * float(optimizer) * _moments(spec, config, setup) * moments,
+        optimizer=state * moments,
         activations=wide * float(activations),
         head=wide * float(head),
+        copy=copy,
     )
 
 
@@ -180,6 +189,9 @@ def _advice(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup, ranks_he
         need = memory_need(spec, smaller, replace(setup, micro_batch=size))
         if ranks_here * (need.total + (KEPT_OVER_NEEDED - 1) * need.activations) <= free:
             return f"set micro_batch={size}"
+    need = memory_need(spec, config, setup)
+    if need.copy and ranks_here * (need.total - need.copy) <= free:
+        return "set output.save_beside to false: steps wait for checkpoints then, which need no copy"
     one = memory_need(spec, replace(config, micro_batch=1), replace(setup, micro_batch=1))
     if ranks_here * (one.total - one.activations) > free:
         return "take a smaller model, or divide it over more machines"

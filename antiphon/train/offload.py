@@ -75,6 +75,10 @@ class MappedParts:
         """A part is not needed for now; its numbers stay in the file."""
         self._advise(part, mmap.MADV_DONTNEED)
 
+    def give_up_all(self) -> None:
+        """No part is needed for now."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     @property
     def resident_bytes(self) -> int:
         """Of the parts, what this process has in memory."""

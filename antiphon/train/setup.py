@@ -102,7 +102,8 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     check_device(config, device)
     sharing = local_ranks() if device == HOST else 1
     held = with_further(spec) if config.loss.mtp else spec
-    need = check_memory(held, config, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
+    here = replace(config, device="cpu" if device == HOST else "cuda")
+    need = check_memory(held, here, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
     prepare_data_together(config, spec, mesh)
     held_out, text = open_tokens(cache_of(config), "held_out"), open_tokens(cache_of(config), "train")

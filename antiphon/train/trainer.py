@@ -229,6 +229,8 @@ class Trainer:
             new_moments=self._run.former.may_change_optimizer,
         )
         assert state is not None
+        for parts in self._optimizer.mapped:
+            parts.give_up_all()
         return state
 
     def _step(self) -> TrainedStep:
@@ -397,4 +399,6 @@ class Trainer:
         not_finite.check_parameters(self._shards, step)
         boxes = boxes_of(self.model, self._shards, self._optimizer, step)
         self._saver.save(self.state, boxes, held_out_loss)
+        for parts in self._optimizer.mapped:
+            parts.give_up_all()
         self._saved_step = step

@@ -87,6 +87,22 @@ def test_what_does_not_fit_is_refused_and_what_would_is_said(tmp_path: Path, cap
         assert not caplog.records
 
 
+def test_a_checkpoint_beside_steps_is_a_copy(tmp_path: Path) -> None:
+    """Of parameters and moments; at the end of a run it takes the place of activations."""
+    every = ("steps=9", "output.checkpoint_every=3", "micro_batch=1")
+    config = config_of(tmp_path, *every)
+    spec = load_model_spec(Path(config.model.path))
+    setup = setup_of(config, Sizes())
+    need = memory_need(spec, config, setup)
+    assert need.copy == pytest.approx(need.parameters + need.optimizer)
+    end = memory_need(spec, config_of(tmp_path, *every, "output.checkpoint_every=0"), setup)
+    assert end.copy == max(0.0, need.copy - need.activations - need.head)
+    for other in ("output.save_beside=false", "memory.offload=moments", "device=cuda"):
+        assert memory_need(spec, config_of(tmp_path, *every, other), setup).copy == 0, other
+    with pytest.raises(ResourceError, match=r"are free: set output.save_beside to false: steps wait for checkpoints"):
+        check_memory(spec, config, setup, free_bytes=int(need.total - 1))
+
+
 def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
     huge = {"hidden_size": 65536, "moe_intermediate_size": 65536, "num_hidden_layers": 64, "num_experts": 256}
     with pytest.raises(ResourceError, match=r"training needs .* TiB .*: take a smaller model, or divide it"):

@@ -8,7 +8,7 @@ import torch
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.models.config import load_model_spec
-from antiphon.train import offload
+from antiphon.train import checkpoint_parts, offload
 from antiphon.train.memory import memory_need, setup_of
 from antiphon.train.offload import MappedParts
 from antiphon.train.ranks import sizes_of
@@ -43,6 +43,25 @@ def test_runs_have_the_bits_of_one_in_memory_and_hold_less(tmp_path: Path) -> No
     run(tmp_path / "none", "steps=8")
     assert losses(tmp_path / "experts") == losses(tmp_path / "none")
     assert not list((tmp_path / "experts").rglob("tmp*")), "the file has no name"
+
+
+def test_a_save_makes_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mapped state, and where steps wait for checkpoints anyway; behind it nothing of the file is held."""
+
+    def none(view: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a copy")
+
+    copied = checkpoint_parts.host_copy
+    monkeypatch.setattr(checkpoint_parts, "host_copy", none)
+    run(tmp_path / "a", "output.save_beside=false")
+    trainer = Trainer(prepare(config_of(tmp_path / "b", "memory.offload=experts", "optimizer.warmup_steps=1", **WIDE)))
+    trainer.run()
+    assert sum(each.resident_bytes for each in trainer._optimizer.mapped) == 0
+    monkeypatch.setattr(checkpoint_parts, "host_copy", copied)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    for folder in ("a", "b"):
+        run(tmp_path / folder, "steps=7")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 def test_what_is_given_up_comes_back(tmp_path: Path) -> None:
