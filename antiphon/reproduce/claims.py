@@ -18,9 +18,11 @@ from antiphon.base.progress import Report
 from antiphon.reproduce import lina, mix, msi, msm
 from antiphon.reproduce.claim import PAPERS, Claim, Paper, Row, digit, evaluate
 from antiphon.reproduce.measured_serving import measured_effect
+from antiphon.reproduce.measured_training import origin
 from antiphon.specs.checked import nearest_names
 
 MEASURED = "measured here"  # of `ours`: names an effect of `data/measured_serving.toml`
+LOSS_OVER = "loss over"  # names two runs of `data/measured_training.toml`
 MODULES: tuple[ModuleType, ...] = (msi, mix, msm, lina)
 
 
@@ -48,6 +50,8 @@ def _claim(module: ModuleType, paper: str, row: dict[str, Any]) -> Claim:
         row |= {"kind": "measured", "ours": lambda: effect.value, "note": effect.note}
         row.setdefault("reason", effect.differs)
     else:
+        if function == LOSS_OVER:
+            row["note"] = f"{row['note']}; {origin(*arguments)}"
         row["ours"] = partial(module.OURS[function], *arguments)
     row |= {"id": f"{paper}-{row['id']}", "paper": paper.upper()}
     if "last_digit" in row:

@@ -25,6 +25,8 @@ paper prints, or what its printed equation gives, beside ours.
 - *counted*: exact arithmetic on formulas, tables and tensors; may differ by rounding of the printed digit.
 - *simulated*: event by event, with the paper's printed times as input.
 - *modelled*: the planner's cost model, with one calibration per cluster.
+- *measured*: run on a machine of ours, which is smaller than the paper's; what was run, at which commit and how it
+  differs stands in the row. The figure is of that commit: it is not measured again when the page is written.
 
 Tolerances were chosen by kind before our values were known. A row that does not hold stays, with the reason that was
 found. So does a row that holds loosely: it is off by more than a third of the gain that the paper claims.

@@ -28,7 +28,7 @@ class MeasuredEffect:
     @property
     def note(self) -> str:
         """What a row says of it."""
-        return f"measured: {self.machine}, commit {self.commit}, {self.command}. {self.differs}"
+        return f"measured at commit {self.commit}: {self.command}; {self.machine}. {self.differs}"
 
 
 @cache

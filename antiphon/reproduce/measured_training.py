@@ -29,10 +29,20 @@ def measured_runs() -> dict[str, MeasuredRun]:
     return {name: read(MeasuredRun, entry, f"{FILE}: {name}") for name, entry in read_mapping(FILE)["runs"].items()}
 
 
+def measured_run(name: str) -> MeasuredRun:
+    """`UserError` for a name that is not in the file."""
+    if name not in measured_runs():
+        raise UserError(f"{FILE} has no run {name!r}: {did_you_mean(name, measured_runs())}")
+    return measured_runs()[name]
+
+
 def loss_over(name: str, plain: str) -> float:
     """The loss at the end of one run over that of another."""
-    runs = measured_runs()
-    for each in (name, plain):
-        if each not in runs:
-            raise UserError(f"{FILE} has no run {each!r}: {did_you_mean(each, runs)}")
-    return runs[name].loss / runs[plain].loss
+    return measured_run(name).loss / measured_run(plain).loss
+
+
+def origin(name: str, plain: str) -> str:
+    """What a row says of two runs: the command of the first, and of the other where it was not the same one."""
+    first, second = measured_run(name), measured_run(plain)
+    text = f"measured at commit {first.commit}: {first.command}"
+    return text if second.command == first.command else f"{text}; over {second.command}"
