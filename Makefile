@@ -89,7 +89,7 @@ format: setup  ## rewrite the sources in the project's style
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 	$(VENV)/bin/ruff format $(SOURCES)
 
-bench: setup $(YARDSTICK)/config.json  ## time serving on a tiny random model
+bench: setup $(YARDSTICK)/model.safetensors.index.json  ## time serving on a tiny random model
 	$(VENV)/bin/antiphon bench serve $(YARDSTICK)
 
 gpu-check: setup  ## check, then time, what needs a GPU, in parts; without one each part says why it skips
@@ -111,7 +111,7 @@ peer-suite: setup  ## run the API tests of vLLM's source package (47 MB, fetched
 peers: setup  ## install the engines we compare with, each in its own environment under .peers
 	bash benchmarks/peers.sh
 
-yardstick: $(YARDSTICK)/config.json  ## write the tiny random model that bench uses
+yardstick: $(YARDSTICK)/model.safetensors.index.json  ## write the tiny random model that bench uses
 
 lock: $(PACKAGES_STAMP)  ## resolve requirements.lock anew
 	$(PIP) install --quiet uv
@@ -162,6 +162,6 @@ $(OLDEST_STAMP): $(PACKAGES_STAMP) pyproject.toml scripts/oldest_packages.sh
 	@bash scripts/oldest_packages.sh $(PY) $(OLDEST)
 	@touch $@
 
-$(YARDSTICK)/config.json: benchmarks/make_model.py | $(NATIVE_STAMP)
+$(YARDSTICK)/model.safetensors.index.json: benchmarks/make_model.py | $(NATIVE_STAMP)
 	$(PY) benchmarks/make_model.py tiny $(YARDSTICK)
 	@touch $@

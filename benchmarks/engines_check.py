@@ -7,8 +7,8 @@
 2. Plans of several models, machines, phases and formats are emitted.
 3. `engine_parser.py` builds each engine's parser in a process of its own and gives it the commands.
 
-Prints a line per engine; exit code 1 if a command is refused. Rejected: the list of flags under tests/report/data
-alone. It knows names and choices, not what a parser makes of a value.
+Prints a line per engine; exit code 1 if a command is refused or no plan gave one. Rejected: the list of flags under
+tests/report/data alone. It knows names and choices, not what a parser makes of a value.
 """
 
 import argparse
@@ -122,6 +122,10 @@ def main() -> int:
         wheels.mkdir(parents=True, exist_ok=True)
         wrong = 0
         for engine, commands in emitted_commands().items():
+            if not commands:
+                wrong += 1
+                sys.stdout.write(f"{PACKAGES[engine]}: no command was emitted: every plan was refused\n")
+                continue
             said = answers(engine, wheels, commands)
             refused = [(command, why) for command, why in zip(commands, said, strict=True) if why is not None]
             wrong += len(refused)

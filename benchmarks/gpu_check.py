@@ -10,8 +10,9 @@ Method
 3. After every part `gpu_check.json` and `gpu_check.md` are written anew, in the folder that $OUT names or in ./out. So
    what was seen is there whatever happens next.
 
-All of it ends within the given minutes (default 9.5): a part that would not is stopped, and later ones say that no time
-was left. `--device cpu` runs the parts that time at tiny sizes: it tries this program, not the machine.
+All of it ends within the given minutes (default 9.5): a part that would not is stopped, later ones are "not run", and
+the exit code is 1, as it is for a part that failed. `--device cpu` runs the parts that time at tiny sizes: it tries
+this program, not the machine.
 """
 
 import argparse
@@ -57,7 +58,7 @@ class GpuPart:
 
 @dataclass(kw_only=True)
 class PartOutcome:
-    """How a part ended: passed, failed, stopped (at its limit) or skipped."""
+    """How a part ended: passed, failed, stopped (at its limit or that of all), skipped, or not run for want of time."""
 
     name: str
     what: str
@@ -159,8 +160,11 @@ def run_part(part: GpuPart, out: Path, deadline_s: float) -> PartOutcome:
     started_s = time.monotonic()
     until_s = min(deadline_s, started_s + part.limit_s)
     if until_s - started_s < 1.0:
-        outcome.reason = "no time was left"
+        outcome.outcome, outcome.reason = "not run", "no time was left"
         return outcome
+    limit = f"its limit of {part.limit_s:.0f} s"
+    if deadline_s < started_s + part.limit_s:
+        limit = f"the time for everything ended after {until_s - started_s:.0f} of its {part.limit_s:.0f} s"
     results, junit, log = (out / f"{part.name}.{kind}" for kind in ("json", "xml", "log"))
     for old in (results, junit, log):
         old.unlink(missing_ok=True)
@@ -171,7 +175,7 @@ def run_part(part: GpuPart, out: Path, deadline_s: float) -> PartOutcome:
         exit_code = run_command(arguments, log, until_s)
         if exit_code != 0:
             outcome.outcome = "stopped" if exit_code is None else "failed"
-            outcome.reason = f"its limit of {part.limit_s:.0f} s" if exit_code is None else f"exit code {exit_code}"
+            outcome.reason = limit if exit_code is None else f"exit code {exit_code}"
             break
     outcome.duration_s = time.monotonic() - started_s
     outcome.tests = count_tests(junit)

@@ -192,6 +192,10 @@ def embeddings(shape: YardstickShape, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+LAST_WRITTEN = "model.safetensors.index.json"
+"""A folder that has it is complete."""
+
+
 def shards(shape: YardstickShape, seed: int) -> Iterator[dict[str, torch.Tensor]]:
     """The checkpoint's shards, one at a time: the embeddings, then one per decoder layer."""
     yield embeddings(shape, seed)
@@ -212,7 +216,7 @@ def write_weights(shape: YardstickShape, folder: Path, seed: int) -> int:
             num_parameters += sum(tensor.numel() for tensor in tensors.values())
             progress.advance(task)
     index = {"metadata": {"total_size": 2 * num_parameters}, "weight_map": weight_map}
-    write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / LAST_WRITTEN, index)
     return num_parameters
 
 
@@ -262,6 +266,7 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 def make_model(shape: YardstickShape, folder: Path, seed: int = 0) -> int:
     """Write a complete checkpoint into `folder` (created if absent); returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / LAST_WRITTEN).unlink(missing_ok=True)
     write_json(folder / "config.json", hugging_face_config(shape))
     eos, pad = shape.vocab_size - 1, shape.vocab_size - 3
     write_json(folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": pad, "do_sample": False})
@@ -278,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="do nothing if the folder is complete")
     options = parser.parse_args(arguments)
-    if options.keep and (options.folder / "config.json").exists():
+    if options.keep and (options.folder / LAST_WRITTEN).exists():
         print(f"{options.folder}: there already")
         return 0
     num_parameters = make_model(PRESETS[options.preset], options.folder, options.seed)

@@ -74,7 +74,21 @@ WRITES_ROWS = "import json, sys; json.dump({'rows': [{'kernel': 'gate', 'us': 1.
 
 def test_no_time_left_is_said(gpu_check: ModuleType, tmp_path: Path) -> None:
     (outcome,) = gpu_check.check([part(gpu_check, "late", "print()")], tmp_path, 0.001, "invented")
-    assert (outcome.outcome, outcome.reason) == ("skipped", "no time was left")
+    assert (outcome.outcome, outcome.reason) == ("not run", "no time was left")
+
+
+def test_a_part_that_the_end_of_everything_stopped_is_not_blamed(gpu_check: ModuleType, tmp_path: Path) -> None:
+    slow = part(gpu_check, "slow", "import time; time.sleep(600)")
+    (outcome,) = gpu_check.check([slow], tmp_path, 0.03, "invented")
+    assert (outcome.outcome, outcome.reason) == ("stopped", "the time for everything ended after 2 of its 60 s")
+
+
+def test_parts_that_were_not_run_are_no_success(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--parts", "limits", "--minutes", "0.001"])
+    assert gpu_check.main() == 1
 
 
 def test_parts_can_be_run_alone(gpu_check: ModuleType) -> None:

@@ -34,6 +34,20 @@ def folder(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
+def test_half_a_checkpoint_is_not_kept(
+    script: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "half"
+    with monkeypatch.context() as broken:
+        broken.setattr(script, "save_file", lambda *arguments, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            script.main(["tiny", str(half)])
+    assert (half / "config.json").exists()
+    for _ in range(2):
+        assert script.main(["tiny", str(half), "--keep"]) == 0
+        assert {file.name for file in half.iterdir()} == {file.name for file in folder.iterdir()}
+
+
 def test_bits_depend_on_the_seed_alone(script: ModuleType, folder: Path, tmp_path: Path) -> None:
     for seed, same in ((0, True), (1, False)):
         again = tmp_path / str(seed)
