@@ -107,7 +107,7 @@ def memory_need(spec: ModelSpec, config: TrainConfig, setup: TrainingSetup) -> M
     held_layers = min(1.0, 2.0 / float(layers.total))  # of what is mapped: one in use, one fetched
     moments, experts, copy = 1.0, 0.0, 0.0
     state = wide * float(optimizer) * _moments(spec, config, setup)
-    if config.output.save_beside and config.memory.offload == "none" and config.device != "cuda":
+    if config.output.save_beside and config.memory.offload == "none":
         owned = float(held.owned(setup) if setup.zero else held.total)
         copy = state + (4.0 * wide * owned if setup.precision.weights == "float32" else 0.0)
         if not 0 < config.output.checkpoint_every < config.steps:  # the only one is behind the last step

@@ -102,8 +102,9 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     check_device(config, device)
     sharing = local_ranks() if device == HOST else 1
     held = with_further(spec) if config.loss.mtp else spec
-    here = replace(config, device="cpu" if device == HOST else "cuda")
-    need = check_memory(held, here, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
+    elsewhere = replace(config, output=replace(config.output, save_beside=False))  # a GPU's copies lie in host memory
+    counted = config if device == HOST else elsewhere
+    need = check_memory(held, counted, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
     prepare_data_together(config, spec, mesh)
     held_out, text = open_tokens(cache_of(config), "held_out"), open_tokens(cache_of(config), "train")

@@ -97,7 +97,7 @@ def test_a_checkpoint_beside_steps_is_a_copy(tmp_path: Path) -> None:
     assert need.copy == pytest.approx(need.parameters + need.optimizer)
     end = memory_need(spec, config_of(tmp_path, *every, "output.checkpoint_every=0"), setup)
     assert end.copy == max(0.0, need.copy - need.activations - need.head)
-    for other in ("output.save_beside=false", "memory.offload=moments", "device=cuda"):
+    for other in ("output.save_beside=false", "memory.offload=moments"):
         assert memory_need(spec, config_of(tmp_path, *every, other), setup).copy == 0, other
     with pytest.raises(ResourceError, match=r"are free: set output.save_beside to false: steps wait for checkpoints"):
         check_memory(spec, config, setup, free_bytes=int(need.total - 1))
