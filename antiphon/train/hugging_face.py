@@ -59,6 +59,7 @@ _FLOAT8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
 }
+_NEVER_ROUNDED = tuple(purpose for purpose in PLAIN_PURPOSES if purpose != "kv_up")  # a reader multiplies that one out
 _log = get_logger("train")
 _BESIDE_WEIGHTS = (
     "tokenizer",
@@ -161,8 +162,13 @@ class PublishedTensor:
         return (
             self.in_layer
             and self.value.ndim == 2
-            and self.purpose not in ("", NOT_TRAINED, PROJECTION, *PLAIN_PURPOSES)
+            and self.purpose not in ("", NOT_TRAINED, PROJECTION, *_NEVER_ROUNDED)
         )
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether servers take it for a linear layer's."""
+        return self.name.endswith(".weight") and self.value.ndim == 2 and self.purpose != "embedding"
 
 
 def tensors_of(source: Parameters) -> Iterator[PublishedTensor]:
@@ -217,27 +223,28 @@ def _of_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Itera
             yield PublishedTensor(ref.gate_up[1].name, up_JH, GATE_UP)
             yield PublishedTensor(ref.down.name, source.read(where + attribute_of(DOWN), expert, expert + 1)[0], DOWN)
         return
-    for name, value in _stacked_experts(source, where, refs):
-        yield PublishedTensor(name, value)
+    yield from _stacked_experts(source, where, refs)
 
 
-def _stacked_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Iterator[tuple[str, Tensor]]:
-    """Of families that publish all experts of a layer in one tensor."""
-    gate_up_EJH, down_EHI = (source.read(where + attribute_of(purpose)) for purpose in (GATE_UP, DOWN))
+def _stacked_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Iterator[PublishedTensor]:
+    """Of families that publish all experts of a layer in one tensor. Holds one projection at a time, if what is yielded
+    is let go."""
     layout, width = refs[0].layout, source.spec.feed_forward.intermediate
+    value = source.read(where + attribute_of(GATE_UP))
     if layout == "rows":
-        yield refs[0].gate_up[0].name, gate_up_EJH[:, :width].flatten(0, 1)
-        yield refs[0].gate_up[1].name, gate_up_EJH[:, width:].flatten(0, 1)
-        yield refs[0].down.name, down_EHI.mT.flatten(0, 1)
-    elif layout == "columns":
-        yield refs[0].gate_up[0].name, _in_turns(gate_up_EJH).mT
-        yield refs[0].down.name, down_EHI.mT
-        if refs[0].down_bias is not None:
-            yield refs[0].biases[0].name, _in_turns(source.read(where + attribute_of(GATE_UP + "_bias")))
-            yield refs[0].down_bias.name, source.read(where + attribute_of(DOWN + "_bias"))
+        yield PublishedTensor(refs[0].gate_up[0].name, value[:, :width].flatten(0, 1))
+        yield PublishedTensor(refs[0].gate_up[1].name, value[:, width:].flatten(0, 1))
     else:
-        yield refs[0].gate_up[0].name, gate_up_EJH
-        yield refs[0].down.name, down_EHI
+        yield PublishedTensor(refs[0].gate_up[0].name, _in_turns(value).mT if layout == "columns" else value)
+    del value
+    value = source.read(where + attribute_of(DOWN))
+    if layout == "rows":
+        yield PublishedTensor(refs[0].down.name, value.mT.flatten(0, 1))
+    else:
+        yield PublishedTensor(refs[0].down.name, value.mT if layout == "columns" else value)
+    if layout == "columns" and refs[0].down_bias is not None:
+        yield PublishedTensor(refs[0].biases[0].name, _in_turns(source.read(where + attribute_of(GATE_UP + "_bias"))))
+        yield PublishedTensor(refs[0].down_bias.name, source.read(where + attribute_of(DOWN + "_bias")))
 
 
 def _in_turns(stacked_EJ: Tensor) -> Tensor:
@@ -266,10 +273,15 @@ def export(
     source: Parameters = LiveParameters(model) if isinstance(model, MoeModel) else model
     _check_rounding(source.spec, dtype)
 
+    wide_layers = set[str]()
+
     def tensors(source: Parameters) -> Iterator[tuple[str, Tensor]]:
         further = () if begun_with is None else further_tensors(begun_with, source.spec)
         for each in chain(tensors_of(source), (PublishedTensor(name, value) for name, value in further)):
+            if each.is_linear and not each.may_be_rounded:
+                wide_layers.add(each.name.removesuffix(".weight"))
             yield from _written_as(each, dtype, _kept_wide(source.spec))
+            del each  # else it is held while the next one is read
 
     sizes = {name: tensor.nbytes for name, tensor in tensors(Shapes(source.spec, further=source.further))}
     shard_of, files = _shards(sizes)
@@ -277,6 +289,7 @@ def export(
     done, shard = 0, dict[str, Tensor]()
     for name, tensor in tensors(source):
         shard[name] = tensor.clone(memory_format=torch.contiguous_format)
+        del tensor
         done += sizes[name]
         report(done, total)
         left[shard_of[name]] -= 1
@@ -294,7 +307,7 @@ def export(
     if begun_with is None and not source.further and written.get(FURTHER_LAYERS):
         written[FURTHER_LAYERS] = 0
     if dtype == FLOAT8:
-        written["quantization_config"] = _FLOAT8_CONFIG
+        written["quantization_config"] = {**_FLOAT8_CONFIG, "modules_to_not_convert": sorted(wide_layers)}
     plain = torch.bfloat16 if dtype == FLOAT8 else dtype
     _write_json(folder / "config.json", {**written, "dtype": str(plain).removeprefix("torch.")})
     for name in files:

@@ -2,10 +2,12 @@
 
 A checkpoint of a large model fits no single machine's memory, its export has to: so a parameter is read by rows (an
 expert, a projection) when its tensor is written, from the boxes that ranks stored. `Shapes` has no values: sizes of
-files are known before the first byte is read. Rejected: building the model and loading it, which takes all of its
-memory in float32.
+files are known before the first byte is read. A box is read whole, so the last one of each of two parameters (an
+expert's two projections) is kept while its next rows may be asked for. Rejected: building the model and loading it,
+which takes all of its memory in float32.
 """
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +23,8 @@ from antiphon.train.device import HOST, SHAPES_ONLY
 from antiphon.train.further_token import further_parameters, with_further
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import layer_parameters, outer_parameters
+
+_KEPT_PARAMETERS = 2
 
 
 class Parameters(Protocol):
@@ -71,6 +75,7 @@ class StoredParameters:
     def __init__(self, checkpoint: Path, spec: ModelSpec, *, further: bool = False) -> None:
         self.spec, self.further = spec, further
         self._checkpoint = checkpoint
+        self._kept: dict[str, dict[tuple[int, ...], Tensor]] = {}  # boxes by their offsets, by parameter
         self._reader = FileSystemReader(checkpoint)
         try:
             self._metadata = self._reader.read_metadata()
@@ -86,11 +91,31 @@ class StoredParameters:
         shape = tuple(stored.size)
         end = shape[0] if last is None else last
         view = torch.empty((end - first, *shape[1:]), dtype=stored.properties.dtype, device=HOST)
+        kept = self._kept.pop(key, {})
+        self._kept = {**dict(list(self._kept.items())[1 - _KEPT_PARAMETERS :]), key: {}}
+        found = 0
+        for chunk in stored.chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            begin, stop = max(first, offsets[0]), min(end, offsets[0] + sizes[0])
+            if begin >= stop:
+                continue
+            box = kept[offsets] if offsets in kept else self._box(key, stored, offsets, sizes)
+            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+            view[(slice(begin - first, stop - first), *place)] = box[begin - offsets[0] : stop - offsets[0]]
+            found += (stop - begin) * math.prod(sizes[1:])
+            if end < offsets[0] + sizes[0]:
+                self._kept[key][offsets] = box
+        if found != view.numel():
+            raise CheckpointError(f"{self._checkpoint}: {name}: a part of it is missing: take another one")
+        return view
+
+    def _box(self, key: str, stored: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        box = torch.empty(sizes, dtype=stored.properties.dtype, device=HOST)
         planner = LoadPlanner()
-        boxes = Boxes(shape, [((first, *(0 for _ in shape[1:])), view)], written=False)
-        planner.set_up_planner({key: boxes}, self._metadata, is_coordinator=True)
+        boxes = {key: Boxes(tuple(stored.size), [(offsets, box)], written=False)}
+        planner.set_up_planner(boxes, self._metadata, is_coordinator=True)
         try:
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:
-            raise CheckpointError(f"{self._checkpoint}: {name}: {error}: it is damaged, take another one") from error
-        return view
+            raise CheckpointError(f"{self._checkpoint}: {key}: {error}: it is damaged, take another one") from error
+        return box

@@ -1,6 +1,7 @@
 """What an export keeps: the choice of experts, layers that are not trained, and the precision that is asked for."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from antiphon.train import checkpoint_parts, hugging_face
 from antiphon.train.hugging_face import export, import_weights
 from antiphon.train.model import MoeModel
 from antiphon.train.setup import prepare
-from antiphon.train.stored import StoredParameters
+from antiphon.train.stored import LiveParameters, StoredParameters
 from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
@@ -176,6 +177,28 @@ def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert same_tensors(again, trainer.model)
 
 
+def test_a_box_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once an expert; of a parameter that is read whole nothing is kept."""
+    trainer = Trainer(prepare(config_of(tmp_path)))
+    trainer.run()
+    stored = StoredParameters(tmp_path / "out/checkpoints/step-00000006", trainer.spec)
+    read = []
+    box = StoredParameters._box
+
+    def noted(source: StoredParameters, key: str, *arguments: Any) -> torch.Tensor:
+        read.append(key)
+        return box(source, key, *arguments)
+
+    monkeypatch.setattr(StoredParameters, "_box", noted)
+    layer = trainer.model.layers[1]
+    for expert in range(5):
+        for name in ("experts_gate_up", "experts_down"):
+            rows = stored.read(f"layers.1.{name}", expert, expert + 1)
+            assert torch.equal(rows[0], getattr(layer, name)[expert])
+    assert len(read) == 2
+    assert not any(stored._kept.values())
+
+
 def test_boxes_of_checkpoints_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_parts, "BOX_BYTES", 4000)
     trainer = Trainer(prepare(config_of(tmp_path)))
@@ -227,6 +250,11 @@ def test_float8_is_served(tmp_path: Path, model: dict[str, Any]) -> None:
     assert all(kinds[name + "_scale_inv"] == torch.float32 for name in of_experts)
     for part in ("embed_tokens", "lm_head", "norm", "mlp.gate."):
         assert all(kind != torch.float8_e4m3fn for name, kind in kinds.items() if part in name), part
+    linear = {name for name, each in tensors.items() if each.ndim == 2 and "embed" not in name and "scale" not in name}
+    wide = {name for name in linear if kinds[name] != torch.float8_e4m3fn}
+    assert {name + ".weight" for name in config["quantization_config"]["modules_to_not_convert"]} == wide
+    assert {"lm_head.weight", "model.layers.1.mlp.gate.weight"} <= wide
+    assert not any("self_attn" in name for name in wide)
     spec = load_model_spec(tmp_path / "fp8")
     half = load_attention_half(open_checkpoint(tmp_path / "fp8", spec), spec, ReferenceBackend())
     assert len(half.layers) == spec.num_layers
@@ -239,3 +267,23 @@ def test_stacked_experts_have_no_blocks(save_model: Any, tools: Any, tmp_path: P
     folder = save_model(tools.config("gpt_oss")).folder
     with pytest.raises(UserError, match=r"--dtype fp8: .* stores all experts of a layer in one tensor"):
         export(trainable(folder), tmp_path / "out", {}, None, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])
+def test_stacked_experts_are_held_one_projection_at_a_time(
+    family: str, save_model: Any, tools: Any, tmp_path: Path
+) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    class Source(LiveParameters):
+        def read(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+            found = super().read(name, first, last)
+            if name.endswith("experts_down"):
+                assert held.pop()() is None, "gate and up are still there"
+            if not name.endswith("experts_gate_up"):
+                return found
+            memory = found.numpy().copy()
+            held.append(weakref.ref(memory))
+            return torch.from_numpy(memory)
+
+    export(Source(trainable(save_model(tools.config(family)).folder)), tmp_path / "out", {}, None, torch.float32)
