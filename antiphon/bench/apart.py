@@ -13,6 +13,7 @@ Rejected: the sweep with whole cores. With more workers than cores it would meas
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS
 
 _LEAST_SLICE = 0.02
+STEPS = ("together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +66,51 @@ class ApartCase:
 
 
 def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any]]:
-    """A row for each step of the ablation, with its rate over that of the step before."""
+    """A row for each of `STEPS` whose engine did not fail, with its rate over that of the step before."""
     case.check(model)
     apart = case.engine(model, case.layout, case.requests)
     if apart.choice.layout != "disaggregated":
         raise UserError(f"--layout {case.layout} has attention and experts together: write for example 1+1/m2")
     count = apart.choice.num_attention + apart.choice.num_experts
     together = case.together or (f"colocated*{count}" if count > 1 else "colocated")
-    engines = {
-        "together": case.engine(model, together, case.requests),
-        "apart, gloo": case.engine(model, case.layout, case.requests, exchange_library="gloo"),
-        "apart, M2N over tcp": case.engine(model, case.layout, case.requests, exchange="tcp"),
-        "apart, M2N over shm": apart,
-    }
+    engines = dict(
+        zip(
+            STEPS,
+            (
+                case.engine(model, together, case.requests),
+                case.engine(model, case.layout, case.requests, exchange_library="gloo"),
+                case.engine(model, case.layout, case.requests, exchange="tcp"),
+                apart,
+            ),
+            strict=True,
+        )
+    )
     if engines["together"].choice.layout == "disaggregated":
         raise UserError(f"--together {together} has attention and experts apart: write for example colocated*2 or 2*1")
     for name, engine in engines.items():
         engine.name = name
     size = WorkloadSize(case.requests, case.input_tokens, case.output_tokens)
     rows, _ = bench_serve(model, list(engines.values()), [size], max_rounds=case.rounds, say=say)
-    before = None
+    compare_steps(rows)
     for row in rows:
         row["layout_text"] = together if row["engine"] == "together" else case.layout
-        row["over_the_row_before"] = row["output_tokens_per_s"] / before if before else None
-        before = row["output_tokens_per_s"]
     return rows
+
+
+def compare_steps(rows: list[dict[str, Any]]) -> None:
+    """Each row's rate over that of the step before; None for the first, and where the step before failed."""
+    rates = {row["engine"]: row["output_tokens_per_s"] for row in rows}
+    before = dict(pairwise(reversed(STEPS)))
+    for row in rows:
+        rate = rates.get(before.get(row["engine"], ""))
+        row["over_the_row_before"] = row["output_tokens_per_s"] / rate if rate else None
+
+
+def check_steps(rows: list[dict[str, Any]]) -> None:
+    """`ResourceError` if a step has no row: its engine said why when it failed."""
+    there = {row["engine"] for row in rows}
+    if missing := [name for name in STEPS if name not in there]:
+        raise ResourceError(f"no figure of {' and '.join(missing)}: what failed is said above")
 
 
 ABLATION = ContestColumns(

@@ -135,10 +135,11 @@ class EnoughError(Exception):
 
 @dataclass
 class Timed:
-    """One contestant's steps. `kept_bytes`: what its forward keeps for backward, parameters not counted; `sent_bytes`:
-    in a step, the mean of all ranks; `waited_s`: for others, of the rank that waited longest, by step."""
+    """One contestant's steps. `kept_bytes`: what its forward keeps for backward, parameters not counted; None: not
+    measured, as with torch.compile, for which the hooks that count would be another program. `sent_bytes`: in a step,
+    the mean of all ranks. `waited_s`: for others, of the rank that waited longest, by step."""
 
-    kept_bytes: int = 0
+    kept_bytes: int | None = None
     sent_bytes: float = 0
     waited_s: list[float] = field(default_factory=list)
     steps: list[Repetition[float]] = field(default_factory=list)

@@ -13,7 +13,7 @@ from antiphon.bench import ping_pong as pairing
 from antiphon.cli import options
 from antiphon.cli.bench_rows import check_limits, list_of, show_rows
 from antiphon.cli.bench_serve import say
-from antiphon.cli.commands import takes_groups
+from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption
 from antiphon.serve.signals import sigterm_exits
 
@@ -64,6 +64,7 @@ def _link_share(text: str) -> float:
 
 @takes_groups
 def apart(
+    context: typer.Context,
     model: options.ModelFolder,
     attention: Annotated[
         str | None,
@@ -77,6 +78,7 @@ def apart(
 ) -> None:
     """Time attention and experts together, apart over gloo, and apart over M2N; or sweep attention workers."""
     check_limits(case)
+    refuse_other_half(context, case, is_sweep=attention is not None)
     with sigterm_exits():
         if attention is None:
             rows, columns = separating.bench_ablation(model, case, say), separating.ABLATION
@@ -85,3 +87,19 @@ def apart(
             with progress("attention workers", format_amount=lambda done: f"{done:.0f} engines") as report:
                 rows, columns = separating.bench_sweep(model, case, counts, report), separating.SWEEP
     show_rows("apart", columns, rows, json, about=asdict(case))
+    if attention is None:
+        separating.check_steps(rows)
+
+
+def refuse_other_half(context: typer.Context, case: separating.ApartCase, *, is_sweep: bool) -> None:
+    """`UserError` for an option that was written and that only the other of both measurements reads."""
+    others = {"together": "--together"} if is_sweep else {"slice_cores": "--slice", "expert_cores": "--expert-slice"}
+    if given := given_options(context, others):
+        why = "does not apply with --attention" if is_sweep else "is for the sweep: add --attention N,N"
+        raise UserError(f"{others[min(given)]} {why}, or leave it out")
+    workers = case.layout.partition("/")[0]
+    if is_sweep and workers != "1+1":
+        raise UserError(
+            f"--layout {case.layout}: --attention says how many attention workers, beside one of experts; only its "
+            f"micro-batches count, write for example 1+1/m2"
+        )

@@ -20,6 +20,7 @@ from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
 from antiphon.bench.profile.training import WantedTraining, measure_training
 from antiphon.cli import options
+from antiphon.cli.commands import given_options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, LINKED_FILE, PROFILE_FILE
 from antiphon.comm.m2n.rendezvous import split_address
@@ -34,6 +35,7 @@ from antiphon.specs.device import ComputeDtype
 
 
 def profile(
+    context: typer.Context,
     model: Annotated[
         Path | None,
         typer.Argument(
@@ -77,6 +79,7 @@ def profile(
     these-machines.json: two of this machine, with the link as it was measured."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
+    refuse_other_use(context, phase, is_link=listen is not None or join is not None)
     if listen is not None or join is not None:
         _measure_link(model, folder, listen, join, secret_file, json)
         return
@@ -116,6 +119,19 @@ def profile(
     for line in remarks(times, folder):
         show(line, json=json)
     emit_json(json, asdict(measured))
+
+
+_SERVING_ONLY = {"threads": "--threads", "max_rows": "--max-rows", "kernels": "--kernels"}
+_TRAINING_ONLY = {"sequence_length": "--sequence-length", "ranks": "--ranks"}
+_MEASURING = _SERVING_ONLY | _TRAINING_ONLY | {"dtype": "--dtype", "phase": "--phase", "quick": "--quick"}
+
+
+def refuse_other_use(context: typer.Context, phase: Literal["serve", "train"], *, is_link: bool) -> None:
+    """`UserError` for an option that was written and that this use does not read."""
+    others = _MEASURING if is_link else _SERVING_ONLY if phase == "train" else _TRAINING_ONLY
+    if given := given_options(context, others):
+        use = "--listen or --join: a link is measured alone" if is_link else f"--phase {phase}"
+        raise UserError(f"{others[min(given)]} does not apply with {use}; leave it out")
 
 
 def _measure_link(

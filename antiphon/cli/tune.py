@@ -9,7 +9,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli import options
-from antiphon.cli.output import JsonOption, emit_json, show, table
+from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.kernels import triton
 from antiphon.kernels.gpu import find_gpu
 from antiphon.kernels.quantized import WeightFormat
@@ -56,6 +56,8 @@ def tune(
     if spec.router.num_experts < 1 or not 0 <= experts <= spec.router.num_experts:
         raise UserError(f"--experts is {experts}: {model} has {spec.router.num_experts} experts a layer")
     if compile_only:
+        if out is not None:
+            raise UserError(f"--out {out} does not apply with --compile-only, which writes no table; leave it out")
         _show_needs(spec, experts, weights, counts, json)
         return
     try:
@@ -135,6 +137,15 @@ def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], 
     emit_json(json, {"tiles": rows})
 
 
+def make_ready(path: Path) -> None:
+    """`UserError` before minutes of measuring if the table could not be written there. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {path}: its folder cannot be made ({error.strerror}); name another one") from error
+    check_output_file("--out", path)
+
+
 def _show_times(
     spec: ModelSpec,
     experts: int,
@@ -146,6 +157,7 @@ def _show_times(
 ) -> None:
     tuning, tiles = triton.load("tune"), triton.load("tiles")
     path = out or tiles.table_path()
+    make_ready(path)
     entries = tiles.read_table(path) if path.exists() else {}
     rows = []
     for name, weight in _stacked(spec, experts, weights, device).items():
@@ -157,7 +169,8 @@ def _show_times(
              "default_time_s": each.default_time_s}
             for each in buckets
         ]  # fmt: skip
-    tiles.write_table(path, entries)
+    with whole_file("--out", path) as partial:
+        tiles.write_table(partial, entries)
     shown = [
         [row["weight"], str(row["most_rows"]), f"{row['rows']} x {row['columns']} x {row['inputs']}",
          f"{row['time_s'] * 1e6:.1f}", f"{row['default_time_s'] / row['time_s'] - 1:+.0%}"]

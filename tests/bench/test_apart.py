@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from antiphon.base.errors import UserError
-from antiphon.bench.apart import ABLATION, SWEEP, ApartCase, bench_ablation, bench_sweep
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.bench.apart import ABLATION, SWEEP, ApartCase, bench_ablation, bench_sweep, check_steps, compare_steps
 from antiphon.bench.harness.cores import quota_unavailable
 from antiphon.cli.bench import app
 from tests.serve.engine_harness import save_tiny_model
@@ -22,10 +23,27 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         (["--attention", "two"], "--attention has 'two'"),
         (["--attention", "0"], "--attention has 0"),
         (["--attention", "1", "--slice", "3"], "--slice is 3"),
+        (["--slice", "0.1"], "--slice is for the sweep: add --attention N,N"),
+        (["--expert-slice", "0.5"], "--expert-slice is for the sweep: add --attention N,N"),
+        (["--attention", "1", "--together", "colocated"], "--together does not apply with --attention"),
+        (["--attention", "1", "--layout", "2+1/m2"], "only its micro-batches count"),
         (["--requests", "0"], "--requests is 0"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             CliRunner().invoke(app, ["apart", str(folder), *options], catch_exceptions=False)
+
+
+def test_a_step_is_compared_with_its_own_step_before_and_a_missing_one_is_no_success() -> None:
+    rows: list[dict[str, Any]] = [
+        {"engine": name, "output_tokens_per_s": rate}
+        for name, rate in (("together", 100.0), ("apart, M2N over tcp", 60.0), ("apart, M2N over shm", 90.0))
+    ]
+    compare_steps(rows)
+    assert [row["over_the_row_before"] for row in rows] == [None, None, 1.5]
+    with pytest.raises(ResourceError, match="no figure of apart, gloo: what failed is said above"):
+        check_steps(rows)
+    with pytest.raises(ResourceError, match="no figure of together and apart, gloo and"):
+        check_steps([])
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def test_a_compiled_loop_is_timed_too(checkpoint: Path, tmp_path: Path, monkeypa
     assert [row["variant"] for row in rows][2] == "transformers grouped_mm + torch.compile"
     assert rows[2]["step_s_median"] > 0
     assert rows[2]["ratio_to_loop"] > 0
+    assert [row["activation_bytes"] is None for row in rows] == [False, False, True]
 
 
 def test_other_losses_are_not_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monk
         ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
         ("--phase train --ranks 1,two", "--ranks '1,two' is not a list of numbers: write for example 2,1"),
         ("--phase train --dtype float16", "--dtype is float16: to train it must be float32 or bfloat16"),
+        ("--threads 2 --phase train", "--threads does not apply with --phase train; leave it out"),
+        ("--ranks 2", "--ranks does not apply with --phase serve; leave it out"),
         ("--dtype int3", "--dtype int3 is not supported: use one of auto, bfloat16, float16, float32"),
         ("--kernels fast", "--kernels fast do not exist: use auto, cpu, triton or reference"),
     ],
@@ -82,6 +84,14 @@ def test_wrong_options_are_refused_before_anything_starts(checkpoint: Path, opti
     result = CliRunner().invoke(single_command(profile), [str(checkpoint), *options.split()])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == message
+
+
+@pytest.mark.parametrize("option", ["--phase train", "--quick", "--threads 2", "--ranks 1", "--dtype float32"])
+@pytest.mark.parametrize("end", ["--listen", "--join"])
+def test_a_link_has_no_options_of_a_model(option: str, end: str) -> None:
+    result = CliRunner().invoke(single_command(profile), [end, "127.0.0.1:1", *option.split()])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception).startswith(f"{option.split(maxsplit=1)[0]} does not apply with --listen or --join")
 
 
 def test_a_folder_that_is_a_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:
