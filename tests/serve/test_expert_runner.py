@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -73,3 +74,64 @@ def test_rows_of_each_expert_are_counted_before_the_reply() -> None:
     assert (report.index, report.rows_per_layer) == (2, {0: 3, 5: 1})
     assert report.rows_per_expert == {0: {1: 3, 3: 1}, 5: {1: 0, 3: 1}}
     assert counters.report() is None, "each row is reported once"
+
+
+class _Event:
+    """An event of a device that comes there when `arrives` says so."""
+
+    clock_ms = 0.0
+    arrived = False
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = _Event.clock_ms
+
+    def query(self) -> bool:
+        return _Event.arrived
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return end.at_ms - self.at_ms
+
+
+class _DeviceRows(Tensor):
+    """Rows whose copy to the host waits for the device."""
+
+    num_waited = 0
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        _DeviceRows.num_waited += 1
+        return self
+
+
+class _DeviceRanks:
+    """Launches at once what takes the device 40 ms."""
+
+    half = SimpleNamespace(backend=SimpleNamespace(device=torch.device("cuda", 0)))
+
+    def lead(self, batch: ExpertBatch) -> Tensor:
+        _Event.clock_ms += 40.0
+        return torch.zeros(2, 8).as_subclass(_DeviceRows)
+
+
+def test_time_of_a_device_is_that_of_computing_and_not_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    half: Any = _Half()
+    ranks: Any = _DeviceRanks()
+    exchange: Any = _Exchange([batch(0, [[1, 3], [1, -1]]), batch(0, [[1, 3]]), batch(5, [[1, 3]])])
+    counters = ExpertCounters(2, half)
+    runner = ExpertRunner(ranks, exchange, counters, SpanRecorder(keeps_all=False), in_stream_order=True)
+    assert runner.serve_one(0.0, 1.0)
+    report = counters.report()
+    assert report is not None
+    assert report.busy_s == 0.0, "the device has not come there"
+    _Event.arrived = True
+    assert runner.serve_one(0.0, 1.0)
+    report = counters.report()
+    assert report is not None
+    assert report.busy_s == pytest.approx(0.08)
+    assert _DeviceRows.num_waited == 0
+    without_streams = ExpertRunner(ranks, exchange, counters, SpanRecorder(keeps_all=False))
+    assert without_streams.serve_one(0.0, 1.0)
+    assert _DeviceRows.num_waited == 1, "the clock stops when the device has computed"

@@ -185,7 +185,7 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
         return Follower(experts, recorder, PeerLinks(None, ranks), moves, None, backend.name, configure.timeout_s)
     exchange = _experts_end(source)
     counters = ExpertCounters(configure.index, half)
-    runner = ExpertRunner(experts, exchange, counters, recorder)
+    runner = ExpertRunner(experts, exchange, counters, recorder, in_stream_order=configure.streams)
     links = PeerLinks(exchange, ranks)
     return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
 

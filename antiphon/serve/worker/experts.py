@@ -9,7 +9,7 @@ answers to the leader alone, and waits for its next announcement.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import msgspec
 import numpy as np
@@ -38,9 +38,15 @@ class ExpertCounters:
         self._rows_per_layer: Counter[int] = Counter()
         self._counts: dict[int, NDArray[np.int64]] = {}  # by layer: [1 + experts], the first of rows served elsewhere
         self._busy_s = 0.0
+        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def add_span(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """A device computes a batch between these. Counted once it is over: no device is waited for."""
+        self._under_way.append((begin, end))
 
     def add(self, layer: int, ids_RK: Tensor, busy_s: float) -> None:
-        """A batch. `ids_RK`: global ids, -1 for experts elsewhere, in host memory, so that no device is waited for."""
+        """A batch. `ids_RK`: global ids, -1 for experts elsewhere, in host memory, so that no device is waited for.
+        `busy_s`: 0 if `add_span` says it."""
         self._num_batches += 1
         self._rows_per_layer[layer] += len(ids_RK)
         self._busy_s += busy_s
@@ -52,6 +58,9 @@ class ExpertCounters:
         """Then counting begins anew; None if nothing happened."""
         if not self._rows_per_layer:
             return None
+        while self._under_way and self._under_way[0][1].query():
+            begin, end = self._under_way.popleft()
+            self._busy_s += begin.elapsed_time(end) * 1e-3
         report = ExpertReport(
             index=self._index,
             num_batches=self._num_batches,
@@ -139,8 +148,16 @@ class ExpertRunner:
     """Serves one batch at a time and counts it."""
 
     def __init__(
-        self, ranks: ExpertRanks, exchange: ExpertExchange, counters: ExpertCounters, recorder: SpanRecorder
+        self,
+        ranks: ExpertRanks,
+        exchange: ExpertExchange,
+        counters: ExpertCounters,
+        recorder: SpanRecorder,
+        *,
+        in_stream_order: bool = False,
     ) -> None:
+        """`in_stream_order`: replies are in the order of the device's stream, and its events say when it computed."""
+        self._in_stream_order = in_stream_order and ranks.half.backend.device.type != "cpu"
         self._ranks = ranks
         self._exchange = exchange
         self._counters = counters
@@ -157,9 +174,16 @@ class ExpertRunner:
         rows = batch.rows_RH.shape[0]
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
-        partial_RH = self._ranks.lead(batch)
+        if self._in_stream_order:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            partial_RH = self._ranks.lead(batch)
+            end.record()
+            self._counters.add_span(begin, end)
+        else:
+            partial_RH = self._ranks.lead(batch).cpu()  # else only the launch is timed
         self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
-        computed_s = (time.monotonic_ns() - compute_ns) * 1e-9
+        computed_s = 0.0 if self._in_stream_order else (time.monotonic_ns() - compute_ns) * 1e-9
         self._counters.add(batch.layer, batch.ids_RK, computed_s)  # after the reply its memory is the next sender's
         end_ns = time.monotonic_ns()
         self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
