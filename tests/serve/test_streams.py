@@ -1,10 +1,17 @@
 """Rows exchanged in the order of a stream, in the form for CPUs: the same text in all layouts, kills, stopped peers."""
 
 import signal
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.routing import RowRouting
+from antiphon.serve.worker.spans import SpanRecorder
 from tests.serve.engine_harness import GREEDY, Run, TinyModel, complete, config, kill, random_prompts, running
 from tests.waiting import wait_until
 
@@ -26,6 +33,33 @@ def test_the_text_is_the_same(tiny_model: TinyModel, layout: str, changes: dict[
         assert complete(engine, PROMPTS) == tiny_model.greedy(PROMPTS)
         stats = engine.stats()
     assert stats is not None
+
+
+class _RunsAhead:
+    """An end on a GPU: its times are known when `bytes_sent` has waited for the device."""
+
+    wait_s = exposed_s = 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        self.wait_s, self.exposed_s = self.wait_s + 0.5, self.exposed_s + 0.25
+        return 100
+
+    def begin_step(self, step: int, participants: list[list[int]]) -> None: ...
+
+
+def test_times_of_a_step_are_read_when_the_device_has_come_there() -> None:
+    half: Any = SimpleNamespace(layers=range(2), routes=lambda layer: True)
+    end: Any = _RunsAhead()
+    stage: Any = SimpleNamespace(wait_s=0.0)
+    unused: Any = None
+    recorder = SpanRecorder(keeps_all=False)
+    exchange = StepExchange(end, half, recorder, 1.0)
+    runner = AttentionRunner(half, exchange, unused, unused, stage, RowRouting(half), recorder)
+    order: Any = SimpleNamespace(step=1, participants=[[0]])
+    exchange.begin_step(order)
+    result = runner._result([], time.monotonic_ns(), 1)
+    assert (result.wait_s, result.exposed_s) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize("role", ["attention", "experts"])

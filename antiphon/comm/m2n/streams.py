@@ -7,7 +7,8 @@ thread is the stream: a dispatch and a reply leave beside its next computation, 
 
 What differs from `native`:
 
-- A call's error comes up at a later call; at the end of a step at the latest, because its counters wait for the core.
+- A call's error comes up at a later call; at the end of a step at the latest, because `bytes_sent` waits for the core.
+  `wait_s` and `exposed_s` are those of then: it is read before them.
 - Everything that is not in stream order (a new epoch, another placement, counters) first waits until the core rests.
 - Rows are staged (on a GPU in pinned memory): for each micro-batch, and for three batches of an expert worker, so that
   it can receive one while the device computes another. So tensors may be reused by later work on the stream.

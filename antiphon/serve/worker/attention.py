@@ -116,6 +116,7 @@ class AttentionRunner:
 
     def _result(self, requests: list[Sampled], started_ns: int, rows: int) -> StepResult:
         exchange, stage = self._exchange, self._stage
+        dispatch_bytes = exchange.bytes_sent  # first: in stream order it waits until the times are known
         routed, forecasts = self._routing.of_step()
         self._recorder.add(STEP, started_ns, rows=rows)
         return StepResult(
@@ -124,7 +125,7 @@ class AttentionRunner:
             step_s=(time.monotonic_ns() - started_ns) * 1e-9,
             wait_s=exchange.wait_s + stage.wait_s,
             exposed_s=exchange.exposed_s,
-            dispatch_bytes=exchange.bytes_sent,
+            dispatch_bytes=dispatch_bytes,
             expert_rows=exchange.take_counts(),
             routed=routed,
             forecasts=forecasts,

@@ -50,7 +50,8 @@ class StepExchange:
         exchange = self._exchange
         if self._counts_rows:
             exchange.take_counts()  # of a step that failed
-        self._before = exchange.wait_s, exchange.exposed_s, exchange.bytes_sent
+        bytes_sent = exchange.bytes_sent  # first: in stream order it waits until the times are known
+        self._before = exchange.wait_s, exchange.exposed_s, bytes_sent
         exchange.begin_step(step.step, step.participants)
 
     def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
