@@ -77,8 +77,9 @@ class Balancer:
         self._thread = ThreadPoolExecutor(1, "balancer")
 
     def count(self, step: int, expert_rows: bytes) -> None:
-        """The rows of a step, as one of its attention workers counted them. They are added up when a plan is made: this
-        is between two steps."""
+        """The rows of a step, as one of its attention workers counted them; where those step each for itself, the rows
+        of a period with as many results as one step of all workers has. They are added up when a plan is made: this is
+        between two steps."""
         if not expert_rows:
             return
         if self._window and step == self._step:

@@ -138,7 +138,7 @@ class StepGroup:
         self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
         self._parts: dict[_Place, _Part] = {}  # planned and not computed
         self._running: list[_Place] = []  # whose parts were sent, and not answered yet
-        self._num_steps = 0  # sent, of all its workers
+        self._num_steps = self._num_results = 0  # sent to all its workers, and come from them
         self._counted_until_s = 0.0  # time in which steps ran
 
     @property
@@ -282,13 +282,13 @@ class StepGroup:
         prefill, most_rows = any(count > 1 for rows in sizes for count in rows), max(map(sum, sizes))
         messages = {}
         for name, part in parts.items():
-            plan, part.step = part.plan, self._num_steps
+            plan, is_again, part.step = part.plan, part.step > 0, self._num_steps
             missing = num_micro_batches - len(part.micro_batches) if self.members.share_experts else 0
             bitmasks = self._bitmasks(name, plan)
             part.is_masked = bool(bitmasks)
             messages[name] = RunStep(
                 step=self._num_steps,
-                released=list(plan.released) if plan is not None else [],
+                released=[] if plan is None else self.schedulers[name].released_by(plan, is_again=is_again),
                 starts=list(plan.starts) if plan is not None else [],
                 micro_batches=self.schedulers[name].with_known_tokens(part.micro_batches) + [[]] * missing,
                 participants=participants,
@@ -376,10 +376,12 @@ class StepGroup:
         self._commit(place, result)
         self._statistics.record_step(result, () if self.placing is None else tuple(self.placing.current.owners))
         if self._balancer is not None:
-            self._balancer.count(self._num_steps, result.expert_rows)
+            period = self._num_results // self.num_side_by_side if self._steps_freely else result.step
+            self._balancer.count(period, result.expert_rows)
+        self._num_results += 1
         if self._record is not None and result.routed:
             prompts = b"".join(bytes([size > 1]) * size for size in sizes)
-            self._record(self._num_steps, name.index, result.routed, result.forecasts, prompts)
+            self._record(result.step, name.index, result.routed, result.forecasts, prompts)
         if self.quiet or self._steps_freely:
             counted_until_s, self._counted_until_s = self._counted_until_s, time.monotonic()
             self._statistics.record_group_step(self._counted_until_s - counted_until_s, len(self.members.experts))

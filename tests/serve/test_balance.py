@@ -89,6 +89,19 @@ def test_the_same_text_whoever_decides(
         assert set(engine.stats().rows_per_expert[0]) == {0, 1}
 
 
+def test_rows_of_workers_that_step_each_for_itself_add_up_to_those_of_whole_steps(
+    tiny_model: TinyModel, prompts: Prompts
+) -> None:
+    """What a plan compares with the floor of a step: the rows of two micro-batches of both workers."""
+    with running(config(tiny_model, "2+2/m2 free", balance="window", expert_slots=4)) as engine:
+        complete(engine, prompts[:8])
+        judge = engine.workforce.groups[0]._balancer
+        assert judge is not None
+        sizes = [len(counted) for counted in judge._window]
+    assert len(sizes) > 5
+    assert set(sizes[:-1]) == {4}
+
+
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy ahead of a layer pays at once: rows are divided however few they are, and a load costs as much as one."""

@@ -331,3 +331,24 @@ def test_memory_is_taken_from_the_largest_priority() -> None:
     assert sim.scheduler.requests == {}
     last = {step.request_id: number for number, plan in enumerate(sim.plans) for step in plan.sequences}
     assert last["urgent"] < last["patient"]
+
+
+def test_a_plan_that_is_sent_again_forgets_no_request_that_another_has_started() -> None:
+    sim = simulation()
+    sim.num_side_by_side = 2
+    sim.submit("x", [3, 4], FREE)
+    sim.step()
+    sim.scheduler.end("x")
+    sim.submit("y", [5], FREE)
+    failed = sim.plan()
+    assert failed is not None
+    assert failed.released == ("x",)
+    sim.worker.run(failed)  # and the answer is lost
+    sim.submit("x", [6, 7], FREE)
+    assert sim.step(), "beside it, with a start of its own"
+    again = sim.scheduler.released_by(failed, is_again=True)
+    assert (again, sim.scheduler.released_by(failed, is_again=False)) == ([], ["x"])
+    made = sim.worker.run(dataclasses.replace(failed, released=tuple(again)))
+    sim.compute(failed, made)
+    sim.run()
+    assert sim.outputs["x"] == expected_output([6, 7], FREE)

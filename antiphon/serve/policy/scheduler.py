@@ -174,6 +174,13 @@ class Scheduler:
         token_ids = self.requests[sequence.request_id].token_ids[sequence.start : sequence.start + 1]
         return sequence._replace(token_ids=tuple(token_ids)) if token_ids else sequence
 
+    def released_by(self, plan: StepPlan, *, is_again: bool) -> list[str]:
+        """What the worker is to forget with a plan. `is_again`: it was sent before, and failed; a request that runs
+        again since then, started by another plan, is left out."""
+        kept = {each.request_id for each in self.book.running} if is_again else set()
+        kept -= {start.request_id for start in plan.starts}
+        return [request_id for request_id in plan.released if request_id not in kept]
+
     def take_arriving(self) -> list[Request]:
         """Requests admitted since the last call whose keys and values a prefill worker is to compute."""
         taken, self.book.arriving = self.book.arriving, []
