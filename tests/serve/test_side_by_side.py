@@ -8,7 +8,8 @@ import torch
 
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.row_sampler import rows_with_logits
-from antiphon.serve.worker.side_by_side import pieces_of
+from antiphon.serve.worker.side_by_side import SideBySide, pieces_of
+from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.serve.worker.stages import MicroBatch
 
 
@@ -37,3 +38,29 @@ def test_every_row_with_logits_is_in_one_piece(sequences: list[SequenceStep], si
     for piece in pieces:
         assert piece.delta_TH is not None
         assert torch.equal(piece.delta_TH, piece.x_TH + 0.5)
+
+
+def test_after_a_failure_nothing_begins_until_all_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step planned ahead may still be in the socket: it would begin with tokens of before. Pages are left alone."""
+    started: list[int] = []
+    flushed: list[int] = []
+    monkeypatch.setattr(SideBySide, "_start", lambda self, order: started.append(order.step))
+    unused: Any = None
+    sender: Any = SimpleNamespace(flush=lambda: flushed.append(len(started)))
+    recorder = SpanRecorder(keeps_all=False)
+    steps = SideBySide(unused, unused, unused, unused, unused, unused, recorder, sender)
+
+    def begin(number: int) -> None:
+        order: Any = SimpleNamespace(step=number, first_micro_batch=0)
+        steps.begin(order)
+
+    steps._newest[0] = {"a": 7}
+    begin(1)
+    steps.fail()
+    assert flushed == [1]
+    assert not steps._newest
+    begin(2)
+    assert (started, steps.num_running) == ([1], 0)
+    steps.forget()
+    begin(3)
+    assert started == [1, 3]

@@ -166,7 +166,7 @@ def _answer(steps: SideBySide, channel: Channel, work: Callable[[], StepResult |
     try:
         result = work()
     except Exception as error:
-        steps.forget()
+        steps.fail()
         result = _failed(error, steps.current_step)
     if result is not None:
         channel.send(result)

@@ -102,6 +102,7 @@ class SideBySide(AttentionRunner):
         self._behind: dict[int, RunStep] = {}  # by micro-batch: begins when the one before it has its tokens
         self._newest: dict[int, dict[str, int]] = {}  # by micro-batch: the tokens that its last step sampled
         self._counted_until_ns = 0
+        self._is_void = False  # until all begins anew
 
     @property
     def num_running(self) -> int:
@@ -109,7 +110,10 @@ class SideBySide(AttentionRunner):
         return len(self._steps) + len(self._behind)
 
     def begin(self, order: RunStep) -> None:
-        """One more step, of one micro-batch. Behind one of the same micro-batch it waits until that has ended."""
+        """One more step, of one micro-batch. Behind one of the same micro-batch it waits until that has ended. Nothing
+        begins between `fail` and `forget`: the engine sent it before it knew, and sends it again."""
+        if self._is_void:
+            return
         self._start_waiting()
         if any(step.order.first_micro_batch == order.first_micro_batch for step in self._steps):
             self._behind[order.first_micro_batch] = order
@@ -143,10 +147,19 @@ class SideBySide(AttentionRunner):
             self._recorder.step = order.step
             self._start(order)
 
-    def forget(self) -> None:
-        """All that is under way is void."""
+    def fail(self) -> None:
+        """Something went wrong: all that is under way is void, and what comes before `forget`. Nothing reads its pages
+        afterwards."""
+        self._is_void = True
         self._steps.clear()
         self._behind.clear()
+        self._newest.clear()
+        self._flush()
+
+    def forget(self) -> None:
+        """All that is under way is void, and what comes is not."""
+        self.fail()
+        self._is_void = False
 
     @torch.inference_mode()
     def advance(self) -> StepResult | None:
