@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.worker import captured_step
 from antiphon.serve.worker.captured_step import CapturedSteps
 from antiphon.serve.worker.messages import RunStep, Sampled
 from antiphon.serve.worker.row_sampler import RowSampler
@@ -237,3 +239,24 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one(folder: Path) -> None:
         (bucket,) = worker.steps._buckets.values()
         output = worker.steps._compute(bucket, "logits").clone()
         assert torch.equal(output, worker.steps.forward(bucket, "logits"))
+
+
+def test_a_step_that_cannot_be_recorded_is_computed_all_the_same(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU without memory for the graph."""
+    tried: list[object] = []
+
+    def fails(graph: object, pool: object) -> object:
+        tried.append(graph)
+        raise RuntimeError("CUDA error: out of memory")
+
+    worker = Worker(tiny_model.folder)
+    expected = worker.run([20, 33])
+    monkeypatch.setattr(captured_step, "_cuda", SimpleNamespace(CUDAGraph=object, graph=fails))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    worker.steps._device = torch.device("cuda")
+    with caplog.at_level("WARNING"):
+        assert [worker.run([20, 33]) for _ in range(4)] == [expected] * 4
+    assert len(tried) == 1
+    assert caplog.text.count("cannot be recorded") == 1

@@ -6,7 +6,8 @@ are padding: their experts are -1, their keys go to a block that no sequence has
 
 1. The host writes the step's integers and its draws' parameters into the bucket's buffers: two transfers.
 2. All layers, the head and the sampling run on the buffers. Nothing is read back, no shape depends on a value. On a GPU
-   a bucket's second step is recorded, and the later ones replay the record; on a CPU the same calls are made each time.
+   a bucket's second step is recorded, and the later ones replay the record; on a CPU, and where recording fails, the
+   same calls are made each time.
 3. One transfer brings the tokens, or, where a request edits or reports logits (bias, penalties, grammar, log
    probabilities), `RowSampler` takes the logits from there.
 
@@ -16,7 +17,7 @@ often as there are layers), and one bucket of the longest context (short sequenc
 Letters as in `antiphon.kernels.api`; here T is the bucket's rows, one for each sequence; M blocks of a sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,9 @@ class _Bucket:
     tokens_T: Tensor
     batch: AttentionBatch
     draws: Draws
-    graphs: dict[str, Any]
+    graphs: dict[str, Any]  # by form; None: not recorded
     outputs: dict[str, Tensor]
+    cannot_record: set[str] = field(default_factory=set)  # forms
 
 
 class CapturedSteps:
@@ -78,6 +80,7 @@ class CapturedSteps:
         self._pad_block = pad_block
         self._device = half.backend.device
         self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._has_warned = False
         self._pool: Any = None  # memory that all graphs share: one runs at a time
 
     def run(self, step: RunStep) -> list[Sampled] | None:
@@ -106,16 +109,26 @@ class CapturedSteps:
         if form not in bucket.graphs:
             bucket.graphs[form] = None  # the first time everything is compiled, loaded and warmed: not recorded
             return self.forward(bucket, form)
-        if bucket.graphs[form] is None:
+        if bucket.graphs[form] is None and form not in bucket.cannot_record:
             self._capture(bucket, form)
+        if bucket.graphs[form] is None:
+            return self.forward(bucket, form)
         bucket.graphs[form].replay()
         return bucket.outputs[form]
 
     def _capture(self, bucket: _Bucket, form: str) -> None:
+        """Record this form; one that cannot be recorded (memory, a call that asks the host) is computed as on a CPU."""
         graph = _cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with _cuda.graph(graph, pool=self._pool):
-            bucket.outputs[form] = self.forward(bucket, form)
+        try:
+            with _cuda.graph(graph, pool=self._pool):
+                bucket.outputs[form] = self.forward(bucket, form)
+        except RuntimeError as error:
+            bucket.cannot_record.add(form)
+            if not self._has_warned:
+                _log.warning("a decode step cannot be recorded and is launched kernel by kernel: %s", error)
+                self._has_warned = True
+            return
         self._pool = self._pool or graph.pool()
         bucket.graphs[form] = graph
         rows, blocks = bucket.batch.block_tables_SB.shape

@@ -10,6 +10,7 @@ answers to the leader alone, and waits for its next announcement.
 
 import time
 from collections import Counter, deque
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from antiphon.serve.worker.messages import ExpertReport
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
 
 _ENCODER = msgspec.msgpack.Encoder()
+_cuda: Any = torch.cuda  # its classes have no types
 
 
 class ExpertCounters:
@@ -38,10 +40,10 @@ class ExpertCounters:
         self._rows_per_layer: Counter[int] = Counter()
         self._counts: dict[int, NDArray[np.int64]] = {}  # by layer: [1 + experts], the first of rows served elsewhere
         self._busy_s = 0.0
-        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._under_way: deque[tuple[Any, Any]] = deque()
 
-    def add_span(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """A device computes a batch between these. Counted once it is over: no device is waited for."""
+    def add_span(self, begin: Any, end: Any) -> None:
+        """A device computes a batch between these events. Counted once it is over: no device is waited for."""
         self._under_way.append((begin, end))
 
     def add(self, layer: int, ids_RK: Tensor, busy_s: float) -> None:
@@ -175,7 +177,7 @@ class ExpertRunner:
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
         if self._in_stream_order:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             partial_RH = self._ranks.lead(batch)
             end.record()
