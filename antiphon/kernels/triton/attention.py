@@ -13,7 +13,7 @@ Letters as in `antiphon.kernels.api`; M query heads a KV head, C keys at once, L
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,7 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from antiphon.kernels.api import AttentionBatch, KVCacheSpec
-from antiphon.kernels.reference_attention import PLANS_IN_FLIGHT, PrefillSequence, ReferenceCache, prefill_sequence
+from antiphon.kernels.reference_attention import (
+    DECODE_GATHER_ELEMENTS,
+    PLANS_IN_FLIGHT,
+    PrefillSequence,
+    ReferenceCache,
+    prefill_sequence,
+)
 from antiphon.kernels.triton.grouped import code_values
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
 
@@ -51,12 +57,12 @@ def _tile(ptr, scales_ptr, places, here, columns, width, stride, CODES: tl.const
     return x.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _attend(q_ptr, rows_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sums_ptr, tops_ptr, totals_ptr,
             tables_ptr, contexts_ptr, table_width, num_heads, num_kv_heads, key_dim, value_dim, value_stride, scale,
-            window, HAS_WINDOW: tl.constexpr, CODES: tl.constexpr, SHARED: tl.constexpr, WIDE: tl.constexpr,
+            window, num_splits, HAS_WINDOW: tl.constexpr, CODES: tl.constexpr, SHARED: tl.constexpr, WIDE: tl.constexpr,
             BLOCK_SIZE: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
-            V: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+            V: tl.constexpr):  # fmt: skip
     """`SHARED`: values are the first V of the keys' D columns. `REST`: the columns of keys beyond D, or 0."""
     row, split = tl.program_id(0), tl.program_id(2)
     heads_a_group = num_heads // num_kv_heads
@@ -98,15 +104,15 @@ def _attend(q_ptr, rows_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_
         sums = product(raised.to(DTYPE), values, sums * shrink[:, None], WIDE)
         totals = totals * shrink + tl.sum(raised, 1)
         tops = top
-    places = (row.to(tl.int64) * num_heads + heads) * SPLITS + split
+    places = (row.to(tl.int64) * num_heads + heads) * num_splits + split
     tl.store(sums_ptr + places[:, None] * value_dim + v[None, :], sums, has_head[:, None] & (v < value_dim)[None, :])
     tl.store(tops_ptr + places, tops, has_head)
     tl.store(totals_ptr + places, totals, has_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _join(sums_ptr, tops_ptr, totals_ptr, sinks_ptr, contexts_ptr, rows_ptr, out_ptr, num_heads, value_dim, window,
-          HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+          num_splits, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, V: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     first, end, share = _keys_of(row, contexts_ptr, window, HAS_WINDOW)
     v = tl.arange(0, V)
@@ -116,12 +122,12 @@ def _join(sums_ptr, tops_ptr, totals_ptr, sinks_ptr, contexts_ptr, rows_ptr, out
         top, total = tl.load(sinks_ptr + head).to(tl.float32), 1.0
     sums = tl.zeros((V,), tl.float32)
     for split in range(tl.cdiv(end - first, share)):
-        other = tl.load(tops_ptr + place * SPLITS + split)
+        other = tl.load(tops_ptr + place * num_splits + split)
         higher = tl.maximum(top, other)
         shrink, grow = tl.exp(top - higher), tl.exp(other - higher)
-        part = tl.load(sums_ptr + (place * SPLITS + split) * value_dim + v, v < value_dim, 0.0)
+        part = tl.load(sums_ptr + (place * num_splits + split) * value_dim + v, v < value_dim, 0.0)
         sums = sums * shrink + part * grow
-        total = total * shrink + tl.load(totals_ptr + place * SPLITS + split) * grow
+        total = total * shrink + tl.load(totals_ptr + place * num_splits + split) * grow
         top = higher
     sums = tl.where(total > 0.0, sums / total, 0.0)
     out = out_ptr + (tl.load(rows_ptr + row).to(tl.int64) * num_heads + head) * value_dim
@@ -187,11 +193,29 @@ def attend_rows(
     sinks_N: Tensor | None,
 ) -> None:
     """Each row of the plan's sequences of one row, over its keys, from `q_TND` to `out_TNV`; zeros where it has no
-    key."""
+    key. As many rows at once as have sums of `DECODE_GATHER_ELEMENTS` numbers."""
+    spec, num_heads = cache.spec, q_TND.shape[1]
+    splits = max(1, min(_MAX_SPLITS.value, -(-plan.tables_SB.shape[1] * spec.block_size // _SPLIT_KEYS.value)))
+    step = max(1, DECODE_GATHER_ELEMENTS // (num_heads * splits * spec.value_dim))
+    for first in range(0, len(plan.contexts_S), step):
+        part = slice(first, first + step)
+        some = replace(plan, rows_S=plan.rows_S[part], tables_SB=plan.tables_SB[part], contexts_S=plan.contexts_S[part])
+        _attend_some(q_TND, out_TNV, cache, layer, some, splits, scale, sinks_N)
+
+
+def _attend_some(
+    q_TND: Tensor,
+    out_TNV: Tensor,
+    cache: ReferenceCache,
+    layer: int,
+    plan: RowPlan,
+    splits: int,
+    scale: float,
+    sinks_N: Tensor | None,
+) -> None:
     spec, (_, num_heads, key_dim) = cache.spec, q_TND.shape
     tables_SB, contexts_S, num_rows, window = plan.tables_SB, plan.contexts_S, len(plan.contexts_S), plan.window
     device, value_dim = q_TND.device, spec.value_dim
-    splits = max(1, min(_MAX_SPLITS.value, -(-tables_SB.shape[1] * spec.block_size // _SPLIT_KEYS.value)))
     sums = torch.empty((num_rows, num_heads, splits, value_dim), dtype=torch.float32, device=device)
     tops, totals = (torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=device) for _ in range(2))
     d = power_of_two(key_dim, 16)
@@ -210,16 +234,16 @@ def attend_rows(
         key_scales = cache.key_scales[layer]
         value_scales = key_scales if spec.values_in_keys else cache.value_scales[layer]
     wide, is_wide = wide_products(q_TND.dtype), q_TND.dtype == torch.float32
-    options = {"HAS_WINDOW": window is not None, "SPLITS": splits, "V": values_block}
+    options = {"HAS_WINDOW": window is not None, "V": values_block}
     launch(
         _attend, (num_rows, spec.num_kv_heads * -(-heads_a_group // m), splits),
         q_TND.contiguous(), plan.rows_S, keys, values, key_scales, value_scales, sums, tops, totals, tables_SB,
         contexts_S, tables_SB.stride(0), num_heads, spec.num_kv_heads, key_dim, value_dim, values.shape[2], scale,
-        window or 0, CODES=spec.storage, SHARED=shared, WIDE=wide, BLOCK_SIZE=spec.block_size, M=m,
+        window or 0, splits, CODES=spec.storage, SHARED=shared, WIDE=wide, BLOCK_SIZE=spec.block_size, M=m,
         C=32 if d > 128 or is_wide else 64, D=d, REST=rest, num_warps=8 if d > 256 or is_wide else 4,
         num_stages=2, **options,
     )  # fmt: skip
     launch(
         _join, (num_rows, num_heads), sums, tops, totals, sums if sinks_N is None else sinks_N, contexts_S, plan.rows_S,
-        out_TNV, num_heads, value_dim, window or 0, HAS_SINKS=sinks_N is not None, num_warps=2, **options,
+        out_TNV, num_heads, value_dim, window or 0, splits, HAS_SINKS=sinks_N is not None, num_warps=2, **options,
     )  # fmt: skip

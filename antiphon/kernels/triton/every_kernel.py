@@ -89,9 +89,11 @@ def _attention(dtype: torch.dtype, spec: KVCacheSpec, storage: KVStorage, heads:
     width = (heads + spec.num_kv_heads) * spec.key_dim + spec.num_kv_heads * spec.value_dim * is_grouped
     q_TND = rotary.rotate_and_store(torch.empty((TOKENS, width), dtype=dtype), cache, 0, batch, head_rows)
     out_TNV = torch.empty((TOKENS, heads, spec.value_dim), dtype=dtype)
-    plan = attention.RowPlans().of(batch, spec, 128 if is_grouped else None)
     sinks_N = torch.empty(heads) if is_grouped else None
-    attention.attend_rows(q_TND, out_TNV, cache, 0, plan, scale=1.0, sinks_N=sinks_N)
+    for blocks in (64, 80):  # contexts of other lengths take the same code
+        tables_SB = torch.zeros((TOKENS, blocks), dtype=torch.int32)
+        plan = attention.RowPlans().of(replace(batch, block_tables_SB=tables_SB), spec, 128 if is_grouped else None)
+        attention.attend_rows(q_TND, out_TNV, cache, 0, plan, scale=1.0, sinks_N=sinks_N)
 
 
 def _experts(dtype: torch.dtype, form: WeightFormat | None, tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Rotation, the cache and attention of the Triton back-end against the reference's, on odd sizes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -103,8 +104,11 @@ def test_decode_rows(case: str, storage: KVStorage, window: int | None, sunk: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_row_with_many_splits_and_one_without_keys(dtype: torch.dtype, device: torch.device) -> None:
-    """600 keys are three splits. A row's bits do not depend on those beside it, nor on the width of the tables."""
+def test_a_row_with_many_splits_and_one_without_keys(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """600 keys are three splits. A row's bits do not depend on those beside it, nor on the width of the tables, nor on
+    how many rows are taken at once."""
     attention, spec = load("attention"), CASES["grouped"][0]
     spec = replace(spec, num_blocks=400)
     backend = load("backend").TritonBackend(device, dtype)
@@ -121,6 +125,17 @@ def test_a_row_with_many_splits_and_one_without_keys(dtype: torch.dtype, device:
     wide.values[1].copy_(cache.values[1])
     expected = expected_backend.paged_attention(q.float(), wide, 1, batch, scale=0.3, sliding_window=None)
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    monkeypatch.setattr(attention, "DECODE_GATHER_ELEMENTS", 2 * 6 * 3 * 20)  # sums of two rows at once
+    sums = []
+    real = attention.launch
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        sums.append(grid[0])
+        real(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(attention, "launch", launch)
+    assert torch.equal(backend.paged_attention(q, cache, 1, batch, scale=0.3, sliding_window=None), out)
+    assert sums == [2, 2, 1, 1]
     alone = make_attention_batch([1], [30], [tables[:8]], 4, device)
     assert torch.equal(backend.paged_attention(q[1:2], cache, 1, alone, scale=0.3, sliding_window=None)[0], out[1])
     plan = replace(attention.RowPlans().of(alone, spec, None), contexts_S=torch.zeros_like(alone.context_lens_S))

@@ -28,6 +28,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert [each for each in found if not each["fits"]] == []
+    assert sum(each["kernel"] == "attend" for each in found) == 8  # types and formats, at any length of context
     names = {each["kernel"] for each in found}
     with_wgmma = [each for each in found if each["kernel"] == "grouped" and each["num_wgmma"]]
     assert len(with_wgmma) == (15 if capability == 90 else 0)  # three products of many rows in each of five formats
