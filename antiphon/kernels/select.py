@@ -31,7 +31,8 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> KernelB
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """`UserError` if there is no such back-end for this device and dtype. Makes nothing, touches no device."""
+    """`UserError` if there is no such back-end for this device and dtype. Makes nothing; of a GPU it
+    asks the compute capability."""
     if name not in KERNELS:
         raise UserError(f"--kernels {name} do not exist: use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     if name == "cpu" and not _native_fits(device, dtype):

@@ -34,6 +34,16 @@ def test_triton_needs_a_gpu() -> None:
     )
 
 
+@pytest.mark.skipif(not triton.is_installed(), reason="Triton is not installed")
+@pytest.mark.usefixtures("not_interpreting")
+def test_triton_needs_compute_capability_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "_capability", lambda index: (7, 5))
+    with pytest.raises(UserError, match=r"--kernels triton: they need compute capability 8.0, cuda has 7.5; or use"):
+        check_backend("triton", GPU, torch.float16)
+    monkeypatch.setattr(triton, "_capability", lambda index: (8, 0))
+    check_backend("triton", GPU, torch.float16)
+
+
 def test_triton_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "is_installed", lambda: False)
     with pytest.raises(UserError, match=r"Triton is not installed \(pip install 'antiphon\[triton\]'\)"):

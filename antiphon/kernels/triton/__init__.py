@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LEAST_CAPABILITY = (8, 0)  # what the kernels are compiled and checked for
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -31,7 +32,24 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if device.type != "cuda":
         return f"they need a GPU, not {device} (or TRITON_INTERPRET=1 in the environment, for tests)"
-    return None
+    return _too_old(device)
+
+
+def _too_old(device: torch.device) -> str | None:
+    capability = _capability(device.index)
+    if capability is None or capability >= LEAST_CAPABILITY:
+        return None
+    least, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+    return f"they need compute capability {least}, {device} has {found}"
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int] | None:
+    """Of the GPU with that number, or of the current one; None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return int(major), int(minor)
 
 
 @cache
