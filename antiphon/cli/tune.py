@@ -1,5 +1,6 @@
-"""`antiphon tune`: the quickest tiles of a model's expert products on this GPU, into the table that workers read."""
+"""`antiphon tune`: the quickest product of a model's experts on this GPU and its tiles, for the table workers read."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from antiphon.base.progress import progress
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.kernels import triton
+from antiphon.kernels.api import ExpertFormats, ExpertShape
 from antiphon.kernels.gpu import find_gpu
 from antiphon.kernels.quantized import WeightFormat
 from antiphon.models.config import load_model_spec
@@ -77,26 +79,22 @@ def _token_counts(text: str) -> list[int]:
     return counts
 
 
-def _stacked(spec: ModelSpec, experts: int, weights: str, device: torch.device) -> dict[str, Any]:
-    """Both weights of a layer's experts, unfilled. What is in them changes no time."""
-    count, hidden, width = experts or spec.router.num_experts, spec.hidden_size, spec.feed_forward.intermediate
-    make, form = triton.load("weights").StackedWeight, FORMATS[weights]
-    shapes = {"gate and up": (count, 2, width, hidden), "down": (count, 1, hidden, width)}
-    made = {
-        name: make(shape, form, device, torch.bfloat16, has_bias=spec.feed_forward.expert_bias)
-        for name, shape in shapes.items()
-    }
+def _experts(spec: ModelSpec, experts: int, weights: str, device: torch.device) -> Any:
+    """A layer's experts, filled at random on a GPU and unfilled elsewhere."""
+    count, form, feed_forward = experts or spec.router.num_experts, FORMATS[weights], spec.feed_forward
+    shape = ExpertShape(count, spec.hidden_size, feed_forward.intermediate, "silu", has_bias=feed_forward.expert_bias)
+    formats = ExpertFormats(gate_up=form, down=form)
+    made = triton.load("weights").TritonExperts(shape, formats, device, torch.bfloat16)
     if device.type == "cuda":
-        for weight in made.values():
-            weight.codes.zero_() if form is not None else weight.codes.normal_(std=0.02)
-            if weight.scales is not None:
-                weight.scales.fill_(1)
+        for weight in (made.gate_up, made.down):
+            triton.load("tune").fill_at_random(weight)
     return made
 
 
 def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], json: str | None) -> None:
     tuning, rows = triton.load("tune"), []
-    for name, weight in _stacked(spec, experts, weights, torch.device("cpu")).items():
+    made = _experts(spec, experts, weights, torch.device("cpu"))
+    for name, weight in (("gate and up", made.gate_up), ("down", made.down)):
         row_counts = [tokens * spec.router.top_k for tokens in counts]
         for capability in CAPABILITIES:
             with progress(f"compiling {name} for {capability / 10}") as report:
@@ -158,24 +156,31 @@ def _show_times(
     tuning, tiles = triton.load("tune"), triton.load("tiles")
     path = out or tiles.table_path()
     make_ready(path)
-    entries = tiles.read_table(path) if path.exists() else {}
-    rows = []
-    for name, weight in _stacked(spec, experts, weights, device).items():
+    kept = tiles.read_table(path) if path.exists() else {}
+    made, rows, entries = _experts(spec, experts, weights, device), [], {}
+    for name, weight in (("gate and up", made.gate_up), ("down", made.down)):
         with progress(f"tuning {name}") as report:
             buckets = tuning.tune(weight, counts, spec.router.top_k, report)
-        entries[tiles.key_of(weight, device)] = [(each.most_rows, each.tile) for each in buckets]
+        entries[name] = tuning.table_entry(weight, buckets)
         rows += [
             {"weight": name, "most_rows": each.most_rows, **vars(each.tile), "time_s": each.time_s,
              "default_time_s": each.default_time_s}
             for each in buckets
         ]  # fmt: skip
+    products = tuning.compare_products(made, counts, spec.router.top_k, entries["gate and up"], entries["down"])
+    chosen = tuning.quickest_product(products)
+    kept[tiles.key_of(made.gate_up, device)] = replace(entries["gate and up"], product=chosen)
+    kept[tiles.key_of(made.down, device)] = entries["down"]
     with whole_file("--out", path) as partial:
-        tiles.write_table(partial, entries)
+        tiles.write_table(partial, kept)
     shown = [
         [row["weight"], str(row["most_rows"]), f"{row['rows']} x {row['columns']} x {row['inputs']}",
          f"{row['time_s'] * 1e6:.1f}", f"{row['default_time_s'] / row['time_s'] - 1:+.0%}"]
         for row in rows
     ]  # fmt: skip
-    show(table(["weight", "most rows", "tile", "us", "over the default"], shown, title=f"Tiles on {device}"), json=json)
-    show(f"written to {path}", json=json)
-    emit_json(json, {"table": path, "tiles": rows})
+    show(table(["weight", "most rows", "tile", "us", "over the rule's"], shown, title=f"Tiles on {device}"), json=json)
+    for each in products:
+        other = "cannot, or gives other numbers" if each.grouped_mm_s is None else f"{each.grouped_mm_s * 1e6:.1f} us"
+        show(f"{each.num_tokens} tokens: triton {each.triton_s * 1e6:.1f} us, grouped_mm {other}", json=json)
+    show(f"experts use {chosen}; written to {path}", json=json)
+    emit_json(json, {"table": path, "tiles": rows, "products": list(map(vars, products)), "product": chosen})

@@ -21,17 +21,14 @@ from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend, grouped_products, has_grouped_mm
 from antiphon.kernels.reference_attention import ReferenceCache, attend_prefills
-from antiphon.kernels.triton import rows
+from antiphon.kernels.triton import tiles
 from antiphon.kernels.triton.attention import RowPlans, attend_rows
-from antiphon.kernels.triton.choose import Way, WayChoice
 from antiphon.kernels.triton.gate import gate
-from antiphon.kernels.triton.grouped import GroupedRows, gated_product, linear, weighed_product
+from antiphon.kernels.triton.grouped import expert_products, linear
 from antiphon.kernels.triton.norm import norm
 from antiphon.kernels.triton.rotary import rotate_and_store
 from antiphon.kernels.triton.weights import TritonExperts, TritonLinear
 from antiphon.specs.model import RouterSpec
-
-CHOICE_TOKENS = (32, 2048)  # a step of decoding and one of a prompt
 
 
 class TritonBackend(ReferenceBackend):
@@ -42,7 +39,7 @@ class TritonBackend(ReferenceBackend):
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self._row_plans = RowPlans()
-        self._ways = WayChoice(self.device)
+        tiles.process_table()
         self._counted: tuple[Tensor, Tensor] | None = None  # choices of the last gate, and what it counted
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TritonLinear:
@@ -104,39 +101,10 @@ class TritonBackend(ReferenceBackend):
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, TritonExperts)
-        if self._way_of_experts(experts, ids_TK.shape[1]) == "grouped_mm":
+        if has_grouped_mm(experts) and tiles.product_for(experts.gate_up, self.device) == "grouped_mm":
             return grouped_products(x_TH, ids_TK, weights_TK, experts)
-        return self._triton_experts(x_TH, ids_TK, weights_TK, experts)
-
-    def _way_of_experts(self, experts: TritonExperts, top_k: int) -> str:
-        """ "triton" or "grouped_mm", for all experts of these sizes."""
-        if not has_grouped_mm(experts):
-            return "triton"
-        if self.asks_host and self._ways.is_open(experts.shape):
-            sizes = [self._ways_of_experts(experts, num_tokens, top_k) for num_tokens in CHOICE_TOKENS]
-            shape, kind = experts.shape, str(self.dtype).removeprefix("torch.")
-            work = f"{shape.num_experts} experts {shape.hidden} x {shape.intermediate} in {kind}"
-            self._ways.choose(shape, work, sizes)
-        return self._ways.of(experts.shape, "triton")
-
-    def _ways_of_experts(self, experts: TritonExperts, num_tokens: int, top_k: int) -> dict[str, Way]:
-        shape = experts.shape
-        scores_TE = torch.rand(num_tokens, shape.num_experts, device=self.device)
-        weights_TK, ids_TK = scores_TE.topk(min(top_k, shape.num_experts))
-        x_TH = torch.randn(num_tokens, shape.hidden, device=self.device).to(self.dtype)
-        given = x_TH, ids_TK.int(), weights_TK, experts
-        return {"triton": lambda: self._triton_experts(*given), "grouped_mm": lambda: grouped_products(*given)}
-
-    def _triton_experts(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: TritonExperts) -> Tensor:
         counted, self._counted = self._counted, None
-        num_experts = experts.shape.num_experts
-        if counted is not None and counted[0] is ids_TK and counted[1].shape[1] == num_experts:
+        counts_BE = None
+        if counted is not None and counted[0] is ids_TK and counted[1].shape[1] == experts.shape.num_experts:
             counts_BE = counted[1]
-        else:
-            ids_TK = ids_TK.contiguous()
-            counts_BE = rows.count(ids_TK, num_experts)
-        starts_E1, order_R, places_TK = rows.place(ids_TK, counts_BE)
-        grouped = GroupedRows(starts_E1=starts_E1, order_R=order_R, weights_TK=weights_TK.contiguous())
-        hidden_RI = gated_product(x_TH, experts.gate_up, experts.shape, grouped)
-        y_RH = weighed_product(hidden_RI, experts.down, grouped)
-        return rows.sum_rows(y_RH, places_TK, None, ascending=True)
+        return expert_products(x_TH, ids_TK, weights_TK, experts, counts_BE)

@@ -21,8 +21,9 @@ from torch import Tensor
 from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.triton.activation import activated
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
+from antiphon.kernels.triton.rows import count, place, sum_rows
 from antiphon.kernels.triton.tiles import ProductTile, tile_for
-from antiphon.kernels.triton.weights import StackedWeight
+from antiphon.kernels.triton.weights import StackedWeight, TritonExperts
 
 PLAIN = ExpertShape(1, 0, 0, "none")
 
@@ -205,6 +206,26 @@ def weighed_product(x_RI: Tensor, weight: StackedWeight, rows: GroupedRows, tile
     out_RN = torch.empty((x_RI.shape[0], weight.num_rows), dtype=x_RI.dtype, device=x_RI.device)
     _launch(x_RI, weight, out_RN, rows, weighs=True, tile=tile)
     return out_RN
+
+
+def expert_products(
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: TritonExperts,
+    counts_BE: Tensor | None = None,
+    tiles: tuple[ProductTile | None, ProductTile | None] = (None, None),
+) -> Tensor:
+    """[T, H]: the weighted sum of each token's experts. `counts_BE`: what `rows.count` finds, if it is known; `tiles`
+    of both products, if not those of the table or rule."""
+    if counts_BE is None:
+        ids_TK = ids_TK.contiguous()
+        counts_BE = count(ids_TK, experts.shape.num_experts)
+    starts_E1, order_R, places_TK = place(ids_TK, counts_BE)
+    grouped = GroupedRows(starts_E1=starts_E1, order_R=order_R, weights_TK=weights_TK.contiguous())
+    hidden_RI = gated_product(x_TH, experts.gate_up, experts.shape, grouped, tile=tiles[0])
+    y_RH = weighed_product(hidden_RI, experts.down, grouped, tile=tiles[1])
+    return sum_rows(y_RH, places_TK, None, ascending=True)
 
 
 def _launch(
