@@ -78,10 +78,10 @@ def test_the_rule_is_kept_where_it_is_the_quickest(device: torch.device, monkeyp
     weight = stacked(FORMATS["int4"], device)
     for capability in (80, 90):
         assert tiles.default_tile(weight, 512, capability) in tune.candidates(weight, 512, capability)
-    defaults = [tiles.default_tile(weight, rows, 90) for rows in (4, 256)]
+    defaults = [tiles.default_tile(weight, rows, 90) for rows in (4, 32)]
     monkeypatch.setattr(tune, "capability_of", lambda device: 90)
     monkeypatch.setattr(tune, "_time_s", lambda weight, x, rows, tile: 1.0 if tile in defaults else 2.0)
-    found = tune.tune(weight, [2, 128], 2, lambda done, total: None)
+    found = tune.tune(weight, [2, 16], 2, lambda done, total: None)
     assert [each.tile for each in found] == defaults
     assert tune.table_entry(weight, found) == tiles.TunedWeight()
 
