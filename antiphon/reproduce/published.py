@@ -388,8 +388,11 @@ def training_lines() -> list[str]:
     plain, narrow = deepseek_training()
     return [
         "",
-        "Training, pinned to the published layout (`--pin n=1,pp=16,dp=128,shared=64 --deduplicate`): DeepSeek-V3 on",
-        f"2,048 H800 has {PUBLISHED_TRAINING:,.0f} tokens/s of a GPU (14.8 T tokens in 2.664 M GPU hours, arXiv "
+        "Training, pinned to the published layout: DeepSeek-V3 on 2,048 H800, `antiphon plan deepseek-v3 --phase train",
+        "--cluster FILE --sequence-length 4096 --global-batch 15360 --precision compute=fp8 --deduplicate",
+        "--pin n=1,pp=16,chunks=1,dp=128,micro_batch=1,shared=64`, where FILE has 256 nodes of 8 H800 and no",
+        "efficiencies of its own (`--precision compute=fp8,wire=fp8`: rows in FP8).",
+        f"It has {PUBLISHED_TRAINING:,.0f} tokens/s of a GPU (14.8 T tokens in 2.664 M GPU hours, arXiv "
         "2412.19437). Ours has",
         f"{plain:,.0f} ({plain / PUBLISHED_TRAINING - 1:+.0%}) with rows in BF16 both ways and {narrow:,.0f} "
         f"({narrow / PUBLISHED_TRAINING - 1:+.0%}) in FP8 both ways. The run sends FP8 there and",

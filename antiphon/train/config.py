@@ -157,8 +157,8 @@ class CommunicationConfig:
     def __post_init__(self) -> None:
         if self.partition and self.sums == "behind":
             raise UserError(
-                "partition is true and sums is 'behind', where nothing runs beside a sum: set sums to 'priority' or "
-                "'baseline', or partition to false"
+                "partition is true and sums is 'behind', where nothing runs beside a sum: set sums to 'priority', "
+                "'between' or 'baseline', or partition to false"
             )
         if self.packing and self.sums != "priority":
             raise UserError(
