@@ -80,15 +80,11 @@ def _token_counts(text: str) -> list[int]:
 
 
 def _experts(spec: ModelSpec, experts: int, weights: str, device: torch.device) -> Any:
-    """A layer's experts, filled at random on a GPU and unfilled elsewhere."""
+    """A layer's experts, unfilled."""
     count, form, feed_forward = experts or spec.router.num_experts, FORMATS[weights], spec.feed_forward
     shape = ExpertShape(count, spec.hidden_size, feed_forward.intermediate, "silu", has_bias=feed_forward.expert_bias)
     formats = ExpertFormats(gate_up=form, down=form)
-    made = triton.load("weights").TritonExperts(shape, formats, device, torch.bfloat16)
-    if device.type == "cuda":
-        for weight in (made.gate_up, made.down):
-            triton.load("tune").fill_at_random(weight)
-    return made
+    return triton.load("weights").TritonExperts(shape, formats, device, torch.bfloat16)
 
 
 def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], json: str | None) -> None:
@@ -159,6 +155,7 @@ def _show_times(
     kept = tiles.read_table(path) if path.exists() else {}
     made, rows, entries = _experts(spec, experts, weights, device), [], {}
     for name, weight in (("gate and up", made.gate_up), ("down", made.down)):
+        tuning.fill_at_random(weight)
         with progress(f"tuning {name}") as report:
             buckets = tuning.tune(weight, counts, spec.router.top_k, report)
         entries[name] = tuning.table_entry(weight, buckets)
