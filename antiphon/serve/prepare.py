@@ -213,8 +213,8 @@ def prepare(config: ServeConfig) -> PreparedEngine:
     secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
     pools = [_prepare_pool(pool, spec, context_length, secret) for pool in config.pools]
     run = pools[0] if len(pools) == 1 else replace(pools[0], prefill=pools[1])
-    if run.prefill is not None:
-        _check_both_fit(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
+    if run.prefill is not None or config.expert_bytes is not None:
+        _check_all_fits(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
     _check_gpu_memory(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))
     _say_who_shares_gpus(run)
     for pool in pools:
@@ -315,8 +315,8 @@ def _num_kv_blocks(config: ServeConfig, spec: ModelSpec, context_length: int) ->
     return num_blocks
 
 
-def _check_both_fit(run: PreparedEngine, stored_bytes: int) -> None:
-    """`ResourceError` if weights and KV caches of both pools are more than this machine's free memory. Weights that are
+def _check_all_fits(run: PreparedEngine, stored_bytes: int) -> None:
+    """`ResourceError` if weights and KV caches of all pools are more than this machine's free memory. Weights that are
     stored in fewer bits are counted as stored, which is the least that they can take."""
     free_bytes = free_memory_bytes("cpu")
     weights = {pool.config.pool: _weight_bytes(pool, stored_bytes) for pool in run.pools if pool.config.device == "cpu"}
@@ -327,6 +327,12 @@ def _check_both_fit(run: PreparedEngine, stored_bytes: int) -> None:
         if name.role != "experts" and name.rank == 0 and pool.config.device == "cpu"
     )
     if sum(weights.values()) + kv_bytes > free_bytes:
+        if run.prefill is None:
+            raise ResourceError(
+                f"--expert-memory {format_bytes(run.config.expert_bytes or 0)} does not fit: with it weights of all "
+                f"replicas need {format_bytes(sum(weights.values()))}, KV caches {format_bytes(kv_bytes)}, and "
+                f"{format_bytes(free_bytes)} of memory are free: lower it, --kv-bytes or --attention"
+            )
         parts = " and ".join(f"{format_bytes(size)} of --{pool}" for pool, size in weights.items())
         raise ResourceError(
             f"the pools do not fit: weights need {parts}, KV caches {format_bytes(kv_bytes)}, and "
@@ -390,7 +396,10 @@ def _weight_bytes(pool: PreparedEngine, stored_bytes: int) -> int:
     per_element = min(_itemsize(pool), stored_bytes / counts.total)
     num_attention = config.num_instances * (config.num_attention - config.joined_attention)
     if config.layout == "colocated":
-        return int(num_attention * counts.total * per_element)
+        experts_bytes = experts * per_element
+        if config.expert_bytes is not None:  # the others stay in the file
+            experts_bytes = min(experts_bytes, config.expert_bytes)
+        return int(num_attention * ((counts.total - experts) * per_element + experts_bytes))
     if config.layout == "hybrid":
         of_experts = num_attention / config.num_attention
     else:

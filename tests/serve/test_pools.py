@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.cost.kv_blocks import kv_cache_block_bytes
+from antiphon.models.config import load_model_spec
 from antiphon.serve import prepare as prepare_module
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.prepare import prepare
 from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.counts import count_parameters
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (
     GREEDY,
@@ -225,6 +228,23 @@ def test_pools_that_do_not_fit_the_memory_are_refused(tiny_model: TinyModel, mon
     assert len(prepare(fits).pools) == 2
     with pytest.raises(ResourceError, match=r"the pools do not fit: weights need .* of --decode and .* of --prefill"):
         prepare(config(tiny_model, "9>1", num_blocks=17))
+
+
+def test_experts_that_stay_in_the_file_need_no_memory_but_their_pool(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_model_spec(tiny_model.folder)
+    experts = 4 * spec.num_moe_layers * spec.router.num_experts * count_parameters(spec).expert
+    rest = 4 * count_parameters(spec).total - experts
+    kv_bytes = 17 * kv_cache_block_bytes(spec, 16, 4)
+    free_bytes = 2 * (rest + kv_bytes) + experts  # two replicas with half of their experts each
+    monkeypatch.setattr(prepare_module, "free_memory_bytes", lambda device: free_bytes)
+    with pytest.raises(ResourceError, match="the pools do not fit"):
+        prepare(config(tiny_model, "1>1", num_blocks=17))
+    for layout in ("1>1", "2"):
+        prepare(config(tiny_model, layout, num_blocks=17, expert_bytes=experts // 2 - 1024))
+    with pytest.raises(ResourceError, match=r"--expert-memory .* does not fit: .* lower it, --kv-bytes or --attention"):
+        prepare(config(tiny_model, "2", num_blocks=17, expert_bytes=experts // 2 + 1024))
 
 
 def test_a_worker_name_says_where_it_is() -> None:
