@@ -163,7 +163,8 @@ class WorkerOptions:
             is_given = self.plan is not None or self.micro_batches is not None
             return config if is_given else choose_micro_batches(config)
         if self.plan is None and "m" not in (self.prefill or ""):
-            config = replace(config, prefill=choose_micro_batches(config.prefill))
+            chosen = choose_micro_batches(config.pools[1]).num_micro_batches  # the pool that knows what is beside it
+            config = replace(config, prefill=replace(config.prefill, num_micro_batches=chosen))
         return config if self.plan is not None or "m" in (self.decode or "") else choose_micro_batches(config)
 
     def _pool_layouts(self) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""How many micro-batches take turns, where nobody says: from T_a, T_e and T_c, measured on this machine before the
-engine starts (MegaScale-Infer 4.1).
+"""How many micro-batches take turns, where no option says it: from T_a, T_e and T_c, measured on this machine before
+the engine starts (MegaScale-Infer 4.1).
 
 1. One MoE layer is read, its attention half and the experts of one expert worker, and timed with a full step of rows,
    cut into m = 1 to 4 micro-batches: T_a and T_e. The caches begin with other contents. A dispatch and a combine of as
@@ -38,6 +38,7 @@ from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.config import ServeConfig
+from antiphon.serve.prepare import num_kv_blocks
 from antiphon.serve.worker.endpoints import exchange_shape
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import contiguous_placement
@@ -55,8 +56,9 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTimes:
-    """Seconds of one micro-batch and layer at the slowest worker of each side, and of one way between them."""
+    """Seconds of a micro-batch of `rows` and a layer at the slowest worker of a side, and of one way between them."""
 
+    rows: int
     attention_s: float
     experts_s: float
     exchange_s: float
@@ -83,7 +85,7 @@ def choose_micro_batches(config: ServeConfig) -> ServeConfig:
         "%d micro-batches: T_a %s, T_e %s, T_c %s with %d rows; predicted time of a layer: %s",
         chosen,
         *map(format_seconds, (of_chosen.attention_s, of_chosen.experts_s, of_chosen.exchange_s)),
-        -(-config.max_running // chosen),
+        of_chosen.rows,
         others,
     )
     return replace(config, num_micro_batches=chosen)
@@ -113,10 +115,12 @@ def _num_cores() -> int:
 
 
 def measure_layer(config: ServeConfig) -> dict[int, TurnTimes]:
-    """By m, with a full step cut into m micro-batches."""
+    """By m, with a full step cut into m micro-batches. It has as many requests as KV caches hold at once, so that
+    measuring takes no memory that serving may not. `ResourceError` if they hold none."""
     spec = load_model_spec(config.model, config.rope_scaling)
+    num_running = min(config.max_running, _most_in_caches(config, spec))
     checkpoint = open_weights(config.model, config.weights)
-    rows = {m: -(-config.max_running // m) for m in range(1, min(_MOST, config.max_running) + 1)}
+    rows = {m: -(-num_running // m) for m in range(1, min(_MOST, num_running) + 1)}
     before = torch.get_num_threads()
     try:
         attention_s = _attention_s(config, spec, checkpoint, rows)
@@ -126,12 +130,20 @@ def measure_layer(config: ServeConfig) -> dict[int, TurnTimes]:
     exchange_s = _exchange_s(config, spec, rows)
     return {
         m: TurnTimes(
+            rows=rows[m],
             attention_s=attention_s[m] / config.attention_tp,
             experts_s=experts_s[m] / config.expert_tp,
             exchange_s=exchange_s[m],
         )
         for m in rows
     }
+
+
+def _most_in_caches(config: ServeConfig, spec: ModelSpec) -> int:
+    """Requests of the measured context that one attention worker has KV blocks for."""
+    pool, context_length = config.pools[0], config.context_length(spec)
+    pool = replace(pool, dtype=spec.dtype) if pool.dtype == "auto" else pool
+    return num_kv_blocks(pool, spec, context_length) // blocks_of(min(_CONTEXT, context_length), pool.block_size)
 
 
 def _backend(config: ServeConfig, role: str, spec: ModelSpec) -> KernelBackend:

@@ -230,7 +230,7 @@ def _prepare_pool(config: ServeConfig, spec: ModelSpec, context_length: int, sec
     placement = replace(config.expert_placement(spec), knee=_KNEE_ROWS[device])
     slots = config.slots_of(placement)
     _check_ranks(config, spec)
-    num_blocks = _num_kv_blocks(config, spec, context_length)
+    num_blocks = num_kv_blocks(config, spec, context_length)
     return PreparedEngine(
         config=config,
         spec=spec,
@@ -287,7 +287,7 @@ def _check_ranks(config: ServeConfig, spec: ModelSpec) -> None:
             )
 
 
-def _num_kv_blocks(config: ServeConfig, spec: ModelSpec, context_length: int) -> int:
+def num_kv_blocks(config: ServeConfig, spec: ModelSpec, context_length: int) -> int:
     """KV blocks of each attention worker within the budget; `ResourceError` if not even one sequence fits.
 
     Without a budget, 30% of the memory free now, but no more than every running request at full length needs."""

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from antiphon.base.errors import ResourceError
 from antiphon.cli.options import CapacityOptions, WorkerOptions
+from antiphon.models.config import load_model_spec
 from antiphon.serve import micro_batch_choice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.micro_batch_choice import (
@@ -21,7 +23,10 @@ from tests.serve.engine_harness import TinyModel, config
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, TurnTimes]:
     """Sides of equal speed, half of the work in half of the time; two cores."""
-    found = {m: TurnTimes(attention_s=6e-3 / m, experts_s=6e-3 / m, exchange_s=3e-4 / m) for m in range(1, 5)}
+    found = {
+        m: TurnTimes(rows=-(-64 // m), attention_s=6e-3 / m, experts_s=6e-3 / m, exchange_s=3e-4 / m)
+        for m in range(1, 5)
+    }
     monkeypatch.setattr(micro_batch_choice, "measure_layer", lambda config: found)
     monkeypatch.setattr(micro_batch_choice, "_num_cores", lambda: 2)
     return found
@@ -69,3 +74,41 @@ def test_a_layer_of_the_model_is_measured(tiny_model: TinyModel) -> None:
     found = measure_layer(config(tiny_model, "2+2/m2", num_threads=1, max_running=6))
     assert set(found) == {1, 2, 3, 4}
     assert all(min(each.attention_s, each.experts_s, each.exchange_s) > 0 for each in found.values())
+
+
+def test_measuring_takes_no_more_memory_than_the_caches_may(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[int, int]] = []
+
+    def seconds(config: object, spec: object, checkpoint: object, rows: dict[int, int]) -> dict[int, float]:
+        asked.append(rows)
+        return dict.fromkeys(rows, 1e-3)
+
+    monkeypatch.setattr(micro_batch_choice, "_attention_s", seconds)
+    monkeypatch.setattr(micro_batch_choice, "_experts_s", seconds)
+    monkeypatch.setattr(micro_batch_choice, "_exchange_s", lambda config, spec, rows: dict.fromkeys(rows, 1e-4))
+    each = -(-min(256, config(tiny_model, "1+1/m2").context_length(load_model_spec(tiny_model.folder))) // 16)
+    found = measure_layer(config(tiny_model, "1+1/m2", max_running=64, num_blocks=6 * each))
+    assert asked[0] == {1: 6, 2: 3, 3: 2, 4: 2}
+    assert found[2].rows == 3
+    with pytest.raises(ResourceError, match=r"--kv-bytes .* is too small"):
+        measure_layer(config(tiny_model, "1+1/m2", kv_bytes=1))
+
+
+def test_each_pool_is_measured_with_its_part_of_the_threads(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pools' workers share the cores."""
+    measured: list[ServeConfig] = []
+
+    def measure(config: ServeConfig) -> dict[int, TurnTimes]:
+        measured.append(config)
+        return {3: TurnTimes(rows=1, attention_s=1.0, experts_s=1.0, exchange_s=0.1)}
+
+    monkeypatch.setattr(micro_batch_choice, "measure_layer", measure)
+    workers = WorkerOptions(prefill="1+1", decode="2+1")
+    chosen = workers.with_micro_batches(workers.config(tiny_model.folder, CapacityOptions(), trace=False))
+    assert [each.num_workers for each in measured] == [5, 5]
+    assert chosen.prefill is not None
+    assert (chosen.prefill.num_micro_batches, chosen.num_micro_batches, chosen.prefill.workers_beside) == (3, 3, 0)
