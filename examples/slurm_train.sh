@@ -18,7 +18,8 @@ changes=()
 for change in "$@"; do changes+=(--set "$change"); done
 
 ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_node=${nodes%%$'\n'*}
 export OMP_NUM_THREADS=$(( ${SLURM_CPUS_PER_TASK:-1} / ranks_per_node > 0 ? ${SLURM_CPUS_PER_TASK:-1} / ranks_per_node : 1 ))
 
 exec srun torchrun \

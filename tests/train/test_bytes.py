@@ -66,7 +66,8 @@ def attention_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     def tensor(*shape: int) -> Tensor:
         return torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True)
 
-    gathered = run(parallel.gather(), tensor(rows, spec.hidden_size).transpose(0, 1))
+    x_BsH = tensor(rows, spec.hidden_size).transpose(0, 1)
+    gathered = run(parallel.gather(x_BsH), x_BsH)
     heads, width = spec.attention.num_heads // sizes.tensor, spec.attention.head_dim
     kv_heads = spec.attention.num_kv_heads // sizes.tensor
     packed = parallel.pack_heads(
@@ -75,7 +76,8 @@ def attention_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     received = run(parallel.to_heads(packed), packed)
     packed_rows = parallel.pack_rows(tensor(LENGTH, heads // sizes.sequence, width))
     rows_back = run(parallel.to_rows(packed_rows), packed_rows)
-    summed = run(parallel.scatter(), tensor(gathered.shape[0], spec.hidden_size).transpose(0, 1))
+    x_BSH = tensor(gathered.shape[0], spec.hidden_size).transpose(0, 1)
+    summed = run(parallel.scatter(x_BSH), x_BSH)
     results = [gathered, received, rows_back, summed]
     torch.autograd.backward(results, [torch.ones_like(each) for each in results])
     return sent(mesh, "attention")
