@@ -124,7 +124,7 @@ def test_a_tokenizer_that_grammars_take_too_long_with_serves_without_them(
     """The library takes time with the square of the added tokens: 17 s for 40,000."""
     tokenizer = reader.read()
     assert reader.grammar_problem(512) is None
-    write(tmp_path, {"added_tokens": added(4_000)})
+    write(tmp_path, {"added_tokens": added(12_000)})
     monkeypatch.setattr(tokenizer_reading, "_GRAMMARS_TIMEOUT_S", 0.05)
     tokenizer = read_tokenizer(tmp_path, 512)
     assert tokenizer.grammar_problem is not None
