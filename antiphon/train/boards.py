@@ -5,7 +5,9 @@ and a run that names one without the package is refused before its first step.
 """
 
 import hashlib
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,16 +30,22 @@ class Board(Protocol):
 def open_boards(folder: Path, first_step: int, wandb_project: str) -> list[Board]:
     """Those of the run in `folder`, which begins with `first_step`. `wandb_project` empty: without Weights & Biases.
     `UserError` if that cannot be used."""
-    boards: list[Board] = []
+    boards: list[Board] = [_WeightsAndBiases(folder, wandb_project)] if wandb_project else []
     try:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
     except ImportError:
         _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
     else:
         boards.append(_TensorBoard(SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)))
-    if wandb_project:
-        boards.append(_WeightsAndBiases(folder, wandb_project))
     return boards
+
+
+def check_boards(wandb_project: str) -> None:
+    """`UserError` if the package of a named project is missing; nothing is begun."""
+    if wandb_project and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"output.wandb is {wandb_project!r} and the package is missing: pip install wandb, or leave the key out"
+        )
 
 
 class _TensorBoard:
@@ -61,12 +69,9 @@ class _WeightsAndBiases:
     own, because the service's only grow, and a run that goes on makes some again."""
 
     def __init__(self, folder: Path, project: str) -> None:
-        try:
-            import wandb  # an optional dependency
-        except ImportError as error:
-            raise UserError(
-                f"output.wandb is {project!r} and the package is missing: pip install wandb, or leave the key out"
-            ) from error
+        check_boards(project)
+        import wandb  # an optional dependency
+
         self._wandb: Any = wandb
         name = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
         try:

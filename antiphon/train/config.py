@@ -186,8 +186,15 @@ class CommunicationConfig:
                 "attention: raise tensor, or leave attention 'plain'"
             )
 
-    def check_dispatch(self, dispatch: str) -> None:
-        """`UserError` where a switch would do nothing with this way of rows."""
+    def check_dispatch(self, parallel: "ParallelConfig") -> None:
+        """`UserError` where a switch would do nothing, or not what it says, with this way of rows."""
+        dispatch = parallel.dispatch
+        if self.sums == "between" and (dispatch == "two_level" or (parallel.expert > 1 and parallel.expert_tensor > 1)):
+            raise UserError(
+                f"communication.sums is 'between', parallel.dispatch is {dispatch!r} and expert_tensor is "
+                f"{parallel.expert_tensor}: rows travel twice each way then, and sums would begin between these: use "
+                "another dispatch with expert_tensor 1, or sums 'priority'"
+            )
         if dispatch not in ("all_to_all", "two_level") and self.activations == "float8_permutation":
             raise UserError(
                 "communication.activations is 'float8_permutation', which is about all-to-alls, and parallel.dispatch "
@@ -318,7 +325,7 @@ class TrainConfig:
             raise UserError(
                 f"batch is {self.batch}, micro_batch is {self.micro_batch}: batch must be a multiple of micro_batch"
             )
-        self.communication.check_dispatch(self.parallel.dispatch)
+        self.communication.check_dispatch(self.parallel)
         self.communication.check_attention(self.parallel.tensor)
         self._check_offload()
         if self.overlap.pairs:

@@ -107,6 +107,7 @@ def _possible(config: TrainConfig, mesh: Mesh) -> tuple[Way, ...]:
     """The ways that this run may take."""
     parallel, communication = config.parallel, config.communication
     whole = parallel.expert_tensor == 1 and parallel.deduplicate and not config.overlap.inside
+    whole = whole and communication.sums != "between"  # see `check_dispatch`
     if whole and not communication.pipeline_experts and expert_levels(mesh.sizes, communication):
         return WAYS
     return WAYS[:2]

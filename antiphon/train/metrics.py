@@ -57,14 +57,15 @@ class Metrics:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Values of one step: numbers, texts, numbers by name, numbers by layer, numbers by layer and expert. The last
-        are a histogram a layer in TensorBoard: a curve an expert would be thousands."""
+        """Values of one step: numbers, texts, numbers by name, numbers by layer or rank, numbers by layer and expert.
+        The last are a histogram a layer in TensorBoard: a curve an expert would be thousands."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
             if isinstance(value, list):
+                of = "rank" if name.startswith("rank_") else "layer"
                 for index, entry in enumerate(value):
-                    self._show(f"{name}/layer_{index:02d}", entry, step)
+                    self._show(f"{name}/{of}_{index:02d}", entry, step)
             elif isinstance(value, dict):
                 for key, entry in value.items():
                     self._show(f"{name}/{key.replace(' ', '_')}", entry, step)

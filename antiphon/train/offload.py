@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.train.bucket import Piece
-from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import attribute_of
 
@@ -39,18 +38,29 @@ class MappedParts:
     the folder's disk has no room for `num_bytes`."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise ResourceError(
+                f"memory.offload: {folder} cannot be used ({error.strerror}): name another memory.offload_folder"
+            ) from error
         if num_bytes > free:
             raise ResourceError(
                 f"memory.offload needs {format_bytes(num_bytes)} in {folder}, {format_bytes(free)} are free: make "
                 "room, name another memory.offload_folder, or set memory.offload to 'none'"
             )
         self.num_bytes = -(-num_bytes // _PAGE) * _PAGE
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, self.num_bytes)
-            self._map = mmap.mmap(file.fileno(), self.num_bytes)
-            self._inode = os.fstat(file.fileno()).st_ino
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+                self._map = mmap.mmap(file.fileno(), self.num_bytes)
+                self._inode = os.fstat(file.fileno()).st_ino
+        except OSError as error:  # the other ranks of this disk have taken what was free
+            raise ResourceError(
+                f"memory.offload needs {format_bytes(self.num_bytes)} in {folder} for each rank there, and it has no "
+                f"more ({error.strerror}): make room, or name another memory.offload_folder"
+            ) from error
         self._end = 0
         self._parts: dict[int, tuple[int, int]] = {}
 
@@ -162,12 +172,3 @@ class _InBackward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.do()
         return grad, None
-
-
-def check_offload(device: torch.device) -> None:
-    """`UserError` where it cannot be."""
-    if device.type != HOST.type:
-        raise UserError(
-            f"memory.offload maps the memory of the processor, and the run computes on {device}: set it to 'none', or "
-            "device to 'cpu'"
-        )

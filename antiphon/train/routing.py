@@ -143,6 +143,7 @@ class Routing:
         self._losses = losses
         self._group = group
         self._num_layers = num_layers
+        self._num_used = num_layers  # whose use the balance over the "model" looks at
         self._share = share
         self._devices = split_evenly(router.num_experts, losses.device_groups)
         self._capacity = Capacity(losses.capacity, losses.device_capacity, router.num_experts, self._devices, group)
@@ -156,7 +157,7 @@ class Routing:
     def apart(self) -> "Routing":
         """For one more layer with the same rows, which is not among those that are counted here."""
         other = Routing(self._router, self._losses, self._group, num_layers=self._num_layers, share=self._share)
-        other._numbers = self._numbers
+        other._numbers, other._num_used = self._numbers, 1
         return other
 
     def attach(self, x_TH: Tensor, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class Routing:
         shares_E = facts.counts_E / facts.counts_E.sum()
         if losses.balance_over == "model":
             use_E = self.use_so_far() if self.use_of_all_E is None else self.use_of_all_E
-            balance_E = self._router.top_k * use_E / self._num_layers
+            balance_E = self._router.top_k * use_E / self._num_used
         else:
             balance_E = shares_E
         gradient_E = losses.balance * num_experts * balance_E + losses.device_balance * self._device_shares(shares_E)

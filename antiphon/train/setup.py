@@ -26,6 +26,7 @@ from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
+from antiphon.train.boards import check_boards
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
@@ -89,6 +90,7 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     config = former.config(config)
     spec = load_model_spec(path)
     check_further(config, read_config(path))
+    check_boards(config.output.wandb)
     if config.sequence_length > spec.max_position:
         raise UserError(
             f"sequence_length is {config.sequence_length}, the model's positions end at {spec.max_position}: "
@@ -151,6 +153,11 @@ def check_device(config: TrainConfig, device: torch.device) -> None:
     """`UserError` for what works in host memory alone."""
     if device == HOST:
         return
+    if config.memory.offload != "none":
+        raise UserError(
+            f"memory.offload maps the memory of the processor, and the run computes on {device}: set it to 'none', or "
+            "device to 'cpu'"
+        )
     if config.overlap.inside:
         raise UserError(
             f"overlap.inside is true and the device is {device}: tiles travel through host memory: set device to "

@@ -95,6 +95,8 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
             if not num_ids["held_out"]
             else f"all documents are held out: lower data.held_out (now {config.held_out}) or give more documents"
         )
+    if empty := [each.name for each in config.evaluation if each.name not in sizes["held_out"]]:
+        raise UserError(f"data.evaluation: {empty[0]!r} has no document: give it files with text, or leave it out")
     kinds = {each.name: each.is_chat for each in sources}
     meta = {
         "dtype": encoder.dtype.name,

@@ -28,7 +28,7 @@ from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory import bytes_by_formula
 from antiphon.train.metrics import Metrics
-from antiphon.train.offload import check_offload, map_experts
+from antiphon.train.offload import map_experts
 from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
 from antiphon.train.passes import Passes
@@ -116,13 +116,23 @@ class Trainer:
             config, self._run.model_config, self._run.text, self.mesh.world, self._run.device
         )
         output = config.output
-        metrics = Metrics(Path(output.folder), self.state.step, output.wandb) if self.is_first else None
+        try:
+            metrics = Metrics(Path(output.folder), self.state.step, output.wandb) if self.is_first else None
+        except BaseException:  # of a service that cannot be used
+            self.model.close()
+            raise
         if self.state.step >= config.steps:
             self._evaluate()
         started_s, first_step, stopped = time.monotonic(), self.state.step, ""
         loss: float | None = None
         self._peak_flops_per_s = self._measured_peak()
-        watch = Watch(self.spec, self._spans, metrics, self.mesh, first_step=first_step, timeline=timeline)
+        finds_slow = self._run.device == HOST  # on a GPU a wait ends at once, and the next product waits
+        watch = Watch(
+            *(self.spec, self._spans, metrics, self.mesh),
+            first_step=first_step,
+            finds_slow=finds_slow,
+            timeline=timeline,
+        )
         try:
             while self.state.step < config.steps and not (stopped := stop.reason()):
                 measured = packing is not None and packing.is_measured(self.state.step)
@@ -180,8 +190,6 @@ class Trainer:
             import_weights(self.model, Path(config.model.path))
         share_spans(self.model, self._spans)
         memory, folder = config.memory, config.offload_folder
-        if memory.offload != "none":
-            check_offload(self._run.device)
         experts = map_experts(self.model, folder) if memory.offload == "experts" else None
         self._shards = shards_of(self.model, config.parallel.zero, config.optimizer, config.communication)
         moments = None if memory.offload == "none" else folder
@@ -200,6 +208,7 @@ class Trainer:
             return
         before = boxes_of(self.model, self._shards, self._optimizer, step)
         self.config, self.mesh = config, regrouped(self.mesh, sizes_of(config, self.spec, world_size()))
+        watch.mesh = self.mesh
         self._build()
         move(before, boxes_of(self.model, self._shards, self._optimizer, step), self.mesh.world)
         self._shards.end_step()

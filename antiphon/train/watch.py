@@ -157,23 +157,27 @@ _log = get_logger("train")
 class StepTraffic:
     """Traffic of one step: `sent_bytes` by purpose and collective, the mean of all ranks; `waited_s` for others, of the
     rank that waited longest. What a collective did while a rank was computing is not in it. `lost_numbers` of E4M3
-    rows, by what was lost, of all ranks. `ranks`: what each did, in order."""
+    rows, by what was lost, of all ranks. `ranks`: what each did, in order. `shows_busy`: their `busy_s` is
+    without waiting."""
 
     sent_bytes: Mapping[str, float]
     waited_s: float
     lost_numbers: Mapping[str, int]
     ranks: Sequence[RankWork]
+    shows_busy: bool
 
     def metrics(self) -> dict[str, Any]:
         """The values under their names in a run's metrics."""
         values: dict[str, Any] = {"collective_bytes": dict(self.sent_bytes), "exposed_comm_s": self.waited_s}
-        values["rank_busy_s"] = [each.busy_s for each in self.ranks]
+        if self.shows_busy:
+            values["rank_busy_s"] = [each.busy_s for each in self.ranks]
         return values | ({"float8_lost": dict(self.lost_numbers)} if self.lost_numbers else {})
 
 
 class Watch:
-    """The watch of one rank of `mesh`. `first_step`: of this run. `timeline`: the file that `join_parts` writes in the
-    end, None: none. `metrics` None on ranks that write none."""
+    """The watch of one rank of `mesh`, which may become another one between steps. `first_step`: of this run.
+    `finds_slow`: whether ranks wait where the host sees it; else slow ones are not told apart. `timeline`: the file
+    that `join_parts` writes in the end, None: none. `metrics` None on ranks that write none."""
 
     def __init__(
         self,
@@ -183,10 +187,11 @@ class Watch:
         mesh: Mesh,
         *,
         first_step: int,
+        finds_slow: bool = True,
         timeline: Path | None = None,
     ) -> None:
         layers = list(spec.expert_layers)
-        self._slow = SlowRanks()
+        self._slow = SlowRanks() if finds_slow else None
         self._began_s = 0.0
         self._alarm = RouterAlarm(layers, spec.router.num_experts, spec.router.top_k)
         self._spans = spans
@@ -194,7 +199,7 @@ class Watch:
         self._timeline = timeline
         self._timeline_steps = range(first_step + TIMELINE_STEPS.start, first_step + TIMELINE_STEPS.stop)
         self._for_timeline: list[Span] = []
-        self._mesh = mesh
+        self.mesh = mesh
         self._logged = False
         self.operator_s: Mapping[str, float] = {}
         self.travelled_s: Mapping[str, Sequence[float]] = {}
@@ -205,13 +210,13 @@ class Watch:
         `travelled_s`."""
         self._logged = logged
         if logged:
-            barrier(self._mesh.world)  # else others wait in this step for what the first rank wrote after the last one
-            _taken(self._mesh)
+            barrier(self.mesh.world)  # else others wait in this step for what the first rank wrote after the last one
+            _taken(self.mesh)
         self._began_s = time.perf_counter()
         self._spans.step = step
         self._spans.on = logged or measured or self._in_timeline(step)
-        if self._mesh.launcher is not None:
-            self._mesh.launcher.take_all_to_all_s()
+        if self.mesh.launcher is not None:
+            self.mesh.launcher.take_all_to_all_s()
 
     def after_step(self, step: int, counts_LE: Sequence[Sequence[int]]) -> None:
         """`counts_LE`: rows by MoE layer and expert, of all ranks."""
@@ -219,11 +224,12 @@ class Watch:
         taken = self._spans.take()
         self._spans.on = False
         self.operator_s = seconds_by_operator(taken)
-        self.travelled_s = {} if self._mesh.launcher is None else self._mesh.launcher.take_all_to_all_s()
+        self.travelled_s = {} if self.mesh.launcher is None else self.mesh.launcher.take_all_to_all_s()
         self.traffic = None
-        if self._logged and self._mesh.sizes.world_size > 1:
-            self.traffic = _traffic(self._mesh, step_s, self.operator_s, _rows_over_mean(self._mesh, counts_LE))
-            for text in self._slow.observe(step, self.traffic.ranks):
+        if self._logged and self.mesh.sizes.world_size > 1:
+            rows = _rows_over_mean(self.mesh, counts_LE)
+            self.traffic = _traffic(self.mesh, step_s, self.operator_s, rows, shows_busy=self._slow is not None)
+            for text in () if self._slow is None else self._slow.observe(step, self.traffic.ranks):
                 self.warn(step, text)
         if self._in_timeline(step):
             self._for_timeline += taken
@@ -245,13 +251,15 @@ class Watch:
             return
         if not self._for_timeline:
             _log.warning("%s holds no step: this run did fewer than %d", self._timeline, TIMELINE_STEPS.start + 1)
-        write_part(self._timeline, self._mesh.rank, self._for_timeline)
+        write_part(self._timeline, self.mesh.rank, self._for_timeline)
 
     def _in_timeline(self, step: int) -> bool:
         return self._timeline is not None and step in self._timeline_steps
 
 
-def _traffic(mesh: Mesh, step_s: float, operator_s: Mapping[str, float], rows_over_mean: float) -> StepTraffic:
+def _traffic(
+    mesh: Mesh, step_s: float, operator_s: Mapping[str, float], rows_over_mean: float, *, shows_busy: bool
+) -> StepTraffic:
     """What the ledgers of all ranks hold; names may differ between ranks. All ranks call it together, with what each
     did in the step."""
     taken = _taken(mesh)
@@ -270,7 +278,7 @@ def _traffic(mesh: Mesh, step_s: float, operator_s: Mapping[str, float], rows_ov
     sent, lost = _sums(ledgers, "sent_bytes"), _sums(ledgers, "lost_numbers")
     mean = {name: num / len(ledgers) for name, num in sent.items()}
     waited_s = max(sum(ledger["waited_s"].values()) for ledger in ledgers)
-    return StepTraffic(mean, waited_s, lost, [RankWork(**ledger["work"]) for ledger in ledgers])
+    return StepTraffic(mean, waited_s, lost, [RankWork(**ledger["work"]) for ledger in ledgers], shows_busy)
 
 
 def _rows_over_mean(mesh: Mesh, counts_LE: Sequence[Sequence[int]]) -> float:

@@ -57,6 +57,15 @@ def test_wrong_keys_and_values(tmp_path: Path, change: str, message: str) -> Non
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("dispatch='two_level'", "'two_level' and expert_tensor is 1"), ("expert=2, expert_tensor=2", "_tensor is 2")],
+)
+def test_sums_between_exchanges_that_are_two_each_way(tmp_path: Path, way: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"sums is 'between', .*{words}: rows travel twice each way then"):
+        config_of(tmp_path, "communication.sums=between", f"parallel={{{way}}}")
+
+
 def test_set_needs_a_key_and_a_value(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--set steps: write key=value"):
         read_config(write_run(tmp_path), ["steps"])

@@ -1,6 +1,6 @@
 """Where numbers are shown beside `metrics.jsonl`."""
 
-import builtins
+import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,14 +65,19 @@ def test_a_service_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match=r"output.wandb: api_key not configured \(no-tty\): log in .*MODE=offline"):
         Metrics(tmp_path, 0, "moe")
     monkeypatch.delitem(sys.modules, "wandb")
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "wandb":
-            raise ImportError(name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"output\.wandb is 'moe' and the package is missing: pip install wandb"):
-        Metrics(tmp_path, 0, "moe")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = config_of(tmp_path / "run", "output.wandb=moe")
+    for begin in (lambda: Metrics(tmp_path, 0, "moe"), lambda: prepare(config)):
+        with pytest.raises(UserError, match=r"output\.wandb is 'moe' and the package is missing: pip install wandb"):
+            begin()
+    assert not (tmp_path / "run/out/tokens").exists(), "it is said before anything is done"
+    monkeypatch.undo()
     Metrics(tmp_path, 0).close()
+
+
+def test_numbers_by_rank_are_named_so(tmp_path: Path, service: Service) -> None:
+    metrics = Metrics(tmp_path, 0, "moe")
+    metrics.write(0, {"rank_busy_s": [1.0, 2.0], "fullest_expert_ratio": [1.5]})
+    metrics.close()
+    names = [name for line in service.logged for name in line if name != "step"]
+    assert [name.rpartition("/")[2] for name in names] == ["rank_00", "rank_01", "layer_00"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli import train as commands
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import open_checkpoint
@@ -86,6 +87,23 @@ def test_its_loss_by_another_way(tmp_path: Path) -> None:
     loss.backward()
     assert tensors["layers.2.mtp_projection"].grad is not None
     assert float(tensors["layers.2.mtp_projection"].grad.abs().max()) > 0
+
+
+def test_its_balance_over_the_model_is_over_itself(tmp_path: Path) -> None:
+    """It is one of the model's layers by weight, and looks at its own use alone, which is all that it can change."""
+    spec = load_model_spec(config_of(tmp_path, **DEEP).model.path)
+    stage, gradients = connect(Sizes(), 0).stage, []
+    drawn = torch.rand(12, spec.router.num_experts, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for layers, routing in (
+        (4, Routing(spec.router, LossConfig(balance_over="model"), stage, num_layers=4).apart()),
+        (1, Routing(spec.router, LossConfig(balance_over="model"), stage, num_layers=1)),
+    ):
+        logits = drawn.clone().requires_grad_()
+        x = torch.zeros(12, 4, dtype=torch.float64, requires_grad=True)
+        routing.attach(x, logits, drawn.topk(spec.router.top_k).indices).sum().backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad * layers)
+    torch.testing.assert_close(*gradients)
 
 
 def test_it_learns_beside_the_model(tmp_path: Path) -> None:

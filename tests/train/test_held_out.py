@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config
@@ -149,3 +150,13 @@ def test_evaluation_sets_have_losses_of_their_own(tmp_path: Path) -> None:
     assert min(both.values()) < alone["held_out_loss"] < max(both.values())
     again = Trainer(prepare(read_config(file, ("steps=61", *changes[1:])))).run()
     assert again["steps"] == 61, "sets may come and go: what is trained on is the same"
+
+
+def test_an_evaluation_set_without_a_document(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    (tmp_path / "known.txt").write_text("")
+    file = tmp_path / "sets.toml"
+    first = SETS.partition("[[data.evaluation]]\nname = 'strange'".replace("'", '"'))[0]
+    file.write_text((tmp_path / "train.toml").read_text() + first)
+    with pytest.raises(UserError, match=r"data.evaluation: 'known' has no document: give it files with text, or"):
+        prepare(read_config(file))

@@ -1,6 +1,8 @@
 """Moments and experts in a mapped file: the bits of a run without it, and what the process holds."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from antiphon.train import checkpoint_parts, offload
 from antiphon.train.memory import memory_need, setup_of
 from antiphon.train.offload import MappedParts
 from antiphon.train.ranks import sizes_of
-from antiphon.train.setup import prepare
+from antiphon.train.setup import check_device, prepare
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of, losses
 
@@ -85,6 +87,18 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(offload.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100})())
     with pytest.raises(ResourceError, match=r"memory.offload needs 4.0 KiB in .*, 100 B are free: make room, name"):
         MappedParts(tmp_path, 4096)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"memory.offload: .*/file/x cannot be used \(Not a directory\): name"):
+        MappedParts(tmp_path / "file/x", 4096)
+
+
+def test_a_disk_that_another_rank_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(offload.os, "posix_fallocate", full)
+    with pytest.raises(ResourceError, match=r"needs 4.0 KiB in .* for each rank there, and it has no more \(No space"):
+        MappedParts(tmp_path, 4096)
 
 
 def test_what_a_rank_needs_is_less(tmp_path: Path) -> None:
@@ -112,8 +126,8 @@ def test_what_cannot_be(tmp_path: Path, changes: tuple[str, ...], message: str) 
         config_of(tmp_path, *changes)
 
 
-def test_a_gpu_is_refused() -> None:
+def test_a_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"memory.offload maps the memory of the processor, and the run computes on cuda"
     ):
-        offload.check_offload(torch.device("cuda", 0))
+        check_device(config_of(tmp_path, "memory.offload=moments"), torch.device("cuda", 0))

@@ -14,7 +14,8 @@ A scale has to be one factor of all that is added up: so it is taken along the s
     dx = g W         a scale for each row of g and each column of W
     dW = g^T x       a scale for each column of g and of x, and group of 128 rows
 
-Scales of weights are powers of two: weights that were gathered as E4M3 (`train.bucket`) are not rounded again.
+Scales of weights are powers of two: weights that were gathered as E4M3 (`train.bucket`) keep their numbers, those
+excepted that are subnormal in E4M3 by the scale of a whole row.
 
 Rejected: a scale for each tensor. SwiGLU widens the range of numbers so far that one large row flushes the others to
 zero; the paper gave it up for this.
