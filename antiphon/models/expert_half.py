@@ -4,15 +4,18 @@ Each layer has slots for experts, some of which may be free: an expert can be lo
 is used from `hold` on. Letters as in `antiphon.kernels.api`.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from antiphon.base.logging import get_logger
 from antiphon.kernels.api import KernelBackend, PackedExperts
 from antiphon.specs.model import ModelSpec
 
+_log = get_logger("kernels")
 FREE = -1
 LoadExpert = Callable[[int, int, int], None]  # reads an expert into a slot: layer, expert, slot
 
@@ -34,6 +37,22 @@ class ExpertHalf:
     def forward(self, layer: int, x_TH: Tensor, local_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum over the experts held here, per row; local id -1 means "held elsewhere" and adds nothing."""
         return self.backend.grouped_ffn(x_TH, local_ids_TK, weights_TK, self.experts[layer])
+
+    def warm_up(self, most_rows: int) -> None:
+        """Batches of 1 to `most_rows` rows that no expert takes: kernels that are compiled at their first use, in
+        variants for different numbers of rows, are compiled then. Beyond 128 rows an expert there is no other."""
+        top_k, backend, start = self.spec.router.top_k, self.backend, time.monotonic()
+        layers = {(packed.shape, packed.formats): layer for layer, packed in self.experts.items()}
+        for (shape, _), layer in layers.items():
+            num_rows, last = 1, min(most_rows, -(-128 * shape.num_experts // top_k))
+            while True:
+                x_TH = torch.zeros(num_rows, shape.hidden, dtype=backend.dtype, device=backend.device)
+                nobody_TK = torch.full((num_rows, top_k), -1, dtype=torch.int32, device=backend.device)
+                self.forward(layer, x_TH, nobody_TK, torch.zeros(num_rows, top_k, device=backend.device))
+                if num_rows >= last:
+                    break
+                num_rows = min(2 * num_rows, last)
+        _log.info("kernels of experts for up to %d rows: ready after %.1f s", most_rows, time.monotonic() - start)
 
     def to_local(self, layer: int, global_ids_TK: Tensor) -> Tensor:
         """Global expert ids as slots, -1 for experts held elsewhere and for ids that are -1 already."""

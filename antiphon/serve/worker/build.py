@@ -178,6 +178,9 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     placement, num_slots = configure.placement, configure.expert_slots + _num_prefetched(configure)
     held = placement.experts_of(configure.index)
     half = load_expert_half(source.checkpoint, spec, backend, held, source.progress, share=share, num_slots=num_slots)
+    if backend.name == "triton":  # which compiles at first use, while attention workers would wait for their rows
+        shape = configured_shape(configure, spec)
+        half.warm_up(shape.max_rows * shape.num_attention)
     load = partial(load_expert, source.checkpoint, spec, share, half)
     moves = ExpertMoves(configure.index, half, load, placement, _num_prefetched(configure))
     experts = ExpertRanks(ranks, half, moves, recorder)

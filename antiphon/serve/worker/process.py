@@ -330,20 +330,31 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             _log.error("cannot start:\n%s", traceback.format_exc())
             channel.send(WorkerFailure(f"{type(error).__name__}: {error}", 1, passing=True))
             return 1
-        if isinstance(worker, AttentionWorker) and isinstance(worker.runner, SideBySide):
-            serve_side_by_side(worker, worker.runner, channel, orders)
-        elif isinstance(worker, AttentionWorker):
-            serve_attention(worker, channel, orders)
-        elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
-            serve_batches(worker, channel, orders)  # before the first epoch a follower has no leader to hear
-        if worker.moves is not None:
-            worker.moves.close()  # Python cannot end while a thread of it computes
-        if not isinstance(worker, ExpertWorker) and worker.kv is not None:
-            worker.kv.close()
-        worker.links.close()
+        try:
+            _serve(worker, channel, orders)
+        finally:
+            _close(worker)
     except PeerLost:
         pass  # the engine is gone, and with it the work
     return 0
+
+
+def _serve(worker: LoadedWorker, channel: Channel, orders: Orders) -> None:
+    """Until the engine says `Shutdown`; `PeerLost` if it goes away."""
+    if isinstance(worker, AttentionWorker) and isinstance(worker.runner, SideBySide):
+        serve_side_by_side(worker, worker.runner, channel, orders)
+    elif isinstance(worker, AttentionWorker):
+        serve_attention(worker, channel, orders)
+    elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
+        serve_batches(worker, channel, orders)  # before the first epoch a follower has no leader to hear
+
+
+def _close(worker: LoadedWorker) -> None:
+    if worker.moves is not None:
+        worker.moves.close()  # Python cannot end while a thread of it computes
+    if not isinstance(worker, ExpertWorker) and worker.kv is not None:
+        worker.kv.close()
+    worker.links.close()
 
 
 def main() -> None:

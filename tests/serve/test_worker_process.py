@@ -1,0 +1,59 @@
+"""How a worker process begins and ends: what is done before it is ready, and what is closed when the engine is gone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from antiphon.base.errors import PeerLost
+from antiphon.serve.worker import build, process
+
+
+def test_its_ends_are_closed_when_the_engine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def gone(*arguments: object) -> None:
+        raise PeerLost("engine", "closed its end")
+
+    def part(name: str, **fields: object) -> Any:
+        return SimpleNamespace(close=lambda: closed.append(name), **fields)
+
+    links = part("links", abort=None, ranks=SimpleNamespace(ticket=b""))
+    worker = build.Follower(
+        part("runner"), part("spans"), links, part("moves"), None, "cpu", 1.0, part("kv", heard=None, ticket=b"")
+    )
+    orders = SimpleNamespace(start=lambda: None, next=gone)
+    channel: Any = SimpleNamespace(receive=lambda timeout_s: SimpleNamespace(), send=lambda message: None)
+    monkeypatch.setattr(process, "Configure", SimpleNamespace)
+    monkeypatch.setattr(process, "Orders", lambda channel: orders)
+    monkeypatch.setattr(process, "_start", lambda channel, configure: worker)
+    assert process.run_worker(channel) == 0
+    assert closed == ["moves", "kv", "links"]
+
+
+@pytest.mark.parametrize(("kernels", "warmed"), [("triton", [96]), ("cpu", [])])
+def test_kernels_that_are_compiled_are_ready_before_the_worker(
+    kernels: str, warmed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention workers wait for the first batch no longer than for others. 3 of them send 32 rows each."""
+    found: list[int] = []
+    half = SimpleNamespace(warm_up=found.append)
+    shape = SimpleNamespace(max_rows=32, num_attention=3)
+    replaced: dict[str, object] = {
+        "rank_group": SimpleNamespace(rank=1, size=2), "share_of": None, "load_expert_half": half,
+        "configured_shape": shape, "ExpertMoves": None, "PeerLinks": None,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(build, name, lambda *given, value=value, **named: value)
+    placement = SimpleNamespace(experts_of=lambda index: {})
+    configure: Any = SimpleNamespace(
+        placement=placement, index=0, expert_slots=0, prefetch_rows=0, exchange=None, timeout_s=1.0
+    )
+    spec = SimpleNamespace(router=SimpleNamespace(top_k=2))
+    half.spec = spec
+    source: Any = SimpleNamespace(
+        configure=configure, spec=spec, backend=SimpleNamespace(name=kernels), recorder=None, endpoints=None,
+        checkpoint=None, progress=None,
+    )  # fmt: skip
+    build._build_experts(source)
+    assert found == warmed
