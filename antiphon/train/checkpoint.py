@@ -231,7 +231,9 @@ def load(
     facts = read_facts(checkpoint)
     world = model.mesh.world
     try:
-        boxes = _stored(boxes_of(model, shards, optimizer, facts["state"]["step"]), checkpoint, new_moments=new_moments)
+        boxes = _stored(
+            boxes_of(model, shards, optimizer, facts["state"]["step"]), checkpoint, world, new_moments=new_moments
+        )
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             state_dict_loader.load(
@@ -278,14 +280,16 @@ def load_newest(
     return None
 
 
-def _stored(boxes: dict[str, Any], checkpoint: Path, *, new_moments: bool) -> dict[str, Any]:
-    """What the checkpoint has of `boxes`. Missing moments begin anew, with zeros, where they may; `_Lacks` for all else
-    that is missing."""
+def _stored(boxes: dict[str, Any], checkpoint: Path, ranks: Group, *, new_moments: bool) -> dict[str, Any]:
+    """What the checkpoint has of `boxes`. Missing moments begin anew, with zeros, where they may; `_Lacks` on all ranks
+    if one misses anything else."""
     there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     missing = [name for name in boxes if name not in there]
+    lacked = [name for name in missing if not (new_moments and name.startswith("optimizer."))]
+    if float(run(AllReduce(ranks, "checkpoint"), torch.tensor([float(bool(lacked))], device=HOST))):
+        name = lacked[0] if lacked else "part of what another rank trains"
+        raise _Lacks(f"{checkpoint}: holds no {name}: another model or optimizer wrote it: change output.folder")
     for name in missing:
-        if not (new_moments and name.startswith("optimizer.")):
-            raise _Lacks(f"{checkpoint}: holds no {name}: another model or optimizer wrote it: change output.folder")
         for _, view in boxes[name].boxes:
             view.zero_()
     if missing:

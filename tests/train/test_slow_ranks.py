@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from antiphon.train.passes import Passes
 from antiphon.train.setup import prepare
 from antiphon.train.slow_ranks import PATIENCE, RankWork, SlowRanks
 from antiphon.train.trainer import Trainer
+from antiphon.train.watch import StepTraffic
 from tests.comm.ranks import on_ranks
 from tests.train.harness import write_run
 
@@ -49,6 +51,12 @@ def test_what_is_no_slow_rank() -> None:
         assert not watch.observe(step, [work(1.0), work(2.0 if step % PATIENCE else 1.0)])
         assert not watch.observe(step, [work(0.004), work(0.009)])
         assert not watch.observe(step, [work(1.0)])
+
+
+def test_where_the_host_sees_no_wait_nothing_is_said_of_it() -> None:
+    traffic = StepTraffic({}, 0.0, {}, [work(1.0)], shows_busy=False)
+    assert "rank_busy_s" not in traffic.metrics()
+    assert replace(traffic, shows_busy=True).metrics()["rank_busy_s"] == [1.0]
 
 
 def slowed(rank: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
 from antiphon.train.config_learning import WatchConfig
 from antiphon.train.samples import Samples
@@ -138,3 +138,17 @@ def test_bits_do_not_depend_on_when_a_skipped_step_is_saved(tmp_path: Path, bad_
     never = run(tmp_path / "a", *skip, "output.checkpoint_every=0")
     often = run(tmp_path / "b", *skip, "output.checkpoint_every=1")
     assert same_tensors(never.model, often.model)
+
+
+def test_a_checkpoint_that_lacks_moments_stays(tmp_path: Path) -> None:
+    """Where they may not begin anew: it is whole, and of something else."""
+    few = ("steps=4", "output.checkpoint_every=2", "optimizer.frozen=['layers.0.router']")
+    run(tmp_path, *few)
+    trainer = Trainer(prepare(config_of(tmp_path, *RUN, *few, "optimizer.frozen=[]"), allowed=("optimizer",)))
+    trainer._build()
+    folder = tmp_path / "out/checkpoints"
+    with pytest.raises(
+        CheckpointError, match=r"step-00000004: holds no optimizer\.layers\.0\.router\.exp_avg: another"
+    ):
+        checkpoint.load_newest(folder, trainer.model, trainer._shards, trainer._optimizer)
+    assert [each.name for each in sorted(folder.iterdir())] == ["step-00000002", "step-00000004"]
