@@ -1,17 +1,21 @@
 """`--record-routing`: every row of every step, with the experts it chose, in either layout."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
 from antiphon.serve.launch import build_engine
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.prepare import prepare
-from antiphon.serve.worker.routing import RoutingReplay
+from antiphon.serve.worker.routing import RoutingReplay, RowRouting
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,
@@ -102,3 +106,33 @@ def test_a_recorded_layer_brings_the_forecast_of_the_next(tmp_path: Path) -> Non
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         build_engine(prepare(config(tiny_model, "1", record_routing=tmp_path / "none" / "routing.trace")))
+
+
+def test_rows_of_prompts_are_added_up_where_they_are_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each reading would make the host wait for the layers before."""
+    ids_TK = torch.tensor([[0, 2], [2, 3], [1, 0], [2, 1]], dtype=torch.int32)
+    half: Any = SimpleNamespace(
+        layers=range(3),
+        routes=lambda layer: layer > 0,
+        gate=lambda layer, y_TH: ((ids_TK[: len(y_TH)] + layer - 1) % 4, torch.ones(len(y_TH), 2)),
+        spec=SimpleNamespace(router=SimpleNamespace(num_experts=4)),
+        backend=SimpleNamespace(device=torch.device("cpu")),
+    )
+    routing = RowRouting(half, counts_prompts=True)
+
+    def sequence(num_rows: int) -> SequenceStep:
+        return SequenceStep("a", 0, (5,) * num_rows, 0, 0, (), True, 0, 0)
+
+    micro_batches = [[sequence(1), sequence(3)], [sequence(1)], [sequence(2), sequence(1)]]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", lambda self: pytest.fail("the host has waited for a layer"))
+        for layer in (1, 2):
+            for sequences in micro_batches:
+                num_rows = sum(len(each.token_ids) for each in sequences)
+                routing.choose(layer, torch.zeros(num_rows, 1), None, routing.prompt_rows(sequences))
+    counts_LE = np.frombuffer(routing.prompt_counts(), "<u4").reshape(2, 4)
+    # rows 1 to 3 of the first, rows 0 and 1 of the third; a layer later each expert is the next one
+    assert counts_LE.tolist() == [[2, 2, 4, 2], [2, 2, 2, 4]]
+    routing.begin_step()
+    routing.choose(1, torch.zeros(1, 1), None, routing.prompt_rows([sequence(1)]))
+    assert routing.prompt_counts() == b""

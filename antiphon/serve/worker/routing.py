@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.models.attention_half import AttentionHalf
-from antiphon.placement.routing_trace import CountArray, IdArray, RoutingTrace
+from antiphon.placement.routing_trace import IdArray, RoutingTrace
 from antiphon.placement.sample_paths import PathProfile
 from antiphon.placement.split import FloatArray, IntArray
 from antiphon.serve.policy.step import SequenceStep
@@ -110,7 +109,7 @@ class RowRouting:
         self._following = dict(pairwise(layers))
         self._record = record
         self._counts_prompts = counts_prompts
-        self._prompt_counts_LE: CountArray | None = None
+        self._prompt_counts_LE: Tensor | None = None  # int64, on the device: read once, at the end of a step
         self._ids: dict[int, list[IdArray]] = {layer: [] for layer in layers}
         self._forecasts: dict[int, list[IdArray]] = {layer: [] for layer in layers[1:]}
 
@@ -122,25 +121,26 @@ class RowRouting:
             of_layer.clear()
         self._prompt_counts_LE = None
 
-    def prompt_rows(self, sequences: Sequence[SequenceStep]) -> NDArray[np.bool_] | None:
-        """Which rows [T] of a micro-batch belong to prompts: to sequences with more rows than the one behind their last
-        token. None if there are none, or they are not counted."""
+    def prompt_rows(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
+        """Which rows of a micro-batch belong to prompts, int64 [T], 0 or 1: to sequences with more rows than the one
+        behind their last token. None if there are none, or they are not counted."""
         sizes = [len(sequence.token_ids) for sequence in sequences] if self._counts_prompts else []
-        return np.repeat([size > 1 for size in sizes], sizes) if any(size > 1 for size in sizes) else None
+        if not any(size > 1 for size in sizes):
+            return None
+        belong = np.repeat([int(size > 1) for size in sizes], sizes)
+        return torch.from_numpy(belong).to(self._half.backend.device, non_blocking=True)
 
     def recorded_rows(self, sequences: Sequence[SequenceStep]) -> IntArray | None:
         """The rows [T] of the record whose choices a micro-batch takes, if it takes any."""
         return None if self._replay is None else self._replay.rows_of(sequences)
 
-    def choose(
-        self, layer: int, y_TH: Tensor, recorded_T: IntArray | None, prompt_T: NDArray[np.bool_] | None = None
-    ) -> Choices:
+    def choose(self, layer: int, y_TH: Tensor, recorded_T: IntArray | None, prompt_T: Tensor | None = None) -> Choices:
         """Where these rows go. Micro-batches come in the same order in every layer. `prompt_T`: as `prompt_rows`."""
         ids_TK, weights_TK = self._half.gate(layer, y_TH)
         if self._replay is not None and recorded_T is not None:
             ids_TK = self._replay.choose(layer, recorded_T).to(ids_TK.device)
         if prompt_T is not None:
-            self._count_prompts(layer, ids_TK.cpu().numpy()[prompt_T])
+            self._count_prompts(layer, ids_TK, prompt_T)
         path_LT = self._path(layer, ids_TK)
         choices = Choices(ids_TK, weights_TK, partial(self.forecast, layer, y_TH, recorded_T, path_LT))
         if self._record:
@@ -149,15 +149,17 @@ class RowRouting:
                 self._forecasts[forecast.layer].append(_kept(forecast.ids_TK))
         return choices
 
-    def _count_prompts(self, layer: int, ids_TK: IntArray) -> None:
-        num_experts = self._half.spec.router.num_experts
+    def _count_prompts(self, layer: int, ids_TK: Tensor, prompt_T: Tensor) -> None:
         if self._prompt_counts_LE is None:
-            self._prompt_counts_LE = np.zeros((len(self._number), num_experts), dtype=np.int64)
-        self._prompt_counts_LE[self._number[layer]] += np.bincount(ids_TK.ravel(), minlength=num_experts)
+            shape = len(self._number), self._half.spec.router.num_experts
+            self._prompt_counts_LE = torch.zeros(shape, dtype=torch.int64, device=ids_TK.device)
+        ones_TK = prompt_T[:, None].expand(ids_TK.shape)
+        self._prompt_counts_LE[self._number[layer]].scatter_add_(0, ids_TK.flatten().long(), ones_TK.flatten())
 
     def prompt_counts(self) -> bytes:
         """Rows of prompts in this step by MoE layer and expert, uint32 one layer after the other; empty without any."""
-        return b"" if self._prompt_counts_LE is None else self._prompt_counts_LE.astype("<u4").tobytes()
+        counts_LE = self._prompt_counts_LE
+        return b"" if counts_LE is None else counts_LE.cpu().numpy().astype("<u4").tobytes()
 
     def _path(self, layer: int, ids_TK: Tensor) -> list[IntArray]:
         """The first choices of these rows in the layers so far, this one included; empty where paths say nothing."""

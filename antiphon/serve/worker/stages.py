@@ -10,9 +10,7 @@ Rejected: one class with a pipeline that may be missing. Each of its methods wou
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.comm.stages import Stages
@@ -36,7 +34,7 @@ class MicroBatch:
     local_TH: Tensor | None = None  # the shared expert's part, while the experts' part is under way
     in_flight: int | None = None  # layer whose experts still owe their part
     recorded_T: IntArray | None = None  # rows of a record whose experts these rows go to
-    prompt_T: NDArray[np.bool_] | None = None  # which rows are of prompts, if any are and they are counted
+    prompt_T: Tensor | None = None  # 1 for rows of prompts, if there are any and they are counted
 
 
 Numbered = tuple[int, list[SequenceStep]]  # a micro-batch's number in the step, and its sequences
