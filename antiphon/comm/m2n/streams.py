@@ -168,12 +168,6 @@ class StreamAttentionExchange(NativeAttentionExchange):
         self._check()
         super().begin_step(step, participants, first)
 
-    def is_back(self, layer: int, micro_batch: int) -> bool:
-        """See `NativeAttentionExchange.is_back`."""
-        self._streaming.rest()
-        self._check()
-        return super().is_back(layer, micro_batch)
-
     def abort(self, epoch: int) -> None:
         """Any thread: the running step is void, `epoch` is about to begin."""
         super().abort(epoch)

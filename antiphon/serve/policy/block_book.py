@@ -117,7 +117,7 @@ class BlockPool:
 
     def publish(self, block: int, digest: bytes) -> None:
         """Offer a full, computed block to others. If its content is on offer already, this copy stays private."""
-        assert self._num_refs[block] > 0, f"block {block} is published by nobody"
+        assert self._num_refs[block] > 0, f"block {block} is published, but no sequence holds it"
         if digest not in self._block_of and self._digest_of[block] is None:
             self._digest_of[block] = digest
             self._block_of[digest] = block

@@ -5,7 +5,8 @@ way has. A small request that would have to wait there enters the lane instead, 
 
 1. It is promised blocks for all that it may ever hold (prompt and `max_tokens`), so it never needs more than it has.
 2. It may take a quarter of the blocks that are not promised yet, so there is room for the smallest as long as there is
-   a slot; and its prompt is short enough for all members' prompts to fit into one step.
+   a slot; and its prompt is short enough for all members' prompts to fit into one step (or into those that run side by
+   side, which share the rows of one).
 3. Each slot taken halves how long the next answer may be. The last slot is for answers of up to 4 tokens, so it is free
    again after some steps, however many requests with small prompts and long answers there are.
 4. Main requests leave `num_kept` blocks alone: those of the lane that its members do not hold. A member shares

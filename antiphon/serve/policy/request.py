@@ -200,7 +200,7 @@ class SchedulerConfig:
 
     @property
     def num_express_rows(self) -> int:
-        """Tokens of the longest prompt in the express lane: all that it may hold fit into one step."""
+        """Tokens of the longest prompt in the express lane: all that it may hold fit into one step (`ExpressLane`)."""
         return self.max_batch_tokens // self.express_slots if self.express_slots else 0
 
     @property

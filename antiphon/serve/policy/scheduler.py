@@ -72,7 +72,7 @@ class Scheduler:
 
     def schedule(self, num_side_by_side: int = 1) -> StepPlan | None:
         """The next step, or None if there is nothing to compute, or all that is left waits for masks, arrivals or steps
-        in flight. `num_side_by_side`: so many steps may be in flight; each gets a fair share."""
+        in flight. `num_side_by_side`: steps that may be in flight; each gets a fair share."""
         most = max(1, 2 * num_side_by_side - 1)  # with those ahead of others
         assert len(self._in_flight) < most, f"{len(self._in_flight)} plans were not committed"
         plan = fill_step(self.book, self._next_step_id, num_side_by_side)
