@@ -85,7 +85,8 @@ class _Event:
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == ("stream of", torch.device("cuda", 1))
         self.at_ms = _Event.clock_ms
 
     def query(self) -> bool:
@@ -108,7 +109,7 @@ class _DeviceRows(Tensor):
 class _DeviceRanks:
     """Launches at once what takes the device 40 ms."""
 
-    half = SimpleNamespace(backend=SimpleNamespace(device=torch.device("cuda", 0)))
+    half = SimpleNamespace(backend=SimpleNamespace(device=torch.device("cuda", 1)))
 
     def lead(self, batch: ExpertBatch) -> Tensor:
         _Event.clock_ms += 40.0
@@ -117,6 +118,7 @@ class _DeviceRanks:
 
 def test_time_of_a_device_is_that_of_computing_and_not_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     half: Any = _Half()
     ranks: Any = _DeviceRanks()
     exchange: Any = _Exchange([batch(0, [[1, 3], [1, -1]]), batch(0, [[1, 3]]), batch(5, [[1, 3]])])

@@ -177,10 +177,11 @@ class ExpertRunner:
         self._recorder.step = batch.step
         self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
         if self._in_stream_order:
+            stream = _cuda.current_stream(self._ranks.half.backend.device)  # another device may be the current one
             begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            begin.record(stream)
             partial_RH = self._ranks.lead(batch)
-            end.record()
+            end.record(stream)
             self._counters.add_span(begin, end)
         else:
             partial_RH = self._ranks.lead(batch).cpu()  # else only the launch is timed
