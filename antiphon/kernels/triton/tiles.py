@@ -123,12 +123,6 @@ def _entry(key: tuple[Any, ...]) -> TunedWeight:
     return found
 
 
-def forget() -> None:
-    """The next look-up reads the table again; for tests and `antiphon tune`."""
-    process_table.cache_clear()
-    _entry.cache_clear()
-
-
 def read_table(path: Path) -> Table:
     """Entries by key; `UserError` for a file that is not such a table."""
     try:

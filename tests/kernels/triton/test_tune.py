@@ -24,16 +24,21 @@ pytestmark = pytest.mark.skipif(not is_installed(), reason="Triton is not instal
 ROOT = Path(__file__).parents[3]
 
 
+def forget() -> None:
+    """The next look-up reads the table, as a new process does."""
+    if is_installed():
+        load("tiles").process_table.cache_clear()
+        load("tiles")._entry.cache_clear()
+
+
 @pytest.fixture
 def table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this process reads its table."""
     path = tmp_path / "tables" / "tiles.json"
     monkeypatch.setenv("ANTIPHON_TILES", str(path))
-    if is_installed():
-        load("tiles").forget()
+    forget()
     yield path
-    if is_installed():
-        load("tiles").forget()
+    forget()
 
 
 def stacked(form: WeightFormat | None, device: torch.device, num_experts: int = 2) -> Any:
@@ -141,7 +146,7 @@ def test_the_table_names_the_product(
     by_triton = backend.grouped_ffn(*given, experts)
     table = {tiles.key_of(experts.gate_up, device): tiles.TunedWeight(product="grouped_mm")}
     tiles.write_table(table_file, table)
-    tiles.forget()
+    forget()
     backend = backend_module.TritonBackend(device, torch.bfloat16)
     with caplog.at_level(logging.INFO, "antiphon"):
         by_torch = [backend.grouped_ffn(*given, experts) for _ in range(2)][1]
