@@ -54,7 +54,7 @@ from antiphon.train.ranks import leave, sizes_of
 from antiphon.train.samples import Samples
 from antiphon.train.setup import cache_of, plan_options, prepare, prepare_data, tokenizer_of
 from antiphon.train.stored import StoredParameters
-from antiphon.train.tokens import SPLITS, open_tokens
+from antiphon.train.tokens import open_held_out, open_tokens
 from antiphon.train.trainer import TrainedStep, Trainer
 
 MOST_RANKS, RESTARTS = 256, 3
@@ -276,7 +276,7 @@ def _show_data(config: TrainConfig) -> None:
 
 def _show_tokens(config: TrainConfig, json: str | None) -> None:
     cache = cache_of(config)
-    sizes = {split: open_tokens(cache, split) for split in SPLITS}
+    sizes = {"train": open_tokens(cache, "train"), "held_out": open_held_out(config.data, cache)}
     counts = {split: int(tokens.ids.shape[0]) for split, tokens in sizes.items()}
     emit_json(json, {"cache": cache, "tokens": counts})
     rows = [(split, counts[split], len(tokens.starts), tokens.num_text_bytes) for split, tokens in sizes.items()]

@@ -78,7 +78,7 @@ class DataConfig:
         _check_evaluation(self.evaluation, [each.name for each in self.all_sources()])
 
     def tokenized(self) -> tuple[SourceConfig, ...]:
-        """The sources, then the evaluation sets: in the order in which they are tokenized."""
+        """The sources, then the evaluation sets."""
         return (*self.all_sources(), *self.evaluation)
 
     def all_sources(self) -> tuple[SourceConfig, ...]:

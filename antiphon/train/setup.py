@@ -42,7 +42,7 @@ from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, 
 from antiphon.train.resume import Former
 from antiphon.train.samples import Samples
 from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.tokens import TokenFile, open_tokens, tokenize
+from antiphon.train.tokens import TokenFile, open_held_out, open_tokens, tokenize
 from antiphon.train.weights import FirstValues
 
 _log = get_logger("train")
@@ -109,7 +109,7 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     need = check_memory(held, counted, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
     prepare_data_together(config, spec, mesh)
-    held_out, text = open_tokens(cache_of(config), "held_out"), open_tokens(cache_of(config), "train")
+    held_out, text = open_held_out(config.data, cache_of(config)), open_tokens(cache_of(config), "train")
     former.check_text(text.digest)
     samples = Samples.of(config, text, shuffled=True)
     dispatch = choose_dispatch(spec, config, mesh, device)

@@ -37,6 +37,7 @@ _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
 _VERSION = 3
+_EVALUATION = "evaluation"  # in the cache
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,19 @@ class TokenFile:
 
 def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int) -> None:
     """Write `cache` unless it holds these documents' ids already. Shows progress; may take long. `seed`: of `pieces`.
+    Evaluation sets have a folder of their own in it, so another set leaves the text's ids as they are.
 
     `UserError` if there is no text, or the tokenizer is not the model's."""
-    sources = config.tokenized()
+    _tokenize(config, config.all_sources(), tokenizer_path, spec, cache, seed)
+    if config.evaluation:
+        _tokenize(config, config.evaluation, tokenizer_path, spec, cache / _EVALUATION, seed)
+
+
+def _tokenize(
+    config: DataConfig, sources: Sequence[SourceConfig], tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int
+) -> None:
     files = [find_files(each, config.made_by) for each in sources]
-    made_from = _made_from(config, [file for of in files for file in of], tokenizer_path, seed)
+    made_from = _made_from(config, sources, [file for of in files for file in of], tokenizer_path, seed)
     if _read_meta(cache).get("made_from") == made_from:
         return
     tokenizer = load_tokenizer(tokenizer_path)
@@ -89,27 +98,49 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
     encoder = Encoder(tokenizer, tokenizer_path, spec, config, seed)
     sizes = _write_ids(cache, encoder, sources, files, made_from)
     num_ids = {split: sum(each.num_ids for each in of.values()) for split, of in sizes.items()}
-    if not num_ids["train"]:
+    evaluation = [each.name for each in config.evaluation if each in sources]
+    if not num_ids["train"] and not evaluation:
         raise UserError(
             f"{sum(map(len, files))} files hold no text to train on: check data.files"
             if not num_ids["held_out"]
             else f"all documents are held out: lower data.held_out (now {config.held_out}) or give more documents"
         )
-    if empty := [each.name for each in config.evaluation if each.name not in sizes["held_out"]]:
+    if empty := [name for name in evaluation if name not in sizes["held_out"]]:
         raise UserError(f"data.evaluation: {empty[0]!r} has no document: give it files with text, or leave it out")
     kinds = {each.name: each.is_chat for each in sources}
     meta = {
         "dtype": encoder.dtype.name,
         "sources": kinds,
-        "evaluation": [each.name for each in config.evaluation],
+        "evaluation": evaluation,
         "splits": {split: {name: asdict(size) for name, size in of.items()} for split, of in sizes.items()},
     }
     _write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
     (cache / "progress.json").unlink(missing_ok=True)
 
 
+def open_held_out(config: DataConfig, cache: Path) -> TokenFile:
+    """What is not trained on: the held-out split, and the evaluation sets behind it; with these, in memory."""
+    found = open_tokens(cache, "held_out")
+    if not config.evaluation:
+        return found
+    sets, behind = open_tokens(cache / _EVALUATION, "held_out"), found.ids.shape[0]
+    learned = None
+    if found.learned is not None or sets.learned is not None:
+        parts = [(each.ids, each.learned) for each in (found, sets)]
+        learned = np.concatenate([np.ones(ids.shape, np.uint8) if given is None else given for ids, given in parts])
+    return TokenFile(
+        ids=np.concatenate([found.ids, sets.ids]),
+        starts=np.concatenate([found.starts, sets.starts + behind]),
+        num_text_bytes=found.num_text_bytes + sets.num_text_bytes,
+        learned=learned,
+        sources=found.sources
+        + tuple(replace(each, first=each.first + behind, end=each.end + behind) for each in sets.sources),
+        digest=f"{found.digest}/{sets.digest}",
+    )
+
+
 def open_tokens(cache: Path, split: Split) -> TokenFile:
-    """A memory map of what `tokenize` wrote."""
+    """A memory map of what `tokenize` wrote of the sources."""
     meta = _read_meta(cache)
     sizes = {name: _Size(**each) for name, each in meta["splits"][split].items()}
     num_ids = sum(each.num_ids for each in sizes.values())
@@ -293,12 +324,13 @@ def _batch(documents: Iterator[Found]) -> list[Found]:
     return batch
 
 
-def _made_from(config: DataConfig, files: Sequence[Path], tokenizer_path: Path, seed: int) -> str:
+def _made_from(
+    config: DataConfig, of: Sequence[SourceConfig], files: Sequence[Path], tokenizer_path: Path, seed: int
+) -> str:
     """A digest of everything that the ids depend on; files by name, size and time."""
     digest = hashlib.blake2b(digest_size=16)
-    sources = [replace(each, weight=None, epochs=None) for each in config.tokenized()]
+    sources = [replace(each, weight=None, epochs=None) for each in of]
     parts: list[object] = [_VERSION, sources, config.held_out, config.pieces, seed if config.pieces else 0]
-    parts += [len(config.evaluation)] if config.evaluation else []
     file = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
     templates = template_files(file.parent) if any(each.is_chat for each in sources) else []
     for path in (file, *templates, *files):

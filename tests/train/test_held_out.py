@@ -160,3 +160,23 @@ def test_an_evaluation_set_without_a_document(tmp_path: Path) -> None:
     file.write_text((tmp_path / "train.toml").read_text() + first)
     with pytest.raises(UserError, match=r"data.evaluation: 'known' has no document: give it files with text, or"):
         prepare(read_config(file))
+
+
+def test_another_evaluation_set_leaves_the_text_as_it_is(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    text = prepare(config)
+    assert text.lock is not None
+    text.lock.close()
+    meta = tmp_path / "out/tokens/meta.json"
+    written_ns = meta.stat().st_mtime_ns
+    (tmp_path / "known.txt").write_text("\n".join(LINES * 4))
+    file = tmp_path / "sets.toml"
+    first = SETS.partition("[[data.evaluation]]\nname = 'strange'".replace("'", '"'))[0]
+    file.write_text((tmp_path / "train.toml").read_text() + first)
+    both = prepare(read_config(file))
+    assert meta.stat().st_mtime_ns == written_ns
+    assert both.text == text.text
+    own = text.held_out.ids.shape[0]
+    assert (both.held_out.ids[:own] == text.held_out.ids).all()
+    assert [(each.name, each.first, each.is_evaluation) for each in both.held_out.sources][-1] == ("known", own, True)
+    assert both.held_out.starts[-1] == own
