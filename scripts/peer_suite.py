@@ -5,7 +5,8 @@
 1. the source package comes from the package registry; its tests are unpacked into a temporary folder
 2. `peer_suite/launcher.py` takes the place of the file that starts the peer's server, `peer_suite/conftest.py` lets the
    tests be imported without the peer; nothing else is changed
-3. a random checkpoint that thinks, calls and stops by chance is served to every test that starts a server
+3. a tiny checkpoint that thinks, answers and stops after some twenty words each is served to every test that starts a
+   server
 4. a table: passed, failed, left out, and why; exit code 1 if fewer than 95% of the tests that apply pass
 
 `peer_suite/left_out.json` lists what does not apply, with reasons, and which failures are known, with theirs. SGLang's
@@ -32,7 +33,7 @@ from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from make_model import YardstickShape, make_model  # noqa: E402
+from make_model import SPECIAL_TOKENS, YardstickShape, make_model  # noqa: E402
 
 PIECES = Path(__file__).with_name("peer_suite")
 ENVIRONMENT = ROOT / ".peers" / "suite"
@@ -51,11 +52,14 @@ SHAPE = YardstickShape(
     vocab_size=8192,
     max_position_embeddings=65536,
 )
-REQUIREMENTS = ("pytest", "pytest-asyncio", "openai", "anthropic", "requests", "httpx", "transformers", "numpy")
+REQUIREMENTS = ("pytest<9.1", "pytest-asyncio", "openai", "anthropic", "requests", "httpx", "transformers", "numpy")
 REQUIREMENTS += ("fastapi", "regex", "schemathesis", "jsonschema", "jinja2")
 TEST_TIMEOUT_S = 3600.0
 NEEDED_SHARE = 0.95
-OFTEN = 10.0  # length of a row of the head that wins behind about one token of twenty
+NEXT, ENDING, PUNCTUATION = 12.0, 30.0, 7.0  # logits of the word that follows, of an end that is due, of a quote
+LOUDNESS = 8.0  # of an embedding beside what the layers add
+REASONING_WORDS, ANSWER_WORDS = 20, 24
+MARKED, PUNCTUATED = 0.7, 0.4  # parts of an embedding that say: something ends here; this is no word
 THINK, NO_THINK, CALL, NO_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 TURNS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -64,13 +68,11 @@ TURNS = (
     "{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
     "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
 )
-PLAIN = TURNS + ":{% endif %}"
-# Behind this line break the checkpoint begins to think.
+PLAIN = TURNS + "{% endif %}"
 THINKING = TURNS + (
-    "{{ '\\n' }}{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}"
-    "{% endif %}"
+    "<think>{% if enable_thinking is defined and enable_thinking is false %}\n\n</think>{% endif %}{% endif %}"
 )
 
 
@@ -115,8 +117,8 @@ def install() -> Path:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """A tiny random model with Qwen3's marks as tokens. It thinks behind "assistant" and a line break, and is likely to
-    end its reasoning, its strings and its answers soon."""
+    """A tiny model with Qwen3's marks as tokens that keeps to a plan: each word has one likely successor, reasoning has
+    about `REASONING_WORDS` and an answer `ANSWER_WORDS` of them, and strings of JSON end soon."""
     make_model(SHAPE, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([THINK, NO_THINK, CALL, NO_CALL])
@@ -128,18 +130,47 @@ def make_checkpoint(folder: Path) -> None:
     (folder.parent / "thinking.jinja").write_text(THINKING, "utf-8")
     shard = folder / f"model-00001-of-{SHAPE.num_layers + 1:05d}.safetensors"
     tensors = load_file(shard)
-    draw = torch.Generator().manual_seed(1)
-    embed, head = (tensors[name].float() for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    embed = torch.cat([embed, torch.randn(4, SHAPE.hidden_size, generator=draw)])
-    head = torch.cat([head, torch.zeros(4, SHAPE.hidden_size)])
-    thinking = embed[tokenizer.token_to_id(THINK)]
-    for mark in (NO_THINK, "<|im_end|>", '"', "}", "]"):
-        direction = torch.nn.functional.normalize(torch.randn(SHAPE.hidden_size, generator=draw), dim=0)
-        direction *= -torch.sign(direction @ thinking)  # nothing ends where the reasoning begins
-        head[tokenizer.token_to_id(mark)] = OFTEN * direction
-    head[tokenizer.token_to_id(THINK)] = embed[tokenizer.token_to_id("Ċ")] * (40.0 / SHAPE.hidden_size)
-    tensors |= {"model.embed_tokens.weight": embed.bfloat16(), "lm_head.weight": head.bfloat16()}
+    embed, head = planned_words(tokenizer)
+    tensors |= {"model.embed_tokens.weight": (LOUDNESS * embed).bfloat16(), "lm_head.weight": head.bfloat16()}
     save_file(tensors, shard, metadata={"format": "pt"})
+
+
+def planned_words(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings of length sqrt(hidden size) and the head that follows the plan. Tokens are told apart by random
+    directions; three directions are kept free: the last word of a stretch of reasoning, that of an answer, no word."""
+    draw = torch.Generator().manual_seed(1)
+    width, size = SHAPE.hidden_size, tokenizer.get_vocab_size()
+    basis = torch.linalg.qr(torch.randn(width, 3, generator=draw))[0]
+    random = torch.randn(size, width, generator=draw)
+    random = torch.nn.functional.normalize(random - random @ basis @ basis.T, dim=1) * width**0.5
+    marks = basis.T * width**0.5
+    texts = [tokenizer.id_to_token(token) for token in range(size)]
+    special = {tokenizer.token_to_id(mark) for mark in (*SPECIAL_TOKENS, THINK, NO_THINK, CALL, NO_CALL)}
+    is_word = [any(c.isascii() and c.isalpha() for c in text) and t not in special for t, text in enumerate(texts)]
+    words = [token for token in torch.randperm(size, generator=draw).tolist() if is_word[token]]
+    num_reasoning = 3 * len(words) // 4 // REASONING_WORDS * REASONING_WORDS
+    reasoning, answers = words[:num_reasoning], words[num_reasoning:]
+    successor = dict(zip(words, [*words[1:], words[0]], strict=True))
+    successor |= {tokenizer.token_to_id(THINK): reasoning[0], tokenizer.token_to_id(NO_THINK): answers[0]}
+    embed, head = random.clone(), torch.zeros(size, width)
+    no_words = [token for token in range(size) if not is_word[token] and token not in special]
+    followers = [(token, [follower]) for token, follower in successor.items()]
+    for number, token in enumerate(no_words):  # what stands before decides among several
+        several = [answers[7 * (4 * number + choice) % len(answers)] for choice in range(4)]
+        followers.append((token, answers[:1] if texts[token] == "Ċ" else several))
+    ends = (reasoning[REASONING_WORDS - 1 :: REASONING_WORDS], answers[ANSWER_WORDS - 1 :: ANSWER_WORDS], no_words)
+    for mark, tokens, part in zip(marks, ends, (MARKED, MARKED, PUNCTUATED), strict=True):
+        embed[tokens] = (1 - part**2) ** 0.5 * random[tokens] + part * mark
+    for token, several in followers:
+        head[several] += random[token] * (NEXT / width)
+    for token, mark in ((NO_THINK, marks[0]), ("<|im_end|>", marks[1])):
+        head[tokenizer.token_to_id(token)] = mark * (ENDING / MARKED / width)
+    for rank, token in enumerate(('"', "}", "]", ",")):
+        ending = (marks[0] + marks[1]) * (0.7 * ENDING / MARKED / width)
+        head[tokenizer.token_to_id(token)] = ending * (1 - 0.1 * rank) + marks[2] * (
+            (PUNCTUATION - 0.5 * rank) / PUNCTUATED / width
+        )
+    return embed, head
 
 
 def run_tests(python: Path, suite: Path, work: Path, only: str) -> None:

@@ -74,6 +74,7 @@ class EngineInfo:
     expert_names: tuple[str, ...]  # of expert workers, or of the ranks that share experts, over all instances
     num_micro_batches: int
     max_waiting: int
+    block_size: int  # tokens of a KV block: what of a prompt is cached is a number of whole ones
 
 
 class PrefetchCounts(msgspec.Struct):

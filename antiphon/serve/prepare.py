@@ -102,6 +102,7 @@ class PreparedEngine:
             expert_names=tuple(name for pool in self.pools for name in pool.expert_names),
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
+            block_size=config.block_size,
         )
 
     @property

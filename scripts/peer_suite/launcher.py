@@ -76,11 +76,8 @@ class RemoteVLLMServer:
         for name, ours in RENAMED.items():
             if name in options:
                 command += [ours, ",".join(options[name])]
-        length = int(options.get("--max-model-len", ["8192"])[0])
-        command += [
-            "--max-model-len",
-            str(max(8192, length)),
-        ]  # its tokens are shorter than the peer's
+        length = int(options.get("--max-model-len", ["16384"])[0])
+        command += ["--max-model-len", str(max(16384, length))]  # its tokens are shorter than the peer's
         if "--chat-template" not in options and "--reasoning-parser" in options:
             command += ["--chat-template", str(FOLDER / "thinking.jinja")]
         if "--chat-template" in options:

@@ -58,6 +58,7 @@ class FakeEngine:
             expert_names=("experts[0]", "experts[1]"),
             num_micro_batches=3,
             max_waiting=64,
+            block_size=16,
         )
         self.script = script
         self.eos_token_id = eos_token_id

@@ -90,6 +90,36 @@ def test_another_template_and_its_variables_may_be_given_at_the_start() -> None:
         create_app(fake_engine(), own_tokenizer(), ServerSettings(chat_template_kwargs={"mood": "calm"}))
 
 
+def test_minus_one_asks_for_all_alternatives_that_there_are(server: Live) -> None:
+    server.chat(max_tokens=1, logprobs=True, top_logprobs=-1, prompt_logprobs=-1)
+    params = server.engine.submissions[0].params
+    assert (params.logprobs, params.prompt_logprobs) == (20, 20)
+
+
+def test_the_token_itself_is_the_first_of_its_alternatives(server: Live) -> None:
+    choice = server.complete(max_tokens=3, logprobs=2, echo=True, return_tokens_as_token_ids=True).json()["choices"][0]
+    tops = choice["logprobs"]["top_logprobs"][1:]
+    assert [next(iter(top)) for top in tops] == choice["logprobs"]["tokens"][1:]
+
+
+def test_a_message_that_is_gone_on_with_can_stand_before_the_answer() -> None:
+    chat = {
+        "messages": [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": 'I "think'}]}],
+        "continue_final_message": True,
+    }
+    with live(says(" so")) as server:
+        for echo, text in ((True, 'I "think so'), (None, " so")):
+            whole = server.chat(**chat, echo=echo).json()["choices"][0]["message"]["content"]
+            events = server.openai.chat.completions.create(
+                model="fake-moe",
+                messages=chat["messages"],  # type: ignore[arg-type]
+                extra_body={"continue_final_message": True, "echo": echo},
+                stream=True,
+            )
+            streamed = "".join(event.choices[0].delta.content or "" for event in events)
+            assert whole == streamed == text
+
+
 def test_prompt_logprobs_have_a_place_for_each_token_of_the_prompt(server: Live) -> None:
     chat = server.chat(max_tokens=1, prompt_logprobs=2).json()
     choice = server.complete(max_tokens=1, prompt_logprobs=2, n=2).json()["choices"][1]

@@ -1,6 +1,7 @@
 """OpenAI's Responses API: with its own client, what requests mean to the model, and what is kept."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -118,6 +119,64 @@ def test_an_answer_is_gone_on_from_until_it_is_forgotten() -> None:
         assert send(server, previous_response_id=unkept["id"]).status_code == 400
 
 
+def test_an_answer_in_the_background_is_asked_for_later() -> None:
+    with live(says("yes")) as server:
+        server.engine.hold_after_tokens = 1
+        queued = send(server, background=True).json()
+        assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
+        assert server.openai.responses.retrieve(queued["id"]).status == "in_progress"
+        early = send(server, previous_response_id=queued["id"])
+        assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
+        server.engine.release()
+        answer = finished(server, queued["id"])
+        assert (answer["status"], answer["output"][0]["content"][0]["text"]) == ("completed", "yes")
+        assert server.openai.responses.cancel(queued["id"]).status == "completed"  # there is nothing to end
+        assert send(server, input="so?", previous_response_id=queued["id"]).status_code == 200
+        assert server.http.get("/load").json() == {"server_load": 0}
+
+
+def test_an_answer_in_the_background_is_cancelled_or_fails() -> None:
+    with live(says("yes and no")) as server:
+        server.engine.hold_after_tokens = 2
+        queued, deleted = (send(server, background=True).json()["id"] for _ in range(2))
+        assert server.openai.responses.cancel(queued).status == "cancelled"
+        assert server.openai.responses.retrieve(queued).status == "cancelled"
+        server.openai.responses.delete(deleted)
+        assert server.http.get(f"/v1/responses/{deleted}").status_code == 404
+        assert all(submission.aborted for submission in server.engine.submissions)
+        server.engine.hold_after_tokens, server.engine.fail_after_tokens = None, 1
+        failed = finished(server, send(server, background=True).json()["id"])
+        assert failed["status"] == "failed"
+        assert "lost experts[1]" in failed["error"]["message"]
+        server.engine.fail_after_tokens = None
+        waited_for = send(server).json()["id"]
+        refused = server.http.post(f"/v1/responses/{waited_for}/cancel")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_id")
+        assert server.http.post("/v1/responses/resp-0/cancel").status_code == 404
+        assert server.http.get("/load").json() == {"server_load": 0}
+
+
+def finished(server: Live, response_id: str) -> dict[str, Any]:
+    """The answer once it is no longer made."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        answer: dict[str, Any] = server.http.get(f"/v1/responses/{response_id}").json()
+        if answer["status"] not in ("queued", "in_progress"):
+            return answer
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_prompt_and_answer_are_reported_as_the_model_has_them() -> None:
+    with live(says("yes")) as server:
+        answer = send(server, enable_response_messages=True).json()
+        (read,), (written,) = answer["input_messages"], answer["output_messages"]
+        assert (read["message"], read["tokens"]) == (prompt_of(server), server.engine.submissions[0].prompt_token_ids)
+        assert (written["type"], written["message"]) == ("raw_message_tokens", "yes<|im_end|>")
+        assert written["tokens"][:-1] == ids("yes")
+        assert "input_messages" not in send(server).json()
+
+
 def test_one_client_does_not_see_anothers_answers() -> None:
     with live(fake_engine(), api_keys=("one", "two")) as server:
         kept = send(server, max_output_tokens=1).json()
@@ -187,7 +246,8 @@ def test_the_oldest_turns_are_left_out_when_asked_for(server: Live) -> None:
         ({"include": ["file_search_call.results"]}, "include[0]", "reasoning.encrypted_content"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}] * 129}, "input", "128"),
-        ({"background": True}, "background", "leave it out or send null or false"),
+        ({"background": True, "store": False}, "background", "only be used when `store` is true"),
+        ({"background": True, "stream": True}, "background", "not streamed"),
         ({"tool_choice": "required"}, "tool_choice", "send tools"),
         ({"input": "x" * 100_000}, "input", "shorten it"),
         ({"messages": []}, "messages", "unknown parameter"),

@@ -73,8 +73,10 @@ class GrowingText:
     def add(self, text: str) -> None:
         self._escaped += encode_json(text)[1:-1]
 
-    def encoded(self) -> Encoded:
-        return Encoded([self._escaped, b'"'])
+    def encoded(self, before: str = "") -> Encoded:
+        """Behind the text `before`."""
+        begin = [encode_json(before)[:-1], self._escaped[1:]] if before else [self._escaped]
+        return Encoded([*begin, b'"'])
 
 
 class TokenJson:
@@ -115,7 +117,8 @@ def _number(logprob: float) -> str:
 
 class CompletionLogprobsJson:
     """Parallel lists. The sampled token is always among `top_logprobs`, as in OpenAI's API, so that a client can see
-    whether it was the most likely one; tokens that read the same keep the likelier value."""
+    whether it was the most likely one. It comes first, as vLLM has it; tokens that read the same keep the likelier
+    value."""
 
     _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -135,10 +138,12 @@ class CompletionLogprobsJson:
 
     def _top(self, entry: TokenLogprob) -> bytes:
         text = self._text
-        top: dict[str, str] = {}
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            top.setdefault(text(token_id), _number(logprob))
-        return f"{{{','.join([f'{name}:{value}' for name, value in top.items()])}}},".encode()
+        top: dict[str, float] = {}
+        for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
+            name = text(token_id)
+            if name not in top or logprob > top[name]:
+                top[name] = logprob
+        return f"{{{','.join([f'{name}:{_number(value)}' for name, value in top.items()])}}},".encode()
 
     def take(self) -> Encoded:
         columns, self._columns = self._columns, [bytearray() for _ in self._COLUMNS]

@@ -17,11 +17,11 @@ from antiphon.serve.api.answer_limits import check_answer_size
 from antiphon.serve.api.chat_reading import ChatReading, chat_reading, compile_grammar
 from antiphon.serve.api.choice import ChoiceDelta, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, client_of, context_of
-from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.parameters import chat_sampling, check_request
-from antiphon.serve.api.prompts import bad_word_ids, chat_prompt
+from antiphon.serve.api.prompts import bad_word_ids, chat_prompt, text_of
 from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest
 from antiphon.serve.api.respond import choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
@@ -37,16 +37,20 @@ class ChatShape:
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, tokens: TokenJson, *, with_logprobs: bool, prompt_ids_beside_choices: bool = True) -> None:
+    def __init__(
+        self, tokens: TokenJson, *, with_logprobs: bool, prompt_ids_beside_choices: bool = True, echoed: str = ""
+    ) -> None:
+        """`echoed`: stands before each answer."""
         self.prompt_ids_beside_choices = prompt_ids_beside_choices
         self._tokens = tokens
         self._with_logprobs = with_logprobs
+        self._echoed = echoed
 
     def logprobs(self) -> ChatLogprobsJson | None:
         return ChatLogprobsJson(self._tokens) if self._with_logprobs else None
 
     def opening(self, index: int) -> dict[str, Any]:
-        return choice_object(ChoiceDelta(index), "delta", {"role": "assistant", "content": ""})
+        return choice_object(ChoiceDelta(index), "delta", {"role": "assistant", "content": self._echoed})
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
         news: dict[str, Any] = {"content": delta.text} if delta.text else {}
@@ -58,7 +62,8 @@ class ChatShape:
 
     def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
         has_fields = answer.calls or not answer.reasoning.is_empty
-        text = None if has_fields and answer.text.is_empty else answer.text.encoded()
+        is_empty = has_fields and answer.text.is_empty and not self._echoed
+        text = None if is_empty else answer.text.encoded(self._echoed)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if not answer.reasoning.is_empty:
             message["reasoning"] = message["reasoning_content"] = answer.reasoning.encoded()
@@ -88,6 +93,8 @@ async def _submit(context: ApiContext, client: str, chats: list[ChatCompletionRe
     """Chats that differ in their messages only."""
     body = chats[0]
     check_request(context, body, len(chats))
+    if body.echo and not body.continue_final_message:
+        raise bad_request("echo needs continue_final_message: an answer of its own has nothing before it", param="echo")
     offered = chat_reading(context, body)
     bad_words = await bad_word_ids(context, client, body.bad_words)
     prompts: list[TokenizedPrompt] = []
@@ -121,7 +128,8 @@ async def answer_chat(context: ApiContext, request: Request, body: ChatCompletio
     """The response to a request that was read."""
     async with generation_for(context, body, "chatcmpl") as generation:
         await submit_chat(context, client_of(request), body, generation)
-        shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs))
+        echoed = text_of(body.messages[-1].content) if body.echo else ""
+        shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs), echoed=echoed)
         return await respond(context, request, generation, shape, body)
 
 
@@ -133,6 +141,8 @@ async def answer_chat(context: ApiContext, request: Request, body: ChatCompletio
 async def create_chat_batch(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, ChatBatchRequest)
+    if body.echo:
+        raise bad_request("echo is for single conversations: leave it out", param="echo")
     chats = body.conversations()
     async with generation_for(context, body, "chatcmpl") as generation:
         await _submit(context, client_of(request), chats, generation)

@@ -269,7 +269,7 @@ def _turn_of(tokenizer: TextTokenizer, message: Message, param: str) -> ChatMess
     role: str = message.role
     if role == "developer" and not tokenizer.template_reads("developer"):
         role = "system"  # OpenAI's newer name for it; templates drop roles that they do not know
-    turn: ChatMessage = {"role": role, "content": _text(message.content)}
+    turn: ChatMessage = {"role": role, "content": text_of(message.content)}
     if isinstance(message, ToolMessage):
         if not tokenizer.template_reads("tool"):
             raise _not_read(f"{param}.role", "results of tools")
@@ -325,7 +325,8 @@ def _check_names(tokenizer: TextTokenizer, messages: list[Message]) -> None:
             raise _not_read(f"messages[{number}].name", "names, and two of one role differ")
 
 
-def _text(content: Content | None) -> str:
+def text_of(content: Content | None) -> str:
+    """What a message says, its parts joined."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)

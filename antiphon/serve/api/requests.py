@@ -7,7 +7,7 @@ checked later, in `parameters` and `prompts`.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOptions, ToolChoice
@@ -114,7 +114,10 @@ Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 PositiveCount = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+_MAX_LOGPROBS = 20
+NumLogprobs = Annotated[  # -1: as many as there are
+    int, Field(ge=-1, le=_MAX_LOGPROBS), AfterValidator(lambda number: _MAX_LOGPROBS if number == -1 else number)
+]
 
 
 class StreamOptions(RequestModel):
@@ -268,6 +271,9 @@ class ChatOptions(GenerationRequest, TemplateOptions):
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives for each token; needs logprobs.")
     tool_choice: ToolChoice | None = Field(None, description="Default auto with tools; required calls at least once.")
     parallel_tool_calls: bool | None = Field(None, description="False: the answer ends after one call. Default true.")
+    echo: bool | None = Field(
+        None, description="Put the message that is gone on with before the answer; needs continue_final_message."
+    )
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="For chat templates that read it; for others only none is accepted."
     )

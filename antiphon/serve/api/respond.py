@@ -244,19 +244,20 @@ class ChoiceEvents:
 async def whole_of(context: ApiContext, request: Request, generation: Generation, events: StreamedEvents) -> None:
     """Let `events` take in a whole answer, for endpoints whose answer is what their events add up to. `ApiError` as
     soon as it fails or is too large."""
+    await until_disconnect(request.receive, take_whole(context, generation, events))
 
-    async def take_all() -> None:
-        num_bytes = 0
-        async with aclosing(generation.deltas()) as deltas:
-            async for delta in deltas:
-                raise_failure(delta)
-                async with generation.pace:
-                    num_bytes += sum(map(len, events.piece(delta)))
-                if num_bytes > 2 * context.settings.max_answer_bytes:
-                    raise answer_too_large(context, f"has {num_bytes} bytes already")
-        events.ending()
 
-    await until_disconnect(request.receive, take_all())
+async def take_whole(context: ApiContext, generation: Generation, events: StreamedEvents) -> None:
+    """The same, whether or not the client waits."""
+    num_bytes = 0
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            raise_failure(delta)
+            async with generation.pace:
+                num_bytes += sum(map(len, events.piece(delta)))
+            if num_bytes > 2 * context.settings.max_answer_bytes:
+                raise answer_too_large(context, f"has {num_bytes} bytes already")
+    events.ending()
 
 
 class EventStream(Response):

@@ -28,8 +28,10 @@ class MessageEvents:
 
     last = b""
 
-    def __init__(self, generation: Generation, model: str) -> None:
+    def __init__(self, generation: Generation, model: str, *, block_size: int) -> None:
+        """`block_size`: tokens in a unit of the cache of prompts."""
         self._generation = generation
+        self._block_size = block_size
         self.message: dict[str, Any] = {
             "id": generation.request_id,
             "type": "message",
@@ -64,10 +66,11 @@ class MessageEvents:
     def ending(self) -> list[bytes]:
         usage: Any = self._generation.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        num_kept = max(0, usage["prompt_tokens"] // self._block_size * self._block_size - num_cached)
         self.message["usage"] = {
-            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "input_tokens": usage["prompt_tokens"] - num_cached - num_kept,
             "cache_read_input_tokens": num_cached,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": num_kept,
             "output_tokens": usage["completion_tokens"],
         }
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}

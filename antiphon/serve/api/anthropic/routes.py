@@ -37,7 +37,7 @@ async def create_message(request: Request) -> Response:
     chat = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
     async with generation_for(context, chat, "msg") as generation:
         await submit_chat(context, client_of(request), chat, generation)
-        events = MessageEvents(generation, context.model_name)
+        events = MessageEvents(generation, context.model_name, block_size=context.engine.info.block_size)
         if body.stream:
             return EventStream(context, generation, events)
         await whole_of(context, request, generation, events)

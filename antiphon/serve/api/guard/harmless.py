@@ -47,7 +47,6 @@ HARMLESS: dict[str, Harmless] = {
     # OpenAI
     "audio": Harmless((), _ONLY_TEXT),
     "background": Harmless((False,), "answers are not made in the background"),
-    "echo": Harmless((False,), "only /v1/completions repeats the prompt"),
     "function_call": Harmless(("none", "auto"), "on /v1/chat/completions it is called tool_choice"),
     "functions": Harmless(([],), "on /v1/chat/completions they are called tools"),
     "max_completion_tokens": Harmless((), "on /v1/completions it is called max_tokens"),

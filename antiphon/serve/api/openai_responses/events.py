@@ -38,6 +38,7 @@ class ResponseEvents:
         self._logprobs: list[dict[str, Any]] = []
         self._pending: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come
         self._is_complete = True
+        self._raw_ids: list[int] | None = [] if body.enable_response_messages else None
         self.response = _new_response(context, generation, body, chat)
 
     # --- what a stream consists of ---
@@ -49,6 +50,8 @@ class ResponseEvents:
         events: list[bytes] = []
         if "message.output_text.logprobs" in self._included:
             self._pending += map(self._logprob, delta.entries)
+        if self._raw_ids is not None:
+            self._raw_ids += delta.token_ids
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
             if text:
                 events += self._add(kind, text)
@@ -72,12 +75,18 @@ class ResponseEvents:
         self.response["status"] = "completed" if self._is_complete else "incomplete"
         if not self._is_complete:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._raw_ids is not None:
+            (prompt,) = self._generation.prompts
+            detokenizer = self._context.tokenizer.detokenizer(skip_special_tokens=False)
+            text = "".join(map(detokenizer.feed, self._raw_ids)) + detokenizer.flush()
+            self.response["input_messages"] = [_raw_message(prompt.text, prompt.token_ids)]
+            self.response["output_messages"] = [_raw_message(text, self._raw_ids)]
         return [self._event(f"response.{self.response['status']}", response=self.response)]
 
     def failure(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
-        failed = self.response | {"status": "failed", "error": {"code": code, "message": error.message}}
-        return self._event("response.failed", response=failed)
+        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self._event("response.failed", response=self.response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
@@ -175,6 +184,11 @@ class ResponseEvents:
         }
 
 
+def _raw_message(text: str, token_ids: list[int]) -> dict[str, Any]:
+    """What the model read or wrote, as vLLM spells it."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
+
+
 def _new_response(
     context: ApiContext, generation: Generation, body: ResponsesRequest, chat: ChatCompletionRequest
 ) -> dict[str, Any]:
@@ -186,7 +200,7 @@ def _new_response(
         "object": "response",
         "created_at": generation.created_s,
         "status": "in_progress",
-        "background": False,
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

@@ -214,6 +214,9 @@ class ResponsesRequest(RequestModel):
     text: ResponseText | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[_INCLUDED], Field(max_length=16)] | None = None
+    background: bool | None = Field(
+        None, description="Answer at once with status queued; the answer is asked for by its id. Not with stream."
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: turns are left out at the beginning until the rest fits. Default disabled."
     )
@@ -235,6 +238,9 @@ class ResponsesRequest(RequestModel):
     priority: Annotated[int, Field(ge=1 - 2**31, le=2**31 - 1)] | None = None
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_response_messages: bool | None = Field(
+        None, description="Report prompt and answer as the model has them, text and tokens. Default false."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -273,6 +279,8 @@ def as_chat(
         chat["reasoning_effort"] = body.reasoning.effort
     if "message.output_text.logprobs" in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.enable_response_messages:
+        chat["return_token_ids"] = True
     present = {key: item for key, item in chat.items() if item is not None}
     return validate(present, ChatCompletionRequest, limits), kept
 

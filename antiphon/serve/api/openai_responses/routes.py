@@ -1,5 +1,6 @@
 """`POST /v1/responses`, and the answers it keeps: a chat, in the words of OpenAI's newer API."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses.events import ResponseEvents
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat
 from antiphon.serve.api.requests import ChatCompletionRequest
-from antiphon.serve.api.respond import EventStream, whole_of
+from antiphon.serve.api.respond import EventStream, take_whole, whole_of
 from antiphon.serve.api.responses import (
     GENERATION_ERRORS,
     described_body,
@@ -26,6 +27,7 @@ from antiphon.serve.text.chat_rendering import settable_variables
 
 router = APIRouter(tags=["Responses"])
 
+_BACKGROUND_TIMEOUT_S = 3600.0
 _BY_ID = {
     "parameters": [
         {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -54,8 +56,12 @@ class KeptEvents(ResponseEvents):
     def ending(self) -> list[bytes]:
         events = super().ending()
         if self.response["store"]:
-            self._context.response_store.add(self._owner, [*self._messages, *self._turns()], self.response)
+            self.keep()
         return events
+
+    def keep(self) -> None:
+        """The response as it is now."""
+        self._context.response_store.add(self._owner, [*self._messages, *self._turns()], self.response)
 
     def _turns(self) -> list[dict[str, Any]]:
         """The answer as the next request's history has it."""
@@ -65,10 +71,32 @@ class KeptEvents(ResponseEvents):
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 turn.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
             elif item["type"] == "reasoning":
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + item["content"][0]["text"]
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + _said(item)
             else:
-                turn["content"] += item["content"][0]["text"]
+                turn["content"] += _said(item)
         return [turn] if self.response["output"] else []
+
+
+def _said(item: dict[str, Any]) -> str:
+    """Nothing yet where the answer was cancelled within the item."""
+    return "".join(part["text"] for part in item["content"])
+
+
+async def _answer_in_background(context: ApiContext, generation: Generation, events: KeptEvents) -> None:
+    """Take in the answer, and keep what became of it."""
+    events.response["status"] = "in_progress"
+    try:
+        async with asyncio.timeout(_BACKGROUND_TIMEOUT_S):
+            await take_whole(context, generation, events)
+    except ApiError as error:
+        events.failure(error)
+    except TimeoutError:
+        events.failure(ApiError(500, f"the answer took longer than {_BACKGROUND_TIMEOUT_S:.0f} s: lower its tokens"))
+    except asyncio.CancelledError:
+        events.response["status"] = "cancelled"
+    finally:
+        await generation.close()
+        events.keep()
 
 
 @router.post(
@@ -82,6 +110,10 @@ async def create_response(request: Request) -> Response:
     body = await read_request(context, request, ResponsesRequest)
     if body.top_logprobs and "message.output_text.logprobs" not in (body.include or ()):
         raise bad_request("top_logprobs needs message.output_text.logprobs in include", param="top_logprobs")
+    if body.background and body.store is False:
+        raise bad_request("background can only be used when `store` is true: leave store out", param="background")
+    if body.background and body.stream:
+        raise bad_request("background answers are not streamed: leave out stream or background", param="background")
     earlier = _earlier(context, client, body.previous_response_id)
     settable = settable_variables(await context.texts.template_names())
     try:
@@ -93,6 +125,16 @@ async def create_response(request: Request) -> Response:
         events = KeptEvents(context, generation, body, chat, client, messages)
         if body.stream:
             return EventStream(context, generation, events)
+        if body.background:
+            events.response["status"] = "queued"
+            events.keep()
+            queued = JSONResponse(events.response)
+            working = asyncio.create_task(_answer_in_background(context, generation, events))
+            context.response_store.working[client, generation.request_id] = working
+            working.add_done_callback(
+                lambda _: context.response_store.working.pop((client, generation.request_id), None)
+            )
+            return queued
         await whole_of(context, request, generation, events)
         await generation.close()
         return JSONResponse(events.response)
@@ -108,6 +150,11 @@ def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[
             f"previous_response_id {response_id[:80]!r} is not kept here (any more): send the conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
+        )
+    if (client, response_id) in context.response_store.working:
+        raise bad_request(
+            f"previous_response_id {response_id[:80]!r} is still being answered: wait until it is completed",
+            param="previous_response_id",
         )
     return stored.messages
 
@@ -164,6 +211,24 @@ async def get_response(request: Request) -> Response:
     return JSONResponse(stored.response)
 
 
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="End an answer that is made in the background",
+    responses=described_errors(400, 401, 404),
+    openapi_extra=_BY_ID,
+)
+async def cancel_response(request: Request) -> Response:
+    response_id: str = request.path_params["response_id"]
+    store, client = context_of(request).response_store, client_of(request)
+    stored = store.get(client, response_id)
+    if stored is None:
+        raise _not_kept(response_id)
+    if not stored.response["background"]:
+        raise bad_request("Cannot cancel a synchronous response. Close its connection", param="response_id")
+    await store.stop_working(client, response_id)
+    return JSONResponse(stored.response)
+
+
 @router.delete(
     "/v1/responses/{response_id}",
     summary="Forget an answer",
@@ -172,10 +237,13 @@ async def get_response(request: Request) -> Response:
 )
 async def delete_response(request: Request) -> Response:
     response_id: str = request.path_params["response_id"]
-    if not context_of(request).response_store.remove(client_of(request), response_id):
+    store, client = context_of(request).response_store, client_of(request)
+    await store.stop_working(client, response_id)
+    if not store.remove(client, response_id):
         raise _not_kept(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 def _not_kept(response_id: str) -> ApiError:
-    return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", param="response_id")
+    message = f"Response with id {response_id[:80]!r} not found. It is not kept here (any more)"
+    return ApiError(404, message, param="response_id")
