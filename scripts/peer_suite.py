@@ -57,7 +57,7 @@ REQUIREMENTS += ("fastapi", "regex", "schemathesis", "jsonschema", "jinja2")
 TEST_TIMEOUT_S = 3600.0
 NEEDED_SHARE = 0.95
 NEXT, ENDING, PUNCTUATION = 12.0, 30.0, 7.0  # logits of the word that follows, of an end that is due, of a quote
-LOUDNESS = 8.0  # of an embedding beside what the layers add
+LOUDNESS, QUIET = 8.0, 0.25  # of an embedding beside what the layers add, that is, the context; of no word's
 REASONING_WORDS, ANSWER_WORDS = 20, 24
 MARKED, PUNCTUATED = 0.7, 0.4  # parts of an embedding that say: something ends here; this is no word
 THINK, NO_THINK, CALL, NO_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
@@ -161,6 +161,7 @@ def planned_words(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     ends = (reasoning[REASONING_WORDS - 1 :: REASONING_WORDS], answers[ANSWER_WORDS - 1 :: ANSWER_WORDS], no_words)
     for mark, tokens, part in zip(marks, ends, (MARKED, MARKED, PUNCTUATED), strict=True):
         embed[tokens] = (1 - part**2) ** 0.5 * random[tokens] + part * mark
+    embed[no_words] *= QUIET
     for token, several in followers:
         head[several] += random[token] * (NEXT / width)
     for token, mark in ((NO_THINK, marks[0]), ("<|im_end|>", marks[1])):

@@ -177,6 +177,28 @@ def test_prompt_and_answer_are_reported_as_the_model_has_them() -> None:
         assert "input_messages" not in send(server).json()
 
 
+def test_functions_of_a_namespace_have_two_names() -> None:
+    look = {"type": "namespace", "name": "eyes", "tools": [LOOK]}
+    call = CALL.replace('"look"', '"eyes__look"')
+    with live(says(f"Well.{call}"), chat_template=HERMES) as server:
+        answer = send(server, tools=[look]).json()
+        assert '"name": "eyes__look"' in prompt_of(server)
+        item = answer["output"][1]
+        assert (item["name"], item["namespace"], item["arguments"]) == ("look", "eyes", '{"at": "the sky"}')
+        with server.openai.responses.stream(model="fake-moe", input="hello", tools=[look]) as stream:  # type: ignore[list-item]
+            added = next(
+                event.item for event in stream if event.type == "response.output_item.added" and event.output_index
+            )
+        assert (added.name, added.namespace) == ("look", "eyes")  # type: ignore[union-attr]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "blue"}
+        send(server, input=[{"role": "user", "content": "hello"}, *answer["output"], result], tools=[look])
+        assert prompt_of(server).count("eyes__look") == 2
+        send(server, input=[result], previous_response_id=answer["id"], tools=[look])
+        assert prompt_of(server).count("eyes__look") == 2
+        nested = send(server, tools=[look | {"tools": [{"type": "web_search"}]}]).json()["error"]
+        assert (nested["param"], "no built-in tools" in nested["message"]) == ("tools[0].tools[0]", True)
+
+
 def test_one_client_does_not_see_anothers_answers() -> None:
     with live(fake_engine(), api_keys=("one", "two")) as server:
         kept = send(server, max_output_tokens=1).json()

@@ -13,7 +13,7 @@ from antiphon.serve.api.choice import ChoiceDelta, TokenEntry
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.api.openai_responses.requests import ResponsesRequest, encrypted_content
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest, encrypted_content, flat_name
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.text.answer_fields import CallPiece
 
@@ -38,6 +38,11 @@ class ResponseEvents:
         self._logprobs: list[dict[str, Any]] = []
         self._pending: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come
         self._is_complete = True
+        self._names = {  # of a function, by its name for the model
+            flat_name(tool.name, namespace): {"name": tool.name, "namespace": namespace}
+            for namespace, tool in body.functions()
+            if namespace is not None
+        }
         self._raw_ids: list[int] | None = [] if body.enable_response_messages else None
         self.response = _new_response(context, generation, body, chat)
 
@@ -122,7 +127,8 @@ class ResponseEvents:
     def _add_call(self, call: CallPiece) -> list[bytes]:
         events = []
         if call.id is not None:
-            events = self._open("function_call", {"call_id": call.id, "name": call.name, "arguments": ""})
+            names = self._names.get(call.name, {"name": call.name})
+            events = self._open("function_call", {"call_id": call.id, **names, "arguments": ""})
         if call.arguments:
             assert self._text is not None
             self._text.append(call.arguments)
@@ -222,7 +228,7 @@ def _new_response(
             "verbosity": "medium",
         },
         "tool_choice": _dumped(body.tool_choice) or "auto",
-        "tools": [{"strict": None, **_dumped(tool)} for tool in body.tools or ()],
+        "tools": [({"strict": None} if tool.type == "function" else {}) | _dumped(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",

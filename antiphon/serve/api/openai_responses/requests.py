@@ -87,6 +87,7 @@ class FunctionCallItem(InputItem):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(max_length=128)]
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: str
 
 
@@ -127,6 +128,21 @@ class ResponseTool(RequestModel):
 
 
 _NO_BUILT_IN = "this server has no built-in tools; leave it out, or describe a function"
+_FUNCTION_TOOLS = Field(max_length=128, fail_fast=True)
+
+
+class NamespaceTool(RequestModel):
+    """Functions that belong together. The model sees each as NAMESPACE__NAME; its calls have both names."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[Annotated[ResponseTool, check_kind(("function",), _NO_BUILT_IN)]], _FUNCTION_TOOLS]
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """A function's name as the model has it."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class NamedFunction(RequestModel):
@@ -171,6 +187,11 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
+def _kind_of_tool(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "namespace" if kind == "namespace" else "function"
+
+
 def _kind_of_tool_choice(value: object) -> str:
     if not isinstance(value, dict):
         return "word"
@@ -196,8 +217,14 @@ class ResponsesRequest(RequestModel):
     top_logprobs: NumLogprobs | None = Field(None, description="Needs message.output_text.logprobs in include.")
     tools: (
         Annotated[
-            list[Annotated[ResponseTool, check_kind(("function",), _NO_BUILT_IN)]],
-            Field(max_length=128, fail_fast=True),
+            list[
+                Annotated[
+                    Annotated[ResponseTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")],
+                    Discriminator(_kind_of_tool),
+                    check_kind(("function", "namespace"), _NO_BUILT_IN),
+                ]
+            ],
+            _FUNCTION_TOOLS,
         ]
         | None
     ) = None
@@ -247,6 +274,13 @@ class ResponsesRequest(RequestModel):
     def _drop_nulls(cls, value: Any) -> Any:
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
+    def functions(self) -> list[tuple[str | None, ResponseTool]]:
+        """All that may be called, each with its namespace."""
+        found: list[tuple[str | None, ResponseTool]] = []
+        for tool in self.tools or ():
+            found += [(tool.name, each) for each in tool.tools] if isinstance(tool, NamespaceTool) else [(None, tool)]
+        return found
+
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier", "top_k", "min_p",
@@ -265,7 +299,10 @@ def as_chat(
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat |= {"messages": [*instructions, *kept], "max_completion_tokens": body.max_output_tokens}
     if body.tools:
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
+        functions = [
+            tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": flat_name(tool.name, namespace)}
+            for namespace, tool in body.functions()
+        ]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if body.tool_choice is not None and (body.tools or body.tool_choice not in ("none", "auto")):
         chat["tool_choice"] = _tool_choice(body.tool_choice)
@@ -315,7 +352,7 @@ def _add_answered(messages: list[dict[str, Any]], item: MessageItem | ReasoningI
         turn = {"role": "assistant", "content": ""}
         messages.append(turn)
     if isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": flat_name(item.name, item.namespace), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
     elif isinstance(item, ReasoningItem):
         reasoning = _text(item.content or []) or _reasoning_of(item.encrypted_content) or _text(item.summary)

@@ -14,7 +14,7 @@ from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses.events import ResponseEvents
-from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat, flat_name
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import EventStream, take_whole, whole_of
 from antiphon.serve.api.responses import (
@@ -68,7 +68,7 @@ class KeptEvents(ResponseEvents):
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self.response["output"]:
             if item["type"] == "function_call":
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
                 turn.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
             elif item["type"] == "reasoning":
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + _said(item)
