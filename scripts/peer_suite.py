@@ -57,7 +57,7 @@ REQUIREMENTS += ("fastapi", "regex", "schemathesis", "jsonschema", "jinja2")
 TEST_TIMEOUT_S = 3600.0
 NEEDED_SHARE = 0.95
 NEXT, ENDING, PUNCTUATION = 12.0, 30.0, 7.0  # logits of the word that follows, of an end that is due, of a quote
-LOUDNESS, QUIET = 8.0, 0.25  # of an embedding beside what the layers add, that is, the context; of no word's
+LOUDNESS = 8.0  # of an embedding beside what the layers add
 REASONING_WORDS, ANSWER_WORDS = 20, 24
 MARKED, PUNCTUATED = 0.7, 0.4  # parts of an embedding that say: something ends here; this is no word
 THINK, NO_THINK, CALL, NO_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
@@ -154,16 +154,13 @@ def planned_words(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     successor |= {tokenizer.token_to_id(THINK): reasoning[0], tokenizer.token_to_id(NO_THINK): answers[0]}
     embed, head = random.clone(), torch.zeros(size, width)
     no_words = [token for token in range(size) if not is_word[token] and token not in special]
-    followers = [(token, [follower]) for token, follower in successor.items()]
-    for number, token in enumerate(no_words):  # what stands before decides among several
-        several = [answers[7 * (4 * number + choice) % len(answers)] for choice in range(4)]
-        followers.append((token, answers[:1] if texts[token] == "Ċ" else several))
+    for number, token in enumerate(no_words):
+        successor[token] = answers[0 if texts[token] == "Ċ" else number * ANSWER_WORDS % len(answers)]
     ends = (reasoning[REASONING_WORDS - 1 :: REASONING_WORDS], answers[ANSWER_WORDS - 1 :: ANSWER_WORDS], no_words)
     for mark, tokens, part in zip(marks, ends, (MARKED, MARKED, PUNCTUATED), strict=True):
         embed[tokens] = (1 - part**2) ** 0.5 * random[tokens] + part * mark
-    embed[no_words] *= QUIET
-    for token, several in followers:
-        head[several] += random[token] * (NEXT / width)
+    for token, follower in successor.items():
+        head[follower] += random[token] * (NEXT / width)
     for token, mark in ((NO_THINK, marks[0]), ("<|im_end|>", marks[1])):
         head[tokenizer.token_to_id(token)] = mark * (ENDING / MARKED / width)
     for rank, token in enumerate(('"', "}", "]", ",")):

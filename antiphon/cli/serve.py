@@ -111,6 +111,15 @@ class HttpOptions:
         str | None,
         typer.Option(metavar="NAME", show_default="by the chat template", help="Format of tool calls.", hidden=True),
     ] = None
+    root_path: Annotated[
+        str, typer.Option(metavar="PATH", show_default="none", help="What a proxy puts before paths.", hidden=True)
+    ] = ServerSettings.root_path
+    return_tokens_as_token_ids: Annotated[
+        bool, typer.Option("--return-tokens-as-token-ids", help="Tokens of logprobs as token_id:N.", hidden=True)
+    ] = False
+    force_include_usage: Annotated[
+        bool, typer.Option("--force-include-usage", help="Token counts in all events of streams.", hidden=True)
+    ] = False
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = (
         ServerSettings.max_streams
     )

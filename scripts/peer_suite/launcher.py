@@ -27,16 +27,18 @@ RENAMED = {
     "--reasoning-parser": "--reasoning-parser",
     "--tool-call-parser": "--tool-parser",
     "--default-chat-template-kwargs": "--chat-template-kwargs",
+    "--root-path": "--root-path",
+}
+FLAGS = {
+    "--return-tokens-as-token-ids": "--return-tokens-as-token-ids",
+    "--enable-force-include-usage": "--force-include-usage",
 }
 NOT_HERE = {
     "--uds": "listens on TCP alone",
-    "--root-path": "no path in front of its own; a proxy removes it",
-    "--enable-force-include-usage": "usage is sent where a request asks for it",
     "--watermark-config": "no watermarks",
     "--enable-prompt-embeds": "prompts are text or token ids",
     "--skip-tokenizer-init": "always has a tokenizer",
     "--load-format": "reads checkpoints of Hugging Face and GGUF",
-    "--tool-server": "no built-in tools",
 }
 ROCM_EXTRA_ARGS: list[str] = []
 ROCM_ENV_OVERRIDES: dict[str, str] = {}
@@ -65,8 +67,10 @@ class RemoteVLLMServer:
 
     DUMMY_API_KEY = "token-abc123"
 
-    def __init__(self, model: str, arguments: list[Any], **_: Any) -> None:
+    def __init__(self, model: str, arguments: list[Any], *, env_dict: dict[str, str] | None = None, **_: Any) -> None:
         options = options_of(arguments)
+        if "VLLM_API_KEY" in (env_dict or {}):
+            options["--api-key"] = [env_dict["VLLM_API_KEY"]]
         for name, reason in NOT_HERE.items():
             if name in options:
                 pytest.skip(f"left out: {name}: {reason}")
@@ -76,6 +80,7 @@ class RemoteVLLMServer:
         for name, ours in RENAMED.items():
             if name in options:
                 command += [ours, ",".join(options[name])]
+        command += [ours for name, ours in FLAGS.items() if name in options]
         length = int(options.get("--max-model-len", ["16384"])[0])
         command += ["--max-model-len", str(max(16384, length))]  # its tokens are shorter than the peer's
         if "--chat-template" not in options and "--reasoning-parser" in options:

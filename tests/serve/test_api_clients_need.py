@@ -90,6 +90,26 @@ def test_another_template_and_its_variables_may_be_given_at_the_start() -> None:
         create_app(fake_engine(), own_tokenizer(), ServerSettings(chat_template_kwargs={"mood": "calm"}))
 
 
+def test_an_operator_may_want_ids_and_usage_in_all_answers_behind_a_path() -> None:
+    options = {"return_tokens_as_token_ids": True, "force_include_usage": True, "root_path": "/models/a"}
+    with live(fake_engine(), api_keys=("secret",), **options) as server:
+        for path in ("/v1/completions", "/models/a/v1/completions"):
+            answer = server.http.post(path, json={"prompt": "a", "max_tokens": 2, "logprobs": 1})
+            assert answer.json()["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+            assert server.http.post(path, json={"prompt": "a"}, headers={"authorization": ""}).status_code == 401
+        plain = server.complete(max_tokens=2, logprobs=1, return_tokens_as_token_ids=False).json()
+        assert not plain["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+        events = list(server.openai.completions.create(model="fake-moe", prompt="a", max_tokens=2, stream=True))
+        assert all(event.usage is not None for event in events)
+        assert not events[-1].choices
+        description = server.http.get("/models/a/openapi.json").json()
+        assert description["servers"] == [{"url": "/models/a"}]
+        assert server.http.get("/models/ab/v1/models").status_code == 404
+    for wrong in ("models", "/models/", "/a b"):
+        with pytest.raises(UserError, match="--root-path"):
+            ServerSettings(root_path=wrong)
+
+
 def test_minus_one_asks_for_all_alternatives_that_there_are(server: Live) -> None:
     server.chat(max_tokens=1, logprobs=True, top_logprobs=-1, prompt_logprobs=-1)
     params = server.engine.submissions[0].params

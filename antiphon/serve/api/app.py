@@ -87,6 +87,19 @@ class ApiKeyMiddleware:
         return scheme.lower() == b"bearer" and any(matches)
 
 
+class RootPathMiddleware:
+    """Takes the root path off, if a proxy did not."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+        await self._app(scope, receive, send)
+
+
 def create_app(
     engine: AsyncEngine,
     tokenizer: TextTokenizer,
@@ -137,8 +150,12 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)
     app.add_middleware(RequestIdMiddleware)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))
+    if settings.root_path:
+        description = {**description, "servers": [{"url": settings.root_path}]}
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app
 

@@ -63,7 +63,10 @@ class AnswerShape(Protocol):
 
 def token_json(context: ApiContext, body: GenerationRequest) -> TokenJson:
     """How this answer writes tokens."""
-    return TokenJson(context.tokenizer, as_ids=True) if body.return_tokens_as_token_ids else context.token_json
+    as_ids = body.return_tokens_as_token_ids
+    if as_ids is None:
+        as_ids = context.settings.return_tokens_as_token_ids
+    return TokenJson(context.tokenizer, as_ids=True) if as_ids else context.token_json
 
 
 async def respond(
@@ -76,7 +79,7 @@ async def respond(
     """The response for a submitted generation, which is closed when the response is out or the client gone."""
     header = {"id": generation.request_id, "created": generation.created_s, "model": context.model_name}
     if body.stream:
-        return EventStream(context, generation, ChoiceEvents(generation, shape, header, body))
+        return EventStream(context, generation, ChoiceEvents(context, generation, shape, header, body))
     whole = await until_disconnect(request.receive, _whole(context, generation, shape, header, body))
     await generation.close()
     if len(whole) < BATCH_BYTES:
@@ -190,15 +193,23 @@ class ChoiceEvents:
     last = b"data: [DONE]\n\n"
 
     def __init__(
-        self, generation: Generation, shape: AnswerShape, header: dict[str, Any], body: GenerationRequest
+        self,
+        context: ApiContext,
+        generation: Generation,
+        shape: AnswerShape,
+        header: dict[str, Any],
+        body: GenerationRequest,
     ) -> None:
         self._generation = generation
         self._shape = shape
         self._logprobs = shape.logprobs()
         self._header = header | {"object": shape.chunk_object_name}
         options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats and options.include_usage is not False)
+        forced = context.settings.force_include_usage
+        self._include_usage = forced or bool(options and options.include_usage)
+        self._continuous_usage = forced or bool(
+            options and options.continuous_usage_stats and options.include_usage is not False
+        )
         self._reports_ids = bool(body.return_token_ids)
 
     def opening(self) -> list[bytes]:

@@ -20,6 +20,9 @@ class ServerSettings:
     checkpoint's. `chat_template_kwargs`: variables of the template, unless a request sets them. `max_streams` counts
     HTTP requests that generate, streaming or not. `max_prompt_tokens` None: only the model's context limits prompts.
     `reasoning_parser` and `tool_parser` None: the chat template shows how the model marks reasoning and calls.
+    `root_path`: what a proxy puts before the paths, ``/models/a``; requests may have it or not.
+    `return_tokens_as_token_ids` and `force_include_usage` (in each event of a stream): whether answers have them that
+    were not asked for it.
     `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes` limits one
     answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
     without a plan.
@@ -41,6 +44,9 @@ class ServerSettings:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_parser: str | None = None
     tool_parser: str | None = None
+    root_path: str = ""
+    return_tokens_as_token_ids: bool = False
+    force_include_usage: bool = False
     max_body_bytes: int | None = None
     body_timeout_s: float = 60.0
     header_timeout_s: float = 10.0
@@ -68,6 +74,10 @@ class ServerSettings:
                 raise UserError(
                     f"--cors-origin {origin!r} is no origin: write for example https://chat.example.com, or *"
                 )
+        if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", self.root_path):
+            raise UserError(
+                f"--root-path {self.root_path!r} is no path: write for example /models/a, without / at the end"
+            )
         dialect_of("", reasoning_parser=self.reasoning_parser, tool_parser=self.tool_parser)  # knows the names
         counts = (
             ("--max-body-bytes", 1 if self.max_body_bytes is None else self.max_body_bytes),

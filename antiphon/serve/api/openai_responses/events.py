@@ -182,9 +182,9 @@ class ResponseEvents:
         return self._token(entry.token_id, entry.logprob.logprob) | {"top_logprobs": tops}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self._context.tokenizer
+        tokenizer, as_ids = self._context.tokenizer, self._context.settings.return_tokens_as_token_ids
         return {
-            "token": tokenizer.token_string(token_id),
+            "token": f"token_id:{token_id}" if as_ids else tokenizer.token_string(token_id),
             "logprob": logprob if math.isfinite(logprob) else _IMPOSSIBLE,
             "bytes": list(tokenizer.token_bytes.of(token_id)),
         }
