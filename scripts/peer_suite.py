@@ -203,8 +203,8 @@ def merged(lines: list[dict[str, str]], left_out: list[dict[str, Any]]) -> list[
 
 
 def reason_of(test: str, listed: list[dict[str, Any]]) -> str:
-    """Of the first row of a list that names a part of the test's name; "" for none."""
-    return next((row["reason"] for row in listed if any(part in test for part in row["tests"])), "")
+    """Of the first row of a list that names a part of the test's name, ``$`` its end; "" for none."""
+    return next((row["reason"] for row in listed if any(part in f"{test}$" for part in row["tests"])), "")
 
 
 def show(rows: list[dict[str, str]], known: list[dict[str, Any]]) -> float:

@@ -94,7 +94,7 @@ def note(test: str, outcome: str, reason: str = "") -> None:
 
 def left_out(name: str) -> str | None:
     """Why this test is left out, by the list; its rows name parts of tests' names."""
-    return next((row["reason"] for row in LEFT_OUT if any(part in name for part in row["tests"])), None)
+    return next((row["reason"] for row in LEFT_OUT if any(part in f"{name}$" for part in row["tests"])), None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:

@@ -38,7 +38,7 @@ class ResponseEvents:
         self._logprobs: list[dict[str, Any]] = []
         self._pending: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come
         self._is_complete = True
-        self._names = {  # of a function, by its name for the model
+        self._names: dict[str, dict[str, str | None]] = {  # of a function, by its name for the model
             flat_name(tool.name, namespace): {"name": tool.name, "namespace": namespace}
             for namespace, tool in body.functions()
             if namespace is not None
@@ -127,7 +127,7 @@ class ResponseEvents:
     def _add_call(self, call: CallPiece) -> list[bytes]:
         events = []
         if call.id is not None:
-            names = self._names.get(call.name, {"name": call.name})
+            names = self._names.get(call.name or "", {"name": call.name})
             events = self._open("function_call", {"call_id": call.id, **names, "arguments": ""})
         if call.arguments:
             assert self._text is not None
