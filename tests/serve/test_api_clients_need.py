@@ -110,12 +110,6 @@ def test_an_operator_may_want_ids_and_usage_in_all_answers_behind_a_path() -> No
             ServerSettings(root_path=wrong)
 
 
-def test_minus_one_asks_for_all_alternatives_that_there_are(server: Live) -> None:
-    server.chat(max_tokens=1, logprobs=True, top_logprobs=-1, prompt_logprobs=-1)
-    params = server.engine.submissions[0].params
-    assert (params.logprobs, params.prompt_logprobs) == (20, 20)
-
-
 def test_the_token_itself_is_the_first_of_its_alternatives(server: Live) -> None:
     choice = server.complete(max_tokens=3, logprobs=2, echo=True, return_tokens_as_token_ids=True).json()["choices"][0]
     tops = choice["logprobs"]["top_logprobs"][1:]

@@ -56,6 +56,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/tokenizer_info",
         "/v1/responses",
         "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/health",
@@ -119,7 +120,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         *HARMLESS,
     }
     assert set(components["CompletionRequest"]["properties"]) == promised | {"prompt", "echo"}
-    chat_only = {"messages", "max_completion_tokens", "top_logprobs"}  # and what HARMLESS has, obeyed by chats
+    chat_only = {"messages", "max_completion_tokens", "top_logprobs", "echo"}  # and what HARMLESS has, obeyed by chats
     chat = components["ChatCompletionRequest"]["properties"]
     assert "enum" not in str(chat["tools"])
     assert {"$ref": "#/components/schemas/NamedToolChoice"} in chat["tool_choice"]["anyOf"][0]["oneOf"]

@@ -179,6 +179,14 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Row]]] = {
             ),
             "max_completion_tokens": Row(3, lambda seen: seen.params.max_tokens == 3),
             "logprobs": Row(True, lambda seen: seen.choice["logprobs"]["content"]),
+            "echo": Row(
+                True,
+                lambda seen: seen.said.startswith("I think"),
+                {
+                    "messages": [*HELLO, {"role": "assistant", "content": "I think"}],
+                    "continue_final_message": True,
+                },
+            ),
             "top_logprobs": Row(2, lambda seen: seen.params.logprobs == 2, {"logprobs": True}),
             "tool_choice": Row("required", lambda seen: seen.params.grammar is not None, {"tools": [LOOK]}),
             "parallel_tool_calls": Row(

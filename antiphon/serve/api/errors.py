@@ -114,7 +114,7 @@ def _methods_of(app: FastAPI, path: str) -> list[str]:
     """What the description lists for a path; its names in braces stand for any text."""
     described: dict[str, dict[str, object]] = app.openapi()["paths"]
     names = re.compile(r"\\\{.*?\\\}")
-    tried = [each for each in described if re.fullmatch(names.sub(".+", re.escape(each)), path)]
+    tried = [each for each in described if re.fullmatch(names.sub("[^/]+", re.escape(each)), path)]
     return sorted({method.upper() for each in tried for method in described[each]})
 
 

@@ -7,7 +7,7 @@ checked later, in `parameters` and `prompts`.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOptions, ToolChoice
@@ -114,10 +114,7 @@ Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 PositiveCount = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
-_MAX_LOGPROBS = 20
-NumLogprobs = Annotated[  # -1: as many as there are
-    int, Field(ge=-1, le=_MAX_LOGPROBS), AfterValidator(lambda number: _MAX_LOGPROBS if number == -1 else number)
-]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class StreamOptions(RequestModel):
