@@ -77,6 +77,7 @@ class PlainMessage(_Turn):
         ),
     ]
     content: Content
+    tool_call_id: None = Field(None, description="Only results of tools have one.")
 
 
 class CalledFunction(RequestModel):
@@ -102,6 +103,7 @@ class AssistantMessage(_Turn):
     reasoning_content: str | None = Field(None, description="For chat templates that read it.")
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
     refusal: str | None = Field(None, description="What the model said when it refused.")
+    tool_call_id: None = Field(None, description="Only results of tools have one.")
     annotations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = Field(
         None, description="Accepted when empty."
     )

@@ -7,7 +7,7 @@ checked later, in `parameters` and `prompts`.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOptions, ToolChoice
@@ -117,12 +117,20 @@ BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
+def _no_number(value: Any) -> Any:
+    """Pydantic takes 0 for false, as Python does."""
+    return None if value is None else value if isinstance(value, bool) else str(value)
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
+
+
 class StreamOptions(RequestModel):
     include_usage: bool | None = Field(None, description="Send token counts in a last event. Default false.")
     continuous_usage_stats: bool | None = Field(
         None, description="Send the token counts so far of an answer with every event of it. Default false."
     )
-    include_obfuscation: Literal[False] | None = Field(None, description="Events are never padded.")
+    include_obfuscation: OnlyFalse | None = Field(None, description="Events are never padded.")
 
 
 class TextFormat(RequestModel):
@@ -161,8 +169,8 @@ class StructuredOutputs(RequestModel):
     grammar: Pattern | None = Field(None, description="Rules, in the form of Lark or of llama.cpp.")
     json_object: bool | None = None
     disable_fallback: bool | None = Field(None, description="There is none.")
-    disable_any_whitespace: Literal[False] | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_any_whitespace: OnlyFalse | None = None
+    disable_additional_properties: OnlyFalse | None = None
 
 
 class GenerationRequest(RequestModel):
@@ -294,7 +302,7 @@ class ChatBatchRequest(ChatOptions):
     """`POST /v1/chat/completions/batch`: several conversations, the rest of the request for each of them."""
 
     messages: Annotated[list[_Conversation], Field(min_length=1, fail_fast=True)]
-    stream: Literal[False] | None = Field(None, description="Batches are not streamed.")
+    stream: OnlyFalse | None = Field(None, description="Batches are not streamed.")
 
     def conversations(self) -> list[ChatCompletionRequest]:
         """Each as a request of its own."""
