@@ -57,7 +57,7 @@ class OffloadedExperts:
         self.num_late += len(missing)
         self._begin(missing)
         for key in keys:
-            if (coming := self._coming.pop(key, None)) is not None:
+            if (coming := self._coming.get(key)) is not None:
                 self._finish(key, coming)
 
     def fetch_ahead(self, layer: int, ids_TK: Tensor) -> None:
@@ -85,12 +85,13 @@ class OffloadedExperts:
         self._thread.shutdown(cancel_futures=True)
 
     def _finish(self, key: _Key, coming: Future[None]) -> None:
-        """Wait for a read. Raises what it raised; the slot is then free, since what it holds is not known."""
-        try:
-            coming.result()
-        except BaseException:
+        """Wait for a read. Raises what it raised; the slot is then free, since what it holds is not known. After an
+        interrupt the read is still under way."""
+        failure = coming.exception()
+        del self._coming[key]
+        if failure is not None:
             self._free.append(self._slots.pop(key))
-            raise
+            raise failure
 
     def _begin(self, keys: Iterable[_Key]) -> None:
         for key in keys:
