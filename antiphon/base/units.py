@@ -1,9 +1,11 @@
 """Bytes and seconds, to and from people. Inside the code quantities are always plain SI numbers."""
 
+import math
 import re
 
 from antiphon.base.errors import UserError
 
+_NOTHING = 1e-9
 _BYTE_SUFFIXES = {
     "": 1,
     "k": 10**3,
@@ -40,3 +42,29 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.2f} {suffix}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Three significant digits, thousands grouped, no exponent; ``"unknown"`` for None."""
+    if value is None:
+        return "unknown"
+    return f"{f'{value:,.0f}' if abs(value) >= 100 else _three_digits(value)} {unit}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    """Never with an exponent; what rounding left of nothing is 0."""
+    if abs(value) < _NOTHING:
+        return "0"
+    digits = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
+
+def milliseconds(seconds: float | None) -> str:
+    """``0.0123`` -> ``"12.3 ms"``; ``"-"`` for None."""
+    if seconds is None:
+        return "-"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return number(seconds * 1e3, "ms") if seconds >= 1e-3 else number(seconds * 1e6, "µs")

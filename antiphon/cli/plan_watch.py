@@ -16,8 +16,7 @@ from antiphon.base.units import format_seconds
 from antiphon.cli.output import emit_json, show
 from antiphon.cli.plan_inputs import parse_target
 from antiphon.models.planned import planned_model
-from antiphon.planner.no_plan import NoPlan
-from antiphon.planner.replanning import Replanned, SeenLoad, replan, watched_phase
+from antiphon.planner.replanning import Replanned, SeenLoad, is_other, replan, watched_phase
 from antiphon.specs.plan import PhasePlan, Plan, read_plan
 
 PATIENCE_S = 6.0
@@ -25,6 +24,7 @@ ENOUGH = 0.5
 """Requests that must end in a look for their lengths to be known, of those in flight."""
 _COUNTED = ("antiphon:requests_finished_total", "antiphon:prompt_tokens_total", "antiphon:generation_tokens_total")
 _STARTED = "antiphon:request_queue_time_seconds_count"  # requests whose prompts prompt_tokens counts
+_TIMES = ("antiphon:time_to_first_token_seconds", "antiphon:inter_token_latency_seconds")
 _HELD = ("antiphon:num_requests_running", "antiphon:num_requests_waiting")
 
 
@@ -71,14 +71,17 @@ def look(plan: Plan, load: SeenLoad, move_s: float, json: str | None) -> None:
         f"{load.num_requests / load.seconds:.3g} requests/s of {load.input_tokens:.0f} + {load.output_tokens:.0f} "
         f"tokens, {load.in_flight:.0f} in flight"
     )
-    try:
-        found = replan(plan, planned_model(plan.model_config).spec, load, move_s)
-    except NoPlan as error:
-        _say_only(f"{seen}: {error}", load, json)
-        return
+    found = replan(plan, planned_model(plan.model_config).spec, load, move_s)
     show(f"{seen}: {verdict(plan, found, move_s)}", json=json)
-    facts = {name: layout_words(each) for name, each in (("running", found.running), ("best", found.best))}
-    emit_json(json, {"load": asdict(load), **facts, "gain": found.gain, "pays_after_s": found.pays_after_s})
+    running = plan.phases[watched_phase(plan)] if found.running is None else found.running
+    facts = {
+        "running": layout_words(running),
+        "best": None if found.best is None else layout_words(found.best),
+        "broken": list(found.broken),
+        "gain": found.gain,
+        "pays_after_s": found.pays_after_s,
+    }
+    emit_json(json, {"load": asdict(load), **facts})
 
 
 def _say_only(text: str, load: SeenLoad, json: str | None) -> None:
@@ -88,14 +91,30 @@ def _say_only(text: str, load: SeenLoad, json: str | None) -> None:
 
 
 def verdict(plan: Plan, found: Replanned, move_s: float) -> str:
-    """Stay, or move and after what time it has paid."""
-    running, best = layout_words(found.running), layout_words(found.best)
+    """Stay, or move and after what time it has paid; or that a promise is broken, and by what it would be kept."""
+    planned = plan.phases[watched_phase(plan)]
+    running = layout_words(planned if found.running is None else found.running)
+    if found.broken:
+        return f"{running} breaks its promise: {'; '.join(found.broken)}. {_kept_by(planned, found, move_s)}"
+    if found.best is None or found.gain is None:
+        return f"stay with {running}: it keeps its promise; by the model no layout does: {found.missing}"
+    best = layout_words(found.best)
     if found.pays_after_s is None:
         return f"stay with {running}; the best, {best}, is {found.gain:.2f} times as good ({plan.objective})"
     return (
         f"{best} would be {found.gain:.2f} times as good as {running} ({plan.objective}); moving takes "
         f"{format_seconds(move_s)} and pays after {format_seconds(found.pays_after_s)} of such a load"
     )
+
+
+def _kept_by(planned: PhasePlan, found: Replanned, move_s: float) -> str:
+    """What to do where a promise is broken."""
+    if found.best is None:
+        return f"No layout keeps it: {found.missing}"
+    at_once = f"with at most {found.best.batch * found.best.num_instances:,} requests at once"
+    if not is_other(found.best, planned):
+        return f"It would keep it {at_once}: the others would wait"
+    return f"{layout_words(found.best)} would keep it {at_once}; moving takes {format_seconds(move_s)}"
 
 
 def layout_words(phase: PhasePlan) -> str:
@@ -156,13 +175,22 @@ def load_between(before: dict[str, float], after: dict[str, float], seconds: flo
     if min(ended, prompts, outputs, started) < 0:
         raise UserError("the server was started anew meanwhile")
     in_flight = sum(reading[name] for reading in (before, after) for name in _HELD) / 2
+    ttft_s, tpot_s = (_mean(before, after, name) for name in _TIMES)
     return SeenLoad(
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
         seconds=seconds,
         num_requests=round(ended),
         input_tokens=prompts / max(1.0, started),
         output_tokens=outputs / max(1.0, ended),
         in_flight=in_flight,
     )
+
+
+def _mean(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+    """Of what a histogram counted between two readings; None if that is nothing."""
+    total, count = (after.get(f"{name}_{end}", 0.0) - before.get(f"{name}_{end}", 0.0) for end in ("sum", "count"))
+    return total / count if count > 0 else None
 
 
 def _time(option: str, text: str) -> float:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from antiphon.base.units import milliseconds
 from antiphon.cost.parts import Parts
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.outcome import outcome_at
@@ -33,10 +34,6 @@ RESOURCES: dict[Objective, tuple[str, str]] = {
     "ttft": ("prompts/s of one request", "ms"),
     "tpot": ("tokens/s of one request", "ms"),
 }
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _small(resource_s: float) -> str:

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from antiphon.base.errors import ResourceError
+from antiphon.base.units import milliseconds
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
-from antiphon.planner.explain import milliseconds, nearest
+from antiphon.planner.explain import nearest
 from antiphon.planner.setting import Setting
 from antiphon.planner.table import RATE, TPOT, CandidateTable
 

@@ -4,7 +4,9 @@
    flight.
 2. The cost model says what the plan's own layout does under that load, and what the best layout of the same cluster
    does, by the plan's objective. The plan's has as many instances as run, and none holds more than its batch.
-3. A move costs the tokens of the time in which the server stands still. It pays when the better layout has earned them
+3. The running layout is priced without the plan's targets, because it serves whatever comes. Where it misses one of
+   them, by the model or by the server's own mean times, its promise is broken, and a gain in rate says nothing.
+4. A move costs the tokens of the time in which the server stands still. It pays when the better layout has earned them
    back: after move / (gain - 1) seconds of such a load.
 
 Rejected: to plan for the peak of a day. It needs a record of one, and a server that knows its plan has none.
@@ -13,26 +15,31 @@ Rejected: to plan for the peak of a day. It needs a record of one, and a server 
 from dataclasses import dataclass, replace
 
 from antiphon.base.errors import UserError
+from antiphon.base.units import milliseconds
 from antiphon.planner.candidates import Pins
+from antiphon.planner.no_plan import NoPlan
 from antiphon.planner.search import make_plan
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LAYOUTS, PhaseName, PhasePlan, Plan
-from antiphon.specs.workload import LengthSpec, WorkloadSpec, workload_from_json
+from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec, workload_from_json
 
 WORTH = 1.05  # less is within what the model can tell
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeenLoad:
-    """What a server did in `seconds`. `in_flight`: requests that ran or waited, the mean of both readings."""
+    """What a server did in `seconds`. `in_flight`: requests that ran or waited, the mean of both readings. `ttft_s`,
+    `tpot_s`: its mean times to the first token and between tokens; None where it counted none."""
 
     seconds: float
     num_requests: int
     input_tokens: float
     output_tokens: float
     in_flight: float
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,32 +49,64 @@ class SeenLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned:
-    """`running` and `best`: the same phase under the load. `gain`: of the best by the plan's objective. `pays_after_s`:
-    None: it does not pay."""
+    """`running` and `best`: the same phase under the load; None where the layout does not hold it, or none keeps the
+    plan's targets. `broken`: each target that the running layout misses, in words; `missing`: why there is no best.
+    `gain`: of the best by the plan's objective; None where a promise is broken. `pays_after_s`: None: it does not pay.
+    """
 
     load: SeenLoad
-    running: PhasePlan
-    best: PhasePlan
-    gain: float
+    running: PhasePlan | None
+    best: PhasePlan | None
+    broken: tuple[str, ...]
+    missing: str
+    gain: float | None
     pays_after_s: float | None
 
 
 def replan(plan: Plan, model: ModelSpec, load: SeenLoad, move_s: float) -> Replanned:
-    """Compare. `UserError` for a plan without decoding or its cluster; `NoPlan` if no layout holds the load."""
+    """Compare. `UserError` for a plan without decoding or its cluster."""
     name = watched_phase(plan)
     planned = plan.phases[name]
     if not plan.cluster_config:
         raise UserError("the plan does not hold its cluster: make it again with antiphon plan")
     cluster = cluster_from_json(plan.cluster_config, "the plan's cluster")
     workload = loaded(workload_from_json(plan.workload_config, "the plan's workload"), load, planned)
-    held = replace(workload, max_batch=min(workload.max_batch or 1, planned.batch * planned.num_instances))
-    running = _best(plan, model, cluster, held, name, planned)
-    best = _best(plan, model, cluster, workload, name, None)
-    gain = _value(plan, best) / _value(plan, running)
-    pays = gain >= WORTH and _shape(best) != _shape(planned)
+    slo, most = workload.slo, planned.batch * planned.num_instances
+    held = replace(workload, slo=SloSpec(percentile=slo.percentile), max_batch=min(workload.max_batch or 1, most))
+    running, no_room = _best(plan, model, cluster, held, name, planned)
+    best, missing = _best(plan, model, cluster, workload, name, None)
+    broken = (no_room,) if running is None else broken_promises(slo, running, load)
+    gain, pays = None, False
+    if running is not None and best is not None and not broken:
+        gain = _value(plan, best) / _value(plan, running)
+        pays = gain >= WORTH and is_other(best, planned)
     return Replanned(
-        load=load, running=running, best=best, gain=gain, pays_after_s=move_s / (gain - 1) if pays else None
+        load=load,
+        running=running,
+        best=best,
+        broken=broken,
+        missing=missing,
+        gain=gain,
+        pays_after_s=move_s / (gain - 1) if gain is not None and pays else None,
     )
+
+
+def broken_promises(slo: SloSpec, running: PhasePlan, load: SeenLoad) -> tuple[str, ...]:
+    """Each target that the server's mean times miss; without such a time, the model's of the running layout."""
+    said = []
+    for what, promised_s, seen_s, predicted_s in (
+        ("to the first token", slo.ttft_s, load.ttft_s, None),  # the model's queue is that of a full server
+        ("a token", slo.tpot_s, load.tpot_s, running.predicted.tpot_s),
+    ):
+        time_s, how = (predicted_s, "predicted") if seen_s is None else (seen_s, "measured")
+        if promised_s is not None and time_s is not None and time_s > promised_s:
+            said.append(f"{milliseconds(time_s)} {what} ({how}), promised are {milliseconds(promised_s)}")
+    return tuple(said)
+
+
+def is_other(best: PhasePlan, planned: PhasePlan) -> bool:
+    """Whether a server must be started anew to become `best`."""
+    return _shape(best) != _shape(planned)
 
 
 def _shape(phase: PhasePlan) -> tuple[object, ...]:
@@ -100,20 +139,24 @@ def loaded(workload: WorkloadSpec, load: SeenLoad, running: PhasePlan) -> Worklo
 
 def _best(
     plan: Plan, model: ModelSpec, cluster: ClusterSpec, workload: WorkloadSpec, name: PhaseName, only: PhasePlan | None
-) -> PhasePlan:
+) -> tuple[PhasePlan | None, str]:
+    """The best of all layouts, or of `only`; or why there is none."""
     limits = SearchLimits(servable=True, overlapped=False) if only is None else _limits_of(only)
-    found = make_plan(
-        model,
-        model_name=plan.model,
-        cluster=cluster,
-        workload=workload,
-        phases=(name,),
-        objective=plan.objective,
-        precision=plan.precision,
-        limits=limits,
-        layouts=LAYOUTS if only is None else (only.layout,),
-    )
-    return found.plan.phases[name]
+    try:
+        found = make_plan(
+            model,
+            model_name=plan.model,
+            cluster=cluster,
+            workload=workload,
+            phases=(name,),
+            objective=plan.objective,
+            precision=plan.precision,
+            limits=limits,
+            layouts=LAYOUTS if only is None else (only.layout,),
+        )
+    except NoPlan as error:
+        return None, str(error)
+    return found.plan.phases[name], ""
 
 
 def _limits_of(phase: PhasePlan) -> SearchLimits:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import ResourceError
+from antiphon.base.units import milliseconds, number
 from antiphon.report.words import (
     LAYOUT_TITLES,
     OBJECTIVE_UNITS,
@@ -19,8 +20,6 @@ from antiphon.report.words import (
     degrees_text,
     devices_text,
     latency_text,
-    milliseconds,
-    number,
     plural,
     score,
 )

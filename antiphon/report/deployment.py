@@ -10,9 +10,10 @@ Rejected: a drawing of the whole cluster. Devices that the plan does not use hid
 
 from dataclasses import dataclass
 
+from antiphon.base.units import number
 from antiphon.report.charts import FREE, ROLE_COLOURS, Drawing
 from antiphon.report.draw import WIDTH, element, label, picture, width_of
-from antiphon.report.words import PHASE_TITLES, number, plural
+from antiphon.report.words import PHASE_TITLES, plural
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.plan import PhaseName, PhasePlan
 

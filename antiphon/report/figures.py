@@ -9,6 +9,7 @@
 Rejected: all candidates as dots. Thousands of them hide the few that anybody could choose.
 """
 
+from antiphon.base.units import milliseconds, number
 from antiphon.cost.parts import BOUND_NAMES, Parts
 from antiphon.report.charts import (
     BATCH_COLOURS,
@@ -25,16 +26,7 @@ from antiphon.report.charts import (
     stacked,
 )
 from antiphon.report.contents import MemoryUse, PhaseContents, Points, Sensitivity
-from antiphon.report.words import (
-    LAYOUT_TITLES,
-    OBJECTIVE_UNITS,
-    latency_s,
-    milliseconds,
-    number,
-    score,
-    short_degrees,
-    time_unit,
-)
+from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, latency_s, score, short_degrees, time_unit
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.plan import LATENCIES, Layout, Objective, Parallel, Predicted
 from antiphon.specs.workload import SloSpec

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from antiphon.base.units import milliseconds
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray, joined
@@ -37,7 +38,7 @@ from antiphon.planner.smallest_cluster import OneMoreNode, one_more_node
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import CandidateTable, Outcome, front
 from antiphon.report.contents import Condition, MemoryUse, PhaseContents, Points, Report, Sensitivity
-from antiphon.report.words import PHASE_TITLES, devices_text, milliseconds, plural, short_degrees
+from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName

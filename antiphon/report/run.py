@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.base.units import format_bytes
+from antiphon.base.units import format_bytes, milliseconds, number
 from antiphon.report.charts import (
     BATCH_COLOURS,
     MARK,
@@ -31,7 +31,7 @@ from antiphon.report.charts import (
 from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.page import html
-from antiphon.report.words import milliseconds, number, plural, time_unit
+from antiphon.report.words import plural, time_unit
 from antiphon.specs.training_plan import training_plan_from_json
 from antiphon.train.metrics import FILE
 

@@ -16,6 +16,7 @@ published should be compared as it is; `antiphon simulate` says how it would do 
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from antiphon.base.units import milliseconds, number
 from antiphon.report import figures, summary
 from antiphon.report.charts import Drawing
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
@@ -23,7 +24,7 @@ from antiphon.report.deployment import deployment_drawing
 from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.terminal import bar
-from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, milliseconds, number, score
+from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, score
 from antiphon.specs.plan import PHASES, Objective, PhaseName, PhasePlan, Plan, Predicted, plan_to_json
 from antiphon.specs.workload import SloSpec
 

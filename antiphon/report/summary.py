@@ -4,6 +4,7 @@ import math
 import re
 from datetime import UTC, datetime
 
+from antiphon.base.units import milliseconds, number
 from antiphon.report.contents import PhaseContents, Report
 from antiphon.report.words import (
     LAYOUT_TITLES,
@@ -13,8 +14,6 @@ from antiphon.report.words import (
     devices_text,
     latency_s,
     latency_text,
-    milliseconds,
-    number,
     plural,
     score,
     short_degrees,

@@ -16,11 +16,12 @@ Rejected: the planner's own parts of an iteration beside these. They say what wo
 
 from collections.abc import Callable, Iterator, Sequence
 
+from antiphon.base.units import milliseconds, number
 from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
 from antiphon.report.document import Grid, Notes, Pairs, Piece, ReportDocument, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.terminal import bar
-from antiphon.report.words import gigabytes, milliseconds, number, plural, time_unit
+from antiphon.report.words import gigabytes, plural, time_unit
 from antiphon.specs.training_plan import (
     RejectedTraining,
     TrainingLayout,

@@ -1,8 +1,8 @@
 """How layouts, sizes and rates are called wherever a plan is shown: one wording for terminal, page and manifests."""
 
-import math
 from collections.abc import Sequence
 
+from antiphon.base.units import milliseconds
 from antiphon.specs.plan import LATENCIES, DeviceUse, Layout, Objective, Parallel, PhaseName, Predicted
 
 LAYOUT_TITLES: dict[Layout, str] = {
@@ -19,7 +19,6 @@ OBJECTIVE_UNITS: dict[Objective, str] = {
     "ttft": "prompts/s of one request",
     "tpot": "tokens/s of one request",
 }
-NOTHING = 1e-9
 OBJECTIVE_FIELDS: dict[Objective, str] = {
     "per-gpu": "per_gpu",
     "per-cost": "per_cost",
@@ -48,32 +47,6 @@ def latency_s(predicted: Predicted) -> float | None:
 def latency_text(predicted: Predicted) -> str:
     """``12.3 ms a token`` or ``1.2 s to the first token``."""
     return f"{milliseconds(latency_s(predicted))} {'to the first token' if predicted.tpot_s is None else 'a token'}"
-
-
-def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits, thousands grouped, no exponent; ``"unknown"`` for None."""
-    if value is None:
-        return "unknown"
-    return f"{f'{value:,.0f}' if abs(value) >= 100 else _three_digits(value)} {unit}".rstrip()
-
-
-def _three_digits(value: float) -> str:
-    """Never with an exponent; what rounding left of nothing is 0."""
-    if abs(value) < NOTHING:
-        return "0"
-    digits = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
-    return digits.rstrip("0").rstrip(".") if "." in digits else digits
-
-
-def milliseconds(seconds: float | None) -> str:
-    """``0.0123`` -> ``"12.3 ms"``; ``"-"`` for None."""
-    if seconds is None:
-        return "-"
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return number(seconds * 1e3, "ms") if seconds >= 1e-3 else number(seconds * 1e6, "µs")
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:

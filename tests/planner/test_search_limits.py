@@ -74,7 +74,7 @@ def test_the_transfer_of_the_cache_counts_in_the_time_to_the_first_token() -> No
 
 def test_the_nearest_promise_is_offered_and_can_be_kept() -> None:
     with pytest.raises(
-        NoPlan, match=r"no layout keeps 0.01 ms per output token .* nearest feasible promise is"
+        NoPlan, match=r"no layout keeps 10 µs per output token .* nearest feasible promise is"
     ) as raised:
         planned(workload=workload(slo=SloSpec(tpot_s=1e-5)))
     nearest = raised.value.nearest["tpot_s"]
