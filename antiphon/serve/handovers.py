@@ -159,6 +159,9 @@ class Handovers:
             self._workforce.schedulers[target].compute_here(origin)
             self._counts.num_recomputed += 1
             return
+        if any(each.origin is origin for each in self._workforce.schedulers[source].requests.values()):
+            self._workforce.schedulers[target].ask_again(origin)  # an earlier try has its place until its step ends
+            return
         self._num_prefills += 1
         prefill = prefill_of(origin, f"{origin.request_id}/{self._num_prefills}")
         handover = self._book.offer(

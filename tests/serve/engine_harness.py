@@ -93,17 +93,20 @@ def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **change
     """`layout`: "2" is two replicas, "3+2/m4" three attention and two expert workers with four micro-batches, "1t2+1t3"
     one of each, of two and of three ranks; "2t2*1" a hybrid of two replicas of two ranks, each expert on one;
     "1t2p3" has three stages of two ranks. "2>1+1/m2": two replicas for prompts, and workers that decode. "2+1/m2 free":
-    attention workers step each for itself.
+    attention workers step each for itself, in the pools that have expert workers.
 
     `num_blocks` KV blocks for each attention worker; 0: enough for all requests."""
     layout, _, stepping = layout.partition(" ")
-    if stepping:
-        changes = {"stepping": stepping} | changes
     prefill, _, decode = layout.rpartition(">")
     settings: dict[str, Any] = {"max_running": 64, "max_batch_tokens": 256, "num_threads": 1}
-    made = ServeConfig(model=model.folder, **(_fields(decode) | settings | changes))
+
+    def pool(workers: str) -> ServeConfig:
+        own = {"stepping": stepping} if stepping and (not prefill or "+" in workers) else {}
+        return ServeConfig(model=model.folder, **(_fields(workers) | own | settings | changes))
+
+    made = pool(decode)
     if prefill:
-        made = replace(made, prefill=ServeConfig(model=model.folder, **(_fields(prefill) | settings | changes)))
+        made = replace(made, prefill=pool(prefill))
     if num_blocks:
         block_bytes = kv_cache_block_bytes(load_model_spec(model.folder), 16, 4)
         kv_bytes = num_blocks * block_bytes * made.num_kv_caches

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,23 +121,45 @@ def test_aborted_requests_give_their_blocks_back(tiny_model: TinyModel) -> None:
         wait_until_idle(engine)
 
 
-KILLS: dict[str, Callable[[Engine], None]] = {
-    "prefill": lambda engine: _kill(engine, ["prefill"]),
-    "decode": lambda engine: _kill(engine, ["decode"]),
-    "both": lambda engine: _kill(engine, ["prefill", "decode"]),
+VICTIMS = {
+    "prefill": ["prefill/attention"],
+    "decode": ["decode/attention"],
+    "both": ["prefill/attention", "decode/attention"],
+    "prefill experts": ["prefill/experts"],
+    "decode experts": ["decode/experts"],
+    "both experts": ["prefill/experts", "decode/experts"],
 }
 
 
-def _kill(engine: Engine, pools: list[str]) -> None:
-    for pool in pools:
-        kill(engine, "replica", 0, pool=pool)
+def _kill(engine: Engine, who: str) -> None:
+    """The first worker of each pool and kind; where it has no attention workers a replica."""
+    for victim in VICTIMS[who]:
+        pool, role = victim.split("/")
+        apart = any(name.pool == pool and name.role == role for name in engine.workforce.names)
+        kill(engine, role if apart else "replica", 0, pool="prefill" if pool == "prefill" else "decode")
 
 
-@pytest.mark.parametrize("layout", ["1>1", pytest.param("2>2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("who", KILLS)
-@pytest.mark.parametrize("after", [0, 1, pytest.param(40, marks=pytest.mark.slow)])
+QUICK_KILLS = {
+    *(("1>1", who, after) for who in ("prefill", "decode", "both") for after in (0, 1)),
+    ("1+1/m2>2+1/m2 free", "prefill", 40),
+    ("1+1/m2>2+1/m2 free", "both experts", 1),
+}
+KILLS = [
+    (layout, who, after)
+    for layout in ("1>1", "2>2", "1+1/m2>2+1/m2 free", "2>1+2/m3 free")
+    for who in VICTIMS
+    for after in (0, 1, 40)
+    if "experts" not in who or layout[1] == "+" or (who == "decode experts" and "+" in layout)
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "who", "after"),
+    [pytest.param(*case, marks=[] if case in QUICK_KILLS else pytest.mark.slow) for case in KILLS],
+)
 def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_model: TinyModel) -> None:
-    """`after` so many tokens: none, while prompts are computed and handed over; one, while others are."""
+    """`after` so many tokens: none, while prompts are computed and handed over; one, while others are; 40, while
+    some decode and others are tried again."""
     prompts = random_prompts([200, 180, 90, 33, 9] * 2, seed=6)
     params = replace(GREEDY, max_tokens=24)
     with running(config(tiny_model, layout)) as engine:
@@ -147,7 +168,7 @@ def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_m
         def strike(num_tokens: int) -> None:
             if num_tokens >= after and not killed.is_set():
                 killed.set()
-                KILLS[who](engine)
+                _kill(engine, who)
 
         run = Run(engine, prompts, params)
         if after == 0:
