@@ -1,11 +1,13 @@
 """What taking attention and experts apart brings, and what the M2N library does (MegaScale-Infer 7.4).
 
-Two measurements, both with the engine that serves:
+Three measurements, all with the engine that serves:
 
 - The ablation: replicas with everything, then the same processes apart over gloo, then over the M2N library. What
   differs between the last two is one option of the engine; `tcp` stands beside `shm`, because gloo has only sockets.
 - The sweep (Figure 13): A attention workers for one set of experts, each with a fixed slice of a core. So adding one
   adds hardware, although they share a machine. Throughput over the slices says which number pays most.
+- With `--slow`, what a slow attention worker costs the others, for both ways to step: the rate of their requests alone,
+  with all workers equal and with the first one at a part of its slice, in turns.
 
 Rejected: the sweep with whole cores. With more workers than cores it would measure how they share them.
 """
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from typer import Option
 
@@ -26,6 +28,7 @@ from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, r
 from antiphon.bench.harness.cores import limited, quota_unavailable
 from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, bench_serve, make_workload
 from antiphon.models.config import load_model_spec
+from antiphon.serve.config import Stepping
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS
 
@@ -35,7 +38,7 @@ STEPS = ("together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm"
 
 @dataclass(frozen=True, kw_only=True)
 class ApartCase:
-    """What `antiphon bench apart` may be asked for. `slice_cores`, `expert_cores`: of the sweep."""
+    """What `antiphon bench apart` may be asked for. `slice_cores`, `expert_cores`, `slow`: of the sweep."""
 
     layout: Annotated[str, Option(metavar="L", help="Attention and experts apart, as bench serve has it.")] = "1+1/m2"
     together: Annotated[
@@ -47,6 +50,9 @@ class ApartCase:
     rounds: Annotated[int, Option(metavar="N", help="Repetitions of each."), UpTo(1000)] = 3
     slice_cores: Annotated[float, Option("--slice", metavar="X", help="Sweep: cores of an attention worker.")] = 0.1
     expert_cores: Annotated[float, Option("--expert-slice", metavar="X", help="Sweep: cores of the experts.")] = 0.5
+    slow: Annotated[
+        float | None, Option(metavar="X", show_default="none", help="Sweep: the first one has X of its slice.")
+    ] = None
 
     def check(self, model: Path) -> None:
         """`UserError` for what the model does not hold."""
@@ -56,6 +62,19 @@ class ApartCase:
                 f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} are more than the "
                 f"model's context of {most}: lower them"
             )
+
+    def check_slices(self) -> None:
+        """`UserError` for parts of a core that are none; `ResourceError` where none can be set aside."""
+        for option, cores in (("--slice", self.slice_cores), ("--expert-slice", self.expert_cores)):
+            if not _LEAST_SLICE <= cores <= 1:
+                raise UserError(f"{option} is {cores:g}: it must be {_LEAST_SLICE} to 1 of a core")
+        if self.slow is not None and not _LEAST_SLICE / self.slice_cores <= self.slow <= 1:
+            least = _LEAST_SLICE / self.slice_cores
+            raise UserError(
+                f"--slow is {self.slow:g}: it must be {least:.2g} to 1 of the slice of {self.slice_cores:g}"
+            )
+        if reason := quota_unavailable():
+            raise ResourceError(f"--attention sets slices of cores aside: {reason}")
 
     def engine(self, model: Path, layout: str, requests: int, **changes: Any) -> AntiphonEngine:
         """An engine with room for all requests at once; a thread for each worker."""
@@ -133,11 +152,7 @@ def bench_sweep(model: Path, case: ApartCase, counts: Sequence[int], report: Rep
     for count in counts:
         if not 1 <= count <= MAX_ATTENTION_WORKERS:
             raise UserError(f"--attention has {count}: it must be 1 to {MAX_ATTENTION_WORKERS}")
-    for option, cores in (("--slice", case.slice_cores), ("--expert-slice", case.expert_cores)):
-        if not _LEAST_SLICE <= cores <= 1:
-            raise UserError(f"{option} is {cores:g}: it must be {_LEAST_SLICE} to 1 of a core")
-    if reason := quota_unavailable():
-        raise ResourceError(f"--attention sets slices of cores aside: {reason}")
+    case.check_slices()
     micro_batches = case.engine(model, case.layout, 1).choice.num_micro_batches
     rows = []
     for number, count in enumerate(counts):
@@ -194,4 +209,66 @@ SWEEP = ContestColumns(
         ("experts idle", share("expert_idle_ratio")),
     ),
     title="attention workers for one set of experts, each in a slice of a core",
+)
+
+
+def bench_slow_worker(model: Path, case: ApartCase, count: int, report: Report) -> list[dict[str, Any]]:
+    """A row for each way to step: the rate of all but the first of `count` attention workers, while that one has all
+    of its slice, and while it has `case.slow` of it."""
+    assert case.slow is not None, "the other measurement is the sweep"
+    case.check(model)
+    if not 2 <= count <= MAX_ATTENTION_WORKERS:
+        raise UserError(f"--attention is {count} with --slow: one is slow and others are not, so 2 or more")
+    case.check_slices()
+    ways, rows = get_args(Stepping), []
+    for number, stepping in enumerate(ways):
+        report(number, len(ways))
+        rows.append(_with_slow_worker(model, case, count, stepping))
+    return rows
+
+
+def _with_slow_worker(model: Path, case: ApartCase, count: int, stepping: Stepping) -> dict[str, Any]:
+    requests = count * case.requests
+    micro_batches = case.engine(model, case.layout, 1).choice.num_micro_batches
+    engine = case.engine(model, f"{count}+1/m{micro_batches}", requests, stepping=stepping)
+    workload = make_workload(
+        WorkloadSize(requests, case.input_tokens, case.output_tokens), load_model_spec(model).vocab_size
+    )
+    first, *others = (WorkerName("attention", index) for index in range(count))
+    rates: dict[float, list[float]] = {1.0: [], case.slow or 1.0: []}
+    try:
+        engine.start()
+        with ExitStack() as stack:
+            for name in others:
+                stack.enter_context(limited(engine.worker_pid(name), case.slice_cores))
+            stack.enter_context(limited(engine.worker_pid(WorkerName("experts", 0)), case.expert_cores))
+            engine.fill_prefix_cache(workload)
+            for _ in range(case.rounds):
+                for part, measured in rates.items():
+                    with limited(engine.worker_pid(first), part * case.slice_cores):
+                        measured.append(engine.steady_decode_tokens_per_s(workload, workers=others))
+    finally:
+        engine.close()
+    equal, slowed = (median(rates[part]) for part in (1.0, case.slow or 1.0))
+    return {
+        "stepping": stepping,
+        "attention": count,
+        "requests": requests,
+        "slow": case.slow,
+        "others_tokens_per_s": equal,
+        "others_tokens_per_s_beside_slow": slowed,
+        "others_keep": slowed / equal,
+    }
+
+
+SLOW_WORKER = ContestColumns(
+    (
+        ("--stepping", "stepping"),
+        ("attention workers", "attention"),
+        ("requests", "requests"),
+        ("others, tok/s", lambda row: f"{row['others_tokens_per_s']:,.0f}"),
+        ("beside a slow one", lambda row: f"{row['others_tokens_per_s_beside_slow']:,.0f}"),
+        ("they keep", share("others_keep")),
+    ),
+    title="requests of the other attention workers, each in a slice of a core, with the first one in part of its slice",
 )

@@ -15,7 +15,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -403,16 +403,17 @@ class AntiphonEngine:
         """Compute the prompts once, so that later runs of the very same prompts begin with decoding."""
         timed_answers(self._running(), workload.prompts, 1, self.name)
 
-    def steady_decode_tokens_per_s(self, workload: Workload) -> float:
-        """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again."""
+    def steady_decode_tokens_per_s(self, workload: Workload, *, workers: Collection[WorkerName] = ()) -> float:
+        """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again. `workers`: count
+        the requests of these attention workers alone."""
         arrivals_s: dict[str, list[float]] = {}
+        counted = {name: self._running().workforce.schedulers[name].requests for name in workers}
         for output in greedy_outputs(self._running(), workload.prompts, workload.output_tokens, self.name):
-            arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
+            if not workers or any(output.request_id in requests for requests in counted.values()):
+                arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
         rate = steady_rate(list(arrivals_s.values()))
         if rate is None:
-            raise UserError(
-                f"{workload.output_tokens} output tokens are too few: never did all requests decode at once"
-            )
+            raise UserError(f"{workload.output_tokens} output tokens are too few: never did all decode at once")
         return rate
 
     def _running(self) -> Engine:

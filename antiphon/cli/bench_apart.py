@@ -76,7 +76,8 @@ def apart(
     case: separating.ApartCase,
     json: JsonOption = None,
 ) -> None:
-    """Time attention and experts together, apart over gloo, and apart over M2N; or sweep attention workers."""
+    """Time attention and experts together, apart over gloo, and apart over M2N; or sweep attention workers, or what a
+    slow one costs the others."""
     check_limits(case)
     refuse_other_half(context, case, is_sweep=attention is not None)
     with sigterm_exits():
@@ -84,8 +85,14 @@ def apart(
             rows, columns = separating.bench_ablation(model, case, say), separating.ABLATION
         else:
             counts = [whole_number("--attention", text) for text in list_of("--attention", attention)]
+            if case.slow is not None and len(counts) > 1:
+                raise UserError(f"--attention {attention} with --slow: write one number, for example 3")
             with progress("attention workers", format_amount=lambda done: f"{done:.0f} engines") as report:
-                rows, columns = separating.bench_sweep(model, case, counts, report), separating.SWEEP
+                if case.slow is None:
+                    rows, columns = separating.bench_sweep(model, case, counts, report), separating.SWEEP
+                else:
+                    rows = separating.bench_slow_worker(model, case, counts[0], report)
+                    columns = separating.SLOW_WORKER
     show_rows("apart", columns, rows, json, about=asdict(case))
     if attention is None:
         separating.check_steps(rows)
@@ -93,7 +100,8 @@ def apart(
 
 def refuse_other_half(context: typer.Context, case: separating.ApartCase, *, is_sweep: bool) -> None:
     """`UserError` for an option that was written and that only the other of both measurements reads."""
-    others = {"together": "--together"} if is_sweep else {"slice_cores": "--slice", "expert_cores": "--expert-slice"}
+    of_sweep = {"slice_cores": "--slice", "expert_cores": "--expert-slice", "slow": "--slow"}
+    others = {"together": "--together"} if is_sweep else of_sweep
     if given := given_options(context, others):
         why = "does not apply with --attention" if is_sweep else "is for the sweep: add --attention N,N"
         raise UserError(f"{others[min(given)]} {why}, or leave it out")

@@ -8,7 +8,17 @@ import pytest
 from typer.testing import CliRunner
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.apart import ABLATION, SWEEP, ApartCase, bench_ablation, bench_sweep, check_steps, compare_steps
+from antiphon.bench.apart import (
+    ABLATION,
+    SLOW_WORKER,
+    SWEEP,
+    ApartCase,
+    bench_ablation,
+    bench_slow_worker,
+    bench_sweep,
+    check_steps,
+    compare_steps,
+)
 from antiphon.bench.harness.cores import quota_unavailable
 from antiphon.cli.bench import app
 from tests.serve.engine_harness import save_tiny_model
@@ -28,6 +38,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         (["--attention", "1", "--together", "colocated"], "--together does not apply with --attention"),
         (["--attention", "1", "--layout", "2+1/m2"], "only its micro-batches count"),
         (["--requests", "0"], "--requests is 0"),
+        (["--slow", "0.5"], "--slow is for the sweep: add --attention N,N"),
+        (["--attention", "2,3", "--slow", "0.5"], "--attention 2,3 with --slow: write one number"),
+        (["--attention", "1", "--slow", "0.5"], "--attention is 1 with --slow: one is slow and others are not"),
+        (["--attention", "3", "--slow", "0.1"], "--slow is 0.1: it must be 0.2 to 1 of --slice 0.1"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             CliRunner().invoke(app, ["apart", str(folder), *options], catch_exceptions=False)
@@ -65,3 +79,14 @@ def test_a_small_sweep(tmp_path: Path) -> None:
     assert [row["attention"] for row in rows] == [1, 2]
     assert rows[1]["cores"] == pytest.approx(0.7)
     assert len(SWEEP.cells(rows)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(quota_unavailable() is not None, reason=str(quota_unavailable()))
+def test_a_small_run_beside_a_slow_worker(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
+    case = ApartCase(requests=4, input_tokens=8, output_tokens=60, rounds=1, slow=0.5)
+    rows = bench_slow_worker(folder, case, 2, lambda done, total: None)
+    assert [row["stepping"] for row in rows] == ["barrier", "free"]
+    assert all(row["others_keep"] > 0 for row in rows)
+    assert len(SLOW_WORKER.cells(rows)) == 2
