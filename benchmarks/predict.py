@@ -4,6 +4,7 @@
     python benchmarks/predict.py MODEL --grid colocated:1,8,32 --grid 1+1/m2:32,64 --rounds 3
     python benchmarks/predict.py MODEL --plans 16                  # nine plans, served, 16 requests at once
     python benchmarks/predict.py MODEL --plans 16 --mbit 200       # the same on two nodes of a cluster in a box
+    python benchmarks/predict.py MODEL --rates 4,8,16,24,32,48     # plans of both phases, one for each rate
 
 1. The machine is profiled (`antiphon profile`), and profiled again after the grid: it drifts. A point's prediction is
    the mean of both; what they differ by stands beside it. `--profile FILE` takes one made before.
@@ -12,6 +13,9 @@
    comparing what the workers' spans say with the prediction's parts.
 4. With `--plans` the points are layouts of `antiphon plan --pin`, and each is served as users serve a plan, over HTTP,
    on this machine or on nodes that the others join from (`bench/served_plans`).
+5. With `--rates` each rate has a plan of prefill and decode (`antiphon plan --phase both`), which is served while
+   `--requests` requests come at that rate. What `antiphon simulate` says of the plan stands beside what was measured:
+   medians of the time to the first token and per token, and tokens a second.
 """
 
 import argparse
@@ -29,6 +33,8 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.bench.harness.quiet import CpuWatch, rounds_of, wait_for_quiet
+from antiphon.bench.load import LoadCase, LoadRun, run_load
+from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
@@ -37,10 +43,13 @@ from antiphon.bench.served_plans import (
     PinnedLayout,
     layouts_of,
     make_plan,
+    make_two_phase_plan,
     nodes_in_a_box,
     profile_here,
     serve_and_measure,
+    serving,
     this_machine,
+    write_workload,
 )
 from antiphon.bench.serving_peers import Workload
 from antiphon.cli.plan_inputs import CLUSTER_FILE
@@ -48,6 +57,8 @@ from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalPrediction, predict_decode
+from antiphon.serve.served_plan import ServedPlan
+from antiphon.specs.workload import load_workload
 
 DEFAULT_GRID = (
     "colocated:1,4,16,64,128",
@@ -212,11 +223,15 @@ def main() -> None:
     parser.add_argument("--plans", type=int, metavar="N", help="serve plans for N requests instead of the grid")
     parser.add_argument("--mbit", type=float, help="with --plans: on nodes in a box, links of this many 10^6 bits/s")
     parser.add_argument("--nodes", type=int, default=2, help="with --mbit: nodes that share out the cores")
+    parser.add_argument("--rates", help="plans of both phases, for requests a second: R,R")
+    parser.add_argument("--requests", type=int, default=200, help="with --rates: of a rate and round")
     parser.add_argument("--only", help="with --plans: layouts whose names contain this")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     try:
-        if arguments.plans is not None:
+        if arguments.rates is not None:
+            run_rates(arguments, parse_rates(arguments.rates))
+        elif arguments.plans is not None:
             run_plans(arguments)
         else:
             run(arguments, parse_grid(arguments.grid or DEFAULT_GRID))
@@ -280,6 +295,100 @@ def run_plans(arguments: argparse.Namespace) -> None:
         times = [found[layout].predicted.tpot_s or math.nan for found in predicted]
         rows.append(row_of(Point(layout.name, size.concurrency), times, measured[layout]))
     conclude(arguments, rows, PLANS_GOAL, {})
+
+
+def parse_rates(text: str) -> list[float]:
+    """``4,8`` -> two rates; `UserError` for what is none."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise UserError(f"--rates {text!r}: write requests a second, for example 4,8,16")
+    return rates
+
+
+def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
+    """Profile, plan both phases for each rate, serve each plan under its load; table and JSON."""
+    size = WorkloadSize(arguments.requests, arguments.input_tokens, arguments.output_tokens)
+    vocab_size = load_model_spec(arguments.model).vocab_size
+    rows = []
+    with TemporaryDirectory(prefix="plans-") as name:
+        folder = Path(name)
+        profile = arguments.profile or profile_here(arguments.model, folder / "before", quick=arguments.quick)
+        cluster = json.loads((profile.parent / CLUSTER_FILE).read_text())
+        case = LoadCase(
+            workload=load_workload(str(write_workload(size, folder))), rates=tuple(rates), num_requests=size.concurrency
+        )
+        with this_machine(cluster) as machines:
+            for rate in rates:
+                served, promised = make_two_phase_plan(arguments.model, profile, rate, size, folder)
+                with serving(machines, arguments.model, served, size, folder) as (url, _, _):
+                    peer = OpenAIPeer(url)
+                    peer.start()
+                    run_load(peer, case.demand(rate, 1), vocab_size, 1)  # to warm up: other prompts
+                    runs: list[LoadRun] = []
+                    shares: list[float] = []
+                    for _ in range(arguments.rounds):
+                        wait_for_quiet(timeout_s=arguments.patience)
+                        watch = CpuWatch()
+                        runs.append(run_load(peer, case.demand(rate, 0), vocab_size, 2 + len(runs)))
+                        shares.append(watch.foreign_share())
+                rows.append(rate_row(rate, served, promised, runs) | {"foreign_cpu_share": median(shares)})
+                print(rate_line(rows[-1]), flush=True)
+    conclude_rates(arguments, rows)
+
+
+def rate_row(rate: float, served: ServedPlan, promised: Mapping[str, Any], runs: Sequence[LoadRun]) -> dict[str, Any]:
+    """What was promised for a rate beside the medians of what was measured, and by how much each misses.
+
+    `UserError` if a request failed: the others would look fast."""
+    if failed := [each.error for run in runs for each in run.requests if each.error]:
+        raise UserError(f"{rate:g} requests/s: {len(failed)} requests failed, the first: {failed[0]}")
+    predicted = {
+        "ttft_s": promised["ttft_s"]["p50"],
+        "tpot_s": promised["tpot_s"]["p50"],
+        "tokens_per_s": promised["output_tokens_per_s"],
+    }
+    measured = {
+        "ttft_s": median(median(run.values("ttft_s")) for run in runs),
+        "tpot_s": median(median(run.values("tpot_s")) for run in runs),
+        "tokens_per_s": median(sum(len(each.token_s) for each in run.answered) / run.took_s for run in runs),
+    }
+    pools = {"prefill": served.prefill, "decode": served}
+    return {
+        "rate": rate,
+        "layout": ", ".join(f"{name} {layout_of(pool)}" for name, pool in pools.items() if pool is not None),
+        "predicted": predicted,
+        "measured": measured,
+        "error": {name: predicted[name] / measured[name] - 1 for name in predicted},
+    }
+
+
+def layout_of(pool: ServedPlan) -> str:
+    """As `--prefill` and `--decode` write it, shortened."""
+    apart = f"+{pool.num_experts}/m{pool.num_micro_batches}" if pool.layout == "disaggregated" else ""
+    return f"{pool.num_attention}{apart}"
+
+
+def rate_line(row: Mapping[str, Any]) -> str:
+    """A row as a person reads it: predicted, measured, error."""
+    parts = [f"{row['rate']:g} requests/s, {row['layout']}:"]
+    for name, unit, factor in (("ttft_s", "ms", 1e3), ("tpot_s", "ms", 1e3), ("tokens_per_s", "t/s", 1.0)):
+        ours, theirs = row["predicted"][name] * factor, row["measured"][name] * factor
+        parts.append(f"{name.partition('_')[0]} {ours:.2f} {unit}, {theirs:.2f} {unit} ({row['error'][name]:+.0%});")
+    return " ".join(parts) + f" foreign {row['foreign_cpu_share']:.0%}"
+
+
+def conclude_rates(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Print by how much each figure misses at the median, and the verdict over all; write them as JSON."""
+    misses = {name: float(median(abs(row["error"][name]) for row in rows)) for name in rows[0]["error"]}
+    for name, miss in misses.items():
+        outcome = "reached" if miss <= PLANS_GOAL else "missed"
+        print(f"{name}: median error {miss:.1%} over {len(rows)} rates, goal at most {PLANS_GOAL:.0%}: {outcome}")
+    if arguments.json is not None:
+        written = {"bench": "predict", "command": " ".join(sys.argv), "median_errors": misses, "rows": rows}
+        arguments.json.write_text(json.dumps(written, indent=1))
 
 
 if __name__ == "__main__":

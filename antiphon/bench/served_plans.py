@@ -4,7 +4,8 @@ and load over HTTP; on this machine, or on the nodes of a cluster in a box, wher
     python -m antiphon.bench.served_plans URL REQUESTS INPUT OUTPUT     # the load, which runs where the server is
 
 A device of a plan is a core: layouts use all cores, a process on each. Nodes of a box share them out. What is measured
-is a decode step while all requests decode, which is what a plan of the decode phase predicts.
+is a decode step while all requests decode, which is what a plan of the decode phase predicts. A plan of both phases is
+for requests that come at a rate; what it promises is what the simulation of it shows.
 
 Rejected: the engine without a server (`serve.AntiphonEngine`). It would leave out what makes a plan hard to serve: who
 joins, and where each rank goes.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +35,7 @@ ANTIPHON = python_module("antiphon.cli.main")
 _SECRET = "only for a benchmark, on a private network"
 _PORTS = 7700, 7800  # of a node: workers join, and HTTP
 START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
+_LOOSE = "--slo-ttft", "2s", "--slo-tpot", "100ms"  # without targets a pass is as long as memory allows
 _HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
 _NUM_PINGS = 200
 _PING = """
@@ -98,7 +101,8 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[int, Sequence[str], Path], Process]
+StartOn = Callable[[int, Sequence[str], Path], Process]
+Start = Callable[[Sequence[str], str], Process]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class Machines:
     """Where plans are served. `start(node, arguments, log)`; `cluster`: the options of `antiphon plan` that name it;
     `address`: of the first node, where others join; empty on one machine."""
 
-    start: Start
+    start: StartOn
     cluster: tuple[str, ...]
     num_devices: int
     devices_per_node: int
@@ -174,9 +178,7 @@ def make_plan(
     machines: Machines, model: Path, profile: Path, layout: PinnedLayout, size: WorkloadSize, folder: Path
 ) -> ServedPlan:
     """`antiphon plan` for this many requests at once; its file goes to `folder`."""
-    workload, file = folder / "workload.toml", folder / f"{profile.parent.name}, {layout.name}.json"
-    lengths = f"[input_tokens]\ntrace = [{size.input_tokens}]\n[output_tokens]\ntrace = [{size.output_tokens}]\n"
-    workload.write_text(f'name = "benchmark"\n{lengths}[slo]\n')
+    workload, file = write_workload(size, folder), folder / f"{profile.parent.name}, {layout.name}.json"
     if size.concurrency % layout.num_instances:
         raise UserError(f"{size.concurrency} requests: give a multiple of the {layout.num_instances} replicas")
     pins = f"{layout.pins},batch={size.concurrency // layout.num_instances}"
@@ -192,8 +194,34 @@ def _run(*command: str) -> None:
         raise UserError(f"{' '.join(command)}: {found.stderr.strip().splitlines()[-1]}")
 
 
-def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path) -> float:
-    """Tokens per second while all requests decode. Logs are in `folder`."""
+def make_two_phase_plan(
+    model: Path, profile: Path, rate: float, size: WorkloadSize, folder: Path
+) -> tuple[ServedPlan, dict[str, Any]]:
+    """`antiphon plan --phase both` for requests of this size that come at `rate` a second, and what `antiphon simulate`
+    promises for `size.concurrency` of them, which come when those of `bench.load` do."""
+    workload, file = write_workload(size, folder), folder / f"{rate:g} a second.json"
+    options = ["--profile", str(profile), "--workload", str(workload), "--phase", "both", "--rate", str(rate), *_LOOSE]
+    _run(*ANTIPHON, "plan", str(model), "--runnable-here", *options, "--json", str(file))
+    promised = folder / "promised.json"
+    options = ["--rate", str(rate), "--requests", str(size.concurrency), "--seed", "0", "--profile", str(profile)]
+    _run(*ANTIPHON, "simulate", str(file), *options, "--json", str(promised))
+    return served_plan_of(read_plan(file), load_model_spec(model), file), json.loads(promised.read_text())
+
+
+def write_workload(size: WorkloadSize, folder: Path) -> Path:
+    """A file of requests that are all of this size."""
+    file = folder / "workload.toml"
+    lengths = f"[input_tokens]\ntrace = [{size.input_tokens}]\n[output_tokens]\ntrace = [{size.output_tokens}]\n"
+    file.write_text(f'name = "benchmark"\n{lengths}[slo]\n')
+    return file
+
+
+@contextmanager
+def serving(
+    machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path
+) -> Iterator[tuple[str, Process, Start]]:
+    """A server of this plan that is ready: its URL, its process, and what starts another one beside it, by the name of
+    its log. All are ended afterwards. Logs are in `folder`."""
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
     serve = [*ANTIPHON, "serve", str(model), "--plan", str(served.file), "--threads", "1", "--kv-bytes", "1GiB"]
@@ -214,8 +242,14 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
         server = start(0, serve, "server")
         wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, folder / "server.log", START_S)
         facts: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
+        yield facts["url"], server, partial(start, 0)
+
+
+def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path) -> float:
+    """Tokens per second while all requests decode. Logs are in `folder`."""
+    with serving(machines, model, served, size, folder) as (url, server, start):
         numbers = map(str, (size.concurrency, size.input_tokens, size.output_tokens))
-        load = start(0, python_module(__spec__.name, facts["url"], str(model), *numbers), "load")
+        load = start(python_module(__spec__.name, url, str(model), *numbers), "load")
         wait_for(lambda: load.poll() is not None, server, folder / "server.log", _LOAD_S)
         said = (folder / "load.log").read_text()
         if load.poll():
