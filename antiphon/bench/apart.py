@@ -2,8 +2,9 @@
 
 Three measurements, all with the engine that serves:
 
-- The ablation: replicas with everything, then the same processes apart over gloo, then over the M2N library. What
-  differs between the last two is one option of the engine; `tcp` stands beside `shm`, because gloo has only sockets.
+- The ablation: replicas with everything, then the same processes apart over gloo, then over the M2N library, then with
+  steps that begin each for itself. What differs from one to the next is one option of the engine; `tcp` stands beside
+  `shm`, because gloo has only sockets.
 - The sweep (Figure 13): A attention workers for one set of experts, each with a fixed slice of a core. So adding one
   adds hardware, although they share a machine. Throughput over the slices says which number pays most.
 - With `--slow`, what a slow attention worker costs the others, for both ways to step: the rate of their requests alone,
@@ -33,7 +34,7 @@ from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS
 
 _LEAST_SLICE = 0.02
-STEPS = ("together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm")
+STEPS = ("together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm", "apart, each for itself")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any
                 case.engine(model, case.layout, case.requests, exchange_library="gloo"),
                 case.engine(model, case.layout, case.requests, exchange="tcp"),
                 apart,
+                case.engine(model, case.layout, case.requests, stepping="free"),
             ),
             strict=True,
         )

@@ -11,6 +11,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.apart import (
     ABLATION,
     SLOW_WORKER,
+    STEPS,
     SWEEP,
     ApartCase,
     bench_ablation,
@@ -50,10 +51,15 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 def test_a_step_is_compared_with_its_own_step_before_and_a_missing_one_is_no_success() -> None:
     rows: list[dict[str, Any]] = [
         {"engine": name, "output_tokens_per_s": rate}
-        for name, rate in (("together", 100.0), ("apart, M2N over tcp", 60.0), ("apart, M2N over shm", 90.0))
+        for name, rate in (
+            ("together", 100.0),
+            ("apart, M2N over tcp", 60.0),
+            ("apart, M2N over shm", 90.0),
+            ("apart, each for itself", 99.0),
+        )
     ]
     compare_steps(rows)
-    assert [row["over_the_row_before"] for row in rows] == [None, None, 1.5]
+    assert [row["over_the_row_before"] for row in rows] == [None, None, 1.5, 1.1]
     with pytest.raises(ResourceError, match="no figure of apart, gloo: what failed is said above"):
         check_steps(rows)
     with pytest.raises(ResourceError, match="no figure of together and apart, gloo and"):
@@ -65,9 +71,9 @@ def test_a_small_ablation(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
     case = ApartCase(requests=4, input_tokens=16, output_tokens=16, rounds=1)
     rows = bench_ablation(folder, case, print)
-    assert [row["engine"] for row in rows] == ["together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm"]
-    assert [row["over_the_row_before"] is None for row in rows] == [True, False, False, False]
-    assert len(ABLATION.cells(rows)) == 4
+    assert [row["engine"] for row in rows] == list(STEPS)
+    assert [row["over_the_row_before"] is None for row in rows] == [True, False, False, False, False]
+    assert len(ABLATION.cells(rows)) == 5
 
 
 @pytest.mark.slow
