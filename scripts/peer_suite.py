@@ -56,10 +56,11 @@ REQUIREMENTS = ("pytest<9.1", "pytest-asyncio", "openai", "anthropic", "requests
 REQUIREMENTS += ("fastapi", "regex", "schemathesis", "jsonschema", "jinja2")
 TEST_TIMEOUT_S = 3600.0
 NEEDED_SHARE = 0.95
-NEXT, ENDING, PUNCTUATION = 16.0, 30.0, 7.0  # logits of the word that follows, of an end that is due, of a quote
+NEXT, ENDING, PUNCTUATION = 10.0, 30.0, 7.0  # logits of the word that follows, of an end that is due, of a quote
 LOUDNESS = 8.0  # of an embedding beside what the layers add
 REASONING_WORDS, ANSWER_WORDS = 20, 24
-MARKED, PUNCTUATED = 0.7, 0.4  # parts of an embedding that say: something ends here; this is no word
+STAYING = 4.0  # logits of the words of the stretch that one is in, reasoning or answer
+MARKED, PUNCTUATED, PLACED = 0.7, 0.4, 0.4  # parts of an embedding: something ends here; no word; the stretch it is in
 THINK, NO_THINK, CALL, NO_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 TURNS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -137,10 +138,11 @@ def make_checkpoint(folder: Path) -> None:
 
 def planned_words(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings of length sqrt(hidden size) and the head that follows the plan. Tokens are told apart by random
-    directions; three directions are kept free: the last word of a stretch of reasoning, that of an answer, no word."""
+    directions; four directions are kept free: the last word of a stretch of reasoning, that of an answer, no word, and
+    reasoning (forwards) or answer (backwards)."""
     draw = torch.Generator().manual_seed(1)
     width, size = SHAPE.hidden_size, tokenizer.get_vocab_size()
-    basis = torch.linalg.qr(torch.randn(width, 3, generator=draw))[0]
+    basis = torch.linalg.qr(torch.randn(width, 4, generator=draw))[0]
     random = torch.randn(size, width, generator=draw)
     random = torch.nn.functional.normalize(random - random @ basis @ basis.T, dim=1) * width**0.5
     marks = basis.T * width**0.5
@@ -157,10 +159,15 @@ def planned_words(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     for number, token in enumerate(no_words):
         successor[token] = answers[0 if texts[token] == "Ċ" else number * ANSWER_WORDS % len(answers)]
     ends = (reasoning[REASONING_WORDS - 1 :: REASONING_WORDS], answers[ANSWER_WORDS - 1 :: ANSWER_WORDS], no_words)
-    for mark, tokens, part in zip(marks, ends, (MARKED, MARKED, PUNCTUATED), strict=True):
+    places = torch.zeros(size, 1)
+    places[[*reasoning, tokenizer.token_to_id(THINK)]] = 1.0
+    places[[*answers, tokenizer.token_to_id(NO_THINK)]] = -1.0
+    for mark, tokens, part in zip(marks, ends, (MARKED, MARKED, PUNCTUATED), strict=False):
         embed[tokens] = (1 - part**2) ** 0.5 * random[tokens] + part * mark
+    embed = (1 - (PLACED * places) ** 2) ** 0.5 * embed + PLACED * places * marks[3]
     for token, follower in successor.items():
         head[follower] += random[token] * (NEXT / width)
+    head[words] += places[words] * marks[3] * (STAYING / PLACED / width)
     for token, mark in ((NO_THINK, marks[0]), ("<|im_end|>", marks[1])):
         head[tokenizer.token_to_id(token)] = mark * (ENDING / MARKED / width)
     for rank, token in enumerate(('"', "}", "]", ",")):

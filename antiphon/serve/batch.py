@@ -76,8 +76,9 @@ def _read_line(path: Path, number: int, line: bytes) -> _BatchLine:
         raise UserError(
             f"{where} asks for {request.get('method')} {request.get('url')}: use POST {', '.join(BATCH_PATHS)}"
         )
-    if request["body"].get("stream"):
-        raise UserError(f"{where} has stream: a file of answers cannot stream; leave it out")
+    for key in ("stream", "background"):
+        if request["body"].get(key):
+            raise UserError(f"{where} has {key}: each line of the answers is a finished answer; leave {key} out")
     return _BatchLine(number, custom_id, request["url"], json.dumps(request["body"]).encode())
 
 

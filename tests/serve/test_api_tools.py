@@ -378,6 +378,21 @@ FORMATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+UNREADABLE_RULES = (
+    "root ::= nothing",
+    'a ::= "b"',
+    'root ::= "a',
+    "root ::= [a-z",
+    "::=",
+    'root ::= "a"{',
+    'root ::= "\\x"',
+    "root ::= " + "(" * 5000,
+    'root ::= "a"{3,1}',
+    'root ::= "a"{99999999999}',
+    "root ::= root root",
+)
+
+
 @pytest.mark.parametrize("template", [HERMES, REASONS])
 def test_formats_by_all_their_names(template: str) -> None:
     with live(says("?"), chat_template=template) as server:
@@ -393,6 +408,7 @@ def test_formats_by_all_their_names(template: str) -> None:
             ({"regex": "(", "max_tokens": 3}, "regex"),
             ({"regex": "a", "ebnf": 'root ::= "b"'}, "ebnf"),
             ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+            *(({"guided_grammar": rules}, "guided_grammar") for rules in UNREADABLE_RULES),
             ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
         ):
             assert refusal(server, **body)[0] == param

@@ -96,6 +96,7 @@ def test_what_finds_no_room_is_tried_again(tmp_path: Path) -> None:
         (line("a") + line("b") + line("a"), "in lines 1 and 3 have the same custom_id 'a'"),
         (line("a", "/v1/embeddings"), "in line 1 asks for POST /v1/embeddings: use POST /v1/chat/completions"),
         (line("a", stream=True), "in line 1 has stream"),
+        (line("a", background=True), "in line 1 has background"),
     ],
 )
 def test_mistakes_are_found_before_any_work(tmp_path: Path, text: str, message: str) -> None:

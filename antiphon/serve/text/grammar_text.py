@@ -85,11 +85,16 @@ def choice_grammar(choices: list[str]) -> str:
 
 def written_grammar(rules: str) -> str:
     """llguidance's grammar of a client's rules, in the form of Lark or in that of llama.cpp (`root ::= ...`)."""
-    if "::=" not in rules:
-        return lark_grammar(lambda: rules)
+    return lark_grammar(lambda: _lark_rules(rules) if "::=" in rules else rules)
+
+
+def _lark_rules(rules: str) -> str:
+    """A client's rules in the form of llama.cpp, rewritten in that of Lark; `UserError` for what cannot be read."""
     try:
-        return lark_grammar(lambda: any_to_lark(rules))
-    except (ValueError, IndexError, KeyError, RecursionError) as error:
+        return str(any_to_lark(rules))
+    except RecursionError:
+        raise UserError("the grammar cannot be used: its brackets lie too deep in one another") from None
+    except Exception as error:  # the library has no class of its own for an unknown rule or a missing `root`
         raise UserError(f"the grammar cannot be used: {error}") from error
 
 

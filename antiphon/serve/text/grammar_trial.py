@@ -227,7 +227,7 @@ def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> TrialVerdict
         lowest_bit = (mask[first_byte] & -mask[first_byte]).bit_length() - 1
         matcher.consume_token(first_byte * 8 + lowest_bit)
     grown_bytes = _peak_bytes() - before
-    reason = reason_of(matcher) or took.problem
+    reason = reason_of(matcher) or _reason_of_parts(tokenizer, grammar) or took.problem
     if reason is None and grown_bytes > _KEPT_LIMIT_BYTES:
         reason = f"it takes {grown_bytes >> 20} MiB of memory, the limit is {_KEPT_LIMIT_BYTES >> 20} MiB"
     return TrialVerdict(
@@ -237,6 +237,18 @@ def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> TrialVerdict
         num_masks=took.num_masks,
         grown_bytes=grown_bytes,
     )
+
+
+def _reason_of_parts(tokenizer: llguidance.LLTokenizer, grammar: str) -> str | None:
+    """Why a grammar that another leads to has no text: reasoning may come first, and only then would matching end."""
+    parts = json.loads(grammar)["grammars"][1:] if grammar.startswith("{") else []
+    for part in parts:
+        text = json.dumps({"grammars": [part]})
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+        matcher.compute_bitmask()
+        if (reason := reason_of(matcher)) is not None:
+            return reason
+    return None
 
 
 def _peak_bytes() -> int:
