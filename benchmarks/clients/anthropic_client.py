@@ -48,8 +48,8 @@ def main() -> None:
     check(block.type == "tool_use" and isinstance(block.input["good"], bool), "a call is streamed")
 
     count = client.messages.count_tokens(model=model, messages=HELLO, system="be kind")
-    cached = answer.usage.cache_read_input_tokens or 0
-    check(count.input_tokens == answer.usage.input_tokens + cached, "tokens are counted")
+    kept = (answer.usage.cache_read_input_tokens or 0) + (answer.usage.cache_creation_input_tokens or 0)
+    check(count.input_tokens == answer.usage.input_tokens + kept, "tokens are counted")
     try:
         client.messages.create(model="another", max_tokens=1, messages=HELLO)
     except anthropic.NotFoundError as error:
