@@ -33,6 +33,17 @@ class SourceAddresses:
         scale_stride: int = 0,
     ) -> None: ...
 
+def read_ggml_rows(
+    type: str,
+    blocks_address: int,
+    row_bytes: int,
+    num_rows: int,
+    num_blocks: int,
+    codes_address: int,
+    scales_address: int,
+    offsets_address: int,
+) -> None: ...
+
 class PackedLinear:
     def __init__(
         self,

@@ -104,9 +104,9 @@ class WeightReader:
                 packed = self.backend.pack_linear(whole, bias)
             for ref in refs:
                 self._done(ref, packed=True)
-            self._note(whole.format, refs)
+            self._note(whole.format, refs, to)
             return packed
-        self._note(None, refs)
+        self._note(None, refs, to)
         if len(refs) == 1:
             with self.stored(refs[0]) as weight:
                 return self.backend.pack_linear(weight, bias)
@@ -126,7 +126,7 @@ class WeightReader:
         for index, refs in enumerate(plan):
             self.expert(experts, index, refs, to)
         for form, ref in ((formats.gate_up, like.gate_up[0]), (formats.down, like.down)):
-            self._note(form, [ref], len(plan))
+            self._note(form, [ref], to, len(plan))
         return experts
 
     def expert(self, experts: PackedExperts, index: int, refs: ExpertRefs, to: RoundedFormat | None) -> None:
@@ -192,8 +192,13 @@ class WeightReader:
             file = self.checkpoint.file_of(ref.name)
             raise CheckpointError(f"{file}: tensor {ref.name}: {error}: use another checkpoint of the model") from error
 
-    def _note(self, kept: WeightFormat | None, refs: Sequence[TensorRef], count: int = 1) -> None:
+    def _note(
+        self, kept: WeightFormat | None, refs: Sequence[TensorRef], to: RoundedFormat | None, count: int = 1
+    ) -> None:
         """Count how matrices stayed; refs of matrices that did not stay in few bits, though stored so, say why."""
+        if kept is not None and to is None:  # as stored: reading it once more would say nothing new
+            self.kept[words_of(kept)] += count
+            return
         stored = [self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut) for ref in refs]
         if kept is not None:
             self.kept[words_of(kept) + ("" if stored[0] is not None else ", rounded at load")] += count

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/ggml_blocks.h"
+
 namespace nb = nanobind;
 
 namespace antiphon::bind {
@@ -44,6 +46,17 @@ PackedFormat float_format(bool is_bf16) {
     return format;
 }
 
+// `codes`, `scales` and `offsets` (or 0) are filled; see kernels/ggml_blocks.h.
+void read_ggml_rows(const std::string& type, uintptr_t blocks, int64_t row_bytes, int64_t num_rows, int64_t num_blocks,
+                    uintptr_t codes, uintptr_t scales, uintptr_t offsets) {
+    const kernels::GgmlBlockType* found = kernels::ggml_block_type(type.c_str());
+    if (found == nullptr) throw std::invalid_argument("'" + type + "' is not a type of blocks known here");
+    const nb::gil_scoped_release released;
+    kernels::read_ggml_rows(*found, {pointer<const uint8_t>(blocks), row_bytes, num_rows, num_blocks},
+                            {pointer<uint8_t>(codes), pointer<uint8_t>(scales), pointer<float>(offsets)},
+                            kernels::ThreadPool::instance());
+}
+
 }  // namespace
 
 void bind_formats(nb::module_& module) {
@@ -55,6 +68,9 @@ void bind_formats(nb::module_& module) {
         .def(nb::init<uintptr_t, int64_t, uintptr_t, uintptr_t, int64_t>(), nb::arg("data_address"),
              nb::arg("row_bytes"), nb::arg("scales_address") = 0, nb::arg("offsets_address") = 0,
              nb::arg("scale_stride") = 0);
+    module.def("read_ggml_rows", &read_ggml_rows, nb::arg("type"), nb::arg("blocks_address"), nb::arg("row_bytes"),
+               nb::arg("num_rows"), nb::arg("num_blocks"), nb::arg("codes_address"), nb::arg("scales_address"),
+               nb::arg("offsets_address"));
 }
 
 }  // namespace antiphon::bind

@@ -42,32 +42,83 @@ void pack_lanes(const char* column, int64_t stride, int64_t outputs, int64_t val
     }
 }
 
-// Eight 4-bit codes, the first in the lowest bits: even ones into the low half, odd ones into the high half.
-uint32_t apart(uint32_t codes) {
-    uint32_t even = codes & 0x0f0f0f0fu;
-    uint32_t odd = codes >> 4 & 0x0f0f0f0fu;
-    for (uint32_t* half : {&even, &odd}) {
-        *half = (*half | *half >> 4) & 0x00ff00ffu;
-        *half = (*half | *half >> 8) & 0x0000ffffu;
-    }
+using Words = uint32_t __attribute__((vector_size(16)));
+
+// Eight 4-bit codes in every word, the first in the lowest bits: even ones into the low half, odd ones into the high half.
+Words apart(Words codes) {
+    Words even = codes & 0x0f0f0f0fu;
+    Words odd = codes >> 4 & 0x0f0f0f0fu;
+    even = (even | even >> 4) & 0x00ff00ffu;
+    odd = (odd | odd >> 4) & 0x00ff00ffu;
+    even = (even | even >> 8) & 0x0000ffffu;
+    odd = (odd | odd >> 8) & 0x0000ffffu;
     return even | odd << 16;
 }
 
-// Codes of columns [first, end) of one output: 4-bit ones are a row of 4-byte lanes, 8 columns each.
-void pack_codes(const PackedFormat& format, const char* row, int64_t inner, int64_t first, int64_t end, int64_t output,
-                char* to) {
-    if (format.has_nibbles()) {
-        char* lane = to + 4 * output - first / 8 * panel_bytes;
-        pack_lane(row, divide_up(inner, 2), first / 8, divide_up(end, 8), lane);
-        for (int64_t word = first / 8; word < divide_up(end, 8); ++word) {
-            uint32_t codes;
-            std::memcpy(&codes, lane + word * panel_bytes, 4);
-            codes = apart(codes);
-            std::memcpy(lane + word * panel_bytes, &codes, 4);
+// Up to 4 words of codes (8 columns each) from `column` on, of outputs that lie `row_bytes` apart: to[word][output].
+void pack_nibbles(const char* rows, int64_t row_bytes, int64_t outputs, int64_t inner, int64_t column, int64_t end,
+                  char* to) {
+    const int64_t num_words = smaller(4, divide_up(end - column, 8));
+    const auto count = static_cast<size_t>(smaller(4 * num_words, divide_up(inner - column, 2)));
+    for (int64_t n = 0; n < outputs; n += 4) {
+        Words words[4] = {};
+        for (int64_t i = 0; i < smaller(4, outputs - n); ++i) {
+            const char* row = rows + (n + i) * row_bytes + column / 2;
+            if (count == sizeof(Words)) {
+                std::memcpy(&words[i], row, sizeof(Words));
+            } else {
+                std::memcpy(&words[i], row, count);
+            }
+            words[i] = apart(words[i]);
         }
-        return;
+        const Words low = __builtin_shuffle(words[0], words[1], Words{0, 4, 1, 5});
+        const Words low_next = __builtin_shuffle(words[2], words[3], Words{0, 4, 1, 5});
+        const Words high = __builtin_shuffle(words[0], words[1], Words{2, 6, 3, 7});
+        const Words high_next = __builtin_shuffle(words[2], words[3], Words{2, 6, 3, 7});
+        const Words by_word[4] = {__builtin_shuffle(low, low_next, Words{0, 1, 4, 5}),
+                                  __builtin_shuffle(low, low_next, Words{2, 3, 6, 7}),
+                                  __builtin_shuffle(high, high_next, Words{0, 1, 4, 5}),
+                                  __builtin_shuffle(high, high_next, Words{2, 3, 6, 7})};
+        for (int64_t word = 0; word < num_words; ++word) {
+            std::memcpy(to + word * panel_bytes + 4 * n, &by_word[word], sizeof(Words));
+        }
     }
-    for (int64_t column = first; column < end; ++column) to[(column - first) * panel_width + output] = row[column];
+}
+
+using Bytes = uint8_t __attribute__((vector_size(panel_width)));
+
+Bytes low_interleaved(Bytes a, Bytes b) {
+    return __builtin_shuffle(a, b, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+}
+
+Bytes high_interleaved(Bytes a, Bytes b) {
+    return __builtin_shuffle(a, b, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+}
+
+// 16 columns of 16 outputs, transposed: interleaving rows n and n + 8 four times takes each byte to its place.
+void pack_square(const char* rows, int64_t row_bytes, char* to) {
+    Bytes square[panel_width];
+    Bytes mixed[panel_width];
+    for (int n = 0; n < panel_width; ++n) std::memcpy(&square[n], rows + n * row_bytes, sizeof(Bytes));
+    for (int stage = 0; stage < 4; ++stage) {
+        for (int n = 0; n < panel_width / 2; ++n) {
+            mixed[2 * n] = low_interleaved(square[n], square[n + panel_width / 2]);
+            mixed[2 * n + 1] = high_interleaved(square[n], square[n + panel_width / 2]);
+        }
+        std::memcpy(square, mixed, sizeof(square));
+    }
+    std::memcpy(to, square, sizeof(square));
+}
+
+// 8-bit codes of columns [first, end) of `outputs` outputs.
+void pack_bytes(const char* rows, int64_t row_bytes, int64_t outputs, int64_t first, int64_t end, char* to) {
+    int64_t column = first;
+    for (; outputs == panel_width && column + panel_width <= end; column += panel_width, to += panel_width * panel_width) {
+        pack_square(rows + column, row_bytes, to);
+    }
+    for (; column < end; ++column, to += panel_width) {
+        for (int64_t n = 0; n < outputs; ++n) to[n] = rows[n * row_bytes + column];
+    }
 }
 
 // Scales and codes of panel `panel`, into memory that is zero.
@@ -88,9 +139,14 @@ void pack_quantized(const PackedFormat& format, const SourceMatrix& source, int6
         char* codes = offsets + format.offset_bytes();
         for (int64_t column = first; column < end; column += columns_at_a_time) {
             const int64_t until = smaller(end, column + columns_at_a_time);
-            for (int64_t n = 0; n < outputs; ++n) {
-                const char* row = source.data + (first_output + n) * source.row_bytes;
-                pack_codes(format, row, inner, column, until, n, codes + (column - first) * format.step_bytes());
+            const char* rows = source.data + first_output * source.row_bytes;
+            char* part = codes + (column - first) * format.step_bytes();
+            if (!format.has_nibbles()) {
+                pack_bytes(rows, source.row_bytes, outputs, column, until, part);
+                continue;
+            }
+            for (int64_t word = column; word < until; word += 32, part += 4 * panel_bytes) {
+                pack_nibbles(rows, source.row_bytes, outputs, inner, word, until, part);
             }
         }
     }
