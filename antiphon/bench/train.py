@@ -137,11 +137,13 @@ class EnoughError(Exception):
 class Timed:
     """One contestant's steps. `kept_bytes`: what its forward keeps for backward, parameters not counted; None: not
     measured, as with torch.compile, for which the hooks that count would be another program. `sent_bytes`: in a step,
-    the mean of all ranks. `waited_s`: for others, of the rank that waited longest, by step."""
+    the mean of all ranks. `waited_s`: for others, of the rank that waited longest, by step. `cpu_s`: processor time of
+    this process's threads, by step, which other processes change less."""
 
     kept_bytes: int | None = None
     sent_bytes: float = 0
     waited_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     steps: list[Repetition[float]] = field(default_factory=list)
 
     @property
@@ -159,7 +161,7 @@ class StepComparison:
         self.ours, self.theirs, self.compiled = Timed(), Timed(), Timed()
         self.implementation = ""
         self._roots = (os.getppid(),) if case.ranks > 1 else ()  # the fork server, and so all ranks
-        self._watch = CpuWatch(self._roots)
+        self._watch, self._cpu_began_s = CpuWatch(self._roots), time.process_time()
 
     def run(self, workplace: Path) -> None:
         """With `write_text`'s file in `workplace`. `AssertionError` if losses differ: a time of something else says
@@ -179,6 +181,7 @@ class StepComparison:
             self._start_loop()
         elif result.step >= NUM_COMPARED:
             self.ours.steps.append(Repetition(result.duration_s, self._watch.foreign_share()))
+            self.ours.cpu_s.append(time.process_time() - self._cpu_began_s)
             taken = mesh.ledger.take()
             own = torch.tensor([sum(taken.sent_bytes.values()), sum(taken.waited_s.values())], dtype=torch.float64)
             sent, waited = run(AllGather(mesh.world, "bench", (2,) * self._case.ranks), own).view(-1, 2).unbind(1)
@@ -189,25 +192,23 @@ class StepComparison:
             loss = self._compared_step(result, batch)
             check_losses(self._case.dtype, result.step, result.loss, loss)
         else:
-            self._wait_for_quiet()
-            watch, started_s = CpuWatch(self._roots), time.perf_counter()
-            self._loop.step(batch, result.rate)
-            self.theirs.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
-            self._time_compiled(batch, result.rate)
+            self._time_loop(self._loop, self.theirs, batch, result.rate)
+            if self._case.compiled:
+                self._time_loop(self._compiled, self.compiled, batch, result.rate)
         done = result.step + 1 - NUM_COMPARED
         self._report(max(0, done), self._case.max_rounds)
         if self._is_enough(done):
             raise EnoughError
         self._wait_for_quiet()
         mesh.ledger.take()
-        self._watch = CpuWatch(self._roots)
+        self._watch, self._cpu_began_s = CpuWatch(self._roots), time.process_time()
 
-    def _time_compiled(self, batch: Batch, rate: float) -> None:
-        if self._case.compiled:
-            self._wait_for_quiet()
-            watch, started_s = CpuWatch(self._roots), time.perf_counter()
-            self._compiled.step(batch, rate)
-            self.compiled.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
+    def _time_loop(self, loop: PlainLoop, timed: Timed, batch: Batch, rate: float) -> None:
+        self._wait_for_quiet()
+        watch, started_s, cpu_began_s = CpuWatch(self._roots), time.perf_counter(), time.process_time()
+        loop.step(batch, rate)
+        timed.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
+        timed.cpu_s.append(time.process_time() - cpu_began_s)
 
     def _batch(self, step: int) -> Batch:
         return self._case.batch_of(self._samples, step, self._trainer.mesh.rank)
@@ -330,10 +331,12 @@ COLUMNS = ContestColumns(
         ("dtype", "dtype"),
         ("tok/s", "tokens_per_s"),
         ("step s", "step_s_median"),
+        ("CPU s", "cpu_s_least"),
         ("waits s", "exposed_comm_s"),
         ("sends", num_bytes("comm_bytes")),
         ("kept for backward", num_bytes("activation_bytes")),
         ("to loop", ratio("ratio_to_loop")),
+        ("CPU to loop", ratio("cpu_ratio_to_loop")),
         ("of GEMM peak", share("fraction_of_gemm_peak")),
         ("steps", "steps"),
         ("foreign", share("foreign_cpu_share")),
@@ -414,6 +417,8 @@ def rows_of(case: TrainingCase, comparison: StepComparison) -> list[dict[str, An
                 "sequence_length": case.sequence_length,
                 "tokens_per_s": case.tokens_per_step / step_s,
                 "step_s_median": step_s,
+                "cpu_s_least": min(timed.cpu_s),
+                "cpu_ratio_to_loop": min(comparison.theirs.cpu_s) / min(timed.cpu_s),
                 "exposed_comm_s": statistics.median(timed.waited_s) if case.ranks > 1 else 0.0,
                 "comm_bytes": timed.sent_bytes,
                 "activation_bytes": timed.kept_bytes,

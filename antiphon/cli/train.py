@@ -52,8 +52,9 @@ from antiphon.train.output_lock import OutputLock
 from antiphon.train.planned_run import planned_config
 from antiphon.train.ranks import leave, sizes_of
 from antiphon.train.samples import Samples
-from antiphon.train.setup import cache_of, plan_options, prepare, prepare_data, tokenizer_of
+from antiphon.train.setup import cache_of, open_data, plan_options, prepare, prepare_data, stream_of, tokenizer_of
 from antiphon.train.stored import StoredParameters
+from antiphon.train.token_stream import TokenStream
 from antiphon.train.tokens import open_held_out, open_tokens
 from antiphon.train.trainer import TrainedStep, Trainer
 
@@ -105,6 +106,8 @@ def train(
     if tokenize or show_data:
         with closing(OutputLock(Path(read.output.folder))):
             prepare_data(read, load_model_spec(Path(read.model.path)))
+            if tokenize and read.data.stream_tokens:
+                stream_of(read).write_all()
         _show_data(read) if show_data else _show_tokens(read, json)
         return
     ranks = _ranks(nproc, planned, plan)
@@ -255,9 +258,9 @@ def _rank(run: Callable[[], int], ended: mmap) -> None:
 
 def _show_data(config: TrainConfig) -> None:
     """Two sequences of the first pass: what a loss is taken on in green, documents apart."""
-    tokens, tokenizer = open_tokens(cache_of(config), "train"), load_tokenizer(tokenizer_of(config))
-    samples = Samples.of(config, tokens, shuffled=True)
-    for number in range(min(SHOWN_SEQUENCES, samples.num_windows)):
+    tokenizer, (samples, _, _) = load_tokenizer(tokenizer_of(config)), open_data(config)
+    num = min(SHOWN_SEQUENCES, samples.num_windows) if isinstance(samples, Samples) else SHOWN_SEQUENCES
+    for number in range(num):
         batch = samples.batch([number], torch.device("cpu"))
         ids = [*batch.ids_BS[0].tolist(), *[each for each in batch.targets_BS[0, -1:].tolist() if each != IGNORED]]
         learned = [False, *(batch.targets_BS[0] != IGNORED).tolist()]
@@ -276,11 +279,21 @@ def _show_data(config: TrainConfig) -> None:
 
 def _show_tokens(config: TrainConfig, json: str | None) -> None:
     cache = cache_of(config)
+    if config.data.stream_tokens:
+        _show_stream(stream_of(config), json)
+        return
     sizes = {"train": open_tokens(cache, "train"), "held_out": open_held_out(config.data, cache)}
     counts = {split: int(tokens.ids.shape[0]) for split, tokens in sizes.items()}
     emit_json(json, {"cache": cache, "tokens": counts})
     rows = [(split, counts[split], len(tokens.starts), tokens.num_text_bytes) for split, tokens in sizes.items()]
     show(table(("split", "tokens", "documents", "bytes of text"), rows, title=str(cache)), json=json)
+
+
+def _show_stream(stream: TokenStream, json: str | None) -> None:
+    written = [(each.source.name, stream.written(number)) for number, each in enumerate(stream.sources)]
+    emit_json(json, {"cache": stream.folder, "tokens": {name: each.num_ids for name, each in written}})
+    rows = [(name, each.num_ids, each.num_documents) for name, each in written]
+    show(table(("source", "tokens", "documents"), rows, title=str(stream.folder)), json=json)
 
 
 def _show_step(result: TrainedStep, config: TrainConfig, json: str | None) -> None:

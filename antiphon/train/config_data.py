@@ -50,6 +50,9 @@ class DataConfig:
     own. `evaluation`: sets that are never trained on, with the keys of a source; each has a loss of its own beside that
     of what is held out. `made_by`: the command that makes files that are missing, for the message.
 
+    `stream_tokens`: text is tokenized beside the steps, in blocks of about this many tokens; windows are shuffled
+    within a block (0: all before the first step, and shuffled over all).
+
     `tokenizer`: a folder or a `tokenizer.json` (empty: the model's folder). `held_out`: part of the documents that is
     never trained on, chosen by their content. `cache`: folder of the token ids (empty: `tokens` in the output folder).
     `document_masks`: documents packed into one sequence do not see each other. `pieces`: training documents are encoded
@@ -69,6 +72,7 @@ class DataConfig:
     cache: str = ""
     document_masks: Flag = True
     pieces: CountFromZero = 0
+    stream_tokens: CountFromZero = 0
 
     def __post_init__(self) -> None:
         if bool(self.files) == bool(self.sources):
@@ -76,6 +80,11 @@ class DataConfig:
             raise UserError(f"{both}: name files, or a [[data.sources]] for each source")
         _check(self.sources)
         _check_evaluation(self.evaluation, [each.name for each in self.all_sources()])
+        if self.stream_tokens and (counted := [each.name for each in self.sources if each.epochs is not None]):
+            raise UserError(
+                f"stream_tokens is {self.stream_tokens} and source {counted[0]!r} has epochs: how long a source is "
+                "shows only in the end, so give it a weight, or set stream_tokens to 0"
+            )
 
     def tokenized(self) -> tuple[SourceConfig, ...]:
         """The sources, then the evaluation sets."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -47,6 +48,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{file}: no tokenizer can be read ({error}): set data.tokenizer") from error
 
 
+def ids_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest that has an id for each token."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
 class Encoder:
     """Encodes documents for `spec`. `tokenizer_path`: a folder, whose chat template is read if a source has chats."""
 
@@ -60,7 +66,7 @@ class Encoder:
         folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
         self._chats = ChatTexts.read(folder) if any(each.is_chat for each in config.tokenized()) else None
         self._never_trained_on = {each.name for each in config.evaluation}
-        self.dtype = np.dtype(np.uint16 if spec.vocab_size <= 1 << 16 else np.uint32)
+        self.dtype = ids_dtype(spec.vocab_size)
 
     def encode(
         self, documents: Sequence[tuple[Document, Path]], source: SourceConfig

@@ -83,7 +83,7 @@ class Former:
         """`UserError` if the ids to train on are others; `digest`: of them."""
         before = None if self._facts is None else self._facts.get("text")
         if before not in (None, digest) and not self._is_allowed(TEXT):
-            self._refuse([(TEXT, f"other text ({TEXT}, data.tokenizer, held_out, pieces or kind)")])
+            self._refuse([(TEXT, f"other text ({TEXT}, data.tokenizer, held_out, pieces, kind or stream_tokens)")])
 
     def _is_allowed(self, key: str) -> bool:
         return any(key == each or key.startswith(f"{each}.") for each in self._allowed)

@@ -99,6 +99,9 @@ class Samples:
         order: Numbers = np.concatenate(chosen)[np.random.default_rng((seed, turn)).permutation(self.num_windows)]
         return order
 
+    def wait_for(self, numbers: Sequence[int]) -> None:
+        """All are there (`train.streamed_samples` has others)."""
+
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
         """The samples with these global numbers."""
         windows = np.asarray([self._window(number) for number in numbers])
@@ -139,13 +142,13 @@ def _windows(tokens: TokenFile, source: SourceTokens, length: int, *, whole: boo
     """Where the windows of a source begin, and where what is learned in them ends. `whole`: the rest too that fills no
     window."""
     if source.is_chat:
-        return _packed(tokens.starts, source, length)
+        return packed_windows(tokens.starts, source, length)
     targets = max(0, source.end - source.first - 1)
     num = -(-targets // length) if whole else targets // length
     return source.first + np.arange(num) * length, np.full(num, source.end)
 
 
-def _packed(starts: Numbers, source: SourceTokens, length: int) -> tuple[Numbers, Numbers]:
+def packed_windows(starts: Numbers, source: SourceTokens, length: int) -> tuple[Numbers, Numbers]:
     """Windows that begin with a document and hold as many whole ones as fit; a longer document is cut."""
     first, last = np.searchsorted(starts, (source.first, source.end))
     own = [*starts[first:last].tolist(), source.end]

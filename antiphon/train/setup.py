@@ -42,6 +42,8 @@ from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, 
 from antiphon.train.resume import Former
 from antiphon.train.samples import Samples
 from antiphon.train.sequence_parallel import SequenceParallel
+from antiphon.train.streamed_samples import StreamedSamples
+from antiphon.train.token_stream import StreamWriter, TokenStream
 from antiphon.train.tokens import TokenFile, open_held_out, open_tokens, tokenize
 from antiphon.train.weights import FirstValues
 
@@ -54,8 +56,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class TrainingRun:
     """A run that can begin. `config`: as it runs, all that was left open decided. `plan`: the one that it obeys.
     `dispatch`: what was measured for the way of rows; `packing` None: the same ranks share the experts throughout.
-    `former`: the run that this one goes on with. `text`: the digest of what is trained on. `lock`: of the output
-    folder, held by the first rank until the run ends."""
+    `former`: the run that this one goes on with. `text`: the digest of what is trained on. `writer`: of token ids
+    beside the steps, and `lock`: of the output folder, both held by the first rank until the run ends."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -63,12 +65,13 @@ class TrainingRun:
     model_config: dict[str, Any]
     plan: TrainingPlan | None
     mesh: Mesh
-    samples: Samples
+    samples: Samples | StreamedSamples
     held_out: TokenFile
     dispatch: DispatchChoice | None
     packing: Packing | None
     former: Former
     text: str
+    writer: StreamWriter | None
     lock: OutputLock | None
 
 
@@ -109,14 +112,17 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     need = check_memory(held, counted, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
     prepare_data_together(config, spec, mesh)
-    held_out, text = open_held_out(config.data, cache_of(config)), open_tokens(cache_of(config), "train")
-    former.check_text(text.digest)
-    samples = Samples.of(config, text, shuffled=True)
+    samples, held_out, text = open_data(config)
+    former.check_text(text)
     dispatch = choose_dispatch(spec, config, mesh, device)
     config = with_choice(config, dispatch)
     if mesh.rank == 0:
         chosen = None if dispatch is None else asdict(dispatch)
         write_run_facts(config, spec, need, num_ranks=sizes.world_size, plan=plan, dispatch=chosen)
+    writer = None
+    if config.data.stream_tokens and mesh.rank == 0:
+        writer = StreamWriter(stream_of(config))
+        samples = StreamedSamples(stream_of(config), writer.check)
     return TrainingRun(
         config=config,
         spec=spec,
@@ -129,7 +135,8 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
         dispatch=dispatch,
         packing=packing,
         former=former,
-        text=text.digest,
+        text=text,
+        writer=writer,
         lock=lock,
     )
 
@@ -145,8 +152,33 @@ def tokenizer_of(config: TrainConfig) -> Path:
 
 
 def prepare_data(config: TrainConfig, spec: ModelSpec) -> None:
-    """Write the token ids unless they are there."""
+    """Write the token ids unless they are there; of a text that is tokenized beside the steps, those of the begin."""
+    if config.data.stream_tokens:
+        stream_of(config).prepare()
+        return
     tokenize(config.data, tokenizer_of(config), spec, cache_of(config), config.seed)
+
+
+def stream_of(config: TrainConfig) -> TokenStream:
+    """The text of a run with `data.stream_tokens`."""
+    return TokenStream(
+        data=config.data,
+        tokenizer=tokenizer_of(config),
+        model=Path(config.model.path),
+        cache=cache_of(config),
+        seed=config.seed,
+        length=config.sequence_length,
+        timeout_s=config.communication.timeout_s,
+    )
+
+
+def open_data(config: TrainConfig) -> tuple[Samples | StreamedSamples, TokenFile, str]:
+    """(samples, held-out text, digest of what is trained on) of what `prepare_data` wrote."""
+    if config.data.stream_tokens:
+        stream = stream_of(config)
+        return StreamedSamples(stream), stream.held_out(), stream.digest
+    text = open_tokens(cache_of(config), "train")
+    return Samples.of(config, text, shuffled=True), open_held_out(config.data, cache_of(config)), text.digest
 
 
 def check_device(config: TrainConfig, device: torch.device) -> None:

@@ -13,26 +13,25 @@ been stopped.
 """
 
 import hashlib
+import itertools
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.base.progress import progress
+from antiphon.base.progress import Report, progress
 from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
 from antiphon.train.chat_texts import template_files
 from antiphon.train.config_data import DataConfig, SourceConfig
 from antiphon.train.documents import Document, find_files, read_documents
-from antiphon.train.encoder import EncodedDocument, Encoder, load_tokenizer
+from antiphon.train.encoder import Encoder, load_tokenizer
+from antiphon.train.token_writer import SPLITS, Reached, Sizes, Split, TokenSize, TokenWriter, write_whole
 
-Split = Literal["train", "held_out"]
-SPLITS: tuple[Split, ...] = ("train", "held_out")
 _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
@@ -73,16 +72,41 @@ def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: P
     Evaluation sets have a folder of their own in it, so another set leaves the text's ids as they are.
 
     `UserError` if there is no text, or the tokenizer is not the model's."""
-    _tokenize(config, config.all_sources(), tokenizer_path, spec, cache, seed)
+    tokenize_sources(config, config.all_sources(), tokenizer_path, spec, cache, seed)
+    tokenize_evaluation(config, tokenizer_path, spec, cache, seed)
+
+
+def tokenize_evaluation(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int) -> None:
+    """As `tokenize`, of the evaluation sets alone."""
     if config.evaluation:
-        _tokenize(config, config.evaluation, tokenizer_path, spec, cache / _EVALUATION, seed)
+        tokenize_sources(config, config.evaluation, tokenizer_path, spec, cache / _EVALUATION, seed)
 
 
-def _tokenize(
+def tokenize_sources(
     config: DataConfig, sources: Sequence[SourceConfig], tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int
 ) -> None:
+    """As `tokenize`, of `sources` alone."""
     files = [find_files(each, config.made_by) for each in sources]
-    made_from = _made_from(config, sources, [file for of in files for file in of], tokenizer_path, seed)
+    made_from = digest_of_text(config, sources, [file for of in files for file in of], tokenizer_path, seed)
+    with progress("tokenizing", format_amount=format_bytes) as report:
+        for _ in tokenizing(config, sources, files, made_from, tokenizer_path, spec, cache, seed, report):
+            pass
+
+
+def tokenizing(
+    config: DataConfig,
+    sources: Sequence[SourceConfig],
+    files: Sequence[Sequence[Path]],
+    made_from: str,
+    tokenizer_path: Path,
+    spec: ModelSpec,
+    cache: Path,
+    seed: int,
+    report: Report,
+    block_tokens: int = 0,
+) -> Iterator[None]:
+    """Write the ids of `files` of `sources` into `cache`, unless they are there. With `block_tokens`, yields whenever
+    one more block of so many training ids, and the id behind it, is on disk; it may be left there, and go on later."""
     if _read_meta(cache).get("made_from") == made_from:
         return
     tokenizer = load_tokenizer(tokenizer_path)
@@ -96,7 +120,8 @@ def _tokenize(
     cache.mkdir(parents=True, exist_ok=True)
     (cache / "meta.json").unlink(missing_ok=True)
     encoder = Encoder(tokenizer, tokenizer_path, spec, config, seed)
-    sizes = _write_ids(cache, encoder, sources, files, made_from)
+    reached = yield from _write_ids(cache, encoder, sources, files, made_from, report, block_tokens)
+    sizes: dict[Split, Sizes] = {"train": reached.train, "held_out": reached.held_out}
     num_ids = {split: sum(each.num_ids for each in of.values()) for split, of in sizes.items()}
     evaluation = [each.name for each in config.evaluation if each in sources]
     if not num_ids["train"] and not evaluation:
@@ -113,36 +138,87 @@ def _tokenize(
         "sources": kinds,
         "evaluation": evaluation,
         "splits": {split: {name: asdict(size) for name, size in of.items()} for split, of in sizes.items()},
+        "first": reached.first,
     }
-    _write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
+    write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
     (cache / "progress.json").unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is on disk of a folder with one source, for good: a kill takes nothing of it away. `first`: the ids and
+    documents of each split at the end of the first block. `digest`: of the training ids until there."""
+
+    num_ids: int
+    num_documents: int
+    is_whole: bool
+    first: dict[Split, tuple[int, int]]
+    digest: str
+
+    def has_block(self, number: int, block_tokens: int) -> bool:
+        """Whether block `number` is there, or there will never be more of it."""
+        return self.is_whole or self.num_ids > (number + 1) * block_tokens
+
+
+def written_of(cache: Path, made_from: str = "") -> Written | None:
+    """What `tokenizing` has written so far; None: nothing yet, or it is of something else than `made_from`."""
+    meta = _read_meta(cache)
+    reached = Reached.read(cache / "progress.json", made_from or None)
+    if meta and made_from in ("", meta["made_from"]):
+        splits = {split: {name: TokenSize(**each) for name, each in meta["splits"][split].items()} for split in SPLITS}
+        reached = Reached("", 0, 0, splits["train"], splits["held_out"], meta["first"])
+    elif not reached.made_from:
+        return None
+    size = next(iter(reached.train.values()), TokenSize())
+    first = {key: TokenSize(**each) for key, each in reached.first.items()}
+    return Written(
+        num_ids=size.num_ids,
+        num_documents=size.num_documents,
+        is_whole=bool(meta),
+        first={split: (each.num_ids, each.num_documents) for split in SPLITS if (each := first.get(split))},
+        digest=first["train"].digest if "train" in first else "",
+    )
 
 
 def open_held_out(config: DataConfig, cache: Path) -> TokenFile:
     """What is not trained on: the held-out split, and the evaluation sets behind it; with these, in memory."""
     found = open_tokens(cache, "held_out")
-    if not config.evaluation:
-        return found
-    sets, behind = open_tokens(cache / _EVALUATION, "held_out"), found.ids.shape[0]
+    return joined([found, *open_evaluation(config, cache)])
+
+
+def open_evaluation(config: DataConfig, cache: Path) -> list[TokenFile]:
+    """The ids of the evaluation sets, if there are any."""
+    return [open_tokens(cache / _EVALUATION, "held_out")] if config.evaluation else []
+
+
+def joined(parts: Sequence[TokenFile]) -> TokenFile:
+    """All of `parts`, one behind the other; of several, in memory."""
+    if len(parts) == 1:
+        return parts[0]
     learned = None
-    if found.learned is not None or sets.learned is not None:
-        parts = [(each.ids, each.learned) for each in (found, sets)]
-        learned = np.concatenate([np.ones(ids.shape, np.uint8) if given is None else given for ids, given in parts])
+    if any(each.learned is not None for each in parts):
+        learned = np.concatenate(
+            [np.ones(each.ids.shape, np.uint8) if each.learned is None else each.learned for each in parts]
+        )
+    firsts = [0, *itertools.accumulate(each.ids.shape[0] for each in parts)]
     return TokenFile(
-        ids=np.concatenate([found.ids, sets.ids]),
-        starts=np.concatenate([found.starts, sets.starts + behind]),
-        num_text_bytes=found.num_text_bytes + sets.num_text_bytes,
+        ids=np.concatenate([each.ids for each in parts]),
+        starts=np.concatenate([each.starts + first for each, first in zip(parts, firsts, strict=False)]),
+        num_text_bytes=sum(each.num_text_bytes for each in parts),
         learned=learned,
-        sources=found.sources
-        + tuple(replace(each, first=each.first + behind, end=each.end + behind) for each in sets.sources),
-        digest=f"{found.digest}/{sets.digest}",
+        sources=tuple(
+            replace(source, first=source.first + first, end=source.end + first)
+            for each, first in zip(parts, firsts, strict=False)
+            for source in each.sources
+        ),
+        digest="/".join(each.digest for each in parts),
     )
 
 
 def open_tokens(cache: Path, split: Split) -> TokenFile:
     """A memory map of what `tokenize` wrote of the sources."""
     meta = _read_meta(cache)
-    sizes = {name: _Size(**each) for name, each in meta["splits"][split].items()}
+    sizes = {name: TokenSize(**each) for name, each in meta["splits"][split].items()}
     num_ids = sum(each.num_ids for each in sizes.values())
     has_learned = any(meta["sources"].values())
     sources, first = [], 0
@@ -168,120 +244,49 @@ def _mapped(file: Path, dtype: str, num: int) -> np.ndarray[Any, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class _Size:
-    """The size of one source's part of a split so far. `text_bytes`: of the text that the ids stand for. `digest`: of
-    the ids, document by document."""
-
-    num_ids: int = 0
-    num_documents: int = 0
-    text_bytes: int = 0
-    digest: str = ""
-
-
-Sizes = dict[str, _Size]  # by source, in order
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """How far tokenizing is: it goes on from `place` of file `file` of all sources' files."""
-
-    made_from: str = ""
-    file: int = 0
-    place: int = 0
-    train: Sizes = field(default_factory=dict)
-    held_out: Sizes = field(default_factory=dict)
-
-    @staticmethod
-    def read(file: Path, made_from: str) -> "_Reached":
-        """What an earlier try left; the beginning if it left nothing, or was of something else."""
-        try:
-            entries = json.loads(file.read_text(encoding="utf-8"))
-            train, held_out = ({name: _Size(**each) for name, each in entries.pop(split).items()} for split in SPLITS)
-            reached = _Reached(**entries, train=train, held_out=held_out)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return _Reached()
-        return reached if reached.made_from == made_from else _Reached()
-
-
-class _Writer:
-    """One split being written, from `sizes` on: what is behind it in the files is cut off."""
-
-    def __init__(self, cache: Path, split: Split, dtype: np.dtype[Any], sizes: Sizes, *, learned: bool) -> None:
-        self.sizes = dict(sizes)
-        self._dtype = dtype
-        num_ids = sum(each.num_ids for each in sizes.values())
-        self._ids = _open_at(cache / f"{split}.bin", num_ids * dtype.itemsize)
-        self._starts = _open_at(cache / f"{split}.starts", sum(each.num_documents for each in sizes.values()) * 8)
-        self._learned = _open_at(cache / f"{split}.learned", num_ids) if learned else None
-        self._num_ids = num_ids
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files():
-            file.close()
-
-    def _files(self) -> list[BinaryIO]:
-        return [file for file in (self._ids, self._starts, self._learned) if file is not None]
-
-    def add(self, source: str, encoded: EncodedDocument) -> None:
-        self._starts.write(np.int64(self._num_ids).tobytes())
-        ids = np.asarray(encoded.ids, dtype=self._dtype).tobytes()
-        self._ids.write(ids)
-        learned = b"" if self._learned is None else np.asarray(encoded.learned, dtype=np.uint8).tobytes()
-        if self._learned is not None:
-            self._learned.write(learned)
-        self._num_ids += len(encoded.ids)
-        old = self.sizes.get(source, _Size())
-        digest = hashlib.blake2b(old.digest.encode() + ids + learned, digest_size=16).hexdigest()
-        self.sizes[source] = _Size(
-            old.num_ids + len(encoded.ids), old.num_documents + 1, old.text_bytes + encoded.num_bytes, digest
-        )
-
-    def to_disk(self) -> None:
-        for file in self._files():
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _open_at(file: Path, num_bytes: int) -> BinaryIO:
-    """`file`, cut to `num_bytes`, to be appended to. `UserError` if it is shorter: then somebody changed it."""
-    if num_bytes and (not file.exists() or file.stat().st_size < num_bytes):
-        raise UserError(f"{file}: shorter than {num_bytes} bytes, which were written: remove {file.parent}")
-    if not num_bytes:
-        file.unlink(missing_ok=True)  # a run that has mapped the old ids keeps them
-    opened = file.open("ab")
-    opened.truncate(num_bytes)
-    return opened
-
-
 def _write_ids(
-    cache: Path, encoder: Encoder, sources: Sequence[SourceConfig], files: Sequence[Sequence[Path]], made_from: str
-) -> dict[Split, Sizes]:
-    """All ids, from where an earlier try ended; the sizes of the splits."""
+    cache: Path,
+    encoder: Encoder,
+    sources: Sequence[SourceConfig],
+    files: Sequence[Sequence[Path]],
+    made_from: str,
+    report: Report,
+    block_tokens: int,
+) -> Generator[None, None, Reached]:
+    """All ids, from where an earlier try ended; returns the sizes of the splits. Yields behind each block."""
     progress_file, learned = cache / "progress.json", any(each.is_chat for each in sources)
-    reached = _Reached.read(progress_file, made_from)
-    kept_bytes = 0
+    reached = Reached.read(progress_file, made_from)
+    kept_bytes, first = 0, reached.first
     with (
-        progress("tokenizing", format_amount=format_bytes) as report,
-        _Writer(cache, "train", encoder.dtype, reached.train, learned=learned) as train,
-        _Writer(cache, "held_out", encoder.dtype, reached.held_out, learned=learned) as held_out,
+        TokenWriter(cache, "train", encoder.dtype, reached.train, learned=learned) as train,
+        TokenWriter(cache, "held_out", encoder.dtype, reached.held_out, learned=learned) as held_out,
     ):
         for source, documents in _documents(sources, files, reached, report):
-            while batch := _batch(documents):
+            while batch := _batch(documents, block_tokens or _BATCH_CHARACTERS):
+                blocks = train.num_blocks(block_tokens)
                 for is_out, encoded in encoder.encode([(each, path) for each, path, _ in batch], source):
                     (held_out if is_out else train).add(source.name, encoded)
                     kept_bytes += encoded.num_bytes
-                if kept_bytes >= _CHUNK_BYTES:
+                    if not first and train.num_blocks(block_tokens):
+                        first = _sizes_of(source, train, held_out)
+                is_block = train.num_blocks(block_tokens) > blocks
+                if kept_bytes >= _CHUNK_BYTES or is_block:
                     train.to_disk()
                     held_out.to_disk()
                     document, _, file = batch[-1]
-                    kept = _Reached(made_from, file, document.next_place, train.sizes, held_out.sizes)
-                    _write_whole(progress_file, asdict(kept))
+                    kept = Reached(made_from, file, document.next_place, train.sizes, held_out.sizes, first)
+                    write_whole(progress_file, asdict(kept))
                     kept_bytes = 0
-        return {"train": train.sizes, "held_out": held_out.sizes}
+                if is_block:
+                    yield
+            if block_tokens and not first:  # the text ends within the first block
+                first = _sizes_of(source, train, held_out)
+        return Reached(made_from, 0, 0, train.sizes, held_out.sizes, first)
+
+
+def _sizes_of(source: SourceConfig, train: TokenWriter, held_out: TokenWriter) -> dict[str, Any]:
+    parts = {"train": train.sizes, "held_out": held_out.sizes}
+    return {split: asdict(of.get(source.name, TokenSize())) for split, of in parts.items()}
 
 
 Found = tuple[Document, Path, int]  # with its file, and the file's number among those of all sources
@@ -290,8 +295,8 @@ Found = tuple[Document, Path, int]  # with its file, and the file's number among
 def _documents(
     sources: Sequence[SourceConfig],
     files: Sequence[Sequence[Path]],
-    reached: _Reached,
-    report: Callable[[float, float | None], None],
+    reached: Reached,
+    report: Report,
 ) -> Iterator[tuple[SourceConfig, Iterator[Found]]]:
     """The documents of each source from `reached` on; reports bytes of the files."""
     sizes = [file.stat().st_size for of in files for file in of]
@@ -312,19 +317,19 @@ def _documents(
         first += len(paths)
 
 
-def _batch(documents: Iterator[Found]) -> list[Found]:
-    """The next documents, as many as are encoded at once."""
+def _batch(documents: Iterator[Found], most_characters: int = _BATCH_CHARACTERS) -> list[Found]:
+    """The next documents, as many as are encoded at once. `most_characters`: so that a small block ends in time."""
     batch: list[Found] = []
     length = 0
     for found in documents:
         batch.append(found)
         length += len(found[0].text)
-        if len(batch) == _BATCH_TEXTS or length >= _BATCH_CHARACTERS:
+        if len(batch) == _BATCH_TEXTS or length >= min(_BATCH_CHARACTERS, most_characters):
             break
     return batch
 
 
-def _made_from(
+def digest_of_text(
     config: DataConfig, of: Sequence[SourceConfig], files: Sequence[Path], tokenizer_path: Path, seed: int
 ) -> str:
     """A digest of everything that the ids depend on; files by name, size and time."""
@@ -349,10 +354,3 @@ def _read_meta(cache: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return meta if isinstance(meta, dict) and meta.get("version") == _VERSION else {}
-
-
-def _write_whole(file: Path, entries: dict[str, Any]) -> None:
-    """Replace `file`; a kill leaves the old one or the new one."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(entries, indent=1) + "\n")
-    partial.replace(file)

@@ -104,8 +104,9 @@ class Trainer:
             with StopRequest(self.mesh.world, self._max_hours) as stop:
                 return self._train(stop)
         finally:
-            if self._run.lock is not None:
-                self._run.lock.close()
+            for held in (self._run.writer, self._run.lock):
+                if held is not None:
+                    held.close()
 
     def _train(self, stop: StopRequest) -> dict[str, Any]:
         config, packing, timeline = self.config, self._run.packing, self._timeline
@@ -135,6 +136,7 @@ class Trainer:
         )
         try:
             while self.state.step < config.steps and not (stopped := stop.reason()):
+                self._await_text()
                 measured = packing is not None and packing.is_measured(self.state.step)
                 watch.before_step(self.state.step, logged=self._is_logged(self.state.step), measured=measured)
                 result = self._step()
@@ -241,6 +243,17 @@ class Trainer:
         for parts in self._optimizer.mapped:
             parts.give_up_all()
         return state
+
+    def _await_text(self) -> None:
+        """Wait for the samples of the next step; where there will be none, on all ranks, save and end."""
+        first = self.state.num_samples
+        try:
+            self._run.samples.wait_for(range(first, first + self.config.batch))
+        except UserError:
+            if self._saved_step != self.state.step and self.state.step:
+                self._save()
+                self._saver.finish()
+            raise
 
     def _step(self) -> TrainedStep:
         config, step = self.config, self.state.step

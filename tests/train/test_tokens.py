@@ -21,6 +21,7 @@ from antiphon.train import documents, tokens
 from antiphon.train.config_data import DataConfig
 from antiphon.train.documents import find_files, read_documents
 from antiphon.train.encoder import load_tokenizer
+from antiphon.train.token_writer import SPLITS, Reached
 from antiphon.train.tokens import open_tokens, tokenize
 from tests.train.harness import LINES, write_model, write_text
 
@@ -56,7 +57,7 @@ def prepared(tmp_path: Path) -> tuple[DataConfig, dict[str, bytes]]:
 
 
 def test_all_documents_of_all_kinds_are_there_once(tmp_path: Path, prepared: tuple[DataConfig, object]) -> None:
-    train, held_out = (open_tokens(tmp_path / "whole", split) for split in tokens.SPLITS)
+    train, held_out = (open_tokens(tmp_path / "whole", split) for split in SPLITS)
     assert len(train.starts) + len(held_out.starts) == 40 + 60 + 60
     assert 16 < len(held_out.starts) < 50
     for each in (train, held_out):
@@ -79,12 +80,12 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(
     class Stopped(Exception):
         pass
 
-    def stopping(documents: object) -> object:
+    def stopping(documents: object, most: int) -> object:
         nonlocal batches
         batches += 1
         if batches % (stop_after + 1) == 0:
             raise Stopped
-        return original(documents)  # type: ignore[arg-type]
+        return original(documents, most)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tokens, "_batch", stopping)
     cache = tmp_path / "broken"
@@ -113,9 +114,9 @@ from antiphon.train import tokens
 from antiphon.train.config_data import DataConfig
 tokens._CHUNK_BYTES, tokens._BATCH_TEXTS = 500, 7
 whole = tokens._batch
-def slowly(documents):
+def slowly(documents, most):
     time.sleep(0.02)
-    return whole(documents)
+    return whole(documents, most)
 tokens._batch = slowly
 config = DataConfig(files={config.files!r}, held_out=0.2)
 tokens.tokenize(config, Path({str(tmp_path / "model")!r}), load_model_spec(Path({str(tmp_path / "model")!r})),
@@ -130,7 +131,7 @@ tokens.tokenize(config, Path({str(tmp_path / "model")!r}), load_model_spec(Path(
         time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
     reached = json.loads((cache / "progress.json").read_text())
-    done = sum(size["num_documents"] for split in tokens.SPLITS for size in reached[split].values())
+    done = sum(size["num_documents"] for split in SPLITS for size in reached[split].values())
     assert 0 < done < 160
     run(config, tmp_path, cache)
     assert bytes_of(cache) == whole
@@ -151,7 +152,7 @@ def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
     files = find_files(config)
     told: list[tuple[float, float | None]] = []
     sources = config.all_sources()
-    for _, found in tokens._documents(sources, [files], tokens._Reached(), lambda *each: told.append(each)):
+    for _, found in tokens._documents(sources, [files], Reached(), lambda *each: told.append(each)):
         list(found)
     total = sum(file.stat().st_size for file in files)
     assert {of for _, of in told} == {total}

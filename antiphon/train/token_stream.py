@@ -1,0 +1,340 @@
+"""Token ids of a large text, written beside the steps: who writes, where, and how far it is.
+
+1. Each source has a folder of its own, in which its ids grow (`train.tokens`). Files are taken in an order from the
+   seed. The sources take turns, block by block; a source's block is its share of `data.stream_tokens`.
+2. The first block is written before the first step. A process beside the first rank writes the rest, behind all other
+   work of the machine (`nice`). It ends with that rank, however that ends, and the next run goes on where it was.
+3. Ranks read in `progress.json` what is on disk for good, and wait for a block that is not. How fast ids are written
+   so never decides what is in them.
+
+The held-out text is that of the first block, so it is the same throughout the run; documents behind it that are held
+out are not trained on either. Rejected: a thread beside the steps. Each of their small operators would wait for the
+interpreter while the thread holds it.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.progress import Report, progress
+from antiphon.base.units import format_bytes
+from antiphon.models.config import load_model_spec
+from antiphon.specs.checked import read
+from antiphon.train.config_data import DataConfig, SourceConfig
+from antiphon.train.documents import find_files
+from antiphon.train.encoder import ids_dtype
+from antiphon.train.token_writer import write_whole
+from antiphon.train.tokens import (
+    SourceTokens,
+    TokenFile,
+    Written,
+    digest_of_text,
+    joined,
+    open_evaluation,
+    tokenize_evaluation,
+    tokenizing,
+    written_of,
+)
+
+ROUND = 4096  # samples: in each round of them a source has as many
+_POLL_S = 0.05
+_LOCK_S = 60.0  # for the writer of a run that has just ended
+_FAILED = "failed.json"
+
+
+@dataclass(frozen=True)
+class StreamedSource:
+    """`per_round`: of `ROUND` samples, those of this source. `block_tokens`: a whole number of sequences."""
+
+    source: SourceConfig
+    folder: Path
+    files: tuple[Path, ...]
+    made_from: str
+    per_round: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStream:
+    """The text of a run in blocks. `length`: of a sequence; `timeout_s`: how long a rank waits while nothing more is
+    written."""
+
+    data: DataConfig
+    tokenizer: Path
+    model: Path
+    cache: Path
+    seed: int
+    length: int
+    timeout_s: float
+
+    @property
+    def folder(self) -> Path:
+        return self.cache / "stream"
+
+    @cached_property
+    def sources(self) -> tuple[StreamedSource, ...]:
+        """In the order of the configuration. Without weights a source's share is that of its files' bytes."""
+        sources = self.data.all_sources()
+        files = [find_files(each, self.data.made_by) for each in sources]
+        sizes = [sum(file.stat().st_size for file in of) for of in files]
+        weights = [
+            max(1, size) if each.weight is None else each.weight for each, size in zip(sources, sizes, strict=True)
+        ]
+        found = []
+        for place, (source, of, per_round) in enumerate(zip(sources, files, _parts(weights), strict=True)):
+            order = np.random.default_rng((self.seed, place)).permutation(len(of))
+            shuffled = tuple(of[number] for number in order)
+            made_from = digest_of_text(self.data, (source,), shuffled, self.tokenizer, self.seed)
+            tokens = self.data.stream_tokens * per_round / ROUND
+            block = max(1, round(tokens / self.length)) * self.length
+            folder = self.folder / f"{place:02}"
+            found.append(StreamedSource(source, folder, shuffled, f"{made_from}-{block}", per_round, block))
+        return tuple(found)
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        return ids_dtype(load_model_spec(self.model).vocab_size)
+
+    def prepare(self) -> None:
+        """Write the first block of each source and the evaluation sets, unless they are there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / _FAILED).unlink(missing_ok=True)
+        spec = load_model_spec(self.model)
+        with _Lock(self.folder), progress("tokenizing the first block", format_amount=format_bytes) as report:
+            for each in self.sources:
+                written = written_of(each.folder, each.made_from)
+                if written is None or not written.has_block(0, each.block_tokens):
+                    next(self._writing(each, report), None)
+        tokenize_evaluation(self.data, self.tokenizer, spec, self.cache, self.seed)
+
+    def write_all(self) -> None:
+        """Write all that is not there yet, source by source in turns of a block."""
+        with _Lock(self.folder), progress("tokenizing", format_amount=format_bytes) as report:
+            writing = [self._writing(each, report) for each in self.sources]
+            while writing:
+                writing = [each for each in writing if next(each, "whole") is None]
+
+    def _writing(self, each: StreamedSource, report: Report) -> Iterator[None]:
+        spec = load_model_spec(self.model)
+        return tokenizing(
+            *(self.data, (each.source,), (each.files,), each.made_from, self.tokenizer, spec, each.folder, self.seed),
+            report,
+            each.block_tokens,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return all((found := written_of(each.folder)) is not None and found.is_whole for each in self.sources)
+
+    def written(self, number: int) -> Written:
+        """Of source `number`, behind `prepare`."""
+        found = written_of(self.sources[number].folder)
+        if found is None:
+            raise UserError(f"{self.sources[number].folder}: the token ids are gone: start again")
+        return found
+
+    def wait_for(self, number: int, block: int, check: Callable[[], None]) -> Written:
+        """Wait until this block of source `number` is there, or the source is whole. `check`: called meanwhile."""
+        source, seen, since_s = self.sources[number], -1, time.monotonic()
+        while not (found := self.written(number)).has_block(block, source.block_tokens):
+            self._check_failed()
+            check()
+            if found.num_ids != seen:
+                seen, since_s = found.num_ids, time.monotonic()
+            elif time.monotonic() - since_s > self.timeout_s:
+                raise ResourceError(
+                    f"block {block} of source {source.source.name!r} is not there, and tokenizing beside the first "
+                    f"rank has written nothing for {self.timeout_s:.0f} s: see what the first rank says; the same "
+                    "command goes on"
+                )
+            time.sleep(_POLL_S)
+        return found
+
+    def _check_failed(self) -> None:
+        try:
+            failed = json.loads((self.folder / _FAILED).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        raise UserError(str(failed["message"]))
+
+    def say_failed(self, message: str) -> None:
+        """To all ranks: there will be no more."""
+        write_whole(self.folder / _FAILED, {"message": message})
+
+    def block(self, number: int, block: int) -> TokenFile:
+        """Block `block` of source `number`, which is there: of text, with the id behind it; of chats, those that begin
+        in it."""
+        source, written = self.sources[number], self.written(number)
+        size, folder = source.block_tokens, source.folder
+        first, end = block * size, min((block + 1) * size + 1, written.num_ids)
+        starts = _mapped(folder / "train.starts", np.dtype(np.int64), 0, written.num_documents)
+        if source.source.is_chat:
+            bounds = np.searchsorted(starts, (first, first + size))
+            first, end = (int(starts[each]) if each < len(starts) else written.num_ids for each in bounds)
+            own = starts[slice(*bounds)] - first
+        else:
+            own = starts[slice(*np.searchsorted(starts, (first, end)))] - first
+            own = own if len(own) and own[0] == 0 else np.concatenate([[0], own])
+        has_learned = source.source.is_chat
+        return TokenFile(
+            ids=_mapped(folder / "train.bin", self.dtype, first, end - first),
+            starts=np.asarray(own),
+            num_text_bytes=0,
+            learned=_mapped(folder / "train.learned", np.dtype(np.uint8), first, end - first) if has_learned else None,
+            sources=(SourceTokens(source.source.name, 0, end - first, source.source.is_chat),),
+        )
+
+    def held_out(self) -> TokenFile:
+        """That of the first blocks, and the evaluation sets behind it."""
+        parts = []
+        for number, each in enumerate(self.sources):
+            num_ids, num_documents = self.written(number).first.get("held_out", (0, 0))
+            is_chat, folder = each.source.is_chat, each.folder
+            learned = _mapped(folder / "held_out.learned", np.dtype(np.uint8), 0, num_ids) if is_chat else None
+            parts.append(
+                TokenFile(
+                    ids=_mapped(folder / "held_out.bin", self.dtype, 0, num_ids),
+                    starts=_mapped(folder / "held_out.starts", np.dtype(np.int64), 0, num_documents),
+                    num_text_bytes=0,
+                    learned=learned,
+                    sources=(SourceTokens(each.source.name, 0, num_ids, is_chat),),
+                )
+            )
+        return joined([*parts, *open_evaluation(self.data, self.cache)])
+
+    @property
+    def digest(self) -> str:
+        """Of the first blocks, the sizes of all files and those of the blocks: files may move, and not change."""
+        parts = [
+            (self.written(number).digest, [file.stat().st_size for file in each.files], each.block_tokens)
+            for number, each in enumerate(self.sources)
+        ]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    def as_text(self) -> str:
+        """For the process that writes."""
+        made_from = [each.made_from for each in self.sources]
+        return json.dumps({**asdict(self), "made_from": made_from}, default=str)
+
+
+class StreamWriter:
+    """The process that writes what is missing of `stream`, until `close`. `check` raises when it has failed."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+        self._process: subprocess.Popen[str] | None = None
+        if not stream.is_whole:
+            command = [sys.executable, "-m", "antiphon.train.token_stream"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+            assert self._process.stdin is not None
+            self._process.stdin.write(stream.as_text() + "\n")
+            self._process.stdin.flush()
+
+    def check(self) -> None:
+        """`ResourceError` if the process is gone and has said nothing."""
+        code = None if self._process is None else self._process.poll()
+        if code and not (self._stream.folder / _FAILED).exists():
+            how = f"by signal {-code}" if code < 0 else f"with code {code}"
+            self._stream.say_failed(f"tokenizing beside the steps ended {how}: the same command goes on")
+
+    def close(self) -> None:
+        """End the process; what it wrote stays. May be called again."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            self._process = None
+
+
+class _Lock:
+    """One writer at a time in a folder; that of a run that has just ended may take a moment to go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "lock"
+
+    def __enter__(self) -> None:
+        self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        end_s = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if time.monotonic() > end_s:
+                    os.close(self._descriptor)
+                    raise UserError(
+                        f"{self._file.parent}: another run writes token ids there: stop it, or name another data.cache"
+                    ) from error
+                time.sleep(_POLL_S)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def _mapped(file: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray[Any, Any]:
+    """Elements `first` to `first + count`; without any, an empty array."""
+    if not count:
+        return np.zeros(0, dtype)
+    try:
+        return np.memmap(file, dtype, "r", first * dtype.itemsize, (count,))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: shorter than was written: remove {file.parent}") from error
+
+
+def _parts(weights: list[float]) -> list[int]:
+    """Whole parts of `ROUND` in these proportions, each at least 1; the largest remainders are rounded up."""
+    spare = ROUND - len(weights)
+    exact = [spare * each / sum(weights) for each in weights]
+    parts = [int(each) for each in exact]
+    for place in sorted(range(len(weights)), key=lambda each: parts[each] - exact[each])[: spare - sum(parts)]:
+        parts[place] += 1
+    return [each + 1 for each in parts]
+
+
+def _stream_of(text: str) -> TokenStream:
+    """What `as_text` gave; `UserError` if files have changed since."""
+    entries = json.loads(text)
+    made_from = entries.pop("made_from")
+    data = read(DataConfig, entries.pop("data"), "the run's data")
+    entries |= {key: Path(entries[key]) for key in ("tokenizer", "model", "cache")}
+    stream = TokenStream(data=data, **entries)
+    if [each.made_from for each in stream.sources] != made_from:
+        raise UserError("files of data.files changed while the run went on: start again")
+    return stream
+
+
+def main() -> int:
+    """The process beside the first rank: its job comes as a line, and its end with the end of that pipe."""
+    job = sys.stdin.readline()
+    os.nice(10)
+
+    def wait_for_the_end() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    try:
+        _stream_of(job).write_all()
+    except UserError as error:
+        folder = Path(json.loads(job)["cache"]) / "stream"
+        write_whole(folder / _FAILED, {"message": str(error)})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
