@@ -107,7 +107,8 @@ def train(
         with closing(OutputLock(Path(read.output.folder))):
             prepare_data(read, load_model_spec(Path(read.model.path)))
             if tokenize and read.data.stream_tokens:
-                stream_of(read).write_all()
+                with progress("tokenizing", format_amount=format_bytes) as report:
+                    stream_of(read).write_all(report)
         _show_data(read) if show_data else _show_tokens(read, json)
         return
     ranks = _ranks(nproc, planned, plan)

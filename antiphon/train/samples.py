@@ -99,9 +99,6 @@ class Samples:
         order: Numbers = np.concatenate(chosen)[np.random.default_rng((seed, turn)).permutation(self.num_windows)]
         return order
 
-    def wait_for(self, numbers: Sequence[int]) -> None:
-        """All are there (`train.streamed_samples` has others)."""
-
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
         """The samples with these global numbers."""
         windows = np.asarray([self._window(number) for number in numbers])

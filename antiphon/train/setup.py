@@ -122,7 +122,7 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     writer = None
     if config.data.stream_tokens and mesh.rank == 0:
         writer = StreamWriter(stream_of(config))
-        samples = StreamedSamples(stream_of(config), writer.check)
+        samples = StreamedSamples(stream_of(config), writer.check, timeout_s=config.communication.timeout_s)
     return TrainingRun(
         config=config,
         spec=spec,
@@ -168,7 +168,6 @@ def stream_of(config: TrainConfig) -> TokenStream:
         cache=cache_of(config),
         seed=config.seed,
         length=config.sequence_length,
-        timeout_s=config.communication.timeout_s,
     )
 
 
@@ -176,7 +175,8 @@ def open_data(config: TrainConfig) -> tuple[Samples | StreamedSamples, TokenFile
     """(samples, held-out text, digest of what is trained on) of what `prepare_data` wrote."""
     if config.data.stream_tokens:
         stream = stream_of(config)
-        return StreamedSamples(stream), stream.held_out(), stream.digest
+        samples = StreamedSamples(stream, timeout_s=config.communication.timeout_s)
+        return samples, stream.held_out(), stream.digest
     text = open_tokens(cache_of(config), "train")
     return Samples.of(config, text, shuffled=True), open_held_out(config.data, cache_of(config)), text.digest
 

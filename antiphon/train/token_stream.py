@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
 from antiphon.base.units import format_bytes
 from antiphon.models.config import load_model_spec
@@ -69,8 +69,7 @@ class StreamedSource:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """The text of a run in blocks. `length`: of a sequence; `timeout_s`: how long a rank waits while nothing more is
-    written."""
+    """The text of a run in blocks. `length`: of a sequence."""
 
     data: DataConfig
     tokenizer: Path
@@ -78,7 +77,6 @@ class TokenStream:
     cache: Path
     seed: int
     length: int
-    timeout_s: float
 
     @property
     def folder(self) -> Path:
@@ -120,9 +118,9 @@ class TokenStream:
                     next(self._writing(each, report), None)
         tokenize_evaluation(self.data, self.tokenizer, spec, self.cache, self.seed)
 
-    def write_all(self) -> None:
-        """Write all that is not there yet, source by source in turns of a block."""
-        with _Lock(self.folder), progress("tokenizing", format_amount=format_bytes) as report:
+    def write_all(self, report: Report = lambda done, total: None) -> None:
+        """Write all that is not there yet, source by source in turns of a block. `report`: bytes of its files."""
+        with _Lock(self.folder):
             writing = [self._writing(each, report) for each in self.sources]
             while writing:
                 writing = [each for each in writing if next(each, "whole") is None]
@@ -146,24 +144,8 @@ class TokenStream:
             raise UserError(f"{self.sources[number].folder}: the token ids are gone: start again")
         return found
 
-    def wait_for(self, number: int, block: int, check: Callable[[], None]) -> Written:
-        """Wait until this block of source `number` is there, or the source is whole. `check`: called meanwhile."""
-        source, seen, since_s = self.sources[number], -1, time.monotonic()
-        while not (found := self.written(number)).has_block(block, source.block_tokens):
-            self._check_failed()
-            check()
-            if found.num_ids != seen:
-                seen, since_s = found.num_ids, time.monotonic()
-            elif time.monotonic() - since_s > self.timeout_s:
-                raise ResourceError(
-                    f"block {block} of source {source.source.name!r} is not there, and tokenizing beside the first "
-                    f"rank has written nothing for {self.timeout_s:.0f} s: see what the first rank says; the same "
-                    "command goes on"
-                )
-            time.sleep(_POLL_S)
-        return found
-
-    def _check_failed(self) -> None:
+    def check_failed(self) -> None:
+        """`UserError` once there will be no more."""
         try:
             failed = json.loads((self.folder / _FAILED).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -231,7 +213,7 @@ class TokenStream:
 
 
 class StreamWriter:
-    """The process that writes what is missing of `stream`, until `close`. `check` raises when it has failed."""
+    """The process that writes what is missing of `stream`, until `close`."""
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
@@ -244,7 +226,7 @@ class StreamWriter:
             self._process.stdin.flush()
 
     def check(self) -> None:
-        """`ResourceError` if the process is gone and has said nothing."""
+        """Tell all ranks if the process is gone and has said nothing."""
         code = None if self._process is None else self._process.poll()
         if code and not (self._stream.folder / _FAILED).exists():
             how = f"by signal {-code}" if code < 0 else f"with code {code}"

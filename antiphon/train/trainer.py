@@ -39,9 +39,11 @@ from antiphon.train.setup import DTYPES, TrainingRun, build_model
 from antiphon.train.spans import StepSpans, join_parts, share_spans
 from antiphon.train.spikes import SpikeLimit, spike, with_step
 from antiphon.train.stop import StopRequest
+from antiphon.train.streamed_samples import StreamedSamples
 from antiphon.train.watch import Watch
 from antiphon.train.weights import NOT_TRAINED, Weights
 
+_TEXT_S = 1.0  # between two looks for a signal
 _log = get_logger("train")
 
 
@@ -136,7 +138,8 @@ class Trainer:
         )
         try:
             while self.state.step < config.steps and not (stopped := stop.reason()):
-                self._await_text()
+                if not self._text_is_there():
+                    continue
                 measured = packing is not None and packing.is_measured(self.state.step)
                 watch.before_step(self.state.step, logged=self._is_logged(self.state.step), measured=measured)
                 result = self._step()
@@ -244,16 +247,24 @@ class Trainer:
             parts.give_up_all()
         return state
 
-    def _await_text(self) -> None:
-        """Wait for the samples of the next step; where there will be none, on all ranks, save and end."""
-        first = self.state.num_samples
+    def _text_is_there(self) -> bool:
+        """Whether every rank has the samples of the next step, after a wait in which no signal is looked for. Where one
+        of them will never have them, all save and end."""
+        samples, first, found, failure = self._run.samples, self.state.num_samples, False, None
+        if not isinstance(samples, StreamedSamples):
+            return True
         try:
-            self._run.samples.wait_for(range(first, first + self.config.batch))
-        except UserError:
-            if self._saved_step != self.state.step and self.state.step:
+            found = samples.are_there(range(first, first + self.config.batch), _TEXT_S)
+        except UserError as error:
+            failure = error
+        own = torch.tensor([float(not found), float(failure is not None)], device=HOST)
+        num_waiting, num_failed = run(AllReduce(self.mesh.world, "barrier"), own).tolist()
+        if num_failed:
+            if self.state.step and self._saved_step != self.state.step:
                 self._save()
                 self._saver.finish()
-            raise
+            raise failure or UserError("another rank has no more text to train on: see what it says")
+        return not num_waiting
 
     def _step(self) -> TrainedStep:
         config, step = self.config, self.state.step

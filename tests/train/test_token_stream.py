@@ -153,15 +153,18 @@ def test_text_that_cannot_be_read_ends_the_run_behind_a_checkpoint(tmp_path: Pat
 
 
 def test_a_writer_that_dies_and_one_that_writes_nothing_are_named(tmp_path: Path) -> None:
-    stream = streamed(tmp_path, "communication.timeout_s=0.2")
-    with pytest.raises(ResourceError, match=r"block 1 of source 'files' is not there, and tokenizing .* for 0 s"):
-        stream.wait_for(0, 1, lambda: None)
+    stream = streamed(tmp_path)
+    samples = StreamedSamples(stream, timeout_s=0.2)
+    assert samples.are_there(range(10), 0.0)
+    assert not samples.are_there(range(60), 0.0)
+    with pytest.raises(ResourceError, match=r"block 1 of source 'files' is not there, and tokenizing .* for 200"):
+        samples.are_there(range(60), 60.0)
     writer = StreamWriter(stream)
     assert writer._process is not None
     writer._process.send_signal(signal.SIGKILL)
     writer._process.wait()
     with pytest.raises(UserError, match="tokenizing beside the steps ended by signal 9"):
-        streamed(tmp_path, "communication.timeout_s=60").wait_for(0, 1, writer.check)
+        StreamedSamples(stream, writer.check).batch([60], WHERE)
     writer.close()
 
 
@@ -208,7 +211,7 @@ def test_a_source_shorter_than_a_sequence_is_named(tmp_path: Path) -> None:
     config = read_config(file, (*BLOCKS, "data.held_out=0.0"))
     prepare_data(config, load_model_spec(Path(config.model.path)))
     with pytest.raises(UserError, match=r"source 'files' has . tokens, sequence_length is 16"):
-        StreamedSamples(stream_of(config)).wait_for([0])
+        StreamedSamples(stream_of(config)).batch([0], WHERE)
     assert tokenizer_of(config).name == "model"
 
 
