@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
 from antiphon.base.progress import Report, progress
 from antiphon.base.units import format_bytes
 from antiphon.models.config import load_model_spec
@@ -50,6 +51,7 @@ from antiphon.train.tokens import (
 )
 
 ROUND = 4096  # samples: in each round of them a source has as many
+_log = get_logger("train")
 _POLL_S = 0.05
 _LOCK_S = 60.0  # for the writer of a run that has just ended
 _FAILED = "failed.json"
@@ -116,7 +118,17 @@ class TokenStream:
                 written = written_of(each.folder, each.made_from)
                 if written is None or not written.has_block(0, each.block_tokens):
                     next(self._writing(each, report), None)
+        if self.data.held_out and not any(self._first_held_out(number)[0] for number in range(len(self.sources))):
+            _log.warning(
+                "the first block has no held-out document, so there is no held-out loss: raise data.stream_tokens (now "
+                "%d) or data.held_out, or give an evaluation set",
+                self.data.stream_tokens,
+            )
         tokenize_evaluation(self.data, self.tokenizer, spec, self.cache, self.seed)
+
+    def _first_held_out(self, number: int) -> tuple[int, int]:
+        """Ids and documents of source `number` that are held out in its first block."""
+        return self.written(number).first.get("held_out", (0, 0))
 
     def write_all(self, report: Report = lambda done, total: None) -> None:
         """Write all that is not there yet, source by source in turns of a block. `report`: bytes of its files."""
@@ -183,7 +195,7 @@ class TokenStream:
         """That of the first blocks, and the evaluation sets behind it."""
         parts = []
         for number, each in enumerate(self.sources):
-            num_ids, num_documents = self.written(number).first.get("held_out", (0, 0))
+            num_ids, num_documents = self._first_held_out(number)
             is_chat, folder = each.source.is_chat, each.folder
             learned = _mapped(folder / "held_out.learned", np.dtype(np.uint8), 0, num_ids) if is_chat else None
             parts.append(

@@ -93,7 +93,7 @@ def test_an_export_is_evaluated_as_transformers_sees_it(tmp_path: Path) -> None:
         arguments = f"model={export},tokenizer={export},base_url={url},max_length=128"
         evaluated = subprocess.run(
             [program, "run", "--model", "local-completions", "--tasks", "goes_on", "--include_path", str(tmp_path),
-             "--model_args", f"{arguments},tokenized_requests=True,num_concurrent=4,max_retries=1", "--log_samples",
+             "--model_args", f"{arguments},tokenized_requests=True,num_concurrent=4", "--log_samples",
              "--output_path", str(tmp_path / "report")],
             env=os.environ | OFFLINE, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
