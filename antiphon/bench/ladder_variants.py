@@ -22,6 +22,7 @@ from antiphon.bench.box import box_unavailable
 from antiphon.bench.harness.cores import quota_unavailable
 from antiphon.bench.train import StepCase
 from antiphon.models.config import load_model_spec
+from antiphon.specs.checked import did_you_mean
 from antiphon.train.packing import EVERY, FIRST_STEP
 
 Kind = Literal["antiphon", "ddp", "fsdp2"]
@@ -59,6 +60,12 @@ class LadderOptions:
     rank_cores: Annotated[
         float | None, Option(metavar="F", show_default="all", help="Of a ladder: cores that a rank gets at most.")
     ] = None
+    inner_mbit: Annotated[
+        float | None, Option(metavar="R", show_default="as fast as memory", help="Of a ladder: links inside a node.")
+    ] = None
+    variants: Annotated[
+        str | None, Option(metavar="NAME;NAME", show_default="all", help="Of a ladder: its first, and these.")
+    ] = None
     figure: Annotated[
         Path | None, Option(metavar="FILE", show_default="no figure", help="Of a ladder: write it as SVG.")
     ] = None
@@ -74,7 +81,9 @@ class LadderOptions:
 class LadderCase(StepCase):
     """`ladder` on a box of `nodes` times `ranks_per_node` ranks whose links carry `mbit` 10^6 bits/s each way.
     `rounds`: timed steps of each variant. `rank_cores`: a control group gives a rank this many cores, so that ranks
-    that share cores take each other nothing; 0: they share what there is."""
+    that share cores take each other nothing; 0: they share what there is. `chosen`: names of variants that run, beside
+    the first, with which all are compared; empty: all. `inner_mbit`: ranks of a node have links of this rate to each
+    other, and each has one out of the node; 0: they share memory, and the way out."""
 
     ladder: str
     nodes: int
@@ -82,6 +91,8 @@ class LadderCase(StepCase):
     mbit: float
     rounds: int
     rank_cores: float = 0.0
+    chosen: tuple[str, ...] = ()
+    inner_mbit: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -95,22 +106,33 @@ def variants_of(case: LadderCase) -> tuple[Variant, ...]:
     """In the order in which they stand in the table. `UserError` for a ladder that does not exist."""
     if case.ladder not in LADDERS:
         raise UserError(f"--ladder is {case.ladder!r}: use {', '.join(sorted(LADDERS))}")
-    return (*LADDERS[case.ladder](case), *BASELINES)
+    every = (*LADDERS[case.ladder](case), *BASELINES)
+    names = [each.name for each in every]
+    for name in case.chosen:
+        if name not in names:
+            raise UserError(
+                f"--variants names {name!r}, which the ladder {case.ladder} lacks: {did_you_mean(name, names)}"
+            )
+    return tuple(each for each in every if not case.chosen or each is every[0] or each.name in case.chosen)
 
 
 def _msm(case: LadderCase) -> tuple[Variant, ...]:
-    """Every rank in one group, as in a node of the paper: here the slow wire is inside it."""
+    """Every rank in one group, as in a node of the paper: here the slow wire is inside it. Sums of gradients run beside
+    backward, as in both systems of the paper, except with several micro-batches, which are compared with each other."""
     ranks = case.ranks
-    tensor = {"parallel": {"tensor": ranks, "expert_tensor": ranks, "dispatch": "gather_scatter"}}
-    rows = {"parallel": {"sequence": ranks, "expert": ranks}}
+    beside = {"communication": {"sums": "baseline"}}
+    split = {"sequence": ranks, "expert": ranks}
+    tensor = {"parallel": {"tensor": ranks, "expert_tensor": ranks, "dispatch": "gather_scatter"}} | beside
+    rows = {"parallel": split} | beside
+    halves = {"parallel": split, "micro_batch": case.batch // 2}
     return (
         Variant(name="TP + TP", tables=tensor, overlaps=False),
         Variant(name="SP + EP", tables=rows, overlaps=False),
         Variant(name="+ between operators", tables=rows),
         Variant(name="+ inside operators", tables=rows | {"overlap": {"inside": True}}),
         Variant(name="selective, between", tables=rows | {"memory": {"remake": "selective"}}),
-        Variant(name="two micro-batches", tables=rows | {"micro_batch": case.batch // 2}),
-        Variant(name="+ in turns", tables=rows | {"micro_batch": case.batch // 2, "overlap": {"pairs": True}}),
+        Variant(name="two micro-batches", tables=halves),
+        Variant(name="+ in turns", tables=halves | {"overlap": {"pairs": True}}),
         Variant(name="TP + TP, inside", tables=tensor | {"overlap": {"inside": True}}),
     )
 
@@ -120,15 +142,20 @@ def _compression(case: LadderCase) -> tuple[Variant, ...]:
     rows = {"parallel": {"expert": case.ranks}}
     narrow = rows | {"communication": {"gradients": "bfloat16"}}
     levels = narrow | {"communication": {"gradients": "bfloat16", "hierarchical": True}}
+    in_turn = narrow | {"communication": {"gradients": "bfloat16", "hierarchical": True, "level_chunks": 1}}
     fewer = narrow | {"communication": {"gradients": "bfloat16", "activations": "float8"}}
     has_levels = case.nodes > 1 and case.ranks_per_node > 1
     return (
         Variant(name="off, nothing beside", tables=rows, overlaps=False),
         Variant(name="off", tables=rows),
         Variant(name="gradients in BF16", tables=narrow, band=0.02),
+        *((Variant(name="+ by levels, in turn", tables=in_turn, band=0.02),) if has_levels else ()),
         *((Variant(name="+ by levels", tables=levels, band=0.02),) if has_levels else ()),
         Variant(name="+ rows in FP8", tables=fewer, band=0.02),
     )
+
+
+PACKING = "+ packing"
 
 
 def _lina(case: LadderCase) -> tuple[Variant, ...]:
@@ -137,7 +164,8 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
     ranks, chunk_bytes = case.ranks, max(1000, round(case.mbit * 1e6 / 8 * 0.05))
     halvings = (ranks & -ranks).bit_length() - 1
     settled = FIRST_STEP + EVERY * max(0, halvings - 1)
-    if ranks % 2 or case.rounds <= settled:
+    packs = not case.chosen or PACKING in case.chosen
+    if packs and (ranks % 2 or case.rounds <= settled):
         raise UserError(
             f"the lina ladder with {ranks} ranks and {case.rounds} rounds: packing halves the ranks that share the "
             f"experts, and decides until step {settled}: give an even number, and more than {settled} --rounds"
@@ -151,7 +179,7 @@ def _lina(case: LadderCase) -> tuple[Variant, ...]:
         ("priority", {"sums": "priority"}),
         ("+ partition", {"partition": True}),
         ("+ pipeline", {"pipeline_experts": True}),
-        ("+ packing", {"packing": True}),
+        (PACKING, {"packing": True}),
     ):
         keys = keys | more
         settles = settled if "packing" in more else 0
@@ -205,5 +233,7 @@ def check_ladder(case: LadderCase) -> None:
         )
     if case.rank_cores and (reason := quota_unavailable()):
         raise ResourceError(f"--rank-cores is {case.rank_cores:g}: no part of a core can be set aside: {reason}")
+    if case.inner_mbit and case.ranks_per_node == 1:
+        raise UserError(f"--inner-mbit is {case.inner_mbit:g} and --ranks-per-node 1: there are no links inside a node")
     if reason := box_unavailable():
         raise ResourceError(f"a ladder runs on a cluster in a box (docs/box.md): {reason}")

@@ -43,7 +43,7 @@ from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
 
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
-WARM = 3  # steps whose losses are compared and whose times are not
+WARM = 2  # steps whose losses are compared and whose times are not
 END_S = 30.0
 # --- turns of one rank
 
@@ -232,7 +232,7 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
         workplace = Path(name)
         write_text(workplace / TEXT, case.tokens_per_step * (WARM + case.rounds + 2))
         watch = CpuWatch()
-        with Box(num_nodes=case.nodes, mbit=case.mbit) as box, Children() as ranks, ExitStack() as quotas:
+        with _box_of(case) as box, Children() as ranks, ExitStack() as quotas:
             names = [f"rank[{rank}]" for rank in range(case.ranks)]
             ranks.start(names, [partial(LadderRank, case, workplace)] * case.ranks, partial(_start_in, box))
             for pid in ranks.pids if case.rank_cores else ():
@@ -242,6 +242,13 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
                 report(done + 1, num_steps * num_variants)
             rows: list[dict[str, Any]] = ranks.ask("end", timeout_s=max(END_S, deadline - time.monotonic()))[0]
     return [row | {"foreign_cpu_share": watch.foreign_share()} for row in rows]
+
+
+def _box_of(case: LadderCase) -> Box:
+    """Nodes; with links inside them each rank is one, near those of its node."""
+    if not case.inner_mbit:
+        return Box(num_nodes=case.nodes, mbit=case.mbit)
+    return Box(num_nodes=case.ranks, mbit=case.mbit, near_mbit=case.inner_mbit, num_near=case.ranks_per_node)
 
 
 def _start_in(box: Box, socket: str, count: int, log: IO[bytes]) -> list[NodeProcess]:
@@ -278,6 +285,7 @@ def _rows(
             "world_size": case.ranks,
             "nodes": case.nodes,
             "mbit": case.mbit,
+            "inner_mbit": case.inner_mbit,
             "rank_cores": case.rank_cores,
             "tokens_per_s": case.tokens_per_step / step_s,
             "step_s_median": step_s,
@@ -299,7 +307,8 @@ def _rows(
             form, first = str(contestant.trainer.mesh.sizes), not (variant.overlaps and not variant.settles)
             assert form in plain_s or first, f"{variant.name} is the first of its form, and overlaps"
             plain = plain_s.setdefault(form, own_s)
-            if not contestant.trainer.config.overlap.pairs:  # turns of two micro-batches are not simulated
+            # Not simulated: turns of two micro-batches, and links inside nodes.
+            if not contestant.trainer.config.overlap.pairs and not case.inner_mbit:
                 row["predicted_step_s"] = _predicted_s(case, contestant, plain, record.expert_rows)
             row["operator_s"] = own_s
         rows.append(row)

@@ -331,6 +331,8 @@ def _run_ladder(chosen: LadderOptions, step: dict[str, Any], json: str | None) -
         ranks_per_node=2 if chosen.ranks_per_node is None else chosen.ranks_per_node,
         mbit=100.0 if chosen.mbit is None else chosen.mbit,
         rank_cores=0.0 if chosen.rank_cores is None else chosen.rank_cores,
+        inner_mbit=0.0 if chosen.inner_mbit is None else chosen.inner_mbit,
+        chosen=tuple(name.strip() for name in (chosen.variants or "").split(";") if name.strip()),
     )
     timeout_s = 3600.0 if chosen.timeout is None else chosen.timeout
     check_timeout("--timeout", timeout_s)

@@ -91,6 +91,7 @@ def _round_in_place(x: Tensor, narrow: Tensor) -> None:
         narrow[begin:end].copy_(x[begin:end].to(torch.bfloat16))
 
 
+LEVEL_CHUNKS, LEAST_CHUNK_BYTES = 4, 1 << 16
 _REPLICAS: tuple[tuple[str, ...], ...] = (
     ("data", "sequence"),
     ("data", "sequence", "tensor"),
@@ -110,12 +111,13 @@ class Level:
 @dataclass(frozen=True)
 class Replicas:
     """The ranks of `group`. `sums`, `gathers`: levels for gradients and for parameters, the inner one first. `narrow`:
-    gradients travel in bfloat16."""
+    gradients travel in bfloat16. `chunks`: in how many at most what goes over two levels is cut."""
 
     group: Group
     sums: tuple[Level, ...]
     gathers: tuple[Level, ...]
     narrow: bool = False
+    chunks: int = LEVEL_CHUNKS
 
     @staticmethod
     def flat(group: Group) -> "Replicas":
@@ -142,12 +144,12 @@ class Replicas:
         sizes = (-(-count // self.size),) * self.size
         padded = torch.cat((flat, flat.new_zeros(sum(sizes) - count))) if sum(sizes) > count else flat
         shard = self.sum_shard(padded, sizes)
-        whole = _gather(self.sums, "gradients", shard.bfloat16() if self.narrow else shard, sizes)
+        whole = self._gather(self.sums, "gradients", shard.bfloat16() if self.narrow else shard, sizes)
         return whole[:count].to(flat.dtype)
 
     def sum_shard(self, flat: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's shard of the sum; shards have these sizes. `flat` is used up."""
-        count = _chunks(self.sums, sizes, flat.element_size())
+        count = self._chunks(self.sums, sizes, flat.element_size())
         if count == 1:
             for level, parts in _levels(self.sums, sizes):
                 flat = start(self._sum_of(level, parts, flat.dtype), flat).wait()
@@ -174,27 +176,33 @@ class Replicas:
 
     def gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
         """The parameters of which this rank has a shard."""
-        return _gather(self.gathers, "parameters", shard, sizes)
+        return self._gather(self.gathers, "parameters", shard, sizes)
 
     @property
     def group_of_sums(self) -> Group:
         return self.sums[0].group
 
+    def _gather(self, levels: Sequence[Level], purpose: str, shard: Tensor, sizes: Sequence[int]) -> Tensor:
+        count = self._chunks(levels, sizes, shard.element_size())
+        if count == 1:
+            for level, parts in reversed(_levels(levels, sizes)):
+                shard = run(AllGather(level.group, purpose + level.suffix, parts), shard)
+            return shard
+        under_way: list[Pending | Done] = []  # inside nodes
+        across = _start_gather(levels, purpose, shard, sizes, 1, (0, count))
+        for number in range(count):
+            came = across.wait()
+            if number + 1 < count:
+                across = _start_gather(levels, purpose, shard, sizes, 1, (number + 1, count))
+            under_way.append(_start_gather(levels, purpose, came, sizes, 0, (number, count)))
+        return joined([each.wait() for each in under_way], tuple(sizes))
 
-def _gather(levels: Sequence[Level], purpose: str, shard: Tensor, sizes: Sequence[int]) -> Tensor:
-    count = _chunks(levels, sizes, shard.element_size())
-    if count == 1:
-        for level, parts in reversed(_levels(levels, sizes)):
-            shard = run(AllGather(level.group, purpose + level.suffix, parts), shard)
-        return shard
-    under_way: list[Pending | Done] = []  # inside nodes
-    across = _start_gather(levels, purpose, shard, sizes, 1, (0, count))
-    for number in range(count):
-        came = across.wait()
-        if number + 1 < count:
-            across = _start_gather(levels, purpose, shard, sizes, 1, (number + 1, count))
-        under_way.append(_start_gather(levels, purpose, came, sizes, 0, (number, count)))
-    return joined([each.wait() for each in under_way], tuple(sizes))
+    def _chunks(self, levels: Sequence[Level], sizes: Sequence[int], element_bytes: int) -> int:
+        """In how many chunks shards of these sizes go, the same on every rank: one where there are not two levels, or
+        where a chunk would be small."""
+        if len(levels) == 1:
+            return 1
+        return max(1, min(self.chunks, sum(sizes) * element_bytes // LEAST_CHUNK_BYTES))
 
 
 def _start_gather(
@@ -206,17 +214,6 @@ def _start_gather(
         AllGather(level.group, purpose + level.suffix, parts),
         taken(x, (x.shape[0],), *part) if which else x,
     )
-
-
-MOST_CHUNKS, LEAST_CHUNK_BYTES = 4, 1 << 16
-
-
-def _chunks(levels: Sequence[Level], sizes: Sequence[int], element_bytes: int) -> int:
-    """In how many chunks shards of these sizes go, the same on every rank: one where there are not two levels, or where
-    a chunk would be small."""
-    if len(levels) == 1:
-        return 1
-    return max(1, min(MOST_CHUNKS, sum(sizes) * element_bytes // LEAST_CHUNK_BYTES))
 
 
 def _part_sizes(sizes: Sequence[int], number: int, count: int) -> tuple[int, ...]:
@@ -240,7 +237,8 @@ class ReplicaGroups:
     where `node_size` ranks are neighbours on a node (0: no levels), and, if the mesh has a launcher for sums, others
     for gradients than for parameters."""
 
-    def __init__(self, mesh: Mesh, *, node_size: int = 0, narrow: bool = False) -> None:
+    def __init__(self, mesh: Mesh, *, node_size: int = 0, narrow: bool = False, chunks: int = LEVEL_CHUNKS) -> None:
+        self._chunks = chunks
         self._found: dict[tuple[int, ...], Replicas] = {}
         lists = [mesh.sizes.groups(axes) for axes in _REPLICAS]
         if mesh.sizes.pipeline > 1:
@@ -268,7 +266,7 @@ class ReplicaGroups:
         if mesh.launcher is not None:
             ledger = mesh.launcher.ledger
             sums = tuple(replace(each, group=_group(each.group.ranks, mesh, ledger)) for each in gathers)
-        return Replicas(group, sums, gathers, narrow)
+        return Replicas(group, sums, gathers, narrow, self._chunks)
 
 
 def ranks_of_levels(own: Sequence[int], rank: int, node_size: int) -> tuple[list[int], list[int]]:

@@ -15,6 +15,7 @@ from antiphon.cost.roofline import roofs
 from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
 from antiphon.cost.training.counts import (
     causal_imbalance,
+    context_to_tensor_ratio,
     expert_parallel_volume,
     expert_to_tensor_ratio,
     layer_ratio,
@@ -372,6 +373,15 @@ def _attention_order() -> str:
     return " < ".join(sorted(busiest, key=lambda name: busiest[name]))
 
 
+def _attention_volumes(heads_per_kv_head: int) -> str:
+    """What a rank sends for attention, least first."""
+    sent = {
+        "SP": float(sequence_to_tensor_ratio(RANKS, heads_per_kv_head)),
+        "CP": float(context_to_tensor_ratio(heads_per_kv_head)),
+    }
+    return " < ".join(sorted(sent, key=lambda name: sent[name]))
+
+
 def _gradient_time(element_bytes: float) -> float:
     cluster = shipped_cluster(H800)
     size = SyncBytes(sharded=5e9 * element_bytes, replicated=0.0)
@@ -420,5 +430,6 @@ OURS |= {
     "compression": lambda few, many: _gradient_time(few) / _gradient_time(many),
     "least synchronisation": lambda: min(_sync_ratios()),
     "order of attention": _attention_order,
+    "order of volumes": _attention_volumes,
     "loss over": loss_over,
 }

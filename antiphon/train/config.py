@@ -20,6 +20,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.float8 import Format
 from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
+from antiphon.comm.replicas import LEVEL_CHUNKS
 from antiphon.comm.tiles import check_tile_rows
 from antiphon.kernels.ops.products import Kind
 from antiphon.specs.checked import (
@@ -53,7 +54,9 @@ class MemoryConfig:
     limit).
 
     `offload`: AdamW's "moments", or with them the "experts" parameters, lie in a mapped file and are fetched a layer
-    ahead (`train.offload`). `offload_folder`: on which disk (empty: the output's)."""
+    ahead (`train.offload`). `offload_folder`: on which disk (empty: the output's).
+
+    `reuse_rows`: what experts' products make lies in memory that is used again (`kernels.ops.row_buffers`)."""
 
     remake: Literal["none", "selective", "full"] = "none"
     keep: tuple[str, ...] = ()
@@ -61,6 +64,7 @@ class MemoryConfig:
     activation_bytes: CountFromZero = 0
     offload: Literal["none", "moments", "experts"] = "none"
     offload_folder: str = ""
+    reuse_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.offload_folder and self.offload == "none":
@@ -125,8 +129,9 @@ _WIDEST_BYTES = 8  # of a number: a chunk holds one at least
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
     """`gradients`: their format between ranks that hold the same parameters; they are added in float32 either way.
-    `hierarchical`: these sums go inside each node first, then one copy between nodes. `node_size`: ranks of a node (0:
-    as many as torchrun started on this machine).
+    `hierarchical`: these sums go inside each node first, then one copy between nodes, in up to `level_chunks` chunks:
+    while one is between nodes, the next is inside. `node_size`: ranks of a node (0: as many as torchrun started on this
+    machine).
 
     `activations`: rows and their gradients on the way to experts and back: "float8" all of them, "float8_permutation"
     only those that all-to-alls move, which add nothing. `attention`: rows that tensor ranks gather before attention and
@@ -143,6 +148,7 @@ class CommunicationConfig:
 
     gradients: Literal["float32", "bfloat16"] = "float32"
     hierarchical: Flag = False
+    level_chunks: Annotated[Whole, Field(ge=1, le=64)] = LEVEL_CHUNKS
     node_size: CountFromZero = 0
     activations: Format = "plain"
     attention: Literal["plain", "float8"] = "plain"
@@ -159,6 +165,11 @@ class CommunicationConfig:
             raise UserError(
                 "partition is true and sums is 'behind', where nothing runs beside a sum: set sums to 'priority', "
                 "'between' or 'baseline', or partition to false"
+            )
+        if self.level_chunks != LEVEL_CHUNKS and not self.hierarchical:
+            raise UserError(
+                f"level_chunks is {self.level_chunks} and hierarchical is false, so there are no levels: set "
+                "hierarchical to true, or leave level_chunks out"
             )
         if self.packing and self.sums != "priority":
             raise UserError(

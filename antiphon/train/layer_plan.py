@@ -43,6 +43,7 @@ from antiphon.train.layer_schedule import (
     one_by_one,
     only,
     parse,
+    with_late_weights,
 )
 from antiphon.train.operators import Graph, Operator, RowExchange, WeightProduct, part_name, whole_name
 from antiphon.train.tiled import Tiled
@@ -108,7 +109,8 @@ STARTED = (RowExchange, Tiled)  # operators that are started and waited for
 class PlanOptions:
     """`keep` and `dropped`: as for `keeping`. `schedule`: as text, and `where` it comes from; empty: the default one,
     or, unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows, see
-    `train.way_operators`. `products`: in which arithmetic layers multiply by their weights."""
+    `train.way_operators`. `late_weights`: of the default schedule, see `with_late_weights`. `products`: in which
+    arithmetic layers multiply by their weights."""
 
     keep: Keep = "none"
     dropped: tuple[str, ...] = ()
@@ -116,6 +118,7 @@ class PlanOptions:
     where: str = "the default schedule"
     beside: bool = True
     parts: int = 1
+    late_weights: bool = False
     products: Products = field(default_factory=Products)
 
     @property
@@ -142,7 +145,10 @@ class LayerPlan:
         kept = keeping(graph, options.keep, options.dropped)
         text = options.schedule
         if not text:
-            schedule = schedule_in_parts(parse(DEFAULT, options.where), graph.operators)
+            schedule = parse(DEFAULT, options.where)
+            if options.late_weights:
+                schedule = with_late_weights(schedule, graph.operators)
+            schedule = schedule_in_parts(schedule, graph.operators)
             text = str(schedule if options.beside else one_by_one(schedule))
         return LayerPlan._of(graph, kept, text, options.where)
 

@@ -106,6 +106,30 @@ def only(actions: Iterable[Action], operators: Collection[str], again: Collectio
     ]
 
 
+def with_late_weights(schedule: Schedule, operators: Collection[str]) -> Schedule:
+    """`schedule` with the gradients of the experts' first weights behind the way back of heads, where nothing else is
+    left to compute, and not behind the way back of rows, which those of the second weights fill."""
+    heads = next((name for name in ("qkv_heads_a2a", "heads_a2a") if name in operators), None)
+    if heads is None:
+        return schedule
+    late = [each for each in schedule.backward if each in _LATE]
+    order = [each for each in schedule.backward if each not in _LATE]
+    place = order.index(Action(START_GRADIENT, heads)) + 1
+    return Schedule(schedule.forward, (*order[:place], *late, *order[place:]))
+
+
+_LATE = frozenset(
+    Action(verb, operator)
+    for verb, operator in (
+        (WAIT_AGAIN, "dispatch"),
+        (WAIT_AGAIN, "dispatch_fc1"),
+        (AGAIN, "scatter"),
+        (WEIGHTS, "fc1"),
+        (WEIGHTS, "dispatch_fc1"),
+        (WEIGHTS, "dispatch_2_fc1"),
+    )
+)
+
 DEFAULT = """
 forward:
 ln1
@@ -197,11 +221,8 @@ weights dense_fc1
 again ln2
 gradient over_budget
 gradient total
-start gradient combine   # behind it: rows are sent again, activations made again, the shared expert
+start gradient combine   # behind it: activations made again, the shared expert
 start gradient fc2_combine
-again send
-start again dispatch
-start again dispatch_fc1
 again activation
 again weigh
 gradient shared_gate
@@ -217,6 +238,16 @@ start gradient combine_2
 start gradient fc2_combine_2
 wait gradient combine_2
 wait gradient fc2_combine_2
+again send               # what is received again travels behind the experts' gradients, when the wire is idle
+start again dispatch
+start again dispatch_fc1
+start again qkv_heads_a2a
+again rope
+again pack_heads
+start again heads_a2a
+again pack_rows
+start again rows_a2a
+start again rows_a2a_out
 gradient gather
 gradient weigh_bias
 gradient fc2
@@ -237,7 +268,7 @@ gradient send_2
 gradient choices
 gradient arrive
 start gradient routing
-start gradient dispatch  # behind it: gradients of the experts' weights, what attention needs again
+start gradient dispatch  # behind it: gradients of the experts' weights
 start gradient dispatch_fc1
 weights fc2
 weights fc2_combine
@@ -248,13 +279,6 @@ again scatter
 weights fc1
 weights dispatch_fc1
 weights dispatch_2_fc1
-start again qkv_heads_a2a
-again rope
-again pack_heads
-start again heads_a2a
-again pack_rows
-start again rows_a2a
-start again rows_a2a_out
 again widen
 wait gradient routing
 gradient hop

@@ -21,6 +21,7 @@ from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.products import Products
+from antiphon.kernels.ops.row_buffers import RowBuffers
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
@@ -190,6 +191,11 @@ def check_device(config: TrainConfig, device: torch.device) -> None:
             f"memory.offload maps the memory of the processor, and the run computes on {device}: set it to 'none', or "
             "device to 'cpu'"
         )
+    if config.memory.reuse_rows:
+        raise UserError(
+            f"memory.reuse_rows is true and the device is {device}, whose allocator does this: set it to false, and "
+            "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8"
+        )
     if config.overlap.inside:
         raise UserError(
             f"overlap.inside is true and the device is {device}: tiles travel through host memory: set device to "
@@ -261,9 +267,20 @@ def plan_options(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> PlanOpti
         dropped=tensors_of(memory.again) or dropped_to_fit(spec, config, setup_of(config, sizes)),
         beside=config.overlap.beside,
         parts=parts_of(spec, config, sizes),
-        products=Products(config.products),
+        late_weights=_heads_are_wide(spec, config, sizes),
+        products=Products(config.products, RowBuffers() if memory.reuse_rows else None),
     )
     return replace(found, schedule=read_text(Path(file)), where=file) if file else found
+
+
+def _heads_are_wide(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> bool:
+    """Whether heads take so long to travel, beside rows of experts, that each of them hides work of its own better than
+    rows hide all of it: two thirds as long, because the first weights of experts are two thirds of the work."""
+    attention, copies = spec.attention, min(spec.router.top_k, sizes.expert)
+    if sizes.sequence == 1 or config.parallel.dispatch == "gather_scatter" or attention.latent is not None:
+        return False
+    width = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    return 3 * width >= 2 * copies * spec.hidden_size
 
 
 def parts_of(spec: ModelSpec, config: TrainConfig, sizes: Sizes) -> int:

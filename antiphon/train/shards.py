@@ -57,6 +57,7 @@ class Shards:
             model.mesh,
             node_size=communication.ranks_per_node(self._world.size),
             narrow=communication.gradients == "bfloat16",
+            chunks=communication.level_chunks,
         )
         make = partial(_buckets, model=model, replicas=replicas, zero=zero, matrices=matrices)
         self._outer = make(model, "")

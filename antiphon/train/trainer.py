@@ -411,6 +411,8 @@ class Trainer:
         if mapped := self._optimizer.mapped:
             values["offloaded_bytes"] = sum(each.num_bytes for each in mapped)
             values["offloaded_resident_bytes"] = sum(each.resident_bytes for each in mapped)
+        if (buffers := self.model.layers[0].products.buffers) is not None:
+            values["row_buffers_bytes"], values["row_buffers_made"] = buffers.num_bytes, buffers.num_made
         return values if watch.traffic is None else values | watch.traffic.metrics()
 
     def _evaluate(self) -> None:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_prediction import BoxLinks, exchanges, predicted_step_s, sums_s
@@ -85,7 +86,7 @@ def test_rows_over_the_budget_are_as_narrow_as_others() -> None:
     sizes, found, travels_s = Sizes(world_size=4, expert=4), dict[str, float](), dict[str, float]()
     fast = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=float("inf"))
     operator_s = {"over_budget": 1.0, "waits in over_budget": 3.0, "waits in over_budget backward": 5.0}
-    for variant in variants_of(chosen)[1:5]:
+    for variant in variants_of(chosen)[1:6]:
         config = configuration(chosen, variant, 0, Path("/nowhere"))
         config = replace(config, parallel=replace(config.parallel, row_budget=0.5))  # one process may exceed it
         plans = [layer.plan for layer in build_model(spec, config, 32).layers]
@@ -137,6 +138,17 @@ def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
     assert "+ by levels" not in names  # one rank a node has none
 
 
+def test_some_variants_run_beside_the_first() -> None:
+    few = variants_of(case(ladder="lina", rounds=2, chosen=("priority", "+ partition")))  # too few rounds to pack
+    assert [each.name for each in few] == ["nothing beside", "priority", "+ partition"]
+    with pytest.raises(
+        UserError, match=r"--variants names 'prioritty', which the ladder lina lacks: did you mean prio"
+    ):
+        variants_of(case(ladder="lina", rounds=20, chosen=("prioritty",)))
+    with pytest.raises(UserError, match=r"give an even number, and more than 14 --rounds"):
+        variants_of(case(ladder="lina", rounds=2))
+
+
 def test_a_variant_that_trains_otherwise_is_refused() -> None:
     variants = variants_of(case())[:2]
     check_losses(variants, [VariantRecord(losses=[8.0]), VariantRecord(losses=[8.0001])])
@@ -159,6 +171,7 @@ def test_figure_is_well_formed() -> None:
         (["--ladder", "lina", "--rounds", "5"], "more than 14 --rounds"),
         (["--ladder", "msm", "--ranks", "2"], "leave them out"),
         (["--mbit", "10"], "only a ladder"),
+        (["--ladder", "msm", "--ranks-per-node", "1", "--inner-mbit", "9"], "no links inside a node"),
     ],
 )
 def test_bad_options(options: list[str], words: str) -> None:

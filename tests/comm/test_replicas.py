@@ -48,6 +48,9 @@ def sums(rank: int) -> dict[tuple[bool, bool], Any]:
             begin = sum(UNEVEN[: of.place])
             mesh.ledger.take()
             gathered = of.gather(uneven, UNEVEN)
+            if levels:  # one after the other: the same bits
+                one = ReplicaGroups(mesh, node_size=NODE, narrow=narrow, chunks=1).of(mesh.world)
+                assert torch.equal(one.gather(one.sum_shard(number_of(rank), UNEVEN), UNEVEN), gathered)
             others = ReplicaGroups(mesh).of(mesh.world).sum(total.clone()) - RANKS * total
             found[levels, narrow] = (
                 float((total - expected).abs().max()),

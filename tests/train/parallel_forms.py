@@ -210,7 +210,11 @@ def one_step(spec: ModelSpec, mesh: Mesh, form: Form) -> tuple[list[Piece], Pass
         first=FirstValues(1, 0.2),
         parallel=parallel,
         communication=form.communication,
-        options=PlanOptions(keep=form.keep, parts=form.parts) if mesh.sizes.world_size > 1 else PlanOptions(),
+        options=(
+            PlanOptions(keep=form.keep, parts=form.parts, late_weights=mesh.sizes.sequence > 1)
+            if mesh.sizes.world_size > 1
+            else PlanOptions()
+        ),
         links=links,
     )
     model.double()

@@ -15,7 +15,7 @@ from antiphon.train.config import ParallelConfig, config_of
 from antiphon.train.config_learning import LossConfig
 from antiphon.train.layer import MoeLayer, reference_forward
 from antiphon.train.layer_plan import PlanOptions
-from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse
+from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse, with_late_weights
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.routing import Routing
@@ -91,6 +91,31 @@ def test_another_order_of_the_operators() -> None:
     expected, *others = (gradients(config, PlanOptions(schedule=each)) for each in ("", lines, serial))
     for found in others:
         assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_what_travels_has_work_behind_it(tmp_path: Path) -> None:
+    """Rows that are received again travel behind the experts' gradients; the experts' first weights wait for heads,
+    where these are wide beside the rows of a token."""
+    whole = parse(DEFAULT, "")
+    order = [str(each) for each in with_late_weights(whole, {"heads_a2a"}).backward]
+    assert sorted(order) == sorted(str(each) for each in whole.backward)
+    wanted = (
+        "wait gradient combine",
+        "start again dispatch",
+        "gradient fc2",
+        "gradient fc1",
+        "start gradient dispatch",
+    )
+    wanted += ("weights fc2", "wait gradient dispatch", "start gradient heads_a2a", "weights fc1")
+    wanted += ("wait gradient heads_a2a",)
+    assert sorted(wanted, key=order.index) == list(wanted)
+    assert with_late_weights(whole, {"dispatch"}) == whole, "no heads travel"
+    tables = harness.config_of(tmp_path).as_table() | {"parallel": {"sequence": 2, "expert": 2}}
+    config, sizes = config_of(tables, ""), Sizes(world_size=2, sequence=2, expert=2)
+    assert plan_options(model_spec(harness.CONFIG), config, sizes).late_weights
+    many = model_spec(harness.CONFIG | {"num_experts": 8, "num_experts_per_tok": 8})
+    eight = Sizes(world_size=8, sequence=8, expert=8)
+    assert not plan_options(many, config, eight).late_weights, "eight rows of a token"
 
 
 def bytes_of(folder: Path, *changes: str) -> tuple[float, float]:

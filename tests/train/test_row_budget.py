@@ -1,5 +1,6 @@
 """Peak memory of a pass with all rows on few experts, against one with even use; what goes into which piece."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from antiphon.train.config_learning import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
+from antiphon.train.setup import prepare
+from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import on_ranks
-from tests.train.harness import CONFIG
+from tests.train.harness import CONFIG, config_of
 from tests.train.live_bytes import LiveBytes
 
 EXPERTS, LENGTH = 8, 512
@@ -104,3 +107,17 @@ def test_every_choice_is_in_one_piece_and_every_piece_within_its_part(tmp_path: 
     for number, piece in enumerate(pieces_rTK):
         rows = [int(((piece >= first) & (piece < first + 4)).sum()) for first in (0, 4)]
         assert max(rows) <= (0.25 if number else 0.75) * share + slack
+
+
+def test_rows_in_used_memory_have_the_same_bits(tmp_path: Path) -> None:
+    """Two runs of several steps, and what the buffers take."""
+    found = []
+    for reuse in ("false", "true"):
+        config = config_of(tmp_path / reuse, f"memory.reuse_rows={reuse}")
+        Trainer(prepare(config)).run()
+        found.append([json.loads(each) for each in (tmp_path / reuse / "out/metrics.jsonl").read_text().splitlines()])
+    plain, reused = ([each for each in lines if "loss" in each] for lines in found)
+    assert [each["loss"] for each in plain] == [each["loss"] for each in reused]
+    assert "row_buffers_bytes" not in plain[-1]
+    assert reused[-1]["row_buffers_bytes"] > 0
+    assert reused[-1]["row_buffers_made"] - reused[-2]["row_buffers_made"] < reused[0]["row_buffers_made"]

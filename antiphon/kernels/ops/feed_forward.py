@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.ops.row_buffers import RowBuffers
 from antiphon.kernels.triton import kernels_for
 from antiphon.specs.model import FeedForwardSpec
 
@@ -79,20 +80,25 @@ class _SiluTimesUp(torch.autograd.Function):
         return grad_gate_up_RJ
 
 
-def grouped_product(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+def grouped_product(
+    x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], buffers: RowBuffers | None = None
+) -> Tensor:
     """[R, O]: each row times the matrix of its expert. `counts_E`: rows of each expert, in order; their sum is R.
+    `buffers`: where results lie, those of its backward too; None: in memory of their own.
 
     An expert without rows gets a gradient of zeros."""
     assert sum(counts_E) == x_RI.shape[0], f"{sum(counts_E)} rows are counted, {x_RI.shape[0]} given"
-    y_RO: Tensor = _GroupedProduct.apply(x_RI, weight_EOI, counts_E)  # type: ignore[no-untyped-call]
+    y_RO: Tensor = _GroupedProduct.apply(x_RI, weight_EOI, counts_E, buffers)  # type: ignore[no-untyped-call]
     return y_RO
 
 
-def grouped_input_gradient(grad_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
-    """[R, I]: the gradient of `grouped_product`'s rows."""
+def grouped_input_gradient(
+    grad_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], buffers: RowBuffers | None = None
+) -> Tensor:
+    """[R, I]: the gradient of `grouped_product`'s rows, in one of `buffers` if there are any."""
     if _has_grouped_mm(grad_RO, weight_EOI):
         return torch._grouped_mm(grad_RO, weight_EOI, offs=_ends(counts_E, grad_RO.device))
-    grad_x_RI = grad_RO.new_empty(grad_RO.shape[0], weight_EOI.shape[2])
+    grad_x_RI = _empty_rows(grad_RO, weight_EOI.shape[2], buffers)
     for expert, rows in _groups(counts_E):
         torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])
     return grad_x_RI
@@ -122,23 +128,32 @@ def grouped_bias_gradient(grad_RO: Tensor, counts_E: tuple[int, ...]) -> Tensor:
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], buffers: RowBuffers | None
+    ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI)
-        ctx.counts_E = counts_E
+        ctx.counts_E, ctx.buffers = counts_E, buffers
         if _has_grouped_mm(x_RI, weight_EOI):
             return torch._grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=_ends(counts_E, x_RI.device))
-        y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+        y_RO = _empty_rows(x_RI, weight_EOI.shape[1], buffers)
         for expert, rows in _groups(counts_E):
             torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
         return y_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RI, weight_EOI = ctx.saved_tensors
         grad_RO, counts_E = grad_RO.contiguous(), ctx.counts_E
-        grad_x_RI = grouped_input_gradient(grad_RO, weight_EOI, counts_E) if ctx.needs_input_grad[0] else None
+        needs_x = ctx.needs_input_grad[0]
+        grad_x_RI = grouped_input_gradient(grad_RO, weight_EOI, counts_E, ctx.buffers) if needs_x else None
         grad_weight_EOI = grouped_weight_gradient(grad_RO, x_RI, counts_E) if ctx.needs_input_grad[1] else None
-        return grad_x_RI, grad_weight_EOI, None
+        return grad_x_RI, grad_weight_EOI, None, None
+
+
+def _empty_rows(like_R: Tensor, width: int, buffers: RowBuffers | None) -> Tensor:
+    if buffers is None:
+        return like_R.new_empty(like_R.shape[0], width)
+    return buffers.empty(like_R.shape[0], width, like_R.dtype)
 
 
 def _groups(counts_E: tuple[int, ...]) -> list[tuple[int, slice]]:

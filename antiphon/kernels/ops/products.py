@@ -23,7 +23,7 @@ zero; the paper gave it up for this.
 Letters: R rows in order of expert, E experts, I inputs, O outputs. Without `counts_E` there is one matrix [O, I].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.ops.feed_forward import grouped_input_gradient, grouped_product, grouped_weight_gradient
+from antiphon.kernels.ops.row_buffers import RowBuffers
 
 Kind = Literal["plain", "float8", "hybrid"]
 Counts = tuple[int, ...] | None
@@ -59,9 +60,11 @@ def rounded_by_groups(x_RI: Tensor, kind: torch.dtype = _E4M3) -> Tensor:
 
 @dataclass(frozen=True)
 class Products:
-    """The three products of one parameter, of rows [R, I] or [..., I]."""
+    """The three products of one parameter, of rows [R, I] or [..., I]. `buffers`: where rows of experts lie behind a
+    product, forward and backward; None: each in memory of its own."""
 
     kind: Kind = "plain"
+    buffers: RowBuffers | None = field(default=None, compare=False)
 
     @property
     def _of_gradients(self) -> torch.dtype:
@@ -70,7 +73,7 @@ class Products:
     def forward(self, x: Tensor, weight: Tensor, counts_E: Counts = None) -> Tensor:
         """Each row times the matrix, or its expert's; gradients pass it."""
         if self.kind == "plain":
-            return _product(x, weight, counts_E)
+            return _product(x, weight, counts_E, self.buffers)
         y: Tensor = _Float8Product.apply(x, weight, counts_E, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -79,7 +82,7 @@ class Products:
             grad, weight = rounded(grad, -1, self._of_gradients), rounded(weight, -2, by_two=True)
         if counts_E is None:
             return grad @ weight
-        return grouped_input_gradient(grad.contiguous(), weight, counts_E)
+        return grouped_input_gradient(grad.contiguous(), weight, counts_E, self.buffers)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, counts_E: Counts = None) -> Tensor:
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
@@ -90,8 +93,8 @@ class Products:
         return grouped_weight_gradient(grad.contiguous(), x, counts_E)
 
 
-def _product(x: Tensor, weight: Tensor, counts_E: Counts) -> Tensor:
-    return F.linear(x, weight) if counts_E is None else grouped_product(x, weight, counts_E)
+def _product(x: Tensor, weight: Tensor, counts_E: Counts, buffers: RowBuffers | None) -> Tensor:
+    return F.linear(x, weight) if counts_E is None else grouped_product(x, weight, counts_E, buffers)
 
 
 class _Float8Product(torch.autograd.Function):
@@ -99,7 +102,7 @@ class _Float8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts_E: Counts, products: Products) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts_E, ctx.products = counts_E, products
-        return _product(rounded(x, -1), rounded(weight, -1, by_two=True), counts_E)
+        return _product(rounded(x, -1), rounded(weight, -1, by_two=True), counts_E, products.buffers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
