@@ -294,10 +294,13 @@ def predicted_step_s(
     )
     sums = sums_s(spec, config, setup_of(config, sizes), sizes, links)
     times = [(plan, costs.of(plan, backward=True)) for plan in reversed(plans)]
+    orders_s = sum(seconds_of(plan.schedule.backward, each) for plan, each in times)
     if config.communication.sums == "behind":
-        orders_s = sum(seconds_of(plan.schedule.backward, each) for plan, each in times)
         return costs.outside_s + forward_s + config.micro_batches * orders_s + sums
     assert config.micro_batches == 1, "sums run beside the last pass only"
+    if sizes.sequence * sizes.tensor > 1:  # Lina's simulator knows no exchanges of attention
+        wire_s = sums + sum(sum(each.travelling_s.values()) for _, each in times)
+        return costs.outside_s + forward_s + max(orders_s, wire_s)
     layers = [LayerTimes(each.computing_s, each.travelling_s, costs.exchange_bytes) for _, each in times]
     beside_s = backward_s(layers, sums, sums * links.bytes_per_s, config.communication)
     return costs.outside_s + forward_s + beside_s

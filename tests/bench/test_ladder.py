@@ -77,7 +77,10 @@ def test_without_a_wire_a_prediction_is_the_sum_of_operators() -> None:
     slow = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=1e6)
     sums = sums_s(spec, config, setup_of(config, sizes), sizes, slow)
     assert sums > 0
-    assert predicted_step_s(spec, config, sizes, plans, operator_s, slow) >= found + sums
+    behind = replace(config, communication=replace(config.communication, sums="behind"))
+    after_s = predicted_step_s(spec, behind, sizes, plans, operator_s, slow)
+    assert after_s >= found + sums
+    assert found < predicted_step_s(spec, config, sizes, plans, operator_s, slow) < after_s, "sums run beside backward"
 
 
 def test_rows_over_the_budget_are_as_narrow_as_others() -> None:
