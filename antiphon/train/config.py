@@ -54,9 +54,8 @@ class MemoryConfig:
     limit).
 
     `offload`: AdamW's "moments", or with them the "experts" parameters, lie in a mapped file and are fetched a layer
-    ahead (`train.offload`). `offload_folder`: on which disk (empty: the output's).
-
-    `reuse_rows`: what experts' products make lies in memory that is used again (`kernels.ops.row_buffers`)."""
+    ahead (`train.offload`). `offload_folder`: on which disk (empty: the output's). `reuse_rows`: what experts' products
+    make lies in memory that is used again (`kernels.ops.row_buffers`)."""
 
     remake: Literal["none", "selective", "full"] = "none"
     keep: tuple[str, ...] = ()
@@ -129,14 +128,13 @@ _WIDEST_BYTES = 8  # of a number: a chunk holds one at least
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
     """`gradients`: their format between ranks that hold the same parameters; they are added in float32 either way.
-    `hierarchical`: these sums go inside each node first, then one copy between nodes, in up to `level_chunks` chunks:
-    while one is between nodes, the next is inside. `node_size`: ranks of a node (0: as many as torchrun started on this
-    machine).
+    `hierarchical`: these sums go inside each node first, then one copy between nodes, in up to `level_chunks` chunks
+    that hide each other. `node_size`: ranks of a node (0: as many as torchrun started on this machine).
 
     `activations`: rows and their gradients on the way to experts and back: "float8" all of them, "float8_permutation"
     only those that all-to-alls move, which add nothing. `attention`: rows that tensor ranks gather before attention and
-    add up behind it. `gate_weights`: where a result is multiplied by its choice's
-    weight: "combine", behind the experts, or "experts", before their second product.
+    add up behind it. `gate_weights`: where its choice's weight multiplies a result: "combine", behind the experts, or
+    "experts", before their second product.
 
     `sums`: when gradients are summed: "behind" backward; "baseline", as soon as a layer's are known, beside whatever
     else travels (what Lina compares with); "between", only between a MoE layer's two exchanges and the next one's
@@ -167,10 +165,7 @@ class CommunicationConfig:
                 "'between' or 'baseline', or partition to false"
             )
         if self.level_chunks != LEVEL_CHUNKS and not self.hierarchical:
-            raise UserError(
-                f"level_chunks is {self.level_chunks} and hierarchical is false, so there are no levels: set "
-                "hierarchical to true, or leave level_chunks out"
-            )
+            raise UserError(f"level_chunks is {self.level_chunks} and hierarchical false: set that, or leave this out")
         if self.packing and self.sums != "priority":
             raise UserError(
                 f"packing is true and sums is {self.sums!r}: it needs the times of exchanges, which only sums "
