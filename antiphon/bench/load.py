@@ -18,12 +18,9 @@ load, and its queue would not show.
 
 import asyncio
 import itertools
-import json
 import math
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,15 +32,12 @@ import numpy as np
 from typer import Option
 
 from antiphon.base.errors import UserError
-from antiphon.base.system import python_module, raise_limit
+from antiphon.base.system import raise_limit
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, share
 from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
 from antiphon.bench.openai_peer import REQUEST_TIMEOUT_S, OpenAIPeer, inter_token_s
-from antiphon.bench.serve import parse_contestant
-from antiphon.bench.served_plans import START_S, end_process, wait_for
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
-from antiphon.planner.local_prediction import LocalChoice
 from antiphon.sim.arrivals import Demand, draw_demand
 from antiphon.specs.workload import WorkloadSpec, load_workload
 
@@ -79,6 +73,12 @@ class LoadOptions:
         int | None, UpTo(1000), Option(metavar="N", show_default="3", help="Of load: repeats of a rate.")
     ] = None
     html: Annotated[Path | None, Option(metavar="FILE", help="Of load: write a page with curves.")] = None
+    nodes: Annotated[
+        int | None, UpTo(16), Option(metavar="N", show_default="this machine", help="Of load: nodes of a box.")
+    ] = None
+    mbit: Annotated[
+        float | None, Option(metavar="R", show_default="100", help="Of load: links of the nodes, 10^6 bits/s.")
+    ] = None
 
     def refuse_without_rate(self) -> None:
         """`UserError` if something of load is asked for, and no load."""
@@ -218,6 +218,8 @@ def bench_load(
 ) -> list[dict[str, Any]]:
     """Rows of `bench serve --rate`. A contestant whose requests all failed is named once, with the reason."""
     raise_limit()
+    for peer in peers:
+        peer.start()
     vocab_size = load_model_spec(model).vocab_size
     pids = [peer.pid for peer in peers if peer.pid is not None]
     rows = []
@@ -286,47 +288,6 @@ def best_within(rows: Sequence[Mapping[str, Any]], tpot_s: float) -> dict[str, f
         if row["tpot_s"] is not None and row["tpot_s"]["p50"] <= tpot_s:
             best[row["engine"]] = max(best[row["engine"]] or 0.0, row["output_tokens_per_s"])
     return best
-
-
-@contextmanager
-def own_servers(
-    model: Path, contestants: Sequence[str], case: LoadCase, folder: Path, options: Sequence[str]
-) -> Iterator[list[OpenAIPeer]]:
-    """`antiphon serve` for each contestant, one after the other, with `options` besides; all are ended at the end.
-
-    `UserError` with the end of a server's log if it does not start within 300 s."""
-    with ExitStack() as stack:
-        peers = []
-        for index, name in enumerate(contestants):
-            started = _started(model, name, case, folder / f"{index}", options, stack)
-            peers.append(OpenAIPeer(started, name=f"antiphon {name}"))
-        yield peers
-
-
-def _started(model: Path, contestant: str, case: LoadCase, file: Path, options: Sequence[str], stack: ExitStack) -> str:
-    """The URL of a server that is ready. `file`: stem of its log and of what it says of itself."""
-    ready, log = file.with_suffix(".json"), file.with_suffix(".log")
-    command = [*python_module("antiphon.cli.main"), "serve", str(model), *serve_options(parse_contestant(contestant))]
-    command += ["--port", "0", "--json", str(ready), "--max-streams", str(2 * case.num_requests), *options]
-    if case.workload.max_batch is not None:
-        command += ["--max-running", str(case.workload.max_batch)]
-    with log.open("wb") as output:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-    stack.callback(end_process, server)
-    wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, log, START_S)
-    return str(json.loads(ready.read_text(encoding="utf-8"))["url"])
-
-
-def serve_options(choice: LocalChoice) -> list[str]:
-    """How `antiphon serve` is asked for that layout."""
-    numbers = {"--attention": choice.num_attention, "--tp": choice.tp}
-    if choice.layout == "colocated":
-        numbers["--pp"] = choice.num_stages
-    else:
-        numbers["--expert-tp"] = choice.expert_tp
-    if choice.layout == "disaggregated":
-        numbers |= {"--experts": choice.num_experts, "--micro-batches": choice.num_micro_batches}
-    return ["--layout", choice.layout, *(str(word) for pair in numbers.items() for word in pair)]
 
 
 def _ms(name: str, quantile: str) -> Callable[[Mapping[str, Any]], object]:

@@ -32,7 +32,7 @@ from antiphon.serve.served_plan import ServedPlan, served_plan_of
 from antiphon.specs.plan import read_plan
 
 ANTIPHON = python_module("antiphon.cli.main")
-_SECRET = "only for a benchmark, on a private network"
+SECRET = "only for a benchmark, on a private network"
 _PORTS = 7700, 7800  # of a node: workers join, and HTTP
 START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
 _LOOSE = "--slo-ttft", "2s", "--slo-tpot", "100ms"  # without targets a pass is as long as memory allows
@@ -145,7 +145,7 @@ def nodes_in_a_box(cluster: dict[str, Any], num_nodes: int, mbit: float, folder:
         file.write_text(json.dumps(nodes))
 
         def start(node: int, arguments: Sequence[str], log: Path) -> Process:
-            environment = {"ANTIPHON_JOIN_SECRET": _SECRET}
+            environment = {"ANTIPHON_JOIN_SECRET": SECRET}
             with log.open("wb") as output:
                 return box.start(node, arguments, env=environment, stdout=output, stderr=subprocess.STDOUT)
 

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_bytes
 from antiphon.bench import serve as serving
-from antiphon.bench.load import COLUMNS, LoadOptions, bench_load, best_within, load_case, own_servers
+from antiphon.bench.load import COLUMNS, LoadOptions, bench_load, best_within, load_case
+from antiphon.bench.load_servers import nodes_for, own_servers, run_beside
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli.bench_rows import check_limits, show_rows
@@ -46,25 +48,31 @@ def serve_load(
     check_output_file("--html", load.html)
     case = load_case(load, model)
     names = words_of(layouts)
+    if load.nodes is not None and (against_url is not None or threads is not None or device != "cpu"):
+        raise UserError(
+            "--nodes: each process there is a worker of one thread on a CPU, and no server outside is seen; leave out "
+            "--against-url, --threads and --device"
+        )
     given = ["--device", device, *(["--threads", str(threads)] if threads else [])]
     with (
         tempfile.TemporaryDirectory(prefix="antiphon-load-") as folder,
         sigterm_exits(),
-        own_servers(model, names, case, Path(folder), given) as peers,
+        nodes_for(load) as box,
+        own_servers(model, names, case, Path(folder), given, box) as peers,
     ):
         if against_url is not None:
             peers.append(OpenAIPeer(against_url))
         if not peers:
             raise UserError("no server to measure: give --layouts or --against-url")
-        for peer in peers:
-            peer.start()
-        rows = bench_load(model, peers, case, say=say)
+        rows = run_beside(box, partial(bench_load, model, peers, case, say=say))
     slo = case.workload.slo
     within = None if slo.tpot_s is None else best_within(rows, slo.tpot_s)
     about = {
         "workload": case.workload.name,
         "slo": asdict(slo),
         "burstiness": case.burstiness,
+        "nodes": load.nodes,
+        "mbit": None if load.nodes is None else load.mbit or 100.0,
         "output_tokens_per_s_within_tpot": within,
     }
     show_rows("serve-load", COLUMNS, rows, json, about=about, device=device_name(device))

@@ -92,7 +92,7 @@ class WorkerOptions:
     ] = "barrier"
     transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     prefill_collectives: Annotated[
-        Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")
+        Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid, or --tp.")
     ] = "auto"
     decode_collectives: Annotated[
         Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid.")

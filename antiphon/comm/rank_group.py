@@ -6,7 +6,7 @@ rank's part is done. It waits at most the group's timeout for any peer, and name
 until `reset`. One thread makes the calls; `abort` may come from any.
 
 Sums are made in float32, in the order of ranks, and rounded once. So every rank gets the same bits, at every size, over
-every transport.
+every transport. Blocks of rows may be summed one after the other beside other work (`begin_sum`), with the same bits.
 
 Rejected: `torch.distributed`. Its groups cannot lose a member and go on; its order of sums depends on size and on the
 number of ranks; a rank that dies is named after its timeout.
@@ -40,6 +40,16 @@ class RankGroup(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, which is contiguous and of the same shape on all ranks, by the sum over all ranks."""
+
+    def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
+        """First and last row, exclusive, of the blocks in which so many rows should be summed, in order."""
+
+    def begin_sum(self, tensor: Tensor) -> None:
+        """As `all_reduce`, but the sum is there after `finish_sums`. Sums begun are made in their order; until they are
+        finished only others may begin."""
+
+    def finish_sums(self) -> None:
+        """Waits until all that began have ended; raises what the first that failed did."""
 
     def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         """[sum of `rows_by_rank`, ...]: the rows of all ranks in order; `tensor` has this rank's."""
@@ -99,6 +109,15 @@ class Alone:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """The sum of one is itself."""
+
+    def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
+        return [(0, num_rows)]
+
+    def begin_sum(self, tensor: Tensor) -> None:
+        self.all_reduce(tensor)
+
+    def finish_sums(self) -> None:
+        """None is under way."""
 
     def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         return tensor

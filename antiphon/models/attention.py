@@ -35,9 +35,13 @@ from antiphon.specs.model import AttentionSpec, LatentSpec
 
 
 class Attention(Protocol):
-    def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor | None, cache: KVCache, batch: AttentionBatch) -> Tensor:
-        """x + attention(y), the second times the model's residual multiplier; attention(y) alone if x is None. Writes
-        the rows' keys and values to the cache first."""
+    def heads(self, layer: int, y_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
+        """[T, heads * their width]: what the heads made of the rows y. Writes the rows' keys and values to the cache
+        first."""
+
+    def project(self, heads_TV: Tensor, x_TH: Tensor | None) -> Tensor:
+        """x + attention(y), the second times the model's residual multiplier, from what the heads made; attention(y)
+        alone if x is None. Row by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ class GroupedQueryAttention:
             eps=self.eps,
         )
 
-    def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor | None, cache: KVCache, batch: AttentionBatch) -> Tensor:
+    def heads(self, layer: int, y_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
         spec, backend = self.spec, self.backend
         qkv_TX = backend.linear(y_TH, self.qkv)
         if spec.qk_norm == "full":
@@ -86,7 +90,7 @@ class GroupedQueryAttention:
         if spec.clip_qkv is not None:
             qkv_TX.clamp_(-spec.clip_qkv, spec.clip_qkv)
         q_TND = backend.rotate_and_store(qkv_TX, cache, layer, batch, self._heads)
-        out_TND = backend.paged_attention(
+        return backend.paged_attention(
             q_TND,
             cache,
             layer,
@@ -94,11 +98,14 @@ class GroupedQueryAttention:
             scale=spec.scale,
             sliding_window=spec.window_of(layer),
             sinks_N=self.sinks_N,
-        )
+        ).flatten(1)
+
+    def project(self, heads_TV: Tensor, x_TH: Tensor | None) -> Tensor:
+        backend = self.backend
         if self.residual_multiplier != 1.0:  # two exact steps: a fused a + m * b would round by the row's place
-            delta_TH = backend.linear(out_TND.flatten(1), self.out).mul_(self.residual_multiplier)
+            delta_TH = backend.linear(heads_TV, self.out).mul_(self.residual_multiplier)
             return delta_TH if x_TH is None else delta_TH.add_(x_TH)
-        return backend.linear(out_TND.flatten(1), self.out, residual_TO=x_TH)
+        return backend.linear(heads_TV, self.out, residual_TO=x_TH)
 
     def _norm_whole(self, qkv_TX: Tensor) -> None:
         """Norms of all of q and of all of k, in place."""
@@ -143,7 +150,7 @@ class LatentAttention:
     def __post_init__(self) -> None:
         self._stored = HeadRows(num_heads=0, rotary=unrotated(self.rotary))  # rows are rotated here, and only written
 
-    def __call__(self, layer: int, y_TH: Tensor, x_TH: Tensor | None, cache: KVCache, batch: AttentionBatch) -> Tensor:
+    def heads(self, layer: int, y_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
         q_nope_TNC, q_rope_TNR, latent_TL, k_rope_TR = self._project(y_TH, batch)
         self.backend.rotate_and_store(torch.cat((latent_TL, k_rope_TR), dim=1), cache, layer, batch, self._stored)
         pairs = list(zip(batch.query_lens, batch.context_lens, strict=True))
@@ -157,7 +164,10 @@ class LatentAttention:
                 q_nope_TNC, q_rope_TNR = (q.index_select(0, rows_T) for q in (q_nope_TNC, q_rope_TNR))
                 own_TNV = self._absorbed(q_nope_TNC, q_rope_TNR, layer, cache, own_batch)
                 out_TNV.index_copy_(0, rows_T.long(), own_TNV)
-        return self.backend.linear(out_TNV.flatten(1), self.out, residual_TO=x_TH)
+        return out_TNV.flatten(1)
+
+    def project(self, heads_TV: Tensor, x_TH: Tensor | None) -> Tensor:
+        return self.backend.linear(heads_TV, self.out, residual_TO=x_TH)
 
     def _project(self, y_TH: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(queries without rotation, rotated queries, normed latent rows, rotated shared key)."""

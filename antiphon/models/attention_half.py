@@ -14,12 +14,13 @@ worker can leave a micro-batch between any two calls and take up another:
     logits = half.head(x[rows], delta[rows])
 
 Under tensor parallelism (`models/shares`) several ranks run this loop on the same rows. x, y and the gate's choice are
-the same bits on all of them; attention and feed-forward are parts, which `attend` and `sum_over_ranks` add up.
+the same bits on all of them; attention and feed-forward are parts, which `attend` and `sum_over_ranks` add up,
+or `sum_of_rows` block by block while the next one is computed.
 
 Letters as in `antiphon.kernels.api`; W vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
-from antiphon.models.shares import add_over_ranks, share_of
+from antiphon.models.shares import add_over_ranks, share_of, sum_of_blocks
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import KVStorage
 
@@ -154,15 +155,28 @@ class AttentionHalf:
             y_TH = weights.input_norm(x_TH)
         else:
             x_TH, y_TH = weights.input_norm.after_adding(x_TH, delta_TH)
+        attention = weights.attention
+        heads_TV = attention.heads(cached, y_TH, cache, batch)
         if self._share.is_whole:
-            x_TH = weights.attention(cached, y_TH, x_TH, cache, batch)
+            x_TH = attention.project(heads_TV, x_TH)
             return x_TH, weights.post_norm(x_TH)
-        part_TH = weights.attention(cached, y_TH, None, cache, batch)
-        return weights.post_norm.after_adding(x_TH, add_over_ranks(self.ranks, part_TH))
+        delta_TH = self.sum_of_rows(y_TH.shape[0], lambda first, last: attention.project(heads_TV[first:last], None))
+        return weights.post_norm.after_adding(x_TH, delta_TH)
 
     def sum_over_ranks(self, delta_TH: Tensor) -> Tensor:
         """What a layer's feed-forward adds to the residual stream, from this rank's part, which it may overwrite."""
         return add_over_ranks(self.ranks, delta_TH)
+
+    def sum_of_rows(self, num_rows: int, make: Callable[[int, int], Tensor]) -> Tensor:
+        """The same, from what computes this rank's part of the rows from `first` to `last`: of all, or block by block
+        while the ranks sum the block before."""
+        return sum_of_blocks(self.ranks, num_rows, make)
+
+    def dense_feed_forward(self, layer: int, y_TH: Tensor) -> Tensor:
+        """What a dense layer's feed-forward adds to the residual stream, summed over the ranks."""
+        local = self.layers[layer].local
+        assert local is not None, "a layer without experts has a dense feed-forward"
+        return self.sum_of_rows(y_TH.shape[0], lambda first, last: local(y_TH[first:last]))
 
     def routes(self, layer: int) -> bool:
         """Whether this layer has routed experts."""

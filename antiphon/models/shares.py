@@ -4,7 +4,8 @@
     gate, up      rows: some of the feed-forward's width      down   the matching columns
     embedding, head: rows, some of the vocabulary             everything else: whole, on every rank
 
-What the ranks computed of a row is added up by `add_over_ranks`.
+What the ranks computed of a row is added up by `add_over_ranks`; over slow links by `sum_of_blocks`: a block of rows is
+summed while the next one is multiplied (MegaScale-Infer, section 6, has that inside one kernel on GPUs).
 
 Ranks get whole groups of query heads with their KV head as long as there are enough KV heads. With more ranks than KV
 heads the query heads are split evenly and a KV head is held by every rank whose queries see it. Latent attention splits
@@ -16,6 +17,7 @@ Rejected: padding heads or widths to a multiple. Padding is computed and read in
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,3 +181,22 @@ def add_over_ranks(ranks: RankGroup, part: Tensor) -> Tensor:
     total = part.cpu().contiguous()
     ranks.all_reduce(total)
     return total.to(part.device)
+
+
+def sum_of_blocks(ranks: RankGroup, num_rows: int, make: Callable[[int, int], Tensor]) -> Tensor:
+    """As `add_over_ranks(ranks, make(0, num_rows))`, where `make(first, last)` computes this rank's part of some rows.
+
+    Where the ranks want blocks, one is summed while the next one is made. A row's bits do not depend on the rows that
+    are multiplied with it, so they are the same. Raises as the ranks' collectives do, when no sum is under way."""
+    blocks = ranks.row_blocks(num_rows)
+    if len(blocks) == 1:
+        return add_over_ranks(ranks, make(0, num_rows))
+    sums = []
+    try:
+        for first, last in blocks:
+            made = make(first, last)
+            sums.append(made.cpu().contiguous())
+            ranks.begin_sum(sums[-1])
+    finally:
+        ranks.finish_sums()
+    return torch.cat(sums).to(made.device)

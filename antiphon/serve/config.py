@@ -95,10 +95,11 @@ class ServeConfig:
     `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
-    exchanges in steps with and without rows of prompts. Of the attention workers (or replicas) and expert workers, the
-    last `joined_attention` and `joined_experts` come from other machines: they connect to `join_address` and know
-    `join_secret`. With several instances these are numbers of each, and all workers join or none. Of the first of them
-    `ranks_here` ranks are on this machine: it is spread over several.
+    exchanges in steps with and without rows of prompts, the first also of sums over ranks (`sums_in_blocks`). Of the
+    attention workers (or replicas) and expert workers, the last `joined_attention` and `joined_experts` come from other
+    machines: they connect to `join_address` and know `join_secret`. With several instances these are numbers of each,
+    and all workers join or none. Of the first of them `ranks_here` ranks are on this machine: it is spread over
+    several.
 
     `prefill`: where prompts are computed in workers of their own, those; the rest is then about the workers that
     decode. `pools` has one configuration for each of the two, `pool` says which it is, and `workers_beside` and
@@ -263,8 +264,11 @@ class ServeConfig:
             if own.num_threads is not None and not 1 <= own.num_threads <= MAX_THREADS:
                 raise UserError(f"--{name}-threads is {own.num_threads}: it must be 1 to {MAX_THREADS}")
         for phase, form in (("prefill", self.prefill_collectives), ("decode", self.decode_collectives)):
-            if form != "auto" and self.layout != "hybrid":
-                raise UserError(f"--{phase}-collectives {form} needs --layout hybrid: elsewhere there is one form")
+            if form != "auto" and self.layout != "hybrid" and (phase == "decode" or self.attention_tp == 1):
+                raise UserError(
+                    f"--{phase}-collectives {form} needs --layout hybrid{' or --tp' if phase == 'prefill' else ''}: "
+                    "elsewhere there is one form"
+                )
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
             raise UserError(
                 "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
@@ -451,6 +455,14 @@ class ServeConfig:
     def rank_transport(self) -> str:
         """Between ranks of one worker: shared memory where they are on one machine, unless another was asked for."""
         return self.exchange if self.exchange != "auto" else "tcp" if self.ranks_here else "shm"
+
+    def sums_in_blocks(self, role: Role) -> bool:
+        """Whether ranks of such a worker sum rows of prompts block by block beside their products: as asked for, else
+        where they do not share memory. In shared memory a sum waits for no link, and its copies need the cores."""
+        if role == "experts" or self.attention_tp == 1 or self.layout == "hybrid":
+            return False
+        fused = self.prefill_collectives
+        return fused == "fused" or (fused == "auto" and self.rank_transport != "shm")
 
     @property
     def exchange_host(self) -> str:

@@ -211,6 +211,7 @@ def configure(
         streams=config.uses_streams(name.role),
         num_threads=own.num_threads or 1,
         spins=config.spins,
+        sums_in_blocks=config.sums_in_blocks(name.role),
         cores=list(cores),
         block_size=config.block_size,
         num_blocks=run.num_blocks,

@@ -22,9 +22,9 @@ from antiphon.bench.load import (
     load_case,
     load_row,
     run_load,
-    serve_options,
     spread,
 )
+from antiphon.bench.load_servers import serve_options
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import parse_contestant
 from antiphon.cli import bench as command

@@ -1,5 +1,6 @@
 """Collectives of a group of ranks, over every transport, beside the same sums and slices in plain torch."""
 
+import re
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.comm.m2n.api import StepAborted
+from antiphon.comm.m2n.rank_group import NativeRankGroup
 from tests.comm.m2n.backends import BACKENDS, Backend, need
 from tests.comm.rank_harness import Ranks, ranks
 
@@ -45,6 +47,42 @@ def test_all_reduce_gives_every_rank_the_same_bits(group: Ranks, dtype: torch.dt
         group.each(lambda end, results=results: end.all_reduce(results[end.rank]))
         for result in results:
             assert torch.equal(result, sum_in_order(parts)), f"{elements} elements"
+
+
+def test_sums_beside_other_work_have_the_bits_of_one(group: Ranks) -> None:
+    """Blocks of rows, of which there are at most four; few rows are one block."""
+    with ranks(len(group.groups), slot_bytes=SLOT_BYTES, in_blocks=True) as made:
+        assert [len(made.groups[0].row_blocks(rows)) for rows in (0, 1, 255, 256, 600, 5000)] == [1, 1, 1, 2, 4, 4]
+        assert group.groups[0].row_blocks(5000) == [(0, 5000)], "not asked for"
+        parts = [random((601, 33), rank, torch.bfloat16) for rank in range(len(made.groups))]
+        results = [part.clone() for part in parts]
+
+        def add(end: NativeRankGroup) -> None:
+            for first, last in end.row_blocks(601):
+                end.begin_sum(results[end.rank][first:last])
+            end.finish_sums()
+            end.finish_sums()  # none is under way
+
+        made.each(add)
+        for result in results:
+            assert torch.equal(result, sum_in_order(parts))
+
+
+def test_a_lost_rank_ends_all_sums_under_way() -> None:
+    """With the error of the first; after a reset the group sums again."""
+    with ranks(2, in_blocks=True) as made:
+        rows = torch.ones(600, 4)
+
+        def add(end: NativeRankGroup) -> None:
+            for first, last in end.row_blocks(600):
+                end.begin_sum(rows[first:last].clone())
+            end.finish_sums()
+
+        made.replace(1)
+        with pytest.raises(PeerLost, match=re.escape("rank[1]")):
+            add(made.groups[0])
+        made.reset(1)
+        made.each(add)
 
 
 def test_sums_keep_what_is_not_a_number(group: Ranks) -> None:

@@ -29,10 +29,9 @@ class Decoder:
     def feed_forward(self, layer: int, y_TH: Tensor) -> Tensor:
         """What the layer's experts, shared expert and dense feed-forward add to the residual stream."""
         half, experts = self.attention_half, self.expert_half
-        local_TH = half.local_feed_forward(layer, y_TH)
         if not half.routes(layer):
-            assert local_TH is not None
-            return half.sum_over_ranks(local_TH)
+            return half.dense_feed_forward(layer, y_TH)
+        local_TH = half.local_feed_forward(layer, y_TH)
         ids_TK, weights_TK = half.gate(layer, y_TH)
         routed_TH = experts.forward(layer, y_TH, experts.to_local(layer, ids_TK), weights_TK)
         return half.sum_over_ranks(routed_TH if local_TH is None else routed_TH.add_(local_TH))

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.rank_group import Alone
 
 _T = TypeVar("_T")
@@ -17,11 +18,16 @@ _PATIENCE_S = 60.0
 class ThreadRanks(Alone):
     """One rank's view. All ranks of a group share the list `brought` and the barrier."""
 
+    num_blocks = 1  # in which rows are summed
+
     def __init__(self, rank: int, brought: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.size = len(brought)
         self._brought = brought
         self._barrier = barrier
+
+    def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
+        return split_evenly(num_rows, self.num_blocks)
 
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._parts(tensor)).sum(0))

@@ -149,7 +149,41 @@ def test_a_process_says_once_how_it_reaches_others(
     assert sum("of an exchange by rows, fused and synchronous: 1: " in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(("layout", "transport"), [("1t2", "tcp"), slow("1t3", "shm"), slow("2t2+1t2/m2", "tcp")])
+def test_sums_beside_products_give_the_same_text(
+    layout: str, transport: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    """Prompts of up to 1,024 rows at once go in blocks; a rank is lost on the way."""
+    asked = config(tiny_model, layout, max_batch_tokens=1024, exchange=transport, prefill_collectives="fused")
+    with running(asked) as engine:
+        role = next(iter(engine.workforce.names)).role
+        left = [lambda: kill(engine, role, 0, signal.SIGKILL, rank=1)]
+
+        def on_output(num_tokens: int) -> None:
+            if left and num_tokens > 5 * NUM_TOKENS:
+                left.pop()()
+
+        finished = Run(engine, prompts, GREEDY).finish(on_output)
+        assert [request.token_ids for request in finished] == reference
+        wait_until(lambda: engine.complete, "all workers are back")
+
+
+def test_sums_are_beside_products_where_ranks_share_no_memory(tiny_model: TinyModel) -> None:
+    def in_blocks(layout: str, role: Role = "replica", **changes: Any) -> bool:
+        return config(tiny_model, layout, **changes).sums_in_blocks(role)
+
+    assert in_blocks("1t2", exchange="tcp")
+    assert in_blocks("1t2", prefill_collectives="fused")
+    assert in_blocks("2t2+1t2/m2", "attention", exchange="tcp")
+    assert not in_blocks("1t2")
+    assert not in_blocks("1t2", exchange="tcp", prefill_collectives="synchronous")
+    assert not in_blocks("2t2+1t2/m2", "experts", exchange="tcp")
+    assert not in_blocks("2t2*2", exchange="tcp", prefill_collectives="fused"), "its sums stay inside nodes"
+
+
 def test_forms_belong_to_the_hybrid_layout(tiny_model: TinyModel) -> None:
+    with pytest.raises(UserError, match="--prefill-collectives fused needs --layout hybrid or --tp: elsewhere"):
+        config(tiny_model, "2", prefill_collectives="fused")
     with pytest.raises(UserError, match="--decode-collectives fused needs --layout hybrid"):
         config(tiny_model, "1t2", decode_collectives="fused")
     with pytest.raises(UserError, match="--prefill-collectives is 'slow': it must be 'fused', 'synchronous' or 'auto'"):

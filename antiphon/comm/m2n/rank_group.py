@@ -6,6 +6,8 @@ the process that starts the group, and an outbox to each of them.
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from typing import TypeVar
 
 import torch
@@ -13,18 +15,21 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, UserError
+from antiphon.base.ranges import split_evenly
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.comm.m2n.native import dtype_name, view_of
 
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
+_NUM_BLOCKS, _BLOCK_ROWS = 4, 128  # at most as many blocks of rows, each of at least as many rows
 _CONNECT_S = 10.0  # for peers that are known to be there
 _Result = TypeVar("_Result")
 
 
 class NativeRankGroup:
     """`RankGroup` of rank `rank` of `size`. `names`: of the ranks, for errors before they have connected; then an
-    endpoint's own name counts.
+    endpoint's own name counts. `in_blocks`: many rows are summed in blocks, beside what makes the next one; that takes
+    a thread, and pays where links are slow.
 
     The endpoint is the group's own from now on. `timeout_s` bounds every wait for peers."""
 
@@ -38,6 +43,7 @@ class NativeRankGroup:
         timeout_s: float = 30.0,
         num_slots: int = _m2n.RANK_GROUP_SLOTS,
         slot_bytes: int = SLOT_BYTES,
+        in_blocks: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise UserError(f"rank {rank} of {size}: ranks are 0 to {size - 1}")
@@ -49,6 +55,8 @@ class NativeRankGroup:
         self._outboxes: list[_m2n.Outbox | None] = [None] * size
         self._tickets: list[bytes] = [b""] * size
         self._begun: tuple[int, list[bytes]] | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="sums") if in_blocks else None
+        self._sums: list[Future[None]] = []
         self.rank = rank
         self.size = size
 
@@ -63,6 +71,20 @@ class NativeRankGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "it is summed in place"
         self._run(self._native.all_reduce, tensor.data_ptr(), tensor.numel(), dtype_name(tensor.dtype))
+
+    def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
+        num_blocks = 1 if self._beside is None else max(1, min(_NUM_BLOCKS, num_rows // _BLOCK_ROWS))
+        return split_evenly(num_rows, num_blocks)
+
+    def begin_sum(self, tensor: Tensor) -> None:
+        assert self._beside is not None, "one block is summed at once"
+        self._sums.append(self._beside.submit(self.all_reduce, tensor))
+
+    def finish_sums(self) -> None:
+        sums, self._sums = self._sums, []
+        wait_for_all(sums)  # each within the group's timeout
+        for each in sums:
+            each.result()
 
     def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         tensor = tensor.contiguous()
@@ -133,6 +155,8 @@ class NativeRankGroup:
         return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
 
     def close(self) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
         self._endpoint.close()
 
     def _room(self, tensor: Tensor, rows: Sequence[int], rows_given: int) -> Tensor:

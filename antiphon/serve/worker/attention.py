@@ -171,9 +171,7 @@ class AttentionRunner:
         if self._sender is not None:
             self._give(self._sender, layer, micro_batch.sequences)
         if not half.routes(layer):
-            local_TH = half.local_feed_forward(layer, y_TH)
-            assert local_TH is not None, "a layer without experts has a dense feed-forward"
-            micro_batch.delta_TH = half.sum_over_ranks(local_TH)
+            micro_batch.delta_TH = half.dense_feed_forward(layer, y_TH)
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
         choices = self._routing.choose(layer, y_TH, micro_batch.recorded_T, micro_batch.prompt_T)

@@ -36,7 +36,7 @@ from antiphon.placement.sample_paths import PathProfile, read_path_profile
 from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
 from antiphon.serve.worker.captured_step import CapturedSteps
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
-from antiphon.serve.worker.exchange import LeadersExperts, LocalExperts, OffloadingExchange, StepExchange
+from antiphon.serve.worker.exchange import BlockExchange, LeadersExperts, LocalExperts, OffloadingExchange, StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.hybrid import (
@@ -389,6 +389,8 @@ def _step_exchange(
         )
     if isinstance(exchange, LocalExperts) and isinstance(exchange.half, OffloadedExperts):
         return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
+    if configure.sums_in_blocks and isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):
+        return BlockExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
     if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
         return PrefetchingExchange(
             exchange,

@@ -92,7 +92,9 @@ def rank_group(configure: Configure, endpoints: Endpoints) -> RankGroup:
         return Alone()
     names = rank_names(configure)[configure.rank - rank :][:tp]
     endpoint = endpoints.open(names[rank], of_ranks=True)
-    return NativeRankGroup(endpoint, rank, tp, names=names, timeout_s=configure.timeout_s)
+    return NativeRankGroup(
+        endpoint, rank, tp, names=names, timeout_s=configure.timeout_s, in_blocks=configure.sums_in_blocks
+    )
 
 
 def configured_shape(configure: Configure, spec: ModelSpec) -> ExchangeShape:

@@ -2,8 +2,9 @@
 
 A `StepExchange` stands between the step's loop and an `AttentionExchange`. It counts and times one step, and it
 completes what comes back: the sum over the ranks, with the shared expert's part. What a layout adds is a subclass,
-chosen once when the worker is built: `worker/hybrid` for replicas that hold experts for each other, `worker/prefetch`
-for copies ahead of a layer. So the loop asks for no feature.
+chosen once when the worker is built: `BlockExchange` for ranks that sum beside their products, `worker/hybrid` for
+replicas that hold experts for each other, `worker/prefetch` for copies ahead of a layer. So the loop asks for no
+feature.
 
 Where nothing travels, the `AttentionExchange` itself is here: `LocalExperts` and `LeadersExperts`.
 """
@@ -97,6 +98,45 @@ class StepExchange:
     def take_prefetch_counts(self) -> PrefetchCounts | None:
         """What was copied ahead of layers; None where that is not done."""
         return None
+
+
+class BlockExchange(StepExchange):
+    """Steps of a rank with its columns of all experts: a block of rows passes them while the ranks sum the one before.
+
+    So a micro-batch is computed when it is collected."""
+
+    def __init__(
+        self,
+        exchange: AttentionExchange,
+        half: AttentionHalf,
+        recorder: SpanRecorder,
+        timeout_s: float,
+        *,
+        experts: ExpertHalf,
+    ) -> None:
+        super().__init__(exchange, half, recorder, timeout_s)
+        self._experts = experts
+        self._rows: dict[int, tuple[Tensor, Choices]] = {}  # by micro-batch
+
+    def begin_step(self, step: RunStep) -> None:
+        self._rows.clear()
+        super().begin_step(step)
+
+    def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
+        self._rows[micro_batch] = y_TH, choices
+
+    def combine(self, layer: int, micro_batch: int, local_TH: Tensor | None) -> Tensor:
+        start_ns = time.monotonic_ns()
+        y_TH, choices = self._rows.pop(micro_batch)
+
+        def made(first: int, last: int) -> Tensor:
+            rows = slice(first, last)
+            part_TH = self._experts.forward(layer, y_TH[rows], choices.ids_TK[rows], choices.weights_TK[rows])
+            return part_TH if local_TH is None else part_TH + local_TH[rows]
+
+        delta_TH = self._half.sum_of_rows(y_TH.shape[0], made)
+        self._recorder.add(COMBINE, start_ns, layer, micro_batch, y_TH.shape[0])
+        return delta_TH
 
 
 class OffloadingExchange(StepExchange):

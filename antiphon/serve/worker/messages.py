@@ -93,6 +93,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     Expert workers have room for one more expert for each attention worker. 0: they do not.
     `graphs`: decode steps run without the host (`worker/captured_step`), where the worker can. `streams`: rows are
     exchanged in the order of the device's stream (`comm/m2n/streams`).
+    `sums_in_blocks`: ranks add up prompts in blocks of rows, each while the next one is multiplied.
     `spins`: threads of the kernels that wait may look again and again.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
@@ -110,6 +111,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     streams: bool = False
     num_threads: int
     spins: bool = True
+    sums_in_blocks: bool = False
     cores: list[int]
     block_size: int
     num_blocks: int
