@@ -123,7 +123,7 @@ class WorkerOptions:
         int | None, rare_option(metavar="N", show_default="no copies", help="Experts a layer a worker holds.")
     ] = None
     expert_memory: Annotated[
-        str | None, rare_option(metavar="SIZE", help="Experts stay in the file; memory for those in use, a replica.")
+        str | None, rare_option(metavar="SIZE", help="Experts stay in the file; memory of those in use.")
     ] = None
     record_routing: Annotated[Path | None, rare_option(metavar="FILE", help="Write what experts rows chose.")] = None
     placement: Annotated[Path | None, rare_option(metavar="FILE", help="Which worker has which experts.")] = None

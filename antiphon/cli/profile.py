@@ -15,7 +15,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_link, own_host_towards, with_link
+from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
 from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
 from antiphon.bench.profile.training import WantedTraining, measure_training
@@ -68,6 +68,9 @@ def profile(
     join: Annotated[
         str | None, typer.Option("--join", metavar="HOST:PORT", help="Be the other end of such a link.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="FILE", help="Measure to all other nodes of this cluster.")
+    ] = None,
     secret_file: Annotated[
         Path | None, typer.Option("--secret-file", metavar="FILE", help="Secret that both ends know.")
     ] = None,
@@ -76,17 +79,19 @@ def profile(
     """Measure this machine with MODEL, for antiphon plan --profile; or the link to another one.
 
     DIR gets profile.json (plan --profile) and, of serving, this-machine.json (plan --cluster). --listen adds
-    these-machines.json: two of this machine, with the link as it was measured."""
+    these-machines.json: two of this machine, or the nodes of --cluster, with the link as it was measured."""
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
     refuse_other_use(context, phase, is_link=listen is not None or join is not None)
     if listen is not None or join is not None:
-        _measure_link(model, folder, listen, join, secret_file, json)
+        _measure_link(model, folder, listen, join, cluster, secret_file, json)
         return
     if model is None:
         raise UserError("MODEL is missing: name a checkpoint, or give --listen or --join to measure a link")
     if secret_file is not None:
         raise UserError(f"--secret-file {secret_file} is for --listen and --join: leave it out")
+    if cluster is not None:
+        raise UserError(f"--cluster {cluster} is for --listen: its nodes join there; leave it out")
     if folder is not None:
         _make_folder(folder)
     effort = QUICK if quick else NORMAL
@@ -139,6 +144,7 @@ def _measure_link(
     folder: Path | None,
     listen: str | None,
     join: str | None,
+    cluster: str | None,
     secret_file: Path | None,
     json: str | None,
 ) -> None:
@@ -149,23 +155,38 @@ def _measure_link(
     if join is not None:
         if folder is not None:
             raise UserError(f"--folder {folder} does not apply with --join: the side that listens writes the figures")
+        if cluster is not None:
+            raise UserError(f"--cluster {cluster} does not apply with --join: the side that listens knows the nodes")
         split_address(join)
         show(f"measuring the link to {join}", json=json)
         follow_link(join, own_host_towards(join), secret)
         return
-    cluster = None
-    if folder is not None:
+    nodes = None
+    if cluster is not None:
+        nodes = load_cluster(cluster)
+        if sum(group.num_nodes for group in nodes.groups) < 2:
+            raise UserError(f"--cluster {cluster} has one node: no link to measure; leave it out for two like it")
+        if len(nodes.groups) != 1:
+            raise UserError(f"--cluster {cluster} has {len(nodes.groups)} kinds of nodes: a measured link joins equals")
+    elif folder is not None:
         if not (folder / CLUSTER_FILE).exists():
             raise UserError(
                 f"{folder} has no {CLUSTER_FILE}: first measure this machine, antiphon profile MODEL --folder {folder}"
             )
-        cluster = load_cluster(folder / CLUSTER_FILE)
+        nodes = load_cluster(folder / CLUSTER_FILE)
     refuse_wildcard("--listen", listen or "", split_address(listen or "")[0])
-    show(f"on the other machine: antiphon profile --join {listen}", json=json)
+    num_joining = 1 if cluster is None or nodes is None else nodes.groups[0].num_nodes - 1
+    where = "the other machine" if num_joining == 1 else f"each of the {num_joining} other machines"
+    show(f"on {where}: antiphon profile --join {listen}", json=json)
     with progress("measuring the link") as report:
-        link = measure_link(listen or "", secret, report)
-    if cluster is not None and folder is not None:
-        _write(folder, LINKED_FILE, cluster_to_json(with_link(cluster, link)))
+        links = measure_links(listen or "", secret, report, num_joining=num_joining)
+    link = slowest(links)
+    if nodes is not None and folder is not None:
+        _make_folder(folder)
+        _write(folder, LINKED_FILE, cluster_to_json(with_link(nodes, link)))
+    if num_joining > 1:
+        rates = ", ".join(f"{format_bytes(each.bytes_per_s)}/s" for each in links)
+        show(f"of {num_joining} links in the order in which they joined ({rates}) the slowest:", json=json)
     show(link_table(link), json=json)
     show(
         f"latency {format_seconds(link.latency_s)}, {format_bytes(link.bytes_per_s)}/s, half of it at "

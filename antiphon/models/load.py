@@ -145,20 +145,29 @@ def load_expert_half(
 
 
 def load_offloaded_experts(
-    checkpoint: Checkpoint, spec: ModelSpec, backend: KernelBackend, num_bytes: int
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    backend: KernelBackend,
+    num_bytes: int,
+    expert_ids: ExpertIds | None = None,
+    *,
+    share: Share | None = None,
 ) -> OffloadedExperts:
-    """All experts of the model in a pool of at most `num_bytes`. `UserError` if that is less than two layers' experts,
-    or if layers have different formats."""
-    names, router, widths = checkpoint.family_names(spec.family), spec.router, spec.feed_forward
+    """Experts of the model, named and cut as in `load_expert_half`, in a pool of at most `num_bytes`. `UserError` if
+    that is less than two layers' experts, or if layers have different formats."""
+    names, router, width = checkpoint.family_names(spec.family), spec.router, spec.feed_forward.intermediate
     check_sizes(checkpoint, spec, names)
-    layer, share, rounding = spec.expert_layers[0], share_of(spec), checkpoint.rounding.experts
+    ids_of = _ids_of_each_layer(spec, range(router.num_experts) if expert_ids is None else expert_ids)
+    share, rounding = share or share_of(spec), checkpoint.rounding.experts
+    widths = share.local_spec(spec).feed_forward
+    layer = spec.expert_layers[0]
 
     def refs_of(layer: int, expert: int) -> ExpertRefs:
-        return expert_of(expert_refs(spec, names, layer, expert, checkpoint), widths.intermediate, share)
+        return expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share)
 
     reader = WeightReader(checkpoint, backend, 0, None)
     one = reader.new_experts(_shape(spec, 1, widths.intermediate, widths.expert_bias), [], refs_of(layer, 0), rounding)
-    most, least = len(spec.expert_layers) * router.num_experts, LAYERS_IN_POOL * router.num_experts
+    most, least = sum(map(len, ids_of.values())), LAYERS_IN_POOL * max(map(len, ids_of.values()))
     num_slots = min(num_bytes // one.num_bytes, most)
     if num_slots < min(least, most):
         raise UserError(
@@ -173,8 +182,8 @@ def load_offloaded_experts(
         own = WeightReader(checkpoint, backend, check(checkpoint, refs.refs), None)
         own.expert(pool, slot, refs, rounding)
 
-    for each in spec.expert_layers:  # what is missing or in another format is found before a request comes
-        load(each, 0, 0)
+    for each, ids in ids_of.items():  # what is missing or in another format is found before a request comes
+        load(each, next(iter(ids), 0), 0)
     return OffloadedExperts(backend, pool, router.num_experts, load)
 
 

@@ -6,6 +6,9 @@
    `fetch_ahead` begins to read those that a forecast names for a later layer, while this one computes.
 3. The pool holds at least two layers: so all that a layer may choose fits beside all that was read ahead.
 
+An expert worker has its own experts so (`OffloadedHalf`). It knows no router: it reads ahead what the last batch of the
+next layer chose.
+
 A row's sum over its experts does not depend on their slots, so text is the same as with all experts in memory.
 Rejected: the kernels read the mapped file as it is. Weights are packed for them, and the system would decide what is
 resident: under pressure it evicts pages of the layer that computes.
@@ -14,6 +17,7 @@ resident: under pressure it evicts pages of the layer that computes.
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.kernels.api import KernelBackend, PackedExperts
-from antiphon.models.expert_half import LoadExpert
+from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 
 LAYERS_IN_POOL = 2
 _Key = tuple[int, int]  # layer, expert
@@ -109,6 +113,35 @@ class OffloadedExperts:
         key = next(key for key in self._slots if key not in self._pinned)  # being filled, for a forecast that was wrong
         self._coming.pop(key).exception()  # waits; a read that failed leaves a slot as good as any
         return self._slots.pop(key)
+
+
+@dataclass(kw_only=True, eq=False)
+class OffloadedHalf(ExpertHalf):
+    """The expert half of a worker whose experts stay in the file. `local` ids are global ones: a slot belongs to no
+    layer. Experts do not move."""
+
+    offloaded: OffloadedExperts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_bytes = self.offloaded.num_bytes
+        layers = list(self.expert_ids)
+        self._next = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
+        self._chosen: dict[int, Tensor] = {}  # by layer, of its last batch
+
+    def forward(self, layer: int, x_TH: Tensor, local_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self._chosen[layer] = torch.unique(local_ids_TK)
+        self.offloaded.need(layer, self._chosen[layer])
+        following = self._next[layer]
+        if following != layer and following in self._chosen:
+            self.offloaded.fetch_ahead(following, self._chosen[following])
+        return self.offloaded.forward(layer, x_TH, local_ids_TK, weights_TK)
+
+    def _table(self, ids: tuple[int, ...]) -> Tensor:
+        table = torch.full((self.spec.router.num_experts + 1,), -1, dtype=torch.int32)
+        held = [expert for expert in ids if expert != FREE]
+        table[held] = torch.tensor(held, dtype=torch.int32)
+        return table
 
 
 def _distinct(ids_TK: Tensor) -> list[int]:

@@ -91,7 +91,8 @@ class ServeConfig:
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
     memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
     `weights`: what experts that are stored in floats are rounded to (`models/rounding`); `expert_bytes`: of each
-    replica's memory, for experts that stay in the checkpoint's file while they are not used (None: all are loaded);
+    replica's or expert worker's memory (of each of its ranks), for experts that stay in the checkpoint's file while
+    they are not used (None: all are loaded);
     `num_threads` None: `OMP_NUM_THREADS`, or the cores are shared.
     `max_batch_tokens` bounds the rows of one step of one attention worker, over all its micro-batches. `exchange` names
     the transport between workers. `prefill_collectives`, `decode_collectives`: the form of a hybrid instance's
@@ -237,14 +238,11 @@ class ServeConfig:
         return self.graphs == "on" or (self.graphs == "auto" and on_gpu and not self._no_graphs)
 
     def _check_exchange(self) -> None:
-        if self.expert_bytes is not None and (
-            (self.layout, self.attention_ranks, self.device) != ("colocated", 1, "cpu")
-            or self.joined_attention
-            or self.graphs == "on"
-        ):
+        if self.expert_bytes is not None and not self._may_offload:
             raise UserError(
-                f"--expert-memory {self.expert_bytes} needs --layout colocated on CPUs of this machine, without --tp, "
-                "--pp and --graphs: where experts are apart, give them more workers"
+                f"--expert-memory {self.expert_bytes} needs experts on CPUs that stay where they are: --layout "
+                "colocated on this machine without --tp, --pp and --graphs, or disaggregated without --balance and "
+                "--expert-slots"
             )
         if self.exchange_library == "gloo" and (
             (self.layout, self.attention_tp, self.expert_tp, self.balance) != ("disaggregated", 1, 1, "off")
@@ -254,6 +252,13 @@ class ServeConfig:
             raise UserError(
                 "gloo carries rows of --layout disaggregated only, without --tp, --balance, --placement and --stepping"
             )
+
+    @property
+    def _may_offload(self) -> bool:
+        if self.layout == "disaggregated":
+            return self.own("experts").device == "cpu" and self.balance == "off" and self.expert_slots is None
+        is_alone = self.layout == "colocated" and self.attention_ranks == 1 and not self.joined_attention
+        return is_alone and self.device == "cpu" and self.graphs != "on"
 
     def _check_layout(self) -> None:
         for name, own in (("attention", self.of_attention), ("expert", self.of_experts)):

@@ -228,7 +228,7 @@ def configure(
         replay_routing="" if config.replay_routing is None else str(config.replay_routing),
         path_profile="" if config.path_profile is None else str(config.path_profile),
         phases=config.phases,
-        expert_bytes=config.expert_bytes or 0,
+        expert_bytes=0 if name.role == "attention" else config.expert_bytes or 0,
         exchange=_exchange(run, name),
         hybrid=_hybrid(config),
         timeout_s=config.timeout_s,

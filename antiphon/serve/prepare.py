@@ -405,6 +405,9 @@ def _weight_bytes(pool: PreparedEngine, stored_bytes: int) -> int:
         of_experts = num_attention / config.num_attention
     else:
         of_experts = config.num_instances * (config.num_experts - config.joined_experts) / config.num_experts
+        if config.expert_bytes is not None:
+            pools_bytes = of_experts * config.num_experts * config.expert_tp * config.expert_bytes
+            of_experts = min(of_experts, pools_bytes / (experts * per_element))
     return int((num_attention * (counts.total - experts) + of_experts * experts) * per_element)
 
 

@@ -3,6 +3,8 @@
 import json
 import re
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,12 @@ from typer.testing import CliRunner
 from antiphon.base.errors import UserError
 from antiphon.base.system import python_module
 from antiphon.bench.box import Box, box_unavailable
-from antiphon.bench.profile.links import WireTimes, fitted_link, follow_link, measure_link, with_link
+from antiphon.bench.profile.links import WireTimes, fitted_link, follow_link, measure_links, slowest, with_link
 from antiphon.cli.commands import single_command
 from antiphon.cli.profile import profile
 from antiphon.cost.network import network
-from antiphon.specs.cluster import load_cluster
+from antiphon.serve.joining import exchange_secret
+from antiphon.specs.cluster import cluster_to_json, load_cluster
 
 SECRET = b"only for this test"
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
@@ -56,6 +59,10 @@ def test_the_planner_reads_scale_out_apart_from_scale_up() -> None:
         (["--listen", "0.0.0.0:7000"], "--listen"),
         (["--join", "1.2.3.4:5", "--folder", "."], "does not apply with --join"),
         (["--listen", "127.0.0.1:0", "--folder", "."], "has no this-machine.json"),
+        (["--join", "1.2.3.4:5", "--cluster", "msi-ampere"], "does not apply with --join"),
+        (["--listen", "127.0.0.1:0", "--cluster", "no-such"], "no-such"),
+        (["--listen", "127.0.0.1:0", "--cluster", "msi-hetero"], "kinds of nodes"),
+        (["examples/demo-moe", "--cluster", "msi-ampere"], "--cluster msi-ampere is for --listen"),
         (["examples/demo-moe", "--secret-file", "x"], "--secret-file x is for --listen and --join"),
     ],
 )
@@ -69,11 +76,43 @@ def test_two_ends_on_this_machine(free_tcp_port: int) -> None:
     address = f"127.0.0.1:{free_tcp_port}"
     other = threading.Thread(target=follow_link, args=(address, "127.0.0.1", SECRET), daemon=True)
     other.start()
-    link = measure_link(address, SECRET, lambda done, total: None, sizes=(1 << 10, 1 << 18, 1 << 22))
+    (link,) = measure_links(address, SECRET, lambda done, total: None, sizes=(1 << 10, 1 << 18, 1 << 22))
     other.join(30)
     assert not other.is_alive()
     assert link.bytes_per_s > 1e6
     assert [wire.size_bytes for wire in link.wires] == [1 << 10, 1 << 18, 1 << 22]
+
+
+def test_all_nodes_of_a_cluster_join_one_address(
+    free_tcp_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are measured in turn; the cluster keeps its nodes and gets the slowest link."""
+    sizes = (1 << 10, 1 << 18, 1 << 22)
+    monkeypatch.setattr("antiphon.cli.profile.measure_links", partial(measure_links, sizes=sizes))
+    monkeypatch.setenv("ANTIPHON_JOIN_SECRET", SECRET.decode())
+    address = f"127.0.0.1:{free_tcp_port}"
+    file = tmp_path / "nodes.json"
+    three = load_cluster("msi-ampere")
+    three = replace(three, groups=(replace(three.groups[0], num_nodes=3),))
+    file.write_text(json.dumps(cluster_to_json(three)))
+    secret = exchange_secret(SECRET)
+    ends = [threading.Thread(target=follow_link, args=(address, "127.0.0.1", secret), daemon=True) for _ in range(2)]
+    for end in ends:
+        end.start()
+    arguments = ["--listen", address, "--cluster", str(file), "--folder", str(tmp_path / "out")]
+    done = CliRunner().invoke(single_command(profile), arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "on each of the 2 other machines: antiphon profile --join" in done.stdout
+    assert "of 2 links in the order in which they joined" in done.stdout
+    for end in ends:
+        end.join(30)
+        assert not end.is_alive()
+    assert load_cluster(tmp_path / "out" / "these-machines.json").groups[0].num_nodes == 3
+
+
+def test_the_slowest_link_is_that_of_large_messages() -> None:
+    fast, slow = (fitted_link(latency_s, wires(latency_s, rate, 1e3)) for latency_s, rate in ((9e-4, 1e9), (1e-5, 1e7)))
+    assert slowest([fast, slow, fast]) is slow
 
 
 @pytest.mark.slow

@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 from antiphon.base.errors import UserError
+from antiphon.models.config import load_model_spec
+from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.counts import count_parameters
 from tests.models.gguf_specimens import all_of, write_gguf
 from tests.models.packed_specimens import PACKED, pack_checkpoint
 from tests.serve.engine_harness import TinyModel, complete, config, kill, random_prompts, running, save_tiny_model
@@ -76,6 +80,40 @@ def test_experts_in_the_file_give_the_same_text(form: str, num_bytes: int, tmp_p
         assert complete(engine, prompts) == expected
 
 
+@pytest.mark.parametrize("layout", ["1+2/m2", pytest.param("2+2t2/m2 free", marks=pytest.mark.slow)])
+def test_expert_workers_read_theirs_from_the_file(layout: str, tmp_path: Path) -> None:
+    """Of three layers' experts two fit; text is the same, also after a worker was lost."""
+    changes = SIZES | {"num_hidden_layers": 3, "decoder_sparse_step": 1}
+    model = save_tiny_model(tmp_path / "checkpoint", **changes)
+    prompts = random_prompts([1, 40] * 3, seed=5)
+    expected = model.greedy(prompts)
+    with running(replace(config(model, layout), expert_bytes=192 << 10)) as engine:
+        assert complete(engine, prompts) == expected
+        kill(engine, "experts", 1)
+        assert complete(engine, prompts) == expected
+
+
+def test_resident_memory_is_the_pool_and_one_expert(tmp_path: Path) -> None:
+    """Eight layers with 15 MiB of experts each: a worker that keeps them all has 120 MiB, one with a pool of two layers
+    never more than that and what one read takes."""
+    sizes = SIZES | {"num_hidden_layers": 8, "decoder_sparse_step": 1, "moe_intermediate_size": 4096}
+    model = save_tiny_model(tmp_path / "checkpoint", **sizes)
+    spec = load_model_spec(model.folder)
+    layer_bytes = 4 * spec.router.num_experts * count_parameters(spec).expert
+    prompts = random_prompts([1, 40] * 2, seed=5)
+
+    def peak_and_text(**changes: Any) -> tuple[int, list[list[int]]]:
+        with running(replace(config(model, "1"), **changes)) as engine:
+            text = complete(engine, prompts)
+            status = Path(f"/proc/{engine.worker_pid(WorkerName('replica', 0))}/status").read_text()
+            return 1024 * int(status.partition("VmHWM:")[2].split()[0]), text
+
+    whole_bytes, text = peak_and_text()
+    pool_bytes, same = peak_and_text(expert_bytes=2 * layer_bytes + (1 << 20))
+    assert same == text
+    assert whole_bytes - pool_bytes > 5 * layer_bytes, "six layers' experts are not there; one expert is being read"
+
+
 def test_too_little_memory_for_experts(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "checkpoint", **SIZES, num_hidden_layers=3, decoder_sparse_step=1)
     with (
@@ -83,5 +121,7 @@ def test_too_little_memory_for_experts(tmp_path: Path) -> None:
         running(replace(config(model, "1"), expert_bytes=1000)),
     ):
         pass
-    with pytest.raises(UserError, match="--expert-memory 1000 needs --layout colocated"):
-        replace(config(model, "1+1/m2"), expert_bytes=1000)
+    with pytest.raises(UserError, match="--expert-memory 1000 needs experts on CPUs that stay where they are"):
+        replace(config(model, "1+1/m2", balance="window"), expert_bytes=1000)
+    with pytest.raises(UserError, match="--expert-memory 1000 needs experts on CPUs"):
+        replace(config(model, "1t2"), expert_bytes=1000)

@@ -9,7 +9,10 @@ directions at once (MegaScale-Infer, eq. 6).
 2. A way of x bytes is a round trip without half of the shortest one. The large ones give the rate, the others the
    size that costs as much as a message itself: Util(x) = x / (x + half), as the cost model has it.
 3. Every second size is left out of the fit and says, from 16 KiB on, how far the model is off.
+4. With `--cluster FILE` all other nodes of that cluster join the same address. They are measured one after the other,
+   so that no link carries two measurements, and the cluster gets the slowest link.
 
+Rejected: every pair of nodes. That takes N (N - 1) / 2 turns, and the model has one rate and one latency a cluster.
 Rejected: fitting latency and half together. A short message tells them apart only on a clock finer than a network's.
 """
 
@@ -73,9 +76,12 @@ class MeasuredLink:
 class _LinkEnd:
     """One side: an endpoint, an inbox for the other one, and the way to it."""
 
-    def __init__(self, address: str, host: str, secret: bytes, *, listens: bool, timeout_s: float) -> None:
-        own, other = ("listening", "joining") if listens else ("joining", "listening")
-        meeting = Rendezvous(address, serve=listens, timeout_s=timeout_s)
+    def __init__(
+        self, meeting: Rendezvous, host: str, secret: bytes, number: int, *, listens: bool, timeout_s: float
+    ) -> None:
+        """`number`: of the machine that joins."""
+        own, other = f"listening[{number}]", f"joining[{number}]"
+        own, other = (own, other) if listens else (other, own)
         self.endpoint = _m2n.Endpoint(own, "tcp", host=host, secret=secret)
         self.inbox = self.endpoint.inbox(1, 2, max(SIZES), [other])
         meeting.publish(own, self.endpoint.ticket(self.inbox))
@@ -99,12 +105,32 @@ class _LinkEnd:
         return int(order), int(size)
 
 
-def measure_link(
-    address: str, secret: bytes, report: Report, *, sizes: Sequence[int] = SIZES, wait_s: float = _RENDEZVOUS_S
-) -> MeasuredLink:
-    """The listening side, at `address`; waits `wait_s` for the other one. `PeerTimeout` if it does not come."""
+def measure_links(
+    address: str,
+    secret: bytes,
+    report: Report,
+    *,
+    num_joining: int = 1,
+    sizes: Sequence[int] = SIZES,
+    wait_s: float = _RENDEZVOUS_S,
+) -> list[MeasuredLink]:
+    """The listening side, at `address`: the link to each machine that joins. Waits `wait_s` for each. `PeerTimeout` if
+    one does not come."""
     host, _ = split_address(address)
-    end = _LinkEnd(address, host, secret, listens=True, timeout_s=wait_s)
+    meeting = Rendezvous(address, serve=True, timeout_s=wait_s)
+    links = []
+    for number in range(num_joining):
+        end = _LinkEnd(meeting, host, secret, number, listens=True, timeout_s=wait_s)
+        links.append(_measured(end, report, sizes))
+    return links
+
+
+def slowest(links: Sequence[MeasuredLink]) -> MeasuredLink:
+    """The one over which a large message takes longest."""
+    return max(links, key=lambda link: float(link.link().send_s(max(SIZES))))
+
+
+def _measured(end: _LinkEnd, report: Report, sizes: Sequence[int]) -> MeasuredLink:
     try:
         step = 1
         shortest_s, step = _quartile_s(end, step, _SHORTEST, _ONE_WAY)
@@ -145,7 +171,10 @@ def _quartile_s(end: _LinkEnd, step: int, size: int, order: int) -> tuple[float,
 
 def follow_link(address: str, host: str, secret: bytes, *, wait_s: float = _RENDEZVOUS_S) -> None:
     """The joining side, reachable at `host`: does what the messages say until the last one."""
-    end = _LinkEnd(address, host, secret, listens=False, timeout_s=wait_s)
+    meeting = Rendezvous(address, timeout_s=wait_s)
+    number = meeting.number("joining")
+    turn_s = 3 * len(SIZES) * _SIZE_S  # of each that came before
+    end = _LinkEnd(meeting, host, secret, number, listens=False, timeout_s=wait_s + number * turn_s)
     try:
         step = 1
         while True:
@@ -209,8 +238,8 @@ def fitted_link(latency_s: float, wires: Sequence[WireTimes]) -> MeasuredLink:
 
 
 def with_link(cluster: ClusterSpec, link: MeasuredLink) -> ClusterSpec:
-    """Two nodes like the one of `cluster` with this link between them; what is inside a node stays as it is. Where both
-    directions at once are slower, the rate is what each then has."""
+    """The nodes of `cluster`, or two like its only one, with this link between them; what is inside a node stays as it
+    is. Where both directions at once are slower, the rate is what each then has."""
     if len(cluster.groups) != 1:
         raise UserError(
             f"cluster {cluster.name} has {len(cluster.groups)} kinds of nodes: a measured link joins equals"
@@ -228,7 +257,7 @@ def with_link(cluster: ClusterSpec, link: MeasuredLink) -> ClusterSpec:
     return replace(
         cluster,
         name="these-machines",
-        groups=(replace(group, device=device, num_nodes=2, node_scale_out_bytes_per_s=rate),),
+        groups=(replace(group, device=device, num_nodes=max(2, group.num_nodes), node_scale_out_bytes_per_s=rate),),
         scale_out_latency_s=link.latency_s,
         efficiency=replace(cluster.efficiency, scale_out=1.0, scale_out_half_bytes=link.half_bytes),
         source=f"{cluster.source}; {said}",

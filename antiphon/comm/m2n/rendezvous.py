@@ -57,6 +57,10 @@ class Rendezvous:
         """Leave a ticket under a name; a later one replaces it (the peer was started again)."""
         self._store.set(name, ticket.hex())
 
+    def number(self, name: str) -> int:
+        """How many have asked for this name's numbers before: those who come to one meeting tell themselves apart."""
+        return int(self._store.add(name, 1)) - 1
+
     def collect(self, names: Sequence[str], timeout_s: float) -> dict[str, bytes]:
         """The tickets of all `names`; waits for those that are not there yet. `PeerTimeout` lists the missing."""
         started = said = time.monotonic()

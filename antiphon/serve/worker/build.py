@@ -28,7 +28,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half, load_offloaded_experts
-from antiphon.models.offloaded_experts import OffloadedExperts
+from antiphon.models.offloaded_experts import OffloadedExperts, OffloadedHalf
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
@@ -177,7 +177,15 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     share = share_of(spec, ranks.rank, ranks.size)
     placement, num_slots = configure.placement, configure.expert_slots + _num_prefetched(configure)
     held = placement.experts_of(configure.index)
-    half = load_expert_half(source.checkpoint, spec, backend, held, source.progress, share=share, num_slots=num_slots)
+    half: ExpertHalf
+    if configure.expert_bytes:
+        pool = load_offloaded_experts(source.checkpoint, spec, backend, configure.expert_bytes, held, share=share)
+        ids = {layer: tuple(experts) for layer, experts in held.items()}
+        half = OffloadedHalf(spec=share.local_spec(spec), backend=backend, experts={}, expert_ids=ids, offloaded=pool)
+    else:
+        half = load_expert_half(
+            source.checkpoint, spec, backend, held, source.progress, share=share, num_slots=num_slots
+        )
     if backend.name == "triton":  # which compiles at first use, while attention workers would wait for their rows
         shape = configured_shape(configure, spec)
         half.warm_up(shape.max_rows * shape.num_attention)
