@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from antiphon.base.errors import UserError
+from antiphon.bench.box import box_unavailable
 from antiphon.bench.harness.quiet import Repetition, Repetitions
 from antiphon.bench.load import (
     LoadCase,
@@ -24,7 +25,7 @@ from antiphon.bench.load import (
     run_load,
     spread,
 )
-from antiphon.bench.load_servers import serve_options
+from antiphon.bench.load_servers import nodes_for, serve_options, spread_over_nodes
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import parse_contestant
 from antiphon.cli import bench as command
@@ -205,6 +206,65 @@ def test_bursts_have_the_rate_and_another_spread() -> None:
 )
 def test_a_contestant_is_served_as_its_name_says(text: str, options: str) -> None:
     assert " ".join(serve_options(parse_contestant(text))) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "joined"),
+    [
+        ("colocated/t4", "--join-workers 1+0 --ranks-here 2", [["replica"] * 2]),
+        ("colocated/t2/p2", "--join-workers 1+0 --ranks-here 2", [["replica"] * 2]),
+        ("colocated*4", "--join-workers 2+0", [["replica"] * 2]),
+        ("2t2*2", "--join-workers 1+0", [["replica"] * 2]),
+        ("2+2/m2", "--join-workers 0+2", [["experts"] * 2]),
+        ("3+1/m2", "--join-workers 1+1", [["attention", "experts"]]),
+    ],
+)
+def test_every_node_has_as_many_processes(text: str, options: str, joined: list[list[str]]) -> None:
+    found = spread_over_nodes(parse_contestant(text), 2)
+    assert " ".join(found.options) == options
+    assert [list(roles) for roles in found.joined] == joined
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("colocated*3", "has 3 processes, not equally many"), ("3t2*2", "cut a worker"), ("1+3t2/m2", "not equally many")],
+)
+def test_layouts_that_nodes_cannot_share_are_refused(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        spread_over_nodes(parse_contestant(text), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"mbit": 5.0}, "give --nodes too"), ({"nodes": 1}, "2 at least"), ({"nodes": 2, "mbit": 0.0}, "--mbit is 0")],
+)
+def test_nodes_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words), nodes_for(LoadOptions(**options)):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(box_unavailable() is not None, reason=str(box_unavailable()))
+def test_layouts_under_load_on_the_nodes_of_a_box(checkpoint: Path, tmp_path: Path) -> None:
+    """Attention here, experts there; and ranks on both nodes, which sum in blocks."""
+    file = tmp_path / "rows.json"
+    command.serve(
+        checkpoint,
+        layouts="1+1/m1,colocated/t2:fused",
+        load=LoadOptions(rate="20", requests=6, repeats=1, lengths=str(lengths_file(tmp_path)), nodes=2, mbit=50.0),
+        json=str(file),
+    )
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [(row["engine"], row["num_failed"]) for row in rows] == [
+        ("antiphon 1+1/m1", 0),
+        ("antiphon colocated/t2:fused", 0),
+    ]
+
+
+def lengths_file(folder: Path) -> Path:
+    file = folder / "lengths.toml"
+    file.write_text('name = "few"\n[input_tokens]\ntrace = [8]\n[output_tokens]\ntrace = [2]\n[slo]\n')
+    return file
 
 
 @pytest.mark.parametrize(

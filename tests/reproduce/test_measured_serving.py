@@ -29,6 +29,11 @@ def test_steps_of_lina_are_over_its_baseline_not_over_nothing_beside() -> None:
     assert all("baseline" in claim.note for claim in claims)
 
 
+def test_utilization_follows_from_the_waits_of_its_table() -> None:
+    (claim,) = select(["lina-table4-utilization"])
+    assert claim.ours() == pytest.approx((1.20 - 0.84) / 1.20 / ((1.57 - 1.09) / 1.57), abs=5e-4)
+
+
 def test_estimates_of_one_layer_are_not_shown_as_a_mean_or_the_worst() -> None:
     claims = select(["lina-table5-accuracy-3", "lina-fig19-accuracy", "lina-table6-accuracy"])
     assert len({claim.ours() for claim in claims}) == 3
