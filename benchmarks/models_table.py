@@ -166,14 +166,16 @@ longest sequence that is served, since one table serves all requests.
 ## Experts that stay in the file
 
 `antiphon serve MODEL --expert-memory 8GiB` keeps the experts in the checkpoint's file and those in use in a pool of
-that size, in each replica (`--layout colocated`, CPUs). Layers share the pool. The next layer's router, applied to
-the rows that enter a layer's experts, says which experts to read while that layer computes; what it did not foresee
-is read when rows need it. The pages of the file are given back, so resident memory is the pool, one expert, and
-everything but the experts. The pool must hold the experts of two layers. Text is the same as without. `/metrics`
-counts experts read ahead (`antiphon:experts_prefetched_total`) and late (`antiphon:experts_prefetched_late_total`).
-`antiphon bench serve MODEL --expert-memory SIZE` times it beside the model in memory: with half of the demo model's
-experts in the pool 0.12 to 0.34 of its speed in three runs on a loaded machine, because eight requests choose nearly
-all experts of a layer in every step.
+that size, in each replica (`--layout colocated`, CPUs) or expert worker (`--layout disaggregated`; of a worker of
+several ranks, in each). Layers share the pool. The next layer's router, applied to the rows that enter a layer's
+experts, says which experts to read while that layer computes; what it did not foresee is read when rows need it. The
+pages of the file are given back, so resident memory is the pool, one expert, and everything but the experts. The pool
+must hold the experts that a process has of two layers. An expert worker knows no router: it reads ahead what the next
+layer's last batch chose. Its experts do not move, so `--balance` and `--expert-slots` are refused beside it. Text is
+the same as without. `/metrics` counts experts read ahead (`antiphon:experts_prefetched_total`) and late
+(`antiphon:experts_prefetched_late_total`). `antiphon bench serve MODEL --expert-memory SIZE` times it beside the
+model in memory: with half of the demo model's experts in the pool 0.12 to 0.34 of its speed in three runs on a loaded
+machine, because eight requests choose nearly all experts of a layer in every step.
 
 ## Decisions, and why
 

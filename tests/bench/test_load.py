@@ -247,24 +247,17 @@ def test_nodes_that_cannot_be_are_refused(options: dict[str, Any], words: str) -
 @pytest.mark.skipif(box_unavailable() is not None, reason=str(box_unavailable()))
 def test_layouts_under_load_on_the_nodes_of_a_box(checkpoint: Path, tmp_path: Path) -> None:
     """Attention here, experts there; and ranks on both nodes, which sum in blocks."""
-    file = tmp_path / "rows.json"
-    command.serve(
-        checkpoint,
-        layouts="1+1/m1,colocated/t2:fused",
-        load=LoadOptions(rate="20", requests=6, repeats=1, lengths=str(lengths_file(tmp_path)), nodes=2, mbit=50.0),
-        json=str(file),
-    )
+    app = typer.main.get_command(command.app)
+    file, trace = tmp_path / "rows.json", tmp_path / "trace.csv"
+    trace.write_text("input_tokens,output_tokens\n8,2\n")
+    options = ["--rate", "20", "--lengths", str(trace), "--requests", "6", "--repeats", "1", "--nodes", "2"]
+    options += ["--mbit", "50", "--layouts", "1+1/m1,colocated/t2:fused", "--json", str(file)]
+    app.main(["serve", str(checkpoint), *options], standalone_mode=False)
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [(row["engine"], row["num_failed"]) for row in rows] == [
         ("antiphon 1+1/m1", 0),
         ("antiphon colocated/t2:fused", 0),
     ]
-
-
-def lengths_file(folder: Path) -> Path:
-    file = folder / "lengths.toml"
-    file.write_text('name = "few"\n[input_tokens]\ntrace = [8]\n[output_tokens]\ntrace = [2]\n[slo]\n')
-    return file
 
 
 @pytest.mark.parametrize(
