@@ -284,10 +284,11 @@ class ServeConfig:
                 "writes a profile)"
             )
         self._check_stepping()
-        if self.layout == "hybrid" and self.balance in FORECASTING:
+        if self.layout == "hybrid" and self.balance in FORECASTING and self.expert_tp > self.attention_tp:
             raise UserError(
-                f"--balance {self.balance} needs --layout disaggregated: in the hybrid one the ranks that send rows "
-                "also compute them, and would load in the middle of their own step; use window"
+                f"--balance {self.balance} with --tp {self.attention_tp} and --expert-tp {self.expert_tp}: what a "
+                "replica asks of an expert's ranks reaches all of them where they are no more than its own; raise "
+                "--tp, or use window"
             )
         if self.num_stages > 1 and self.balance != "off":
             raise UserError(

@@ -221,14 +221,43 @@ def test_the_exchange_serves_layers_and_replicas_of_experts(ranks: Box) -> None:
         assert torch.equal(result, case.expected(rank))
 
 
+@pytest.mark.parametrize("topology", [TwoLevel(num_nodes=3), TwoLevel(num_nodes=2, attention_tp=2, expert_tp=2)])
+def test_requests_for_copies_ride_before_the_rows(topology: TwoLevel) -> None:
+    """Every rank of a part hears what each node asks of it, itself included, also from nodes without rows."""
+    with box(topology) as made:
+        case = Case(topology, [4, 0], TOP_K, torch.float32, 3)
+        placement = ExpertPlacement(topology.expert_ep, {0: case.placed, 1: case.placed})
+
+        def serve(levels: Levels) -> list[list[tuple[int, int, int]]]:
+            heard: list[list[tuple[int, int, int]]] = []
+            experts = partial(drop_layer, case, levels.rank)
+            exchange = HybridExchange(levels, placement, experts, fetch=heard.append)
+            exchange.prefetch(1, {0: levels.node})
+            for _ in range(2):  # the second dispatch asks for nothing
+                exchange.dispatch(0, 0, *case.of(levels.rank))
+                assert torch.equal(exchange.combine(0, 0, PATIENCE_S), case.expected(levels.rank))
+            assert exchange.prefetched(1) == {0: levels.node}
+            return heard
+
+        for rank, heard in enumerate(made.each(serve)):
+            asked = [sorted(each) for each in heard]
+            assert asked == (
+                [[(node, 1, node) for node in range(topology.num_nodes)]] if topology.part_of(rank) == 0 else []
+            )
+
+
+def drop_layer(case: Case, rank: int, layer: int, *arrived: Tensor) -> Tensor:
+    return case.partial(rank, *arrived)
+
+
 def test_the_form_of_an_exchange_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is dispatched after `fused` was set goes that way; the result is the same."""
     seen: list[bool] = []
 
     class Seen(Dispatch):
-        def __init__(self, *arguments: Any, fused: bool) -> None:
+        def __init__(self, *arguments: Any, fused: bool, **others: Any) -> None:
             seen.append(fused)
-            super().__init__(*arguments, fused=fused)
+            super().__init__(*arguments, fused=fused, **others)
 
     monkeypatch.setattr(hybrid, "Dispatch", Seen)
     with box(TOPOLOGIES["d_DP = d_EP"]) as made:

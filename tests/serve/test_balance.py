@@ -15,6 +15,7 @@ from antiphon.cli.output import run_command
 from antiphon.placement.sample_paths import PathProfile
 from antiphon.serve import balancer, prepare
 from antiphon.serve.engine import Engine
+from antiphon.serve.worker.messages import Role
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.placement import ExpertPlacement, Owners
 from tests.serve.engine_harness import (
@@ -109,7 +110,10 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_LOAD_ROWS", {"cpu": 1})
 
 
-@pytest.mark.parametrize("layout", ["2+2/m2", "1t2+2t2/m2", pytest.param("3+2/m3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    ["2+2/m2", "1t2+2t2/m2", "2t2*2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3+2/m3", "2*1/m2"))],
+)
 @pytest.mark.usefixtures("eager")
 def test_copies_ahead_of_a_layer_do_not_change_the_text(
     layout: str, tiny_model: TinyModel, prompts: Prompts, reference: Tokens
@@ -126,18 +130,19 @@ def test_copies_ahead_of_a_layer_do_not_change_the_text(
     assert counts.num_late > 0
 
 
+@pytest.mark.parametrize(("layout", "victim"), [("2+2/m2", "experts"), ("2*1/m2", "replica")])
 @pytest.mark.usefixtures("eager")
 def test_copies_that_paths_foresee_do_not_change_the_text(
-    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
+    layout: str, victim: Role, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
 ) -> None:
     """A profile of the model's own rows, as `antiphon placement --profile-paths` makes it."""
     trace, paths = tmp_path / "routing.trace", tmp_path / "paths"
-    with running(config(tiny_model, "2+2/m2", record_routing=trace)) as engine:
+    with running(config(tiny_model, layout, record_routing=trace)) as engine:
         complete(engine, prompts)
     options = [str(trace), "--workers", "2", "--slots", "4", "--profile-paths", str(paths), "--path-length", "1"]
     assert run_command(lambda: app(["placement", *options], prog_name="antiphon", standalone_mode=False)) == 0
-    with running(config(tiny_model, "2+2/m2", balance="paths", path_profile=paths, expert_slots=4)) as engine:
-        finished = Run(engine, prompts, GREEDY).finish(at_outputs(lambda: kill(engine, "experts", 1)))
+    with running(config(tiny_model, layout, balance="paths", path_profile=paths, expert_slots=4)) as engine:
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(lambda: kill(engine, victim, 1)))
         assert [request.token_ids for request in finished] == reference
         counts = engine.stats().prefetch
     assert counts.num_copies > 0

@@ -260,7 +260,7 @@ def test_where_experts_cannot_move(tiny_model: TinyModel) -> None:
         config(tiny_model, "2", balance="window")
     with pytest.raises(UserError, match="--balance static with --pp 2: a pipeline's leader counts the rows of its own"):
         config(tiny_model, "2p2*1", balance="static")
-    with pytest.raises(UserError, match="--balance predict needs --layout disaggregated"):
+    with pytest.raises(UserError, match="--balance predict with --tp 1 and --expert-tp 2: what a replica asks"):
         config(tiny_model, "2*2", balance="predict")
 
 

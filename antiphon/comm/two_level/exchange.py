@@ -10,13 +10,16 @@ while the messages of later rounds travel; the combine posts round i's shard bef
 Synchronous: a level begins when the other has ended, and the rows of all nodes go through one inner collective in
 place of one a round. Results have the same bits: nodes are added in the order of their numbers.
 
+Requests for copies of experts may ride in front of a dispatch's rows (`serve/worker/prefetch`): where one attention
+group fills a node, each rank of an expert group gets those of every node.
+
 Algorithm 1 as printed sends before it reduces; what it sends would then be summed in the wrong group. Here the
 reduction comes first, as in the paper's Figure 8 and text. Rows of the own node need no message.
 
 Letters: T rows here, R rows received, H hidden, K choices, W = H / shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +31,16 @@ from antiphon.comm.two_level.levels import Levels
 from antiphon.comm.two_level.topology import TwoLevel
 
 _CHOICE_BYTES = 8  # an id and a weight
+MOST_REQUESTS = 2  # that ride on a message: of this layer, and of the next one
+_REQUEST_BYTES = MOST_REQUESTS * 8  # layer and expert each
+Requests = Mapping[int, Sequence[tuple[int, int]]]  # by part of the experts: layer and expert of copies for it
 
 
 def message_bytes(topology: TwoLevel, max_rows: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> int:
     """The largest message between nodes. `UserError` if a row cannot be cut into the topology's shards."""
     if hidden_size % topology.num_shards:
         raise UserError(f"a hidden size of {hidden_size} cannot be cut into {topology.num_shards} equal shards")
-    return max_rows * (hidden_size // topology.num_shards * dtype.itemsize + _CHOICE_BYTES * top_k)
+    return _REQUEST_BYTES + max_rows * (hidden_size // topology.num_shards * dtype.itemsize + _CHOICE_BYTES * top_k)
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,14 @@ class _Rows:
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
     """Rows for the experts here. `ids_RK`: -1 where an expert is elsewhere. `counts[node][i]`: how many came from
-    attention group i of those of a node that this expert group serves, in the order in which they lie."""
+    attention group i of those of a node that this expert group serves, in the order in which they lie. `requests`:
+    (node, layer, expert) of copies that are asked of this part."""
 
     rows_RH: Tensor
     ids_RK: Tensor
     weights_RK: Tensor
     counts: list[list[int]]
+    requests: list[tuple[int, int, int]]
 
 
 class Dispatch:
@@ -69,11 +77,15 @@ class Dispatch:
         weights_TK: Tensor,
         *,
         fused: bool = True,
+        requests: Requests | None = None,
     ) -> None:
         """`parts_TK`: which part of the experts, of `expert_ep`, serves each choice; equal on all ranks of an attention
-        group. Waits only for free slots."""
+        group. `requests`: of copies; None on all ranks where there never are any. Waits only for free slots."""
         self._levels, self._fused = levels, fused
         self._topology = levels.topology
+        self._asked = requests
+        assert requests is None or not self._gathers_own, "a part hears of all requests where a group fills its node"
+        self._came: list[tuple[int, int, int]] = []
         self._num_rows, self._hidden = x_TH.shape
         self._dtype, self._top_k = x_TH.dtype, ids_TK.shape[1]
         self._rows_of: list[Tensor] = []
@@ -115,6 +127,7 @@ class Dispatch:
             ids_RK=torch.cat([part.ids_RK for part in flat]),
             weights_RK=torch.cat([part.weights_RK for part in flat]),
             counts=self._counts,
+            requests=[*self._came, *((levels.node, *each) for each in self._asked_of(levels.node))],
         )
         for turn in turns:  # only now: some of the parts are views of messages
             levels.across.release(self._exchange, self._before(turn))
@@ -164,9 +177,18 @@ class Dispatch:
         return x_TH[:, shard * width : (shard + 1) * width]
 
     def _post(self, node: int, part: _Rows) -> None:
-        self._levels.across.post(self._exchange, node, [part.ids_RK, part.weights_RK, part.rows])
+        pieces = [part.ids_RK, part.weights_RK, part.rows]
+        if self._asked is not None:
+            asked = torch.full((MOST_REQUESTS, 2), -1, dtype=torch.int32)
+            for number, each in enumerate(self._asked_of(node)):
+                asked[number] = torch.tensor(each)
+            pieces.insert(0, asked)
+        self._levels.across.post(self._exchange, node, pieces)
         self._levels.ledger.sent("across.dispatch", part.rows.nbytes)
         self._levels.ledger.sent("across.routing", part.ids_RK.nbytes + part.weights_RK.nbytes)
+
+    def _asked_of(self, node: int) -> Sequence[tuple[int, int]]:
+        return (self._asked or {}).get(self._topology.part_at(node, self._levels.rank), ())
 
     def _return(self, exchange: int, node: int, shard_RW: Tensor) -> None:
         self._levels.across.post(exchange, node, [shard_RW])
@@ -175,6 +197,10 @@ class Dispatch:
     def _take(self, node: int) -> _Rows:
         """The shard that `node` sent, as views of its message."""
         message = self._levels.across.take(self._exchange, node)
+        if self._asked is not None:
+            asked: list[list[int]] = message[:_REQUEST_BYTES].view(torch.int32).view(-1, 2).tolist()
+            self._came += [(node, layer, expert) for layer, expert in asked if layer >= 0]
+            message = message[_REQUEST_BYTES:]
         width = self._hidden // self._topology.num_shards
         row_bytes = width * self._dtype.itemsize
         num_rows = message.shape[0] // (row_bytes + _CHOICE_BYTES * self._top_k)

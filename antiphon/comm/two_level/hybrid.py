@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
 from antiphon.comm.two_level.exchange import Dispatch
 from antiphon.comm.two_level.levels import Levels
+from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.specs.placement import ExpertPlacement, Owners
 from antiphon.specs.plan import Collectives
 
@@ -42,9 +44,19 @@ class HybridExchange:
     """`placement`: its workers are the parts of the experts, one for each expert group (`TwoLevel.part_of`).
 
     Waits are bounded by the groups' timeout. `exposed_s` is `wait_s`: what a wait does not cover has been hidden.
-    `fused`: the form of every exchange from the next dispatch on (`forms` chooses it)."""
+    `fused`: the form of every exchange from the next dispatch on (`forms` chooses it). `fetch`: begins to copy experts
+    that attention groups ask of this part, (number of the group, layer, expert); None: none may ask. Where they may, an
+    attention group fills its node, so a node is a group."""
 
-    def __init__(self, levels: Levels, placement: ExpertPlacement, experts: Experts, *, fused: bool = True) -> None:
+    def __init__(
+        self,
+        levels: Levels,
+        placement: ExpertPlacement,
+        experts: Experts,
+        *,
+        fused: bool = True,
+        fetch: Callable[[list[tuple[int, int, int]]], None] | None = None,
+    ) -> None:
         if placement.num_workers != levels.topology.expert_ep:
             raise UserError(
                 f"experts are placed on {placement.num_workers} groups of ranks, the topology has "
@@ -53,6 +65,10 @@ class HybridExchange:
         self._levels = levels
         num_experts = max(map(len, placement.owners.values()))
         self._counts = {layer: np.zeros(num_experts, dtype=np.int64) for layer in placement.owners}
+        self._fetch = fetch
+        self._prefetched: dict[int, dict[int, int]] = {}  # by layer and part, the copy there for this attention group
+        self._asked: dict[int, list[tuple[int, int]]] = {}  # by part, what rides on the next dispatch
+        self._owners: dict[int, _LayerOwners] = {}
         self._placement: ExpertPlacement | None = None
         self.place(placement)
         self._experts = experts
@@ -77,7 +93,40 @@ class HybridExchange:
         """Rows go by `placement` from now on. All ranks of an instance have to change in the same step."""
         if placement is not self._placement:
             self._placement = placement
-            self._owners = {layer: _LayerOwners(owners, placement) for layer, owners in placement.owners.items()}
+            for layer in placement.owners:
+                self._place_layer(layer)
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """By which rows go, but for copies."""
+        assert self._placement is not None, "it has one from the start"
+        return self._placement
+
+    def _place_layer(self, layer: int) -> None:
+        placement, copies = self.placement, self._prefetched.get(layer, {})
+        owners = tuple(
+            (*parts, *(part for part, copied in copies.items() if copied == expert and part not in parts))
+            for expert, parts in enumerate(placement.owners[layer])
+        )
+        self._owners[layer] = _LayerOwners(owners, placement)
+
+    def prefetched(self, layer: int) -> Mapping[int, int]:
+        """By part the expert of this layer that it fetched for this attention group."""
+        return self._prefetched.get(layer, {})
+
+    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
+        """As `NativeAttentionExchange.prefetch`; all ranks of the attention group ask alike."""
+        present = self._prefetched.setdefault(layer, {})
+        is_new = any(present.get(part) != expert for part, expert in copies.items())
+        present.update(copies)
+        for part, expert in copies.items():
+            self._asked.setdefault(part, []).append((layer, expert))
+        if is_new:
+            self._place_layer(layer)
+
+    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
+        """Further copies worth having for these rows (`placement/split`), for parts that may take one."""
+        return self._owners[layer].wanted_copies(counts_E, open_W)
 
     def parts_of_any_layer(self, ids_TK: Tensor) -> Tensor:
         """As `Dispatch` takes them, for rows that belong to no rank."""
@@ -90,7 +139,10 @@ class HybridExchange:
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         self._counts[layer] += np.bincount(ids_TK.numpy().ravel(), minlength=len(self._counts[layer]))
         parts_TK = self._owners[layer].parts_of(ids_TK)
-        self._under_way[micro_batch] = Dispatch(self._levels, parts_TK, rows_TH, ids_TK, weights_TK, fused=self.fused)
+        requests, self._asked = None if self._fetch is None else self._asked, {}
+        self._under_way[micro_batch] = Dispatch(
+            self._levels, parts_TK, rows_TH, ids_TK, weights_TK, fused=self.fused, requests=requests
+        )
 
     def take_counts(self) -> bytes:
         """Rows of each expert that this rank has dispatched since the last call: uint32, layer after layer."""
@@ -104,6 +156,8 @@ class HybridExchange:
         started_s = time.monotonic()
         arrived = dispatch.wait()
         computing_s = time.monotonic()
+        if self._fetch is not None and arrived.requests:
+            self._fetch(arrived.requests)
         partial_RH = self._experts(layer, arrived.rows_RH, arrived.ids_RK, arrived.weights_RK)
         computed_s = time.monotonic()
         total_TH = dispatch.combine(partial_RH)
@@ -117,6 +171,11 @@ class HybridExchange:
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
         """Begin `epoch`; `tickets` of all ranks of the topology. Blocks until all have begun it."""
         self._under_way.clear()
+        self._asked.clear()
+        copied = list(self._prefetched)
+        self._prefetched.clear()  # who was started again has none
+        for layer in copied:
+            self._place_layer(layer)
         self._levels.reset(epoch, tickets)
 
     def traffic(self) -> Traffic:
@@ -141,11 +200,13 @@ class _LayerOwners:
     def __init__(self, owners: Owners, placement: ExpertPlacement) -> None:
         self._first = torch.tensor([parts[0] for parts in owners])
         self._all = torch.tensor([part for parts in owners for part in parts])
-        self._split = (
-            None
-            if len(self._all) == len(owners)
-            else _m2n.ExpertSplit(placement.num_workers, owners, placement.speeds, placement.knee)
-        )
+        self._make_split = partial(_m2n.ExpertSplit, placement.num_workers, owners, placement.speeds, placement.knee)
+        self._split = None if len(self._all) == len(owners) else self._make_split()
+
+    def wanted_copies(self, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
+        """See `HybridExchange.wanted_copies`."""
+        wanted = (self._split or self._make_split()).wanted_copies(counts_E.astype(np.uint32), open_W)
+        return [Prefetch(*each) for each in wanted]
 
     def parts_of(self, ids_TK: Tensor) -> Tensor:
         """[T, K] from the experts' global ids."""

@@ -48,7 +48,7 @@ from antiphon.serve.worker.hybrid import (
 )
 from antiphon.serve.worker.kv_transfer import KVLinks, KVSender, Say, cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure
-from antiphon.serve.worker.prefetch import PrefetchingExchange
+from antiphon.serve.worker.prefetch import Prefetcher, PrefetchingExchange
 from antiphon.serve.worker.routing import RoutingReplay, RowRouting
 from antiphon.serve.worker.row_sampler import NoSampler, RowSampler
 from antiphon.serve.worker.side_by_side import SharedExchange, SideBySide
@@ -320,12 +320,13 @@ def _own_experts(
         share = share_of(spec, ranks.rank, ranks.size)
         return LocalExperts(load_expert_half(checkpoint, spec, backend, every, progress, share=share)), None, None
     held, share = hybrid_experts(levels, spec, configure.placement, layers)
-    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share, num_slots=configure.expert_slots)
+    num_slots = configure.expert_slots + _num_prefetched(configure)
+    half = load_expert_half(checkpoint, spec, backend, held, progress, share=share, num_slots=num_slots)
     load = partial(load_expert, checkpoint, spec, share, half)
     part = levels.topology.part_of(levels.rank)
     counters = ExpertCounters(part, half) if levels.experts.rank == 0 else None
-    moves = ExpertMoves(part, half, load, configure.placement)
-    return hybrid_exchange(levels, configure.placement, half, counters), moves, counters
+    moves = ExpertMoves(part, half, load, configure.placement, _num_prefetched(configure))
+    return hybrid_exchange(levels, configure.placement, half, counters, moves.prefetched), moves, counters
 
 
 def _others_experts(source: _Source, ranks: RankGroup) -> AttentionExchange:
@@ -392,8 +393,19 @@ def _step_exchange(
         assert isinstance(exchange, HybridExchange), "it goes over the levels"
         assert moves is not None, "experts that serve others may move"
         forms = hybrid_forms(configure, source.spec, source.backend.dtype, seat.levels, exchange)
+        prefetcher = None
+        if configure.prefetch_rows:
+            num_experts = source.spec.router.num_experts
+            prefetcher = Prefetcher(num_experts, exchange, configure.prefetch_rows, configure.phases)
         return HybridStepExchange(
-            exchange, half, recorder, timeout_s, counts_rows=counts_rows, moves=moves, forms=forms
+            exchange,
+            half,
+            recorder,
+            timeout_s,
+            counts_rows=counts_rows,
+            moves=moves,
+            forms=forms,
+            prefetcher=prefetcher,
         )
     if isinstance(exchange, LocalExperts) and isinstance(exchange.half, OffloadedExperts):
         return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.half)

@@ -22,11 +22,14 @@ from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
+from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters
 from antiphon.serve.worker.messages import Configure, RunStep
-from antiphon.serve.worker.spans import SpanRecorder
+from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
+from antiphon.serve.worker.routing import Choices
+from antiphon.serve.worker.spans import PREDICT, SpanRecorder
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
@@ -64,23 +67,24 @@ def hybrid_experts(
 
 
 def hybrid_exchange(
-    levels: Levels, placement: ExpertPlacement, half: ExpertHalf, counters: ExpertCounters | None
+    levels: Levels, placement: ExpertPlacement, half: ExpertHalf, counters: ExpertCounters | None, slots: PrefetchSlots
 ) -> HybridExchange:
-    """The exchange of this rank; `half` computes what arrives, `counters` counts it."""
+    """The exchange of this rank; `half` computes what arrives, `counters` counts it, `slots` are for copies."""
 
     def compute(layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         started_s = time.monotonic()
+        slots.settle(layer)
         partial_RH = half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
         if counters is not None:
             counters.add(layer, ids_RK, time.monotonic() - started_s)
         return partial_RH
 
-    return HybridExchange(levels, placement, compute)
+    return HybridExchange(levels, placement, compute, fetch=slots.start if slots.num_slots else None)
 
 
 class HybridStepExchange(StepExchange):
     """Steps over `exchange`, whose experts serve other workers too. `moves`: of the experts here. `forms`: how the rows
-    of a step travel."""
+    of a step travel. `prefetcher`: asks for copies ahead of a layer; all ranks of the replica decide alike."""
 
     def __init__(
         self,
@@ -92,10 +96,12 @@ class HybridStepExchange(StepExchange):
         counts_rows: bool,
         moves: ExpertMoves,
         forms: Forms,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
         self._moves = moves
         self._forms = forms
+        self._prefetcher = prefetcher
         self._served: dict[int, int] = {}  # by micro-batch without rows here: the layer under way
 
     def begin_step(self, step: RunStep) -> None:
@@ -104,6 +110,18 @@ class HybridStepExchange(StepExchange):
         self._exchange.place(self._moves.named(step.placement))
         super().begin_step(step)
         self._forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)
+        if self._prefetcher is not None:
+            self._prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])
+
+    def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
+        if self._prefetcher is not None:
+            start_ns = time.monotonic_ns()
+            self._prefetcher.ask(layer, micro_batch, choices.ids_TK, choices.forecast)
+            self._recorder.add(PREDICT, start_ns, layer, micro_batch, y_TH.shape[0])
+        super().dispatch(layer, micro_batch, y_TH, choices)
+
+    def take_prefetch_counts(self) -> PrefetchCounts | None:
+        return None if self._prefetcher is None else self._prefetcher.take_counts()
 
     def _complete(self, experts_TH: Tensor, local_TH: Tensor | None) -> Tensor:
         return experts_TH if local_TH is None else experts_TH + self._half.sum_over_ranks(local_TH)

@@ -10,6 +10,8 @@ Phase two: when that layer's gate has spoken and its most popular experts are ot
 request goes with the rows themselves, which wait for it, so the copy must be worth its whole load. It goes with every
 micro-batch of the layer: an expert worker may have all rows of the second one before those of the first.
 
+In the hybrid layout an attention worker is a replica, and its ranks, which have the same rows, decide alike.
+
 Each expert worker has room for one copy of each layer for each attention worker, which alone decides about it. It does
 so once a step, with its first micro-batch: then none of its rows of the next layer are under way. So copies never
 vanish under rows, and no agreement is waited for. The first layer with experts is never expected.
@@ -22,11 +24,12 @@ Letters as in `antiphon.kernels.api`; W expert workers.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -46,13 +49,24 @@ from antiphon.specs.placement import ExpertPlacement
 _FADING = 1 / 128  # of what a missing copy has cost so far, by step
 
 
+class CopyingExchange(Protocol):
+    """What carries requests for copies beside rows (`NativeAttentionExchange`, `HybridExchange`)."""
+
+    @property
+    def placement(self) -> ExpertPlacement: ...
+
+    def prefetched(self, layer: int) -> Mapping[int, int]: ...
+
+    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None: ...
+
+    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]: ...
+
+
 class Prefetcher:
     """An attention worker's part. `load_rows`: rows that an expert worker computes in the time of one load. `phases`:
     "first" never chooses again, "second" knows nothing ahead; both are for measurements."""
 
-    def __init__(
-        self, num_experts: int, exchange: NativeAttentionExchange, load_rows: int, phases: Phases = "both"
-    ) -> None:
+    def __init__(self, num_experts: int, exchange: CopyingExchange, load_rows: int, phases: Phases = "both") -> None:
         self._exchange = exchange
         self._phases = phases
         self._load_rows = load_rows
