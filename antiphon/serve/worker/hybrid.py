@@ -74,7 +74,10 @@ def hybrid_exchange(
     def compute(layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         started_s = time.monotonic()
         slots.settle(layer)
-        partial_RH = half.forward(layer, rows_RH, half.to_local(layer, ids_RK), weights_RK)
+        local_RK = half.to_local(layer, ids_RK)
+        if slots.num_slots:
+            slots.check(layer, ids_RK, local_RK)
+        partial_RH = half.forward(layer, rows_RH, local_RK, weights_RK)
         if counters is not None:
             counters.add(layer, ids_RK, time.monotonic() - started_s)
         return partial_RH
