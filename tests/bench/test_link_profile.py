@@ -47,7 +47,9 @@ def test_the_planner_reads_scale_out_apart_from_scale_up() -> None:
     assert after.scale_up == before.scale_up
     assert after.scale_out.bytes_per_s == pytest.approx(0.5e8 / cluster.groups[0].devices_per_node)
     assert (after.scale_out.latency_s, after.scale_out.half_bytes) == (pytest.approx(50e-6), pytest.approx(4000.0))
-    assert linked.groups[0].num_nodes == 2
+    assert linked.groups[0].num_nodes == cluster.groups[0].num_nodes
+    alone = replace(cluster, groups=(replace(cluster.groups[0], num_nodes=1),))
+    assert with_link(alone, link).groups[0].num_nodes == 2, "like the only one"
 
 
 @pytest.mark.parametrize(
