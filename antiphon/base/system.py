@@ -12,6 +12,7 @@ program came from. Rejected: `-I`, which drops `PYTHONPATH` and what users have 
 import asyncio
 import contextlib
 import ctypes
+import os
 import resource
 import select
 import sys
@@ -71,6 +72,24 @@ def give_memory_back() -> None:
     Takes milliseconds, without the interpreter's lock."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_freed_memory() -> bool:
+    """Have this process keep what it frees, for as long as it lives; for one that allocates the same again and again.
+
+    glibc gives the end of its heap back as soon as it is large, and blocks above 32 MiB at once; each page that comes
+    again costs a fault and zeros. Returns whether it was done: not with other C libraries, and not where the user has
+    set glibc's allocator (`MALLOC_…`, `GLIBC_TUNABLES`)."""
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_M_MMAP_MAX, 0))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 class MemoryTrimmer:

@@ -26,6 +26,7 @@ from antiphon.base.allowance import share_of_threads
 from antiphon.base.errors import CheckpointError, ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.progress import progress
+from antiphon.base.system import keep_freed_memory
 from antiphon.base.units import format_bytes
 from antiphon.cli import options
 from antiphon.cli.output import (
@@ -132,6 +133,8 @@ def _run(
     json: str | None,
 ) -> int:
     """One rank's part of the run; the first one speaks. Returns the exit code."""
+    if config.memory.offload == "none":  # else what is mapped should go
+        keep_freed_memory()
     if int(os.environ.get("RANK", "0")):
         Trainer(prepare(config, planned, allowed), timeline=timeline, max_hours=max_hours).run()
         leave()

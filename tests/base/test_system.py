@@ -1,6 +1,7 @@
 """Descriptors beyond 1,023, and the limit on their number."""
 
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -46,3 +47,38 @@ def test_a_descriptor_beyond_those_of_select_is_waited_for() -> None:
             assert wait_ready(near, 1e9), "the other end's hanging up counts, and a year is not too long"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+KEPT = """
+import resource, sys
+from antiphon.base.system import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(100 << 20)[::4096] = b"x" * (25 << 10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+given = [faults() for _ in range(3)]
+done = keep_freed_memory()
+faults()
+print(done, min(given), max(faults() for _ in range(3)))
+"""
+
+
+def kept(**environment: str) -> tuple[bool, int, int]:
+    """(whether it was done, pages that a large block costs before it, and behind it)."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT], env=own | environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    was_done, before, behind = done.stdout.split()
+    return was_done == "True", int(before), int(behind)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no such settings")
+def test_freed_memory_is_kept_where_that_was_asked_for() -> None:
+    was_done, before, behind = kept()
+    assert was_done
+    assert behind < before / 4
+
+
+def test_what_the_user_has_set_for_the_allocator_stays() -> None:
+    assert not kept(MALLOC_TRIM_THRESHOLD_="100000")[0]
