@@ -90,7 +90,7 @@ def test_an_export_is_evaluated_as_transformers_sees_it(tmp_path: Path) -> None:
     rows = write_task(tmp_path)
     with serve(export, tmp_path) as server:
         url = f"{server.facts['url']}/v1/completions"
-        arguments = f"model={export},tokenizer={export},base_url={url},max_length=128"
+        arguments = f"model={server.facts['model']},tokenizer={export},base_url={url},max_length=128"
         evaluated = subprocess.run(
             [program, "run", "--model", "local-completions", "--tasks", "goes_on", "--include_path", str(tmp_path),
              "--model_args", f"{arguments},tokenized_requests=True,num_concurrent=4", "--log_samples",
