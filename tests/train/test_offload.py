@@ -131,3 +131,5 @@ def test_a_gpu_is_refused(tmp_path: Path) -> None:
         UserError, match=r"memory.offload maps the memory of the processor, and the run computes on cuda"
     ):
         check_device(config_of(tmp_path, "memory.offload=moments"), torch.device("cuda", 0))
+    with pytest.raises(UserError, match=r"memory.reuse_rows is true and the device is cuda:0, whose allocator does"):
+        check_device(config_of(tmp_path, "memory.reuse_rows=true"), torch.device("cuda", 0))
