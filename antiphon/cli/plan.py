@@ -29,7 +29,7 @@ from antiphon.report.page import html
 from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
 from antiphon.report.terminal import rendered
 from antiphon.report.training import training_page, training_pieces
-from antiphon.sim.promise import checked
+from antiphon.sim.promise import checked, is_checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import LATENCIES, Plan, plan_to_json, read_plan
@@ -193,6 +193,11 @@ def _serving(
     model: str, search: SearchOptions, overrides: OverrideOptions, answer: AnswerOptions, json: str | None
 ) -> None:
     inputs = read_inputs(model, search, overrides)
+    if answer.no_check and not is_checked(inputs.phases, inputs.workload):
+        raise UserError(
+            "--no-check leaves out the simulation of a whole service with a rate and a target, and this plan is none: "
+            "leave it out, or give --rate and --slo-tpot"
+        )
     result = find_plan(inputs, smallest=answer.size, check=not answer.no_check)
     emit_json(json, plan_to_json(result.plan))
     if answer.emit is not None:

@@ -80,10 +80,11 @@ def profile(
 
     DIR gets profile.json (plan --profile) and, of serving, this-machine.json (plan --cluster). --listen adds
     these-machines.json: two of this machine, or the nodes of --cluster, with the link as it was measured."""
+    is_link = listen is not None or join is not None
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
-    refuse_other_use(context, phase, is_link=listen is not None or join is not None)
-    if listen is not None or join is not None:
+    refuse_other_use(context, phase, is_link=is_link)
+    if is_link:
         _measure_link(model, folder, listen, join, cluster, secret_file, json)
         return
     if model is None:
@@ -110,9 +111,14 @@ def profile(
         dtype=dtype,
         kernels=kernels,
     )
+    _serve(wanted, folder, json)
+
+
+def _serve(wanted: Wanted, folder: Path | None, json: str | None) -> None:
+    """Measure serving, write the folder's two files and show the tables."""
     with progress("measuring") as report:
         times = measure(wanted, report)
-    spec = load_model_spec(model)
+    spec = load_model_spec(wanted.model)
     former = _former(folder, times.model)
     measured = cost_profile(times, spec, _command())
     measured = replace(measured, training=None if former is None else former.training)

@@ -17,13 +17,13 @@ from antiphon.reproduce.claims import select
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.measured_servers import COLUMNS as COLUMNS_OF_SLICES
 from antiphon.reproduce.measured_servers import (
-    beside_peer,
     cross_validated,
     engine_file,
     fitted_engines,
     measured_points,
     slices,
 )
+from antiphon.reproduce.peer_servers import STORED, compare, peer_times, times_file
 from antiphon.reproduce.published import calibration_page
 from antiphon.specs import catalog
 from antiphon.specs.engine import load_engine
@@ -97,20 +97,24 @@ def show_deployments(fit: Path | None, peer: str | None, json: str | None) -> No
     files = {} if fit is None else {name: fit / f"{name}.toml" for name in catalog.names("engine")}
     for path in files.values():
         check_output_file("--fit", path)
+    written: dict[Path, str] = {}
     with progress("pricing measured servers") as report:
         judged = cross_validated(measured_points(), report)
     engines = fitted_engines(judged) if fit is not None else [load_engine(name) for name in catalog.names("engine")]
     lines = slices(judged, engines)
     if peer is not None:
         with progress("pricing with aiconfigurator") as report:
-            lines += beside_peer(judged, peer, report)
+            times = peer_times(peer, report)
+        lines += compare(judged, times)
+        if fit is not None:
+            written[fit / STORED.name] = times_file(times)
     cells = [one.cells() for one in lines]
     show(table(COLUMNS_OF_SLICES, cells, title="time per token and to the first one"), json=json)
     emit_json(json, {"bench": "deployments", **provenance(), "rows": [vars(one) for one in lines]})
-    for engine in engines:
-        if engine.name in files:
-            write_whole("--fit", files[engine.name], engine_file(engine))
-            show(f"wrote {files[engine.name]}", json=json)
+    written |= {files[engine.name]: engine_file(engine) for engine in engines if engine.name in files}
+    for path, text in written.items():
+        write_whole("--fit", path, text)
+        show(f"wrote {path}", json=json)
 
 
 def list_table(claims: Sequence[Claim]) -> RenderableType:

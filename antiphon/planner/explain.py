@@ -36,11 +36,6 @@ RESOURCES: dict[Objective, tuple[str, str]] = {
 }
 
 
-def _small(resource_s: float) -> str:
-    """Thousandths; what rounding left of nothing is 0."""
-    return f"{resource_s * 1e3:.3g}" if resource_s > 1e-9 else "0"
-
-
 def rejected_layouts(
     setting: Setting,
     table: CandidateTable,
@@ -136,35 +131,33 @@ def _book(times: dict[str, float], item: str, part: Parts, weight: float) -> Non
 def why_slower(
     setting: Setting, table: CandidateTable, loser: int, winner: int, pairs: Mapping[Layout, float] | None = None
 ) -> str:
-    """The loser's score against the winner's, and the item of the account that differs most."""
-    unit, small = RESOURCES[setting.objective]
-    scores = table.score(setting.objective)
+    """The item of the account that differs most, and why. The rates stand beside it in every report."""
+    scores, won = table.score(setting.objective), table.candidates.layout_of(winner)
     mine, best = float(scores[loser]), float(scores[winner])
     if setting.wants_latency:
         return _why_later(setting, table, loser, winner, mine / best)
+    if mine >= best * (1 - 1e-6) and pairs is not None:
+        return f"not behind by itself; {_why_not_paired(setting, table.candidates.layout_of(loser), pairs)}"
+    if mine > best * (1 + 1e-6):
+        return f"a tie within what the model can tell apart; {won} is simpler"
+    if mine >= best * (1 - 1e-6):
+        return EQUAL_BUT_LONGER
     accounts = [
         account(setting, table.one(index), int(table.outcome.num_instances[index])) for index in (loser, winner)
     ]
     item = max(accounts[0], key=lambda name: accounts[0][name] - accounts[1][name])
-    head = f"{mine:,.4g} {unit}, {mine / best:.0%} of {table.candidates.layout_of(winner)}'s {best:,.4g}"
-    if mine >= best * (1 - 1e-6) and pairs is not None:
-        return f"{head} by itself; {_why_not_paired(setting, table.candidates.layout_of(loser), pairs)}"
-    if mine > best * (1 + 1e-6):
-        return f"{head}: a tie within what the model can tell apart; {table.candidates.layout_of(winner)} is simpler"
-    if mine >= best * (1 - 1e-6):
-        return f"{head}: equal, and chosen against for its longer step or its more devices"
-    per_token = f"{_small(accounts[0][item])} {small} a token against {_small(accounts[1][item])}"
     cause = _cause(setting, table, loser, winner, item)
-    more = f"{item}: {per_token}{cause}{_made_up(accounts[0], accounts[1], item, mine, best)}"
-    return f"{head}; most of the difference is {more}{_unhidden(setting, table, loser, item)}"
+    more = f"{item}{cause}{_made_up(accounts[0], accounts[1], item, mine, best)}"
+    return f"most of the difference is {more}{_unhidden(setting, table, loser, item)}"
+
+
+EQUAL_BUT_LONGER = "equal, and chosen against for its longer step or its more devices"
 
 
 def _why_later(setting: Setting, table: CandidateTable, loser: int, winner: int, ratio: float) -> str:
-    """The loser's latency against the winner's, and the part of a layer that differs most."""
-    of, name = table.latency_s if setting.objective == "tpot" else table.ttft_s, table.candidates.layout_of(winner)
-    head = f"{milliseconds(float(of[loser]))} against {name}'s {milliseconds(float(of[winner]))}"
+    """The part of a layer that makes the loser's latency longer."""
     if ratio >= 1 - 1e-6:
-        return f"{head}: equal, and chosen against for its longer step or its more devices"
+        return EQUAL_BUT_LONGER
     times = []
     for index in (loser, winner):
         one = table.one(index)
@@ -172,10 +165,10 @@ def _why_later(setting: Setting, table: CandidateTable, loser: int, winner: int,
         layer = named_parts(step_parts_of(setting, one))
         times.append({name: turns * float(part.total_s) for name, part in layer.items()})
     part = max(times[0], key=lambda name: times[0][name] - times[1][name])
-    if times[0][part] <= times[1][part]:
-        return f"{head}: its layers are no longer, its stages or its queue are"
-    longer = f"{milliseconds(times[0][part])} of a layer against {milliseconds(times[1][part])}"
-    return f"{head}; most of the difference is {part}: {longer}"
+    longer_s = times[0][part] - times[1][part]
+    if longer_s <= 0:
+        return "its layers are no longer, its stages or its queue are"
+    return f"most of the difference is {part}: {milliseconds(longer_s)} more in a layer"
 
 
 def _why_not_paired(setting: Setting, layout: Layout, pairs: Mapping[Layout, float]) -> str:
@@ -195,8 +188,7 @@ def _made_up(loser: dict[str, float], winner: dict[str, float], item: str, mine:
     whole = 1 / mine - 1 / best
     if loser[item] - winner[item] <= 1.5 * whole:
         return ""
-    less = min(loser, key=lambda name: loser[name] - winner[name])
-    return f", in part made up by {less}: {_small(loser[less])} against {_small(winner[less])}"
+    return f", in part made up by {min(loser, key=lambda name: loser[name] - winner[name])}"
 
 
 def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) -> str:
@@ -205,8 +197,8 @@ def _unhidden(setting: Setting, table: CandidateTable, loser: int, item: str) ->
     if one.layout_of(0) != "disaggregated" or item == "waiting":
         return ""
     times = {name: float(part.total_s) for name, part in named_parts(step_parts_of(setting, one)).items()}
-    t_f, t_c = max(times["attention"], times["experts"]), times["exchange"]
-    return f"; besides, T_c {milliseconds(t_c)} exceeds T_f {milliseconds(t_f)}" if t_c > t_f else ""
+    hidden = times["exchange"] <= max(times["attention"], times["experts"])
+    return "" if hidden else "; besides, an exchange (T_c) takes longer than what should hide it (T_f)"
 
 
 def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, item: str) -> str:
@@ -222,15 +214,15 @@ def _cause(setting: Setting, table: CandidateTable, loser: int, winner: int, ite
     if item == "experts":
         batches = [float(table.one(index).instance_batch[0] / _devices(table.one(index))) for index in (loser, winner)]
         if batches[0] < batches[1] * 0.95 and setting.decodes:
-            return f" ({batches[0]:.3g} requests per device share the reading of weights, against {batches[1]:.3g})"
+            return f" ({batches[0] / batches[1]:.2f} times as many requests per device share the reading of weights)"
     if item == "communication":
         return f" ({_slowest_network(setting, one)})"
     return ""
 
 
 def _why_uneven(setting: Setting, one: Candidates) -> str:
-    layers, stages = setting.model.num_layers, int(one.pp[0])
-    return f"{layers} layers in {stages} stages: the others wait for the slowest, {-(-layers // stages)} layers"
+    stages = int(one.pp[0])
+    return f"the layers do not divide by {stages} stages: all wait for the slowest"
 
 
 def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
@@ -240,7 +232,7 @@ def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
         share = float(table.tokens_per_s[loser]) / (count * float(table.outcome.capacity[loser]))
         return f"the promise allows {share:.0%} of what it can compute: requests wait for each other"
     most = most_requests_per_s(setting, one, count)
-    return f"{count} whole instance{'s' * (count > 1)} of {_devices(one)} devices for {rate:g} of {most:.3g} requests/s"
+    return f"the rate is {rate / most:.0%} of what its whole instance{'s' * (count > 1)} would take"
 
 
 def most_requests_per_s(setting: Setting, one: Candidates, num_instances: int) -> float:
@@ -262,16 +254,13 @@ def _devices(one: Candidates) -> int:
 def _why_idle(one: Candidates, times: dict[str, float]) -> str:
     """Why a disaggregated candidate idles: exchange longer than work, too few micro-batches, or unequal sides."""
     m, t_a, t_e, t_c = int(one.micro_batches[0]), times["attention"], times["experts"], times["exchange"]
-    t_f, longer = max(t_a, t_e), milliseconds(max(t_a, t_e))
+    t_f = max(t_a, t_e)
     if t_c > t_f:
-        return f"T_c {milliseconds(t_c)} exceeds T_f {longer}: the network sets the pace of a layer"
+        return "an exchange takes longer than attention and than experts: the network sets the pace of a layer"
     if m * t_f < t_a + t_e + 2 * t_c:
-        need = math.ceil(2 * (1 + t_c / t_f) - 1e-9)
-        trip = f"{m} micro-batches do not fill the round trip"
-        return f"{trip}, T_c {milliseconds(t_c)} beside T_f {longer}: it takes {need}"
+        return f"it takes {math.ceil(2 * (1 + t_c / t_f) - 1e-9)} micro-batches to fill the round trip"
     slow, fast = ("attention", "experts") if t_a >= t_e else ("experts", "attention")
-    sides = f"T_a {milliseconds(t_a)}, T_e {milliseconds(t_e)}"
-    return f"{fast} devices wait {1 - min(t_a, t_e) / t_f:.0%} of a layer for {slow}: {sides}"
+    return f"{fast} devices wait {1 - min(t_a, t_e) / t_f:.0%} of a layer for {slow}"
 
 
 def _slowest_network(setting: Setting, one: Candidates) -> str:
@@ -279,29 +268,22 @@ def _slowest_network(setting: Setting, one: Candidates) -> str:
     named = [parts.attention.moe_layer.at(0), parts.experts.at(0), parts.dispatch.at(0)]
     counted = named[:2] if one.layout_of(0) == "disaggregated" else named
     up, out = (sum(float(getattr(part, name)) for part in counted) for name in ("scale_up_s", "scale_out_s"))
-    level = "scale-up" if up >= out else "scale-out"
-    return f"{milliseconds(max(up, out))} of a layer on the {level} network"
+    return f"{milliseconds(max(up, out))} of a layer on the {'scale-up' if up >= out else 'scale-out'} network"
 
 
 def why_infeasible(setting: Setting, table: CandidateTable, index: int) -> str:
     """Which promise or rate the nearest candidate breaks, and by how much."""
-    slo, workload = setting.workload.slo, setting.workload
-    code = int(table.why_not[index])
+    workload, code = setting.workload, int(table.why_not[index])
     parts = named_parts(step_parts_of(setting, table.one(index)))
     slowest = max(parts, key=lambda name: float(parts[name].total_s))
     bound = f"{slowest} takes most of a layer and waits for {parts[slowest].bound_by()}"
-    if code == TPOT:
-        target_s = slo.tpot_s or math.nan
-        fastest = milliseconds(float(table.tpot_s[index]))
-        return f"no candidate keeps {milliseconds(target_s)} a token: the fastest takes {fastest} ({bound})"
     if code == RATE and workload.requests_per_s is None:
         return f"the cluster does not hold {workload.max_batch or 1:,} requests at once in this layout"
     if code == RATE:
         most = float(table.tokens_per_s[index]) / setting.tokens_of_request
-        return f"the cluster takes at most {most:.3g} requests/s in this layout, not {workload.requests_per_s:g}"
-    target_s = slo.ttft_s or math.nan
-    fastest = milliseconds(float(table.ttft_s[index]))
-    return f"no candidate keeps {milliseconds(target_s)} to the first token: the fastest takes {fastest} ({bound})"
+        return f"the cluster takes at most {most:.3g} requests/s in this layout"
+    fastest_s, what = (table.tpot_s, "a token") if code == TPOT else (table.ttft_s, "to the first token")
+    return f"no candidate keeps the target: the fastest takes {milliseconds(float(fastest_s[index]))} {what} ({bound})"
 
 
 def why_no_room(setting: Setting, table: CandidateTable, layout: Layout) -> str:

@@ -245,12 +245,12 @@ def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tupl
         apart = NORMAL_80_PERCENT * math.hypot(mine, _spread_of(setting, table, index))
         if gain <= apart:
             better = table.candidates.layout_of(best)
-            said = f"{gain:.1%} better, less than the {apart:.0%} by which the model can tell two layouts apart"
+            said = f"a tie: {better} is predicted {gain:.1%} better, less than the model can tell apart"
             if gain <= EQUAL:
-                return index, f"equal: {layout} is predicted within {EQUAL:.1%} of {better}, and simpler"
+                return index, f"equal: {better} is predicted no better than {layout}, which is simpler"
             if setting.limits.prefer_simple:
-                return index, f"a tie: {better} is predicted {said}; {layout} is simpler, and taken (--prefer simple)"
-            return index, f"a tie: {better} is predicted {said}; {layout} is simpler (--prefer simple takes it)"
+                return index, f"{said}; {layout} is simpler, and taken (--prefer simple)"
+            return index, f"{said}; {layout} is simpler (--prefer simple takes it)"
     return best, ""
 
 

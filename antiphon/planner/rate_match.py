@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from antiphon.base.units import number
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import Candidates, IntArray
 from antiphon.planner.no_plan import NoPlan
@@ -29,6 +30,7 @@ from antiphon.specs.plan import LAYOUTS, Layout, PhaseName
 
 BEST_OF_EACH = 12
 NEARLY_BEST = 0.98
+FULL = 0.995  # of what a pool can take
 _MOST_TRIED = 200
 
 
@@ -225,13 +227,16 @@ def _match(
         float(pairs.num_second[place] * decode.requests_per_s[pairs.second[place]]),
     )
     taken = float(pairs.requests_per_s[place])
-    head = f"the two pools together take {taken:.3g} requests/s, which is"
+    both = f"the two pools together take {number(taken)} requests/s"
     score = taken / float(pairs.weight[place])
-    notes = tuple((f"{head} {min(taken / rate, 1.0):.0%} of what this one can take",) for rate in rates)
+    parts = [min(taken / rate, 1.0) for rate in rates]
+    notes = [
+        () if part >= FULL else (f"this pool is used to {part:.0%}: the other one sets the rate",) for part in parts
+    ]
     return Match(
         index={"prefill": pools[0][1], "decode": pools[1][1]},
         num_instances={"prefill": pools[0][2], "decode": pools[1][2]},
-        notes={"prefill": notes[0], "decode": notes[1]},
+        notes={"prefill": (both, *notes[0]), "decode": notes[1]},
         share_of_layout={
             name: {layout: value / score for layout, value in by_layout.items()} for name, by_layout in best.items()
         },

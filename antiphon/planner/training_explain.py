@@ -95,17 +95,14 @@ def lost(
 def _reason(training: Training, estimate: StepEstimate, best: StepEstimate) -> str:
     over = one(estimate.memory.total) - training.usable_bytes
     if over > 0:
-        return (
-            f"does not fit: needs {format_bytes(over)} more than the {format_bytes(training.usable_bytes)} a device has"
-        )
+        return f"does not fit: a device lacks {format_bytes(over)}"
     slower = one(best.tokens_per_s) / one(estimate.tokens_per_s) - 1
     if abs(slower) < 5e-4:
         return "no faster"
     unit = one(best.iteration_s)
     mine, theirs = _shares(best, unit), _shares(estimate, unit)
     worst = max(theirs, key=lambda part: theirs[part] - mine[part])
-    took = f"{theirs[worst]:.1%} of the chosen layout's iteration, not {mine[worst]:.1%}"
-    return f"{slower:.1%} slower: {worst} takes {took}"
+    return f"{worst} takes {theirs[worst] - mine[worst]:.1%} of the chosen layout's step more"
 
 
 def _shares(estimate: StepEstimate, unit_s: float) -> dict[str, float]:

@@ -69,7 +69,10 @@ class Sensitivity:
 @dataclass(frozen=True, kw_only=True)
 class PhaseContents:
     """One phase. `tokens_per_request`: those that it computes, on average; `parts`: seconds of a layer and micro-batch
-    by part; `fronts` and `bars`, a stretch of the pipeline, are empty where no page is made."""
+    by part; `accounts`: of the plan and the best of each other layout, what a token takes, by what it is spent on, in
+    seconds of the objective's resource (none for a latency); `measured_like`: by engine, seconds a token by constants
+    fitted to its measured servers, and between what four of five lie (none where no such server was measured); `fronts`
+    and `bars`, a stretch of the pipeline, are empty where no page is made."""
 
     name: PhaseName
     phase: PhasePlan
@@ -80,6 +83,8 @@ class PhaseContents:
     memory: tuple[MemoryUse, ...]
     parts: dict[str, Parts]
     conditions: tuple[Condition, ...]
+    accounts: dict[Layout, dict[str, float]]
+    measured_like: dict[str, tuple[float, float, float]]
     num_candidates: int
     num_feasible: int
 

@@ -25,9 +25,12 @@ from typing import TypeVar
 import numpy as np
 
 from antiphon.base.units import milliseconds
+from antiphon.cost.engine_step import server_load
+from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray, joined
+from antiphon.planner.explain import account
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.predict import candidate_of, memory_of, step_parts_of
 from antiphon.planner.room import batch_limits, weight_bytes
@@ -41,7 +44,10 @@ from antiphon.report.contents import Condition, MemoryUse, PhaseContents, Points
 from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
-from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName
+from antiphon.specs import catalog
+from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.engine import load_engine
+from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan
 
 Gathered = TypeVar("Gathered")
 BALANCE_TOLERANCE = 0.2
@@ -108,9 +114,54 @@ def _phase(result: PlanResult, name: PhaseName, for_page: bool) -> PhaseContents
         memory=memory_uses(setting, one),
         parts=parts,
         conditions=ping_pong_conditions(one, parts),
+        accounts={} if setting.wants_latency else accounts(setting, table, phase),
+        measured_like=measured_like(setting, phase),
         num_candidates=table.total_considered,
         num_feasible=int(table.feasible.sum()),
     )
+
+
+def accounts(setting: Setting, table: CandidateTable, phase: PhasePlan) -> dict[Layout, dict[str, float]]:
+    """What a token takes under the plan, then under the best candidate of each layout that lost."""
+    found = {phase.layout: account(setting, candidate_of(setting, phase), phase.num_instances)}
+    for loser in phase.rejected:
+        of_layout = np.asarray(table.candidates.layout == LAYOUTS.index(loser.layout))
+        index = table.best(setting.objective, of_layout)
+        if index is not None:
+            found[loser.layout] = account(setting, table.one(index), int(table.outcome.num_instances[index]))
+    return found
+
+
+MEASURED_DEVICES = 8
+"""The most devices of a server that the engines' constants were fitted to."""
+
+
+def measured_like(setting: Setting, phase: PhasePlan) -> dict[str, tuple[float, float, float]]:
+    """The plan's time per token by the constants of each engine (`cost.engine_step`), which `antiphon reproduce
+    --deployments` judges, and the ends of its band; empty for servers unlike those that were measured."""
+    sizes, predicted, workload = phase.parallel, phase.predicted, setting.workload
+    num_devices = sizes.attention_tp * sizes.attention_dp
+    group = next(group for group in setting.groups if group.device.name == phase.devices[0].device)
+    unlike = phase.layout == "disaggregated" or sizes.pp > 1 or num_devices > MEASURED_DEVICES
+    unlike = unlike or bool(workload.draft_tokens or workload.prefix_hit) or group.device.kind == "cpu"
+    if unlike or predicted.tpot_s is None:
+        return {}
+    at_once = predicted.tokens_per_s * predicted.tpot_s / phase.num_instances
+    load = server_load(
+        setting.model,
+        ClusterSpec(name=setting.cluster.name, groups=(group,)),
+        Degrees(**{one.name: getattr(sizes, one.name) for one in fields(Degrees)}),
+        setting.precision,
+        in_flight=np.array([at_once / sizes.attention_dp]),
+        prompt=np.array([setting.lengths.prompt]),
+        output=np.array([setting.lengths.output]),
+        decodes_only=setting.phase == "decode",
+    )
+    found = {}
+    for engine in (load_engine(name) for name in catalog.names("engine")):
+        seconds = float(load.tpot_s(engine)[0])
+        found[engine.name] = (seconds, engine.low * seconds, engine.high * seconds)
+    return found
 
 
 def layer_parts(one: Candidates, step: StepParts) -> dict[str, Parts]:

@@ -17,6 +17,7 @@ published should be compared as it is; `antiphon simulate` says how it would do 
 from collections.abc import Iterator, Mapping, Sequence
 
 from antiphon.base.units import milliseconds, number
+from antiphon.planner.explain import RESOURCES
 from antiphon.report import figures, summary
 from antiphon.report.charts import Drawing
 from antiphon.report.contents import MemoryUse, PhaseContents, Report
@@ -24,7 +25,7 @@ from antiphon.report.deployment import deployment_drawing
 from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence
 from antiphon.report.draw import draw
 from antiphon.report.terminal import bar
-from antiphon.report.words import OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, score
+from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, score
 from antiphon.specs.plan import PHASES, Objective, PhaseName, PhasePlan, Plan, Predicted, plan_to_json
 from antiphon.specs.workload import SloSpec
 
@@ -71,6 +72,13 @@ def _phase_pieces(contents: PhaseContents, objective: Objective, *, explain: boo
     if contents.phase.rejected:
         yield Sentence(f"{title}: other layouts, the best of each, in {OBJECTIVE_UNITS[objective]}", "heading")
         yield from (_losers_grid(contents, objective), Pairs(summary.reasons(contents.phase.rejected)))
+    if explain and contents.accounts:
+        yield Sentence(f"{title}: what a token takes, in {RESOURCES[objective][1]}", "heading")
+        yield _accounts_grid(contents)
+    if explain and contents.measured_like:
+        yield Sentence(f"{title}: time per token by constants fitted to measured servers", "heading")
+        rows = [(name, *map(milliseconds, times)) for name, times in contents.measured_like.items()]
+        yield Grid(columns=("engine", "time", "four of five from", "to"), rows=rows, right=(1, 2, 3))
     if explain and contents.conditions:
         yield Sentence(f"{title}: conditions of the ping-pong pipeline (MegaScale-Infer, section 4.1)", "heading")
         yield _conditions_grid(contents)
@@ -124,10 +132,21 @@ def _losers_grid(contents: PhaseContents, objective: Objective) -> Grid:
     """Without the reasons, which are sentences: they follow below it."""
     rows = []
     for loser in contents.phase.rejected:
-        layout, sizes, devices, latency, rate, against = summary.loser_row(loser, contents, objective)
-        rows.append([layout, latency, rate, against, sizes, devices])
+        layout, sizes, devices, latency, rate, against, band = summary.loser_row(loser, contents, objective)
+        rows.append([layout, latency, rate, against, band, sizes, devices])
     latency_name = "TTFT" if contents.name == "prefill" else "TPOT"
-    return Grid(columns=["layout", latency_name, "rate", "of plan", "sizes", "devices"], rows=rows, right=(1, 2, 3))
+    columns = ["layout", latency_name, "rate", "of plan", "four of five", "sizes", "devices"]
+    return Grid(columns=columns, rows=rows, right=(1, 2, 3))
+
+
+def _accounts_grid(contents: PhaseContents) -> Grid:
+    """A column per layout, the plan's first; thousandths."""
+    items = next(iter(contents.accounts.values()))
+    rows = [
+        [item, *(f"{by_item.get(item, 0.0) * 1e3:.3g}" for by_item in contents.accounts.values())] for item in items
+    ]
+    columns = ["", *(LAYOUT_TITLES[layout] for layout in contents.accounts)]
+    return Grid(columns=columns, rows=rows, right=tuple(range(1, len(columns))))
 
 
 def _conditions_grid(contents: PhaseContents) -> Grid:

@@ -43,7 +43,7 @@ FACTS = (
 )
 """Names of `facts` in the order in which they are shown; what parts wait for comes after them."""
 NEARLY_EQUAL = 0.95
-LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan")
+LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan", "four of five")
 
 
 def headline(contents: PhaseContents, objective: Objective) -> str:
@@ -63,34 +63,41 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
     others = _other_side(phase)
     if not others:
         return ""
-    if phase.layout != "disaggregated":
-        return f"{_call(phase, others[0], objective, 'Do not disaggregate here')}: {others[0].reason}"
-    mine = score(phase.predicted, objective)
     rates = [(rate, loser) for loser in others if loser.predicted and (rate := score(loser.predicted, objective))]
+    mine = score(phase.predicted, objective)
+    apart = phase.layout == "disaggregated"
     if not rates or mine is None:
-        return "Disaggregate here: no colocated layout meets the constraints"
+        colocated = "Disaggregate here: no colocated layout meets the constraints"
+        return colocated if apart else f"Do not disaggregate here: {others[0].reason}"
     best, loser = max(rates, key=lambda pair: pair[0])
-    if mine < best:
-        other = LAYOUT_TITLES[loser.layout]
+    other, unit = LAYOUT_TITLES[loser.layout], OBJECTIVE_UNITS[objective]
+    if apart and mine < best:
         return f"Disaggregate here, beside the other phase; alone {other} gives {best / mine:.2f} times as much"
-    gain = f"{mine / best:.2f} times the best {LAYOUT_TITLES[loser.layout]} in {OBJECTIVE_UNITS[objective]}"
-    return f"{_call(phase, loser, objective, 'Disaggregate here')}: {gain}"
+    if _spans_equal(phase, loser, objective):
+        way = f"together, as {other}," if apart else "apart"
+        compared = f"{way} would give {best / mine:.2f} times the {unit}, which the model cannot tell from equal"
+        return f"Too close to call whether to disaggregate: {compared}"
+    if apart:
+        return f"Disaggregate here: {mine / best:.2f} times the best {other} in {unit}"
+    why = f"{loser.reason[:1].upper()}{loser.reason[1:]}"
+    return f"Do not disaggregate here: apart would give {best / mine:.2f} times the {unit}. {why}"
 
 
-def _call(phase: PhasePlan, loser: Rejected, objective: Objective, advice: str) -> str:
-    """`advice`, unless the band of the difference between attention and experts apart and together spans zero.
+def ratio_band(phase: PhasePlan, loser: Rejected, objective: Objective) -> tuple[float, float] | None:
+    """Between what a loser's rate, to the plan's, is expected to lie four times of five; None where one has no rate.
 
     All of both predictions' spread counts, not that of their parts: the one public measurement of experts apart beside
     wide expert parallelism has the other sign than this model, whose pipeline has no stalls."""
     mine, theirs = score(phase.predicted, objective), loser.predicted and score(loser.predicted, objective)
     if not mine or not theirs or loser.predicted is None:
-        return advice
+        return None
     spread = math.hypot(phase.predicted.band or 0.0, loser.predicted.band or 0.0) / math.sqrt(2)
-    low, high = theirs / mine / (1 + spread) - 1, theirs / mine * (1 + spread) - 1
-    if not low < 0 < high:
-        return advice
-    other = "together" if phase.layout == "disaggregated" else "apart"
-    return f"Too close to call whether to disaggregate ({other}, between {low:+.0%} and {high:+.0%} four times of five)"
+    return theirs / mine / (1 + spread), theirs / mine * (1 + spread)
+
+
+def _spans_equal(phase: PhasePlan, loser: Rejected, objective: Objective) -> bool:
+    found = ratio_band(phase, loser, objective)
+    return found is not None and found[0] < 1 < found[1]
 
 
 def _other_side(phase: PhasePlan) -> list[Rejected]:
@@ -141,15 +148,17 @@ def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) ->
     """A layout that lost, in the order of `LOSER_COLUMNS`."""
     predicted = loser.predicted
     if predicted is None or loser.parallel is None:
-        return (LAYOUT_TITLES[loser.layout], "-", "-", "-", "-", "-")
+        return (LAYOUT_TITLES[loser.layout], *["-"] * (len(LOSER_COLUMNS) - 1))
     rate, mine = score(predicted, objective), score(contents.phase.predicted, objective)
+    band = ratio_band(contents.phase, loser, objective)
     return (
         LAYOUT_TITLES[loser.layout],
         short_degrees(loser.layout, loser.parallel),
-        devices_text(loser.devices),
+        " + ".join(f"{use.num_devices:,} × {use.device}" for use in loser.devices) or "-",
         milliseconds(latency_s(predicted)),
         number(rate),
         f"{rate / mine:.2f} ×" if rate and mine else "-",
+        "-" if band is None else f"{band[0]:.2f} to {band[1]:.2f}",
     )
 
 

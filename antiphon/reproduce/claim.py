@@ -146,7 +146,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
         loose = [row.id for row in holding if row.holds_loosely]
         line = f"{what}: {len(holding)} of {len(of_sort)}, {len(holding) / len(of_sort):.0%}"
         if loose and sort != "calibrating":
-            line += f"; {len(loose)} of them by more than a third of the gain they claim ({', '.join(loose)})"
+            line += f"; {len(loose)} of these hold loosely, off by more than a third of the gain ({', '.join(loose)})"
         lines.append(line)
     return lines
 

@@ -8,7 +8,7 @@ Rejected: a page written by hand. It would say what was true on the day it was w
 from collections.abc import Sequence
 from dataclasses import fields
 
-from antiphon.reproduce import measured_servers
+from antiphon.reproduce import peer_servers
 from antiphon.reproduce.claim import PAPERS, Row, Value, headline, shipped_cluster
 from antiphon.reproduce.published import deployments_section
 from antiphon.specs.cluster import EfficiencySpec
@@ -37,14 +37,14 @@ def page(rows: Sequence[Row]) -> str:
     """The whole page, ending with a line break."""
     holding = sum(row.holds for row in rows)
     parts = [INTRODUCTION, "".join(f"- {line}\n" for line in headline(rows))]
-    parts += [f"All together: {holding} of {len(rows)} rows.\n", _summary(rows)]
+    parts += [f"All together: {holding} of {len(rows)} rows hold.\n", _summary(rows)]
     for paper, title in PAPERS.items():
         of_paper = [row for row in rows if row.paper == paper]
         if of_paper:
             count = f"{sum(row.holds for row in of_paper)} of {len(of_paper)} hold"
             parts.append(f"## {paper}: {title}\n\n{count}.\n\n{_table(of_paper)}")
     missed, loose = [row for row in rows if not row.holds], [row for row in rows if row.holds_loosely]
-    parts += [deployments_section(), measured_servers.section(), _reasons("What does not hold, and why", missed)]
+    parts += [deployments_section(), peer_servers.section(), _reasons("What does not hold, and why", missed)]
     parts += [_reasons("What holds loosely, and why", loose), _calibrations(rows)]
     return "\n".join(part for part in parts if part)
 

@@ -12,11 +12,6 @@ Rejected: cross-validation by single points. Neighbouring concurrencies of one s
 """
 
 import csv
-import json
-import signal
-import subprocess
-import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -27,17 +22,16 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerLoad, server_load
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
 from antiphon.reproduce.claim import shipped_device
-from antiphon.specs.catalog import names, shipped_model_config
+from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
-from antiphon.specs.engine import EngineSpec, load_engine
+from antiphon.specs.engine import EngineSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec, StorageDtype
 
@@ -46,8 +40,6 @@ DATA = Path(__file__).parent / "data" / "measured_servers.csv"
 WITHIN = 0.25
 FIRST_GOAL = 0.6
 """The share of times to first token that should be within."""
-PEER_STEP = 7
-PEER_TIMEOUT_S = 300.0  # for one server; a database is loaded for some
 ARITHMETIC: dict[StorageDtype, ComputeDtype] = {"fp8": "fp8", "nvfp4": "fp4"}
 """What products are computed in by the format of the weights, if the device can; else BF16."""
 
@@ -309,7 +301,7 @@ def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[PointSlice]:
     band = np.array([(by_name[one.engine].low, by_name[one.engine].high) for one in points])
 
     def of(name: str, chosen: BoolArray) -> PointSlice:
-        return _slice(name, judged, chosen, band)
+        return slice_of(name, judged, chosen, band)
 
     kinds = np.array([_kind(one) for one in points])
     together = np.array([not one.is_pools for one in points])
@@ -324,7 +316,7 @@ def slices(judged: Judged, engines: Sequence[EngineSpec]) -> list[PointSlice]:
     return [one for one in found if one.num_points]
 
 
-def _slice(name: str, judged: Judged, chosen: BoolArray, band: FloatArray | None = None) -> PointSlice:
+def slice_of(name: str, judged: Judged, chosen: BoolArray, band: FloatArray | None = None) -> PointSlice:
     known = chosen & np.isfinite(judged.tpot_s)
     ratios, first = judged.ratios(chosen), judged.ratios(chosen, first=True)
     in_band = None
@@ -340,52 +332,6 @@ def _slice(name: str, judged: Judged, chosen: BoolArray, band: FloatArray | None
         first_ratio=float(np.median(first)) if first.size else None,
         first_within=float(np.mean(np.abs(first - 1) <= WITHIN)) if first.size else None,
     )
-
-
-def beside_peer(judged: Judged, python: str, report: Report | None = None) -> list[PointSlice]:
-    """Two slices over the same points, every seventh aggregated server that both price: aiconfigurator, which `python`
-    has, and this project. Ten minutes. `UserError` if that interpreter does not do it."""
-    program = Path(__file__).with_name("aiconfigurator_peer.py")
-    command = [python, str(program), str(DATA), str(PEER_STEP)]
-    theirs: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
-        except OSError as error:
-            raise UserError(f"--peer {python}: it does not run ({error.strerror}): give a Python") from error
-        with process:
-            assert process.stdout is not None
-            silent = threading.Timer(PEER_TIMEOUT_S, process.kill)
-            silent.start()
-            for line in process.stdout:
-                if not line.startswith('{"index"'):
-                    continue  # what a library prints
-                found = json.loads(line)
-                theirs[found["index"]] = found
-                silent.cancel()
-                silent = threading.Timer(PEER_TIMEOUT_S, process.kill)
-                silent.start()
-                if report is not None:
-                    report(len(theirs), found["of"])
-            silent.cancel()
-        said.seek(0)
-        lines = said.read().strip().splitlines()
-    if process.returncode == -signal.SIGKILL:
-        raise UserError(f"--peer {python}: it said nothing for {PEER_TIMEOUT_S:.0f} s and was killed")
-    if process.returncode:
-        reason = lines[-1] if lines else f"exit code {process.returncode}"
-        raise UserError(
-            f"--peer {python}: {reason}: give a Python that has aiconfigurator (pip install aiconfigurator)"
-        )
-    both = [index for index, found in theirs.items() if "error" not in found and np.isfinite(judged.tpot_s[index])]
-    if not both:
-        raise UserError(f"--peer {python}: aiconfigurator refused all {len(theirs)} servers: is it of version 0.12?")
-    chosen = np.isin(np.arange(len(judged.points)), both)
-    tpot_s, ttft_s = np.full((2, len(judged.points)), np.nan)
-    for index in both:
-        tpot_s[index], ttft_s[index] = theirs[index]["tpot_ms"] / 1e3, theirs[index]["ttft_ms"] / 1e3
-    peer = replace(judged, tpot_s=tpot_s, ttft_s=ttft_s)
-    return [_slice("aiconfigurator", peer, chosen), _slice("antiphon", judged, chosen)]
 
 
 def _kind(point: MeasuredPoint) -> str:
@@ -409,29 +355,3 @@ def engine_file(spec: EngineSpec) -> str:
         elif one.name != "name":
             lines.append(f"{one.name} = {float(f'{value:.3g}')!r}")
     return "\n".join(lines) + "\n"
-
-
-def section() -> str:
-    """The section of docs/reproduction.md about measured servers. Ten seconds."""
-    judged = cross_validated(measured_points())
-    engines = [load_engine(name) for name in names("engine")]
-    whole, *_ = lines = slices(judged, engines)
-    first_within = whole.first_within or 0.0
-    missed = "" if first_within >= FIRST_GOAL else f", goal {FIRST_GOAL:.0%} **missed**"
-    head = f"""## Servers that others measured
-
-{len(judged.points):,} runs of vLLM, SGLang and TensorRT-LLM on Hopper and Blackwell GPUs: the part of NVIDIA's
-`silicon_sample.csv` ([aiconfigurator](https://github.com/ai-dynamo/aiconfigurator), Apache-2.0) that states its
-concurrency and its numbers of workers. The constants of an engine (`specs/data/engines`) are fitted to its runs, none
-to a model or a device. What stands here of a model on a device is by constants that were fitted without it
-(`antiphon reproduce --deployments`; `--fit FOLDER` fits them anew). Ratio: predicted over measured, at the median.
-Band: the share of points in the engine's band of four of five.
-
-Time per token: {whole.within:.0%} of {whole.num_points:,} within {WITHIN:.0%}, median error {whole.error:.0%}. Time to
-the first token: {first_within:.0%} within {WITHIN:.0%}{missed}. Clients of a closed loop begin
-together, engines order prompts beside decoding each in its own way, and SGLang's releases differ by two on one model
-and device; what a queue or steps of chunks add was tried and is a point ([log.md](log.md)).
-
-| slice | points | ratio | within 25% | in band | median error | first token: ratio | within 25% |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
-    return "\n".join([head, *(f"| {' | '.join(one.cells())} |" for one in lines)]) + "\n"

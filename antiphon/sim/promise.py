@@ -8,7 +8,7 @@
 Rejected: the formulas' word for it. They know means and a percentile of each cause, not what causes do together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from antiphon.base.errors import ResourceError
@@ -39,11 +39,11 @@ class Kept:
     tpot_s: float | None
 
 
-def is_checked(plan: Plan, workload: WorkloadSpec) -> bool:
-    """Whether the plan is of the whole service and promises something to requests that come at random."""
+def is_checked(phases: Iterable[PhaseName], workload: WorkloadSpec) -> bool:
+    """Whether a plan of these phases is of the whole service and promises something to requests that come at random."""
     online = workload.requests_per_s is not None or workload.slo.ttft_s is not None
     promised = workload.slo.ttft_s is not None or workload.slo.tpot_s is not None
-    return online and promised and set(plan.phases) != {"decode"} and set(plan.phases) != {"prefill"}
+    return online and promised and set(phases) not in ({"decode"}, {"prefill"})
 
 
 def kept_promise(plan: Plan, setting: Setting, slo: SloSpec) -> Kept:
@@ -85,7 +85,7 @@ def checked(search: Callable[[WorkloadSpec], PlanResult], workload: WorkloadSpec
     asked = workload
     for _ in range(ROUNDS):
         result = search(asked)
-        if not is_checked(result.plan, workload):
+        if not is_checked(result.plan.phases, workload):
             return result
         setting = next(result.settings[name] for name in result.plan.phases)
         kept = kept_promise(result.plan, setting, workload.slo)

@@ -49,6 +49,10 @@ def test_a_rate_asks_for_the_whole_service(antiphon: PlanCommand, asked: list[ob
     assert "Decode only" in antiphon.plans(*asked, "--phase", "decode")
 
 
+def test_no_check_is_refused_where_nothing_is_checked(antiphon: PlanCommand, asked: list[object]) -> None:
+    antiphon.refuses(2, r".*--no-check leaves out the simulation.*", *asked, "--phase", "decode", "--no-check")
+
+
 def test_a_pinned_batch_is_of_servers(antiphon: PlanCommand, asked: list[object], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     antiphon.plans(*asked, "--pin", "tp=1,dp=1,ep=1,pp=1,batch=24", "--layout", "tp_pp", "--no-check", "--json", file)

@@ -128,6 +128,8 @@ def phase_contents(name: str, phase: PhasePlan, scale: float) -> PhaseContents:
             "experts": Parts(160e-6, 20e-6, 0.0, 0.0, 10e-6),
             "exchange": Parts(0.0, 0.0, 0.0, 50e-6, 10e-6),
         },
+        measured_like={"vllm": (0.08, 0.07, 0.1)},
+        accounts={phase.layout: {"attention": 1e-3, "waiting": 2e-4}, "tp_pp": {"attention": 2e-3, "waiting": 0.0}},
         conditions=(
             Condition(equation="eq. 1", says="T_a ≈ T_e", numbers="210 µs and 190 µs", holds=True),
             Condition(equation="eq. 2", says="T_c < T_f", numbers="60 µs < 210 µs", holds=True),

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
+from antiphon.planner.candidates import Pins
 from antiphon.planner.predict import candidate_of, step_parts_of
-from antiphon.planner.search import PlanResult, make_plan
+from antiphon.planner.search import PlanResult, SearchLimits, make_plan
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import front
 from antiphon.report.contents import Report
-from antiphon.report.gather import gather, pipeline_bars, swept
+from antiphon.report.gather import gather, measured_like, pipeline_bars, swept
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
-from antiphon.specs.plan import LAYOUTS, Layout, PhasePlan
+from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Parallel, PhasePlan
 from antiphon.specs.workload import load_workload
 
 
@@ -218,3 +219,31 @@ def test_a_front_holds_whom_nobody_beats(points: list[tuple[int, int]]) -> None:
         if any(other != (at, score) and other[0] <= at and other[1] >= score for other in points)
     }
     assert found == set(points) - beaten
+
+
+def test_servers_like_measured_ones_are_priced_as_those() -> None:
+    """By every engine's constants, in its band; other layouts are not."""
+    pins = Pins(attention_tp=8, pp=1)
+    planned = make_plan(
+        load_model_spec(shipped_model_config("mixtral-8x22b")),
+        model_name="mixtral-8x22b",
+        cluster=load_cluster("msi-hetero"),
+        workload=load_workload("msi-production"),
+        layouts=("tp_pp", "disaggregated"),
+        limits=SearchLimits(attention_tp=(8,), pp=(1,), pins=pins),
+    )
+    (phase,) = planned.plan.phases.values()
+    setting = planned.settings["decode"]
+    if phase.layout == "disaggregated":
+        assert measured_like(setting, phase) == {}
+    together = replace(
+        phase,
+        layout="tp_pp",
+        parallel=Parallel(attention_tp=8, expert_tp=8),
+        devices=(DeviceUse(device="H20", num_devices=8, role="both"),),
+    )
+    found = measured_like(setting, together)
+    assert set(found) == {"sglang", "trtllm", "vllm"}
+    for middle_s, low_s, high_s in found.values():
+        assert 0 < low_s < middle_s < high_s
+    assert measured_like(setting, replace(together, parallel=Parallel(attention_tp=8, expert_tp=8, pp=2))) == {}

@@ -38,7 +38,13 @@ def test_it_says_the_answer_and_why_the_others_lost(report: Report) -> None:
 
 def test_explain_adds_conditions_placement_and_search(report: Report) -> None:
     short, long = printed(report, 120, explain=False), printed(report, 120, explain=True)
-    for words in ("eq. 3", "420 µs ≥ 540 µs", "8 experts on 8 workers, 1 to 2 each; 1 expert with replicas", "1.080 ×"):
+    for words in (
+        "eq. 3",
+        "420 µs ≥ 540 µs",
+        "8 experts on 8 workers, 1 to 2 each; 1 expert with replicas",
+        "1.080 ×",
+        "in price-ms",
+    ):
         assert words in long
         assert words not in short
     assert "10,000 candidates considered in 1.25 s, 2,400 of them feasible" in long

@@ -10,7 +10,6 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS
 from antiphon.reproduce.measured_servers import (
-    beside_peer,
     cross_validated,
     engine_file,
     fit_engine,
@@ -19,6 +18,7 @@ from antiphon.reproduce.measured_servers import (
     measured_points,
     slices,
 )
+from antiphon.reproduce.peer_servers import compare, peer_times, stored_times, times_file
 from antiphon.specs.catalog import names
 from antiphon.specs.engine import EngineSpec, load_engine
 
@@ -122,12 +122,21 @@ def test_a_peer_is_asked_in_its_own_interpreter(tmp_path: Path, monkeypatch: pyt
     points = measured_points()
     known = np.array([one.tpot_s for one in points])
     judged = replace(cross_validated(SOME), points=points, tpot_s=known, ttft_s=known)
-    theirs, ours = beside_peer(judged, sys.executable)
+    times = peer_times(sys.executable)
+    theirs, ours = compare(judged, times)
     asked = [one for one in points if not one.is_pools][::7]
     assert theirs.num_points == ours.num_points == sum(one.device != "B200" for one in asked)
     assert ours.ratio == 1.0
     (package / "api.py").write_text("raise ImportError('no tables')")
     with pytest.raises(UserError, match="no tables"):
-        beside_peer(judged, sys.executable)
+        peer_times(sys.executable)
     with pytest.raises(UserError, match="it does not run"):
-        beside_peer(judged, str(tmp_path / "none"))
+        peer_times(str(tmp_path / "none"))
+
+
+def test_what_the_peer_said_is_kept_for_the_page() -> None:
+    """Of servers that are in the file, at least 200."""
+    times, points = stored_times(), measured_points()
+    assert len(times) >= 200
+    assert not any(points[index].is_pools for index in times)
+    assert times_file(times).splitlines()[3] == "{},{:.4g},{:.4g}".format(*next((i, *t) for i, t in times.items()))

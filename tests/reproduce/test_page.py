@@ -28,7 +28,7 @@ def test_the_page_in_the_repository_is_up_to_date(rows: dict[str, Row]) -> None:
     assert len(ours) == len(rows)
     assert stated(text) == ours, AGAIN
     holding = sum(row.holds for row in rows.values())
-    assert f"All together: {holding} of {len(rows)} rows." in text, AGAIN
+    assert f"All together: {holding} of {len(rows)} rows hold." in text, AGAIN
 
 
 def test_reasons_and_calibrations_are_in_the_page(rows: dict[str, Row]) -> None:

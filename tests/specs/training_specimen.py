@@ -50,14 +50,14 @@ PLAN = TrainingPlan(
     rejected=(
         RejectedTraining(
             name="TP+TP",
-            reason="25.0% slower: exposed communication takes 30.0% of the chosen layout's iteration, not 5.0%",
+            reason="exposed communication takes 25.0% of the chosen layout's step more",
             layout=replace(LAYOUT, attention="tensor", experts="tensor", dispatch="all_gather", virtual_stages=1),
             predicted=replace(PREDICTED, iteration_s=12.5, tokens_per_s=9830.4, mfu=0.256),
         ),
         RejectedTraining(name="SP+TP", reason="cannot be run: no degree of parallelism has a head for every device"),
         RejectedTraining(
             name="without overlap",
-            reason="10.0% slower: exposed communication takes 15.0% of the chosen layout's iteration, not 5.0%",
+            reason="exposed communication takes 10.0% of the chosen layout's step more",
             layout=replace(LAYOUT, overlap="none"),
             predicted=replace(PREDICTED, iteration_s=11.0, tokens_per_s=11_170.9, mfu=0.29),
         ),
