@@ -39,7 +39,7 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.training import plan_training
-from antiphon.reproduce.claim import shipped_device, shipped_model
+from antiphon.reproduce.claim import shipped_cluster, shipped_device, shipped_model
 from antiphon.specs.catalog import DATA
 from antiphon.specs.checked import CountFromZero, NotNegative, Positive, read, read_mapping
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
@@ -357,21 +357,12 @@ def deepseek_training() -> tuple[float, float]:
     """Tokens/s of a GPU of DeepSeek-V3 trained on 2,048 H800 at its own layout: 16 stages, experts over 64 GPUs of 8
     nodes, 15,360 sequences of 4,096, products in FP8; rows sent as BF16 both ways, and as FP8. The run sends FP8 there
     and BF16 back; its schedule of stages (DualPipe) has a shorter bubble."""
-    device = shipped_device("H800")
-    group = NodeGroup(
-        device=device,
-        num_nodes=256,
-        devices_per_node=GPUS,
-        scale_up_domain=GPUS,
-        scale_up_bytes_per_s=device.scale_up_bytes_per_s,
-        node_scale_out_bytes_per_s=GPUS * device.scale_out_bytes_per_s,
-    )
     pins = {"n": 1, "pp": 16, "chunks": 1, "dp": 128, "micro_batch": 1, "shared": 64}
     wires: tuple[StorageDtype, StorageDtype] = ("bfloat16", "fp8")
     plain, narrow = (
         plan_training(
             shipped_model("deepseek-v3"),
-            ClusterSpec(name="h800-2048", groups=(group,)),
+            shipped_cluster("h800-2048"),
             sequence_length=4096,
             global_batch=15360,
             precision=TrainingPrecision(compute="fp8", activation_wire=wire),
@@ -388,15 +379,22 @@ def training_lines() -> list[str]:
     plain, narrow = deepseek_training()
     return [
         "",
-        "Training, pinned to the published layout: DeepSeek-V3 on 2,048 H800, `antiphon plan deepseek-v3 --phase train",
-        "--cluster FILE --sequence-length 4096 --global-batch 15360 --precision compute=fp8 --deduplicate",
-        "--pin n=1,pp=16,chunks=1,dp=128,micro_batch=1,shared=64`, where FILE has 256 nodes of 8 H800 and no",
-        "efficiencies of its own (`--precision compute=fp8,wire=fp8`: rows in FP8).",
-        f"It has {PUBLISHED_TRAINING:,.0f} tokens/s of a GPU (14.8 T tokens in 2.664 M GPU hours, arXiv "
-        "2412.19437). Ours has",
-        f"{plain:,.0f} ({plain / PUBLISHED_TRAINING - 1:+.0%}) with rows in BF16 both ways and {narrow:,.0f} "
-        f"({narrow / PUBLISHED_TRAINING - 1:+.0%}) in FP8 both ways. The run sends FP8 there and",
-        "BF16 back, which is between the two; the model has one format for both.",
+        "Training, pinned to the published layout: DeepSeek-V3 on 2,048 H800 (`--precision compute=fp8,wire=fp8`: rows",
+        "in FP8).",
+        "",
+        "```",
+        "antiphon plan deepseek-v3 --phase train --cluster h800-2048 --sequence-length 4096 \\",
+        "    --global-batch 15360 --precision compute=fp8 --deduplicate \\",
+        "    --pin n=1,pp=16,chunks=1,dp=128,micro_batch=1,shared=64",
+        "```",
+        "",
+        "| rows between devices | tokens/s of a GPU | error |",
+        "| --- | ---: | ---: |",
+        f"| published: FP8 there, BF16 back (14.8 T tokens in 2.664 M GPU hours, arXiv 2412.19437) "
+        f"| {PUBLISHED_TRAINING:,.0f} | |",
+        f"| ours, BF16 both ways | {plain:,.0f} | {plain / PUBLISHED_TRAINING - 1:+.0%} |",
+        f"| ours, FP8 both ways: the model has one format for both | {narrow:,.0f} "
+        f"| {narrow / PUBLISHED_TRAINING - 1:+.0%} |",
     ]
 
 
@@ -410,12 +408,13 @@ def deployments_section() -> str:
         "tables of kernels and exchanges (`docs/calibration.md`). Tokens per second. After a first comparison",
         "two rules were added, with values from DeepEP's documentation: prefill's exchange kernels hold 24 processors,",
         "and decode sends no rows once per node.\n",
-        "Rows of SGLang's blog chose two defaults, so they are no check of these: of what two halves of a batch could",
-        f"hide {EfficiencySpec().overlap:.0%} is hidden (their overlap gains 25.5% in one run and 34% in another; "
-        f"{_overlap_gains()} here, 51% and",
-        "45% with 90% hidden), and an expert's load varies from step to step by "
-        f"{UNKNOWN_LOADS:.0%} (none: `sglang-prefill-ep32` +27%,",
-        "`sglang-decode-ep72` +12%). The other rows chose nothing.\n",
+        "Rows of SGLang's blog chose two defaults, so they are no check of these; the other rows chose nothing:\n",
+        "| default | value | of what there | here | with another value |",
+        "| --- | ---: | --- | --- | --- |",
+        f"| of an exchange, two halves of a batch can hide | {EfficiencySpec().overlap:.0%} "
+        f"| overlap gains 25.5% and 34% | {_overlap_gains()} | 90%: 51% and 45% |",
+        f"| an expert's load varies from step to step by | {UNKNOWN_LOADS:.0%} | prefill EP 32, decode EP 72 "
+        "| rows below | 0%: +27%, +12% |\n",
         f"{close} of {len(rows)} within {DEPLOYMENT_WITHIN:.0%}. They are no sample: large batches, mostly of one",
         "model on one generation of GPUs, taken because they are described in full. The servers below are one.",
         "",
