@@ -76,7 +76,7 @@ def _phase_pieces(contents: PhaseContents, objective: Objective, *, explain: boo
         yield Sentence(f"{title}: what a token takes, in {RESOURCES[objective][1]}", "heading")
         yield _accounts_grid(contents)
     if explain and contents.measured_like:
-        yield Sentence(f"{title}: time per token by constants fitted to measured servers", "heading")
+        yield Sentence(f"{title}: median time per token by constants fitted to measured servers", "heading")
         rows = [(name, *map(milliseconds, times)) for name, times in contents.measured_like.items()]
         yield Grid(columns=("engine", "time", "four of five from", "to"), rows=rows, right=(1, 2, 3))
     if explain and contents.conditions:
@@ -142,9 +142,7 @@ def _losers_grid(contents: PhaseContents, objective: Objective) -> Grid:
 def _accounts_grid(contents: PhaseContents) -> Grid:
     """A column per layout, the plan's first; thousandths."""
     items = next(iter(contents.accounts.values()))
-    rows = [
-        [item, *(f"{by_item.get(item, 0.0) * 1e3:.3g}" for by_item in contents.accounts.values())] for item in items
-    ]
+    rows = [[item, *(number(by_item.get(item, 0.0) * 1e3) for by_item in contents.accounts.values())] for item in items]
     columns = ["", *(LAYOUT_TITLES[layout] for layout in contents.accounts)]
     return Grid(columns=columns, rows=rows, right=tuple(range(1, len(columns))))
 

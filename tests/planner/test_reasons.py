@@ -113,5 +113,5 @@ def test_a_reason_has_one_number_at_most(objective: Objective) -> None:
                 for said in (*phase.notes, *(loser.reason for loser in phase.rejected)):
                     for sentence in said.split(". "):
                         seen += 1
-                        assert len(re.findall(r"(?<![A-Za-z_])[0-9][0-9.,e+]*", sentence)) <= 1, sentence
+                        assert len(re.findall(r"(?<![A-Za-z_0-9.])[0-9][0-9.,e+]*", sentence)) <= 1, sentence
     assert seen > 5

@@ -61,7 +61,7 @@ def test_both_pools_keep_each_other_busy() -> None:
         result.plan.phases["decode"].predicted.tokens_per_s / lengths.output_tokens.mean,
     ]
     assert min(rates) / max(rates) > 0.8
-    assert all("requests/s" in phase.notes[0] for phase in result.plan.phases.values())
+    assert "requests/s" in result.plan.phases["prefill"].notes[0]
 
 
 def test_the_transfer_of_the_cache_counts_in_the_time_to_the_first_token() -> None:
@@ -118,7 +118,7 @@ def test_losers_say_what_beat_them() -> None:
     loser = next(loser for loser in phase.rejected if loser.layout == "disaggregated")
     assert loser.predicted is not None
     assert loser.predicted.t_c_s > max(loser.predicted.t_a_s, loser.predicted.t_e_s)
-    assert re.search(r"T_c .* exceeds T_f", loser.reason)
+    assert re.search("the network sets the pace of a layer", loser.reason)
     alone = cluster(group(num_nodes=1, devices_per_node=1))
     reasons = {loser.layout: loser for loser in planned(cluster=alone).plan.phases["decode"].rejected}
     assert reasons["disaggregated"].predicted is None
