@@ -1,5 +1,6 @@
 """Plans for the least time: against all batches, at a rate and for requests at once; queues and eq. 11 by hand."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_losers_say_which_part_of_a_layer_takes_longer() -> None:
     phase = planned(objective="tpot", workload=workload(max_batch=8, slo=FREE)).plan.phases["decode"]
     reasons = [loser.reason for loser in phase.rejected if loser.predicted is not None]
     assert reasons
-    assert all(" against " in reason for reason in reasons)
+    assert all(re.search("more in a layer|no longer, its stages|^equal", reason) for reason in reasons)
 
 
 @pytest.mark.parametrize(("places", "load"), [(1, 0.5), (1, 0.9), (8, 0.7), (64, 0.95)])

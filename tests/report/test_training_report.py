@@ -70,7 +70,7 @@ def test_explain_adds_single_changes_and_the_search() -> None:
     for words in (
         "one thing changed",
         "without overlap",
-        "needs 7.5 GiB more",
+        "lacks 7.5 GiB",
         "1,234 candidates considered in 0.25 s",
     ):
         assert words in long

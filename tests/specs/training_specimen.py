@@ -63,7 +63,7 @@ PLAN = TrainingPlan(
         ),
         RejectedTraining(
             name="nothing made again",
-            reason="does not fit: needs 7.5 GiB more than the 67.1 GiB a device has",
+            reason="does not fit: a device lacks 7.5 GiB",
             layout=replace(LAYOUT, rematerialized=()),
             predicted=TOO_LARGE,
         ),
