@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,10 +61,14 @@ def own_servers(
             else:
                 address = f"{box.address(0)}:{_FIRST_PORT + index}"
                 server = _run_on_nodes(box, command, spread_over, address, log, stack)
-            wait_for(lambda ready=ready: ready.exists() and ready.stat().st_size > 0, server, log, START_S)  # type: ignore[misc]
+            wait_for(partial(_is_written, ready), server, log, START_S)
             url = str(json.loads(ready.read_text(encoding="utf-8"))["url"])
             peers.append(OpenAIPeer(url, name=f"antiphon {name}"))
         yield peers
+
+
+def _is_written(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
 
 
 def _run_here(command: Sequence[str], log: Path) -> Process:
@@ -72,14 +77,14 @@ def _run_here(command: Sequence[str], log: Path) -> Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class OverNodes:
     """How a layout lies on nodes: `options` of its server, and for each further node the roles of its processes."""
 
     options: tuple[str, ...]
     joined: tuple[tuple[str, ...], ...]
 
 
-def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> Spread:
+def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> OverNodes:
     """Equally many processes of this layout on each node. `UserError` if they cannot be: expert workers are whole on a
     node, and of attention workers only the first may lie on several."""
     width = choice.tp * choice.num_stages
@@ -98,11 +103,11 @@ def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> Spread:
     if in_one:
         options += ["--ranks-here", str(here)]
     joined = [tuple(elsewhere[first : first + here]) for first in range(0, len(elsewhere), here)]
-    return Spread(options=tuple(options), joined=tuple(joined))
+    return OverNodes(options=tuple(options), joined=tuple(joined))
 
 
 def _run_on_nodes(
-    box: Box, command: Sequence[str], spread_over: Spread, address: str, log: Path, stack: ExitStack
+    box: Box, command: Sequence[str], spread_over: OverNodes, address: str, log: Path, stack: ExitStack
 ) -> Process:
     """The server on node 0, and what joins it on the others."""
 
