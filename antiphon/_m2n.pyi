@@ -59,10 +59,15 @@ class Endpoint:
     def transport(self) -> str: ...
     @property
     def waiting(self) -> str: ...
-    def inbox(self, sources: int, slots: int, slot_bytes: int, names: Sequence[str] = ()) -> Inbox:
+    def inbox(
+        self, sources: int, slots: int, slot_bytes: int, names: Sequence[str] = (), device: StreamDevice | None = None
+    ) -> Inbox:
         """Room for `slots` messages of `slot_bytes` from each of `sources` senders. Memory is used once written.
 
-        `names`: what errors call the sources before they connect, one for each."""
+        `names`: what errors call the sources before they connect, one for each. `device`: payloads lie in its memory,
+        where `why_staged` has no reason against it."""
+    def why_staged(self, device: StreamDevice) -> str:
+        """Why peers cannot write into this device's memory; empty: they can. It tries."""
     def ticket(self, inbox: Inbox) -> bytes:
         """What senders need to connect to `inbox`: give it to them by whatever way you can talk."""
     def connect(self, ticket: Buffer, source: int, timeout_s: float) -> Outbox:
@@ -299,8 +304,10 @@ class StreamDevice:
     def name(self) -> str: ...
     @property
     def needs_flush(self) -> bool:
-        """What a network card wrote into the device's memory may be hidden from it until `flush_writes`."""
-    def flush_writes(self) -> None: ...
+        """What a network card wrote into the device's memory may be hidden from it until a flush."""
+    @property
+    def why_not_written(self) -> str:
+        """Why a network card cannot write into the device's memory, as far as the device is concerned; or empty."""
 
 def stream_device(kind: str, library: str = "") -> StreamDevice:
     """`kind`: cpu or cuda. `library`: CUDA's driver in place of libcuda.so.1."""
@@ -324,7 +331,8 @@ class AttentionStream:
     """`AttentionSide.dispatch` and `combine` in the order of `stream` (a CUstream's address; 0 on a CPU). Memory stays
     as it is until the call is over."""
 
-    def __init__(self, side: AttentionSide, core: StreamCore) -> None: ...
+    def __init__(self, side: AttentionSide, core: StreamCore, memory: object) -> None:
+        """The core is stopped when this object ends, and `memory`, which calls refer to, is kept until then."""
     def dispatch(
         self,
         stream: int,
@@ -358,13 +366,11 @@ class ExpertStream:
         self,
         side: ExpertSide,
         core: StreamCore,
-        hidden: int,
-        top_k: int,
-        max_rows: int,
-        dtype: str,
         stages: Sequence[tuple[int, int, int]],
         stage_rows: int,
-    ) -> None: ...
+        memory: object,
+    ) -> None:
+        """The core and `memory`: as in `AttentionStream`."""
     def next(
         self, side: ExpertSide, timeout_s: float
     ) -> tuple[int, int, int, tuple[int, ...]] | tuple[int, bytes] | None: ...

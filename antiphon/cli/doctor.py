@@ -322,8 +322,10 @@ def probe_stream_driver(library: str = "") -> DoctorFinding:
         device = importlib.import_module("antiphon._m2n").stream_device("cuda", library)
     except (ValueError, OSError) as error:
         return DoctorFinding("gpu libraries", "streams", "missing", str(error), mend="--streams off until then")
+    if reason := device.why_not_written:
+        return DoctorFinding("gpu libraries", "streams", "ok", f"rows are staged in pinned memory: {reason}")
     needs = "need a flush before the GPU sees them" if device.needs_flush else "are seen by the GPU in order"
-    return DoctorFinding("gpu libraries", "streams", "ok", f"writes of network cards {needs}; rows are staged")
+    return DoctorFinding("gpu libraries", "streams", "ok", f"writes of network cards {needs}")
 
 
 def _check_gpu_library(name: str, mend: str) -> DoctorFinding:

@@ -94,7 +94,8 @@ void bind_m2n_endpoint(nb::module_& module) {
         .def_prop_ro("transport", &Endpoint::transport_name)
         .def_prop_ro("waiting", [](const Endpoint& endpoint) { return m2n::name_of(endpoint.waiting()); })
         .def("inbox", &Endpoint::make_inbox, nb::arg("sources"), nb::arg("slots"), nb::arg("slot_bytes"),
-             nb::arg("names") = std::vector<std::string>{})
+             nb::arg("names") = std::vector<std::string>{}, nb::arg("device").none() = nb::none())
+        .def("why_staged", &Endpoint::why_staged, nb::arg("device"))
         .def("ticket",
              [](const Endpoint& endpoint, const m2n::Inbox& inbox) {
                  const std::vector<std::byte> bytes = endpoint.ticket(inbox).encode();

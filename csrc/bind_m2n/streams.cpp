@@ -33,13 +33,21 @@ struct CoreHolder {
     }
 };
 
+// An end whose core's thread may want the lock too when it is stopped. `memory`: what the end's calls refer to.
+template <class End>
+struct Unlocked : End {
+    using End::End;
+    ~Unlocked() {
+        nb::gil_scoped_release release;
+        this->stop();
+    }
+};
+using AttentionEnd = Unlocked<m2n::AttentionStream>;
+using ExpertEnd = Unlocked<m2n::ExpertStream>;
+
 template <class T>
 T* pointer_to(uintptr_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-m2n::RowShape shape_of(uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type) {
-    return {hidden, top_k, max_rows, row_type_of(type)};
 }
 
 bool wait_idle(CoreHolder& holder, double timeout_s) {
@@ -59,7 +67,7 @@ void bind_core(nb::module_& module) {
     nb::class_<StreamDevice>(module, "StreamDevice")
         .def_prop_ro("name", &StreamDevice::name)
         .def_prop_ro("needs_flush", &StreamDevice::needs_flush)
-        .def("flush_writes", &StreamDevice::flush_writes, nb::call_guard<nb::gil_scoped_release>());
+        .def_prop_ro("why_not_written", &StreamDevice::why_not_written);
     module.def("stream_device", &m2n::make_stream_device, nb::arg("kind"), nb::arg("library") = "");
 
     nb::class_<CoreHolder>(module, "StreamCore")
@@ -81,15 +89,15 @@ void bind_core(nb::module_& module) {
 }
 
 void bind_attention_stream(nb::module_& module) {
-    using m2n::AttentionStream;
-    nb::class_<AttentionStream>(module, "AttentionStream")
+    nb::class_<AttentionEnd>(module, "AttentionStream")
         .def("__init__",
-             [](AttentionStream* self, m2n::AttentionSide& side, CoreHolder& holder) {
-                 new (self) AttentionStream(side, *holder.core);
+             [](AttentionEnd* self, m2n::AttentionSide& side, CoreHolder& holder, nb::handle) {
+                 new (self) AttentionEnd(side, *holder.core);
              },
-             nb::arg("side"), nb::arg("core"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+             nb::arg("side"), nb::arg("core"), nb::arg("memory"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+             nb::keep_alive<1, 4>())
         .def("dispatch",
-             [](AttentionStream& self, uintptr_t stream, uint32_t epoch, uint64_t step, uint32_t layer,
+             [](AttentionEnd& self, uintptr_t stream, uint32_t epoch, uint64_t step, uint32_t layer,
                 uint32_t micro_batch, uint64_t participants, uintptr_t rows, uint64_t stride_bytes, uintptr_t ids,
                 uintptr_t weights, uint32_t count, double timeout_s) {
                  const m2n::GatedRows gated{pointer_to<const std::byte>(rows), stride_bytes,
@@ -100,36 +108,33 @@ void bind_attention_stream(nb::module_& module) {
              nb::arg("participants"), nb::arg("rows"), nb::arg("stride_bytes"), nb::arg("ids"), nb::arg("weights"),
              nb::arg("count"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("combine",
-             [](AttentionStream& self, uintptr_t stream, uint32_t epoch, uint64_t step, uint32_t layer,
+             [](AttentionEnd& self, uintptr_t stream, uint32_t epoch, uint64_t step, uint32_t layer,
                 uint32_t micro_batch, uintptr_t out, double timeout_s) {
                  self.combine(stream, {epoch, step, layer, micro_batch}, pointer_to<std::byte>(out), timeout_s);
              },
              nb::arg("stream"), nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"),
              nb::arg("out"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
-        .def_prop_ro("wait_ns", &AttentionStream::wait_ns)
-        .def_prop_ro("exposed_ns", &AttentionStream::exposed_ns);
+        .def_prop_ro("wait_ns", [](const AttentionEnd& self) { return self.wait_ns(); })
+        .def_prop_ro("exposed_ns", [](const AttentionEnd& self) { return self.exposed_ns(); });
 }
 
 void bind_expert_stream(nb::module_& module) {
-    using m2n::ExpertStream;
     using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t>;
-    nb::class_<ExpertStream>(module, "ExpertStream")
+    nb::class_<ExpertEnd>(module, "ExpertStream")
         .def("__init__",
-             [](ExpertStream* self, m2n::ExpertSide& side, CoreHolder& holder, uint32_t hidden, uint32_t top_k,
-                uint32_t max_rows, const std::string& type, const std::vector<Addresses>& stages,
-                uint32_t stage_rows) {
-                 std::vector<ExpertStream::Stage> made;
+             [](ExpertEnd* self, m2n::ExpertSide& side, CoreHolder& holder, const std::vector<Addresses>& stages,
+                uint32_t stage_rows, nb::handle) {
+                 std::vector<m2n::BatchPlace> made;
                  for (const auto& [rows, ids, weights] : stages) {
-                     made.push_back(
-                         {pointer_to<std::byte>(rows), pointer_to<int32_t>(ids), pointer_to<float>(weights)});
+                     made.push_back({pointer_to<std::byte>(rows), pointer_to<int32_t>(ids), pointer_to<float>(weights),
+                                     stage_rows});
                  }
-                 new (self) ExpertStream(side, shape_of(hidden, top_k, max_rows, type), *holder.core, std::move(made),
-                                         stage_rows);
+                 new (self) ExpertEnd(side, *holder.core, std::move(made));
              },
-             nb::arg("side"), nb::arg("core"), nb::arg("hidden"), nb::arg("top_k"), nb::arg("max_rows"),
-             nb::arg("dtype"), nb::arg("stages"), nb::arg("stage_rows"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+             nb::arg("side"), nb::arg("core"), nb::arg("stages"), nb::arg("stage_rows"), nb::arg("memory"),
+             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>())
         .def("next",
-             [](ExpertStream& self, m2n::ExpertSide& side, double timeout_s) -> nb::object {
+             [](ExpertEnd& self, m2n::ExpertSide& side, double timeout_s) -> nb::object {
                  nb::object arrived = nb::none();
                  within(timeout_s, [&](m2n::Deadline deadline) {
                      self.next(deadline, [&](const m2n::ExpertSide::Arrived& each) {
@@ -141,7 +146,7 @@ void bind_expert_stream(nb::module_& module) {
              },
              nb::arg("side"), nb::arg("timeout_s"))
         .def("collect",
-             [](ExpertStream& self, const std::vector<m2n::Step>& steps) -> nb::object {
+             [](ExpertEnd& self, const std::vector<m2n::Step>& steps) -> nb::object {
                  std::optional<m2n::ReceivedBatch> batch;
                  {
                      const nb::gil_scoped_release release;
@@ -151,7 +156,7 @@ void bind_expert_stream(nb::module_& module) {
              },
              nb::arg("steps"))
         .def("reply",
-             [](ExpertStream& self, uintptr_t stream, const m2n::ReceivedBatch& batch, uintptr_t partials,
+             [](ExpertEnd& self, uintptr_t stream, const m2n::ReceivedBatch& batch, uintptr_t partials,
                 int64_t start_ns, int64_t end_ns, double timeout_s) {
                  return self.reply(stream, batch, pointer_to<const std::byte>(partials), {start_ns, end_ns},
                                    timeout_s);
@@ -159,9 +164,9 @@ void bind_expert_stream(nb::module_& module) {
              nb::arg("stream"), nb::arg("batch"), nb::arg("partials"), nb::arg("start_ns"), nb::arg("end_ns"),
              nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
         .def("overdue",
-             [](ExpertStream& self, double age_s) { return self.overdue(static_cast<int64_t>(age_s * 1e9)); },
+             [](ExpertEnd& self, double age_s) { return self.overdue(static_cast<int64_t>(age_s * 1e9)); },
              nb::arg("age_s"), nb::call_guard<nb::gil_scoped_release>())
-        .def("forget", &ExpertStream::forget);
+        .def("forget", [](ExpertEnd& self) { self.forget(); });
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ ControlCounts Endpoint::control_counts() const {
 }
 
 std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, uint64_t slot_bytes,
-                                            std::vector<std::string> names) {
+                                            std::vector<std::string> names, std::shared_ptr<StreamDevice> device) {
     if (control_ == nullptr) throw Error(Code::invalid, options_.name + " is closed: it cannot receive");
     check_range("sources", sources, max_sources);
     check_range("slots", slots, max_slots);
@@ -98,7 +98,12 @@ std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, ui
         throw Error(Code::invalid, std::to_string(names.size()) + " names for " + std::to_string(sources) +
                                        " sources: give one for each, or none");
     }
-    InboxSpec spec{random_number<uint64_t>(), sources, slots, slot_bytes, std::move(names)};
+    if (device) {
+        if (const std::string reason = why_staged(device); !reason.empty()) {
+            throw Error(Code::invalid, "messages for the memory of " + std::string(device->name()) + ": " + reason);
+        }
+    }
+    InboxSpec spec{random_number<uint64_t>(), sources, slots, slot_bytes, std::move(names), std::move(device)};
     auto inbox = std::make_shared<Inbox>(options_.name, spec, transport_, policy_, interrupted_,
                                          [line = line_](ConnectionId connection) { line->hang_up(connection); });
     const std::lock_guard lock(mutex_);
@@ -174,7 +179,7 @@ Welcome Endpoint::on_hello(ConnectionId connection, const Hello& hello) {
                                            std::to_string(inbox->spec().sources));
         }
         spec = {hello.source, inbox->spec().slots, inbox->spec().slot_bytes, found->second.next_incarnation,
-                inbox->spec().sources};
+                inbox->spec().sources, inbox->spec().device};
         found->second.next_incarnation = spec.incarnation + 1 == 0 ? 1 : spec.incarnation + 1;
     }
     Welcome welcome{spec.incarnation, spec.slots, spec.slot_bytes, options_.name, {}};

@@ -56,8 +56,11 @@ class Endpoint final : private ControlHandler {
     ControlCounts control_counts() const;
 
     // `names`: of the sources, by number, for errors before they connect; as many as `sources`, or none.
+    // `device`: payloads lie in its memory; only where `why_staged` has no reason against it.
     std::shared_ptr<Inbox> make_inbox(uint32_t sources, uint32_t slots, uint64_t slot_bytes,
-                                      std::vector<std::string> names = {});
+                                      std::vector<std::string> names = {},
+                                      std::shared_ptr<StreamDevice> device = nullptr);
+    std::string why_staged(const std::shared_ptr<StreamDevice>& device) { return transport_->why_staged(device); }
     Ticket ticket(const Inbox& inbox) const;
     std::shared_ptr<Outbox> connect(const Ticket& ticket, SourceId source, Deadline deadline);
 

@@ -134,7 +134,7 @@ void Inbox::arrive(SourceId index, Immediate immediate) {
     MessageHeader header;
     HeaderFault fault = HeaderFault::immediate;
     if (immediate.source == index && immediate.slot < spec_.slots) {
-        std::memcpy(&header, source.landing->slot(immediate.slot), header_bytes);
+        std::memcpy(&header, source.landing->header(immediate.slot), header_bytes);
         fault = check(header, immediate, source.counters.incarnation, spec_.slot_bytes);
         const Stored& stored = stored_[place_of(immediate)];
         const bool in_turn = !stored.held && immediate.sequence == next_sequence(stored.sequence);
@@ -474,6 +474,18 @@ std::vector<Message> Inbox::messages(Step step) {
     });
     std::ranges::sort(result, {}, &Message::source);
     return result;
+}
+
+void Inbox::copy(void* to, const std::byte* from, uint64_t num_bytes) const {
+    if (spec_.device) {
+        spec_.device->copy(to, from, num_bytes);
+    } else {
+        std::memcpy(to, from, num_bytes);
+    }
+}
+
+void Inbox::finish_copies() const {
+    if (spec_.device) spec_.device->finish_copies();
 }
 
 std::vector<SourceCounters> Inbox::counters() {

@@ -21,6 +21,7 @@
 #include "m2n/error.h"
 #include "m2n/fixed_size.h"
 #include "m2n/step_table.h"
+#include "m2n/stream_device.h"
 #include "m2n/wire.h"
 #include "m2n/transport.h"
 #include "m2n/waiting.h"
@@ -88,6 +89,7 @@ struct InboxSpec {
     uint32_t slots = 0;
     uint64_t slot_bytes = 0;
     std::vector<std::string> names;  // of the sources as we expect them, for errors before they connect; or empty
+    std::shared_ptr<StreamDevice> device{};  // in whose memory payloads lie; none: host memory
 };
 
 class Inbox {
@@ -132,7 +134,7 @@ class Inbox {
 
     // By source, ascending; as the last wait (or `partial`, `incomplete`) has seen it. So what a wait promised is here.
     std::vector<Message> messages(Step step);
-    // visit(message header copy, payload) for each message of `step`, by arrival; no allocation.
+    // visit(message header copy, source, payload) for each message of `step`, by arrival; no allocation.
     template <class Visit>
     void for_each(Step step, Visit&& visit) {
         const StepEntry* entry = table_.find(step);
@@ -143,6 +145,10 @@ class Inbox {
                   sources_[stored.immediate.source].landing->slot(stored.immediate.slot) + header_bytes);
         }
     }
+
+    // Payload bytes, wherever they lie, to `to`, which may be the device's memory. There until `finish_copies`.
+    void copy(void* to, const std::byte* from, uint64_t num_bytes) const;
+    void finish_copies() const;
 
     void release(Step step);
     void release(Step step, SourceId source);

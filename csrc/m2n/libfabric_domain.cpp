@@ -185,13 +185,15 @@ bool LibfabricDomain::may_sleep() const {
     return wait_descriptor_ >= 0 && fi_trywait(fabric_.get(), &object, 1) == 0;
 }
 
-MemoryRegion LibfabricDomain::register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane) {
+MemoryRegion LibfabricDomain::register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
+                                              const StreamDevice* device) {
     const iovec place{memory, num_bytes};
     fi_mr_attr attributes{};
     attributes.mr_iov = &place;
     attributes.iov_count = 1;
     attributes.access = access;
-    attributes.iface = FI_HMEM_SYSTEM;
+    attributes.iface = device == nullptr ? FI_HMEM_SYSTEM : FI_HMEM_CUDA;
+    if (device != nullptr) attributes.device.cuda = device->ordinal();
     fid_mr* region = nullptr;
     int result = 0;
     for (int attempt = 0; attempt < 4; ++attempt) {  // a random key may be taken

@@ -37,6 +37,7 @@
 
 #include "m2n/libfabric_provider.h"
 #include "m2n/libfabric_wire.h"
+#include "m2n/stream_device.h"
 
 namespace antiphon::m2n {
 
@@ -119,8 +120,10 @@ class LibfabricDomain {
     bool may_sleep() const;  // false: look at the queue first
 
     // `access`: FI_WRITE for what we write from, FI_REMOTE_WRITE for what peers write to. `lane`: the endpoint that
-    // will use it. Error(system): the registration failed.
-    MemoryRegion register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane);
+    // will use it. `device`: whose memory it is (FI_HMEM_CUDA); none: the host's. Error(system): the registration failed.
+    MemoryRegion register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
+                                 const StreamDevice* device = nullptr);
+    bool takes_device_memory() const { return (info_->caps & FI_HMEM) != 0; }
 
     // Counted: several pairs share a peer's endpoint. Error(refused): not an address of this provider.
     fi_addr_t acquire_address(Bytes address, const std::string& of_provider, uint32_t of_protocol);

@@ -138,6 +138,22 @@ LibfabricPair& LibfabricFabric::adopt(PairTag tag, std::unique_ptr<LibfabricPair
     return *entry.pair;
 }
 
+std::string LibfabricFabric::why_staged(const std::shared_ptr<StreamDevice>& device) {
+    if (!domain_.takes_device_memory()) {
+        return "libfabric's provider " + domain_.provider() + " registers no memory of devices (FI_HMEM)";
+    }
+    if (std::string reason = device->why_not_written(); !reason.empty()) return reason;
+    constexpr size_t trial_bytes = 65536;  // a page of a GPU
+    const Visit visit(*this);
+    try {
+        const std::shared_ptr<std::byte> memory = device->allocate(trial_bytes);
+        domain_.register_memory(memory.get(), trial_bytes, FI_REMOTE_WRITE, Lane::data, device.get());
+        return {};
+    } catch (const Error& error) {
+        return error.what();
+    }
+}
+
 LibfabricPair& LibfabricFabric::open_landing(const PairSpec& spec, const LibfabricIntroduction& introduction,
                                              LibfabricWelcome& welcome) {
     const Visit visit(*this);

@@ -39,6 +39,9 @@ class LibfabricFabric {
     std::string provider() const { return domain_.provider(); }
     bool same_host_only() const { return core_provider(domain_.provider()) == "shm"; }
 
+    // Any thread. See Transport::why_staged; it tries.
+    std::string why_staged(const std::shared_ptr<StreamDevice>& device);
+
     // Any thread. The pair lives until `close`.
     LibfabricIntroduction introduce();
     LibfabricPair& open_landing(const PairSpec& spec, const LibfabricIntroduction& introduction,

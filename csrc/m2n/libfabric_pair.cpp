@@ -27,7 +27,8 @@ LibfabricPair::LibfabricPair(LibfabricDomain& domain, PairRole role, const PairS
       spec_(spec),
       tag_(tag),
       stride_(slot_stride(spec.slot_bytes)),
-      buffer_(spec.slots * slot_stride(spec.slot_bytes)),
+      buffer_(spec.device ? 0 : spec.slots * slot_stride(spec.slot_bytes)),
+      device_memory_(spec.device ? spec.device->allocate(spec.slots * slot_stride(spec.slot_bytes)) : nullptr),
       credit_descriptor_(credit_source.descriptor()),
       credit_bytes_(credit_bytes),
       inject_credits_(domain.info().tx_attr->inject_size >= credit_payload_bytes),
@@ -44,7 +45,7 @@ LibfabricPair::LibfabricPair(LibfabricDomain& domain, PairRole role, const PairS
     }
     for (PairWrite& write : writes_) write.pair = this;
     const uint64_t access = role == PairRole::sender ? FI_WRITE : FI_REMOTE_WRITE;
-    region_ = domain.register_memory(memory(), memory_bytes(), access, Lane::data);
+    region_ = domain.register_memory(memory(), memory_bytes(), access, Lane::data, spec.device.get());
 }
 
 LibfabricPair::~LibfabricPair() {

@@ -15,6 +15,7 @@
 #include "base/huge_buffer.h"
 #include "m2n/fixed_size.h"
 #include "m2n/libfabric_domain.h"
+#include "m2n/stream_device.h"
 #include "m2n/transport.h"
 
 namespace antiphon::m2n {
@@ -87,7 +88,9 @@ class LibfabricPair {
     HugeBuffer take_memory() { return std::move(buffer_); }
 
   private:
-    std::byte* memory() const { return reinterpret_cast<std::byte*>(buffer_.data()); }
+    std::byte* memory() const {
+        return device_memory_ ? device_memory_.get() : reinterpret_cast<std::byte*>(buffer_.data());
+    }
     int64_t hand_over(PairWrite& write);
     int64_t write_gathered(PairWrite& write, SlotId slot);
     void keep(PairWrite& write);
@@ -97,7 +100,8 @@ class LibfabricPair {
     PairSpec spec_;
     PairTag tag_;
     uint64_t stride_;
-    HugeBuffer buffer_;
+    HugeBuffer buffer_;                         // unless slots lie in a device's memory
+    std::shared_ptr<std::byte> device_memory_;  // goes before the device in `spec_`, after the registration
     MemoryRegion region_;
     void* credit_descriptor_;
     const void* credit_bytes_;

@@ -22,16 +22,39 @@ namespace {
 class LibfabricLanding final : public Landing {
   public:
     LibfabricLanding(std::shared_ptr<LibfabricFabric> fabric, LibfabricPair& pair)
-        : fabric_(std::move(fabric)), pair_(pair) {}
+        : fabric_(std::move(fabric)),
+          pair_(pair),
+          device_(pair.spec().device),
+          headers_(device_ == nullptr ? 0 : pair.spec().slots * header_bytes) {}
     ~LibfabricLanding() override { fabric_->close(pair_); }
 
     const std::byte* slot(SlotId slot) const override { return pair_.slot(slot); }
-    bool poll(ImmediateSink& sink, std::string& reason) override { return fabric_->poll(pair_, sink, reason); }
+    const std::byte* header(SlotId slot) const override {
+        return device_ == nullptr ? pair_.slot(slot) : headers_.data() + slot * header_bytes;
+    }
+    bool poll(ImmediateSink& sink, std::string& reason) override {
+        const size_t before = sink.size();
+        const bool sound = fabric_->poll(pair_, sink, reason);
+        if (device_ != nullptr && sink.size() > before) show(std::span(sink).subspan(before));
+        return sound;
+    }
     void release(Immediate immediate) override { fabric_->submit(pair_, immediate.slot, immediate.sequence, 0); }
 
   private:
+    // The receiver's flush (MegaScale-Infer, section 5): what has arrived in the device's memory becomes visible there,
+    // then its headers here.
+    void show(std::span<const Immediate> arrived) {
+        if (device_->needs_flush()) device_->flush_writes();
+        for (const Immediate each : arrived) {
+            device_->copy(headers_.data() + each.slot * header_bytes, pair_.slot(each.slot), header_bytes);
+        }
+        device_->finish_copies();
+    }
+
     std::shared_ptr<LibfabricFabric> fabric_;
     LibfabricPair& pair_;
+    std::shared_ptr<StreamDevice> device_;
+    std::vector<std::byte> headers_;  // of slots in its memory
 };
 
 class LibfabricLink final : public Link {
@@ -68,6 +91,7 @@ class LibfabricTransport final : public Transport {
 
     const char* name() const override { return name_.c_str(); }
     bool same_host_only() const override { return fabric_->same_host_only(); }
+    std::string why_staged(const std::shared_ptr<StreamDevice>& device) override { return fabric_->why_staged(device); }
 
     Blob introduce() override {
         Blob blob;

@@ -10,10 +10,15 @@ namespace antiphon::m2n {
 
 namespace {
 
-constexpr int64_t short_slice_ns = 50'000;      // while some stream is waited for, which cannot wake this thread
 constexpr int64_t long_slice_ns = 200'000'000;  // only the peers are waited for
 constexpr int64_t busy_look_ns = 100'000;       // a stream is looked for this long before naps begin
-constexpr auto nap = std::chrono::microseconds(20);
+constexpr int64_t shortest_nap_ns = 20'000;
+constexpr int64_t longest_nap_ns = 1'000'000;
+constexpr int64_t waits_a_nap = 16;
+
+void sleep_ns(int64_t duration_ns) {
+    if (duration_ns > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(duration_ns));
+}
 
 }  // namespace
 
@@ -32,6 +37,7 @@ StreamCore::~StreamCore() { stop(); }
 uint32_t StreamCore::submit(StreamHandle stream, std::function<void()> call) {
     check();
     std::unique_lock lock(mutex_);
+    throw_if_ended();
     const uint32_t number = ++num_submitted_;
     jobs_.push_back({number, std::move(call)});
     lock.unlock();
@@ -44,6 +50,7 @@ void StreamCore::run(std::function<bool(Deadline)> call) {
     check();
     Urgent urgent{std::move(call), {}, false};
     std::unique_lock lock(mutex_);
+    throw_if_ended();
     urgent_ = &urgent;
     changed_.notify_all();
     changed_.wait(lock, [&] { return urgent.over; });
@@ -59,6 +66,11 @@ void StreamCore::check() {
     const std::lock_guard lock(mutex_);
     if (error_) throw Error(*error_);
     if (stopping_.load()) throw Error(Code::interrupted, name_ + ": it was closed");
+}
+
+// With the mutex held: what is handed over after that would be waited for in vain.
+void StreamCore::throw_if_ended() const {
+    if (ended_) throw Error(Code::interrupted, name_ + ": it was closed");
 }
 
 void StreamCore::abort(uint32_t epoch) {
@@ -90,7 +102,10 @@ void StreamCore::serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
         changed_.wait(lock, [&] { return stopping_.load() || !jobs_.empty() || urgent_ != nullptr; });
-        if (jobs_.empty() && urgent_ == nullptr) return;
+        if (jobs_.empty() && urgent_ == nullptr) {
+            ended_ = true;
+            return;
+        }
         const bool has_job = !jobs_.empty();
         Urgent* const urgent = urgent_;
         const Job* const first = has_job ? &jobs_.front() : nullptr;  // a deque's front stays where it is
@@ -105,12 +120,13 @@ void StreamCore::serve() {
             changed_.notify_all();
             continue;
         }
+        const Pace rests = has_job ? pace() : Pace{false, long_slice_ns};
         if (urgent != nullptr) {
-            try_urgent(*urgent, has_job);
-        } else if (monotonic_ns() - looked_at_ns_ < busy_look_ns) {
+            try_urgent(*urgent, rests.nap_ns);
+        } else if (rests.looks) {
             std::this_thread::yield();
         } else {
-            std::this_thread::sleep_for(nap);
+            sleep_ns(rests.nap_ns);
         }
         lock.lock();
         if (urgent != nullptr && urgent->over) {
@@ -137,6 +153,11 @@ bool StreamCore::look_at_gate(const Job& job) {
     return true;
 }
 
+StreamCore::Pace StreamCore::pace() const {
+    const int64_t waited_ns = monotonic_ns() - looked_at_ns_;
+    return {waited_ns < busy_look_ns, std::clamp(waited_ns / waits_a_nap, shortest_nap_ns, longest_nap_ns)};
+}
+
 void StreamCore::make(const Job& job) {
     while (!drops()) {
         try {
@@ -152,10 +173,12 @@ void StreamCore::make(const Job& job) {
     }
 }
 
-void StreamCore::try_urgent(Urgent& urgent, bool others_wait) {
+void StreamCore::try_urgent(Urgent& urgent, int64_t slice_ns) {
+    const Deadline slice = Deadline::after_ns(slice_ns);
     try {
         if (aborted()) throw Error(Code::interrupted, name_ + ": the step was given up");
-        urgent.over = urgent.call(Deadline::after_ns(others_wait ? short_slice_ns : long_slice_ns));
+        urgent.over = urgent.call(slice);
+        if (!urgent.over) sleep_ns(std::min(slice.left_ns(), longest_nap_ns));
         return;
     } catch (const Error& error) {
         if (error.code == Code::interrupted && !aborted()) return;

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <mutex>
 #include <vector>
 
@@ -73,6 +74,11 @@ class CpuDevice final : public StreamDevice {
     }
     bool needs_flush() const override { return false; }
     void flush_writes() override {}
+    std::string why_not_written() const override { return "a CPU computes in host memory"; }
+    int ordinal() const override { return 0; }
+    std::shared_ptr<std::byte> allocate(size_t) override { throw Error(Code::invalid, why_not_written()); }
+    void copy(void* to, const void* from, size_t num_bytes) override { std::memcpy(to, from, num_bytes); }
+    void finish_copies() override {}
 
   private:
     WordPages pages_;
@@ -92,6 +98,14 @@ struct Driver {
     Result (*write_value)(void*, uint64_t, uint32_t, unsigned) = nullptr;
     Result (*wait_value)(void*, uint64_t, uint32_t, unsigned) = nullptr;
     Result (*flush_writes)(int, int) = nullptr;
+    Result (*synchronize)() = nullptr;
+    Result (*allocate)(uint64_t*, size_t) = nullptr;
+    Result (*free)(uint64_t) = nullptr;
+    Result (*set_pointer_attribute)(const void*, int, uint64_t) = nullptr;
+    Result (*create_stream)(void**, unsigned) = nullptr;
+    Result (*destroy_stream)(void*) = nullptr;
+    Result (*copy)(uint64_t, uint64_t, size_t, void*) = nullptr;
+    Result (*finish)(void*) = nullptr;
 };
 
 class CudaDevice final : public StreamDevice {
@@ -113,17 +127,31 @@ class CudaDevice final : public StreamDevice {
         find(driver_.write_value, "cuStreamWriteValue32_v2");
         find(driver_.wait_value, "cuStreamWaitValue32_v2");
         find(driver_.flush_writes, "cuFlushGPUDirectRDMAWrites");
+        find(driver_.synchronize, "cuCtxSynchronize");
+        find(driver_.allocate, "cuMemAlloc_v2");
+        find(driver_.free, "cuMemFree_v2");
+        find(driver_.set_pointer_attribute, "cuPointerSetAttribute");
+        find(driver_.create_stream, "cuStreamCreate");
+        find(driver_.destroy_stream, "cuStreamDestroy_v2");
+        find(driver_.copy, "cuMemcpyAsync");
+        find(driver_.finish, "cuStreamSynchronize");
         call("cuInit", driver_.init(0));
         call("cuCtxGetCurrent", driver_.current_context(&context_));
         if (context_ == nullptr) {
             throw Error(Code::invalid, "streams of a GPU: this thread has no context; use the device first");
         }
-        int device = 0;
-        call("cuCtxGetDevice", driver_.current_device(&device));
-        needs_flush_ = attribute(writes_ordering, device) < ordered_for_owner;
-        can_flush_ = (attribute(flush_options, device) & flush_by_host) != 0;
+        call("cuCtxGetDevice", driver_.current_device(&ordinal_));
+        takes_writes_ = attribute(direct_supported) != 0;
+        needs_flush_ = attribute(writes_ordering) < ordered_for_owner;
+        can_flush_ = (attribute(flush_options) & flush_by_host) != 0;
+        constexpr unsigned non_blocking = 1;  // else it would wait for what is on the default stream
+        call("cuStreamCreate", driver_.create_stream(&copies_, non_blocking));
     }
+    // A stream that was let go of may not have come to its words yet: their pages stay until it has.
     ~CudaDevice() override {
+        driver_.set_context(context_);
+        driver_.synchronize();
+        driver_.destroy_stream(copies_);
         for (std::byte* page : pages_.all()) driver_.unregister_host(page);
         ::dlclose(library_);
     }
@@ -155,18 +183,46 @@ class CudaDevice final : public StreamDevice {
 
     bool needs_flush() const override { return needs_flush_; }
     void flush_writes() override {
-        if (!can_flush_) {
-            throw Error(Code::invalid,
-                        "this GPU's driver cannot flush writes of a network card: stage messages in host memory");
-        }
-        call("cuCtxSetCurrent", driver_.set_context(context_));
+        if (!can_flush_) throw Error(Code::invalid, why_not_written() + ": stage messages in host memory");
+        enter();
         constexpr int current_context = 0, to_all_devices = 200;
         call("cuFlushGPUDirectRDMAWrites", driver_.flush_writes(current_context, to_all_devices));
     }
 
+    std::string why_not_written() const override {
+        if (!takes_writes_) return "this GPU takes no writes of network cards (GPUDirect RDMA)";
+        if (needs_flush_ && !can_flush_) return "this GPU's driver cannot flush writes of a network card";
+        return {};
+    }
+    int ordinal() const override { return ordinal_; }
+
+    std::shared_ptr<std::byte> allocate(size_t num_bytes) override {
+        enter();
+        uint64_t address = 0;
+        call("cuMemAlloc", driver_.allocate(&address, num_bytes));
+        std::shared_ptr<std::byte> memory(reinterpret_cast<std::byte*>(address), [this](std::byte* freed) {
+            driver_.set_context(context_);
+            driver_.free(reinterpret_cast<uint64_t>(freed));
+        });
+        constexpr int sync_memops = 6;  // the driver's own copies of it are in order with a card's writes
+        const uint32_t on = 1;
+        call("cuPointerSetAttribute", driver_.set_pointer_attribute(&on, sync_memops, address));
+        return memory;
+    }
+    void copy(void* to, const void* from, size_t num_bytes) override {
+        if (num_bytes == 0) return;
+        enter();
+        call("cuMemcpyAsync", driver_.copy(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from), num_bytes,
+                                           copies_));
+    }
+    void finish_copies() override {
+        enter();
+        call("cuStreamSynchronize", driver_.finish(copies_));
+    }
+
   private:
     // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
-    static constexpr int flush_options = 117, writes_ordering = 118;
+    static constexpr int direct_supported = 116, flush_options = 117, writes_ordering = 118;
     static constexpr int flush_by_host = 1, ordered_for_owner = 100;
 
     template <class Function>
@@ -181,16 +237,20 @@ class CudaDevice final : public StreamDevice {
             throw Error(Code::system, std::string(name) + " failed with CUDA error " + std::to_string(result));
         }
     }
-    int attribute(int which, int device) const {
+    int attribute(int which) const {
         int value = 0;
-        call("cuDeviceGetAttribute", driver_.attribute(&value, which, device));
+        call("cuDeviceGetAttribute", driver_.attribute(&value, which, ordinal_));
         return value;
     }
+    void enter() const { call("cuCtxSetCurrent", driver_.set_context(context_)); }
 
     void* library_ = nullptr;
     void* context_ = nullptr;
     Driver driver_;
     WordPages pages_;
+    void* copies_ = nullptr;  // a stream of its own
+    int ordinal_ = 0;
+    bool takes_writes_ = false;
     bool needs_flush_ = true;
     bool can_flush_ = false;
 };

@@ -1,4 +1,5 @@
-// What stream-ordered calls need of the device whose stream it is: words that both the stream and the CPU see.
+// What stream-ordered calls need of the device whose stream it is: words that both the stream and the CPU see, and
+// memory of the device's that network cards write to (GPUDirect RDMA).
 //
 // A stream runs what is put on it in order, on its own time. `signal` puts "raise this word" on it, so the CPU learns
 // that all before is done; `wait` puts "stop until the word has reached this value". Neither makes the caller wait on a
@@ -43,6 +44,15 @@ class StreamDevice {
     virtual bool needs_flush() const = 0;
     // Any thread: what peers wrote into the device's memory before is seen by the device's later work (GPUDirect).
     virtual void flush_writes() = 0;
+
+    // Why a network card cannot write into the device's memory, as far as the device is concerned; empty: it can.
+    virtual std::string why_not_written() const = 0;
+    virtual int ordinal() const = 0;  // as the driver counts devices
+    // Memory of the device's own for peers to write to. Any thread; valid no longer than the device object.
+    virtual std::shared_ptr<std::byte> allocate(size_t num_bytes) = 0;
+    // Any thread: between host memory and the device's, beside the streams. Done when `finish_copies` has returned.
+    virtual void copy(void* to, const void* from, size_t num_bytes) = 0;
+    virtual void finish_copies() = 0;
 };
 
 // "cpu", or "cuda" with the driver's library (empty: libcuda.so.1) and the calling thread's present context.

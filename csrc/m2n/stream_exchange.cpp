@@ -1,7 +1,6 @@
 #include "m2n/stream_exchange.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace antiphon::m2n {
@@ -55,32 +54,11 @@ std::optional<ReceivedBatch> ExpertStream::collect(std::span<const Step> steps) 
     std::optional<ReceivedBatch> batch;
     core_.run([&](Deadline) {
         const uint32_t last_use = busy_until_[next_stage_];
-        if (last_use != core_nothing && !core_.is_over(last_use)) {
-            std::this_thread::yield();
-            return false;
-        }
-        batch = side_.collect(steps);
-        if (batch) put_on_stage(*batch);
+        if (last_use != core_nothing && !core_.is_over(last_use)) return false;
+        batch = side_.collect(steps, &stages_[next_stage_]);
         return true;
     });
     return batch;
-}
-
-void ExpertStream::put_on_stage(ReceivedBatch& batch) {
-    if (batch.num_rows > stage_rows_) {
-        throw Error(Code::invalid, "a batch of " + std::to_string(batch.num_rows) + " rows: a stage holds " +
-                                       std::to_string(stage_rows_));
-    }
-    const Stage& stage = stages_[next_stage_];
-    const size_t choices = size_t{batch.num_rows} * shape_.top_k;
-    if (batch.num_rows > 0) {
-        std::memcpy(stage.rows, batch.rows, batch.num_rows * shape_.row_bytes());
-        std::memcpy(stage.ids, batch.ids, choices * sizeof(int32_t));
-        std::memcpy(stage.weights, batch.weights, choices * sizeof(float));
-    }
-    batch.rows = stage.rows;
-    batch.ids = stage.ids;
-    batch.weights = stage.weights;
 }
 
 uint32_t ExpertStream::reply(StreamHandle stream, const ReceivedBatch& batch, const std::byte* partials,

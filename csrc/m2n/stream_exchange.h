@@ -5,8 +5,11 @@
 // `next` and `collect` hand the caller a batch as soon as it is here; `reply` sends the sums once the stream has made them, while
 // the caller receives the next. Memory given to a call must stay as it is until the call is over.
 //
-// `stages`: host memory that a device reads by itself. Received rows are copied there, because a slot belongs to the
-// next message once the reply has left, while the device may still be behind.
+// `stages`: the device's memory, or host memory that it reads by itself. Received rows are copied there, because a slot
+// belongs to the next message once the reply has left, while the device may still be behind.
+//
+// Calls under way refer to their end and to its memory. So the end of an object is the end of its core, which serves
+// nothing else: what is under way is interrupted, what waits is dropped, and the thread has ended before the object has.
 #pragma once
 
 #include <algorithm>
@@ -27,11 +30,16 @@ namespace antiphon::m2n {
 class AttentionStream {
   public:
     AttentionStream(AttentionSide& side, StreamCore& core) : side_(side), core_(core) {}
+    ~AttentionStream() { stop(); }
+    AttentionStream(const AttentionStream&) = delete;
+    AttentionStream& operator=(const AttentionStream&) = delete;
 
     void dispatch(StreamHandle stream, const BatchKey& key, uint64_t participants, const GatedRows& rows,
                   double timeout_s);
     // `stream` waits for the sums.
     void combine(StreamHandle stream, const BatchKey& key, std::byte* out, double timeout_s);
+
+    void stop() { core_.stop(); }
 
     int64_t wait_ns() const { return wait_ns_.load(); }
     int64_t exposed_ns() const { return exposed_ns_.load(); }
@@ -45,20 +53,11 @@ class AttentionStream {
 
 class ExpertStream {
   public:
-    struct Stage {
-        std::byte* rows = nullptr;
-        int32_t* ids = nullptr;
-        float* weights = nullptr;
-    };
-
-    ExpertStream(ExpertSide& side, const RowShape& shape, StreamCore& core, std::vector<Stage> stages,
-                 uint32_t stage_rows)
-        : side_(side),
-          shape_(shape),
-          core_(core),
-          stages_(std::move(stages)),
-          stage_rows_(stage_rows),
-          busy_until_(stages_.size(), 0) {}
+    ExpertStream(ExpertSide& side, StreamCore& core, std::vector<BatchPlace> stages)
+        : side_(side), core_(core), stages_(std::move(stages)), busy_until_(stages_.size(), core_nothing) {}
+    ~ExpertStream() { stop(); }
+    ExpertStream(const ExpertStream&) = delete;
+    ExpertStream& operator=(const ExpertStream&) = delete;
 
     // As ExpertSide::next; `look` is called with what arrived, on the core's thread.
     void next(Deadline deadline, const std::function<void(const ExpertSide::Arrived&)>& look);
@@ -68,17 +67,15 @@ class ExpertStream {
     uint32_t reply(StreamHandle stream, const ReceivedBatch& batch, const std::byte* partials, ComputeTimes times,
                    double timeout_s);
     std::vector<std::string> overdue(int64_t age_ns);
+    void stop() { core_.stop(); }
     void forget() { std::fill(busy_until_.begin(), busy_until_.end(), core_nothing); }
 
   private:
     static constexpr uint32_t core_nothing = 0;
-    void put_on_stage(ReceivedBatch& batch);
 
     ExpertSide& side_;
-    RowShape shape_;
     StreamCore& core_;
-    std::vector<Stage> stages_;
-    uint32_t stage_rows_;
+    std::vector<BatchPlace> stages_;
     std::vector<uint32_t> busy_until_;  // by stage: the reply that ends its use; 0: none has been given yet
     size_t next_stage_ = 0;
 };

@@ -183,8 +183,10 @@ ExpertSide::Arrived ExpertSide::next(Deadline deadline) {
     Introduction introduction;
     requests_->for_each(*step, [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
         introduction.source = source;
-        introduction.ticket.assign(payload, payload + header.length);
+        introduction.ticket.resize(header.length);
+        requests_->copy(introduction.ticket.data(), payload, header.length);
     });
+    requests_->finish_copies();
     requests_->release(*step);
     return {std::nullopt, std::move(introduction)};
 }
@@ -197,7 +199,7 @@ std::vector<SourceId> ExpertSide::sources_of(Step step) {
     return sources;
 }
 
-std::optional<ReceivedBatch> ExpertSide::collect(std::span<const Step> steps) {
+std::optional<ReceivedBatch> ExpertSide::collect(std::span<const Step> steps, const BatchPlace* place) {
     struct Part {
         Step step;
         SourceId source;
@@ -240,36 +242,46 @@ std::optional<ReceivedBatch> ExpertSide::collect(std::span<const Step> steps) {
             batch.prefetches.push_back({part.source, (word & ~prefetch_bit) >> expert_bits, expert});
         }
     }
-    gather(batch, payloads);
-    return batch;
-}
-
-// One source: its slot is the batch. Several: their rows are put one after another.
-void ExpertSide::gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads) {
-    if (payloads.size() == 1) {
+    if (place == nullptr && payloads.size() == 1) {  // its slot is the batch
         const std::byte* payload = payloads[0];
         batch.ids = reinterpret_cast<const int32_t*>(payload);
         batch.weights = reinterpret_cast<const float*>(payload + shape_.weights_offset(batch.num_rows));
         batch.rows = payload + shape_.rows_offset(batch.num_rows);
-        return;
+        return batch;
     }
-    rows_.resize(std::max(rows_.size(), size_t{batch.num_rows} * shape_.row_bytes()));
-    ids_.resize(std::max(ids_.size(), size_t{batch.num_rows} * shape_.top_k));
+    gather(batch, payloads, place != nullptr ? *place : own_place(batch.num_rows));
+    return batch;
+}
+
+BatchPlace ExpertSide::own_place(uint32_t num_rows) {
+    rows_.resize(std::max(rows_.size(), size_t{num_rows} * shape_.row_bytes()));
+    ids_.resize(std::max(ids_.size(), size_t{num_rows} * shape_.top_k));
     weights_.resize(ids_.size());
+    return {rows_.data(), ids_.data(), weights_.data(), num_rows};
+}
+
+// The rows of all sources, one after another.
+void ExpertSide::gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads,
+                        const BatchPlace& place) const {
+    if (batch.num_rows > place.max_rows) {
+        throw Error(Code::invalid, "a batch of " + std::to_string(batch.num_rows) + " rows: there is room for " +
+                                       std::to_string(place.max_rows));
+    }
     size_t first = 0;
     for (size_t i = 0; i < payloads.size(); ++i) {
         const uint32_t count = batch.rows_per_source[i];
         const size_t table_bytes = size_t{count} * shape_.top_k * 4;
         if (count == 0) continue;
-        std::memcpy(ids_.data() + first * shape_.top_k, payloads[i], table_bytes);
-        std::memcpy(weights_.data() + first * shape_.top_k, payloads[i] + shape_.weights_offset(count), table_bytes);
-        std::memcpy(rows_.data() + first * shape_.row_bytes(), payloads[i] + shape_.rows_offset(count),
-                    count * shape_.row_bytes());
+        requests_->copy(place.ids + first * shape_.top_k, payloads[i], table_bytes);
+        requests_->copy(place.weights + first * shape_.top_k, payloads[i] + shape_.weights_offset(count), table_bytes);
+        requests_->copy(place.rows + first * shape_.row_bytes(), payloads[i] + shape_.rows_offset(count),
+                        count * shape_.row_bytes());
         first += count;
     }
-    batch.ids = ids_.data();
-    batch.weights = weights_.data();
-    batch.rows = rows_.data();
+    requests_->finish_copies();
+    batch.ids = place.ids;
+    batch.weights = place.weights;
+    batch.rows = place.rows;
 }
 
 void ExpertSide::reply(ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline) {

@@ -121,6 +121,14 @@ struct ReceivedBatch {
     size_t num_replied = 0;            // parts whose answer has left
 };
 
+// Where a batch is put: memory of the inbox's device, or of the host.
+struct BatchPlace {
+    std::byte* rows = nullptr;
+    int32_t* ids = nullptr;
+    float* weights = nullptr;
+    uint32_t max_rows = 0;
+};
+
 // A new attention worker says how to reach it.
 struct Introduction {
     SourceId source = 0;
@@ -143,7 +151,8 @@ class ExpertSide {
     // Which attention workers have sent rows of this step.
     std::vector<SourceId> sources_of(Step step);
     // The rows of these steps of one layer. None: their senders are gone, and what they sent with them.
-    std::optional<ReceivedBatch> collect(std::span<const Step> steps);
+    // `place`: they are put there; else the batch lies where it arrived, or in memory of this object.
+    std::optional<ReceivedBatch> collect(std::span<const Step> steps, const BatchPlace* place = nullptr);
     // `partials`: num_rows rows in the order of `collect`. Deadline: for free slots.
     void reply(ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline);
     // Attention workers that a batch waits for since `age_ns` or longer, by name.
@@ -152,7 +161,8 @@ class ExpertSide {
     uint64_t bytes_sent() const { return bytes_sent_; }
 
   private:
-    void gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads);
+    BatchPlace own_place(uint32_t num_rows);
+    void gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads, const BatchPlace& place) const;
 
     RowShape shape_;
     std::shared_ptr<Inbox> requests_;

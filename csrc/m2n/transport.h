@@ -24,6 +24,8 @@
 
 namespace antiphon::m2n {
 
+class StreamDevice;
+
 // Bytes and descriptors that one end of a new pair hands to the other through the control connection.
 struct Blob {
     std::vector<std::byte> bytes;
@@ -36,6 +38,7 @@ struct PairSpec {
     uint64_t slot_bytes = 0;  // payload bytes a slot has room for
     Incarnation incarnation = 0;
     uint32_t sources = 1;  // of the inbox
+    std::shared_ptr<StreamDevice> device{};  // receiver: in whose memory slots lie, of a transport that can; or host memory
 };
 
 // Bytes from one slot's header to the next one's.
@@ -50,6 +53,8 @@ class Landing {
     virtual EndId id() const { return any_end; }
     // Header of `slot`, the payload right behind it. Written by the sender: treat as foreign.
     virtual const std::byte* slot(SlotId slot) const = 0;
+    // Of a message that `poll` has reported: its header in host memory. The rest of a slot may be the device's.
+    virtual const std::byte* header(SlotId slot_id) const { return slot(slot_id); }
     // Appends what became visible since the last call; never blocks, never allocates beyond `sink`'s capacity
     // (slots entries at most). False: the connection is broken, `reason` says why.
     virtual bool poll(ImmediateSink& sink, std::string& reason) = 0;
@@ -79,6 +84,10 @@ class Transport {
     virtual ~Transport() = default;
     virtual const char* name() const = 0;  // "shm", "tcp", "libfabric:tcp", ...
     virtual bool same_host_only() const = 0;
+    // Why peers cannot write into the memory of this device; empty: they can.
+    virtual std::string why_staged(const std::shared_ptr<StreamDevice>&) {
+        return std::string("the transport ") + name() + " writes to host memory";
+    }
 
     // Sender, before the control connection's hello: what the receiver needs to know of us.
     virtual Blob introduce() = 0;

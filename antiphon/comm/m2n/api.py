@@ -33,6 +33,10 @@ class ExchangeShape:
     top_k: int
     dtype: torch.dtype
 
+    def most_rows(self, *, merges: bool) -> int:
+        """The most rows of one batch of an expert worker. `merges`: of all micro-batches together."""
+        return self.num_attention * self.max_rows * (self.num_micro_batches if merges else 1)
+
 
 class ExpertBatch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Rows of one (layer, micro-batch) from all participating attention workers, in the order of `sources`. Where those

@@ -263,12 +263,21 @@ class NativeAttentionExchange(_End):
 class NativeExpertExchange(_End):
     """`ExpertExchange` of expert worker `index`."""
 
-    def __init__(self, endpoint: _m2n.Endpoint, shape: ExchangeShape, index: int, *, merges: bool = False) -> None:
-        """`merges`: rows of one layer that are ready are one batch, whatever steps they are of (`ready_batches`)."""
+    def __init__(
+        self,
+        endpoint: _m2n.Endpoint,
+        shape: ExchangeShape,
+        index: int,
+        *,
+        merges: bool = False,
+        landing: _m2n.StreamDevice | None = None,
+    ) -> None:
+        """`merges`: rows of one layer that are ready are one batch, whatever steps they are of (`ready_batches`).
+        `landing`: the device in whose memory rows arrive, for an end that puts batches there."""
         slot_bytes = _m2n.dispatch_bytes(shape.hidden_size, shape.top_k, shape.max_rows, dtype_name(shape.dtype))
         names = [f"attention[{worker}]" for worker in range(shape.num_attention)]
         # The first message is a ticket.
-        inbox = endpoint.inbox(shape.num_attention, shape.num_micro_batches + 1, max(4096, slot_bytes), names)
+        inbox = endpoint.inbox(shape.num_attention, shape.num_micro_batches + 1, max(4096, slot_bytes), names, landing)
         super().__init__(endpoint, shape, inbox)
         self._index = index
         self._side = _m2n.ExpertSide(

@@ -12,6 +12,9 @@ What differs from `native`:
 - Everything that is not in stream order (a new epoch, another placement, counters) first waits until the core rests.
 - Rows are staged (on a GPU in pinned memory): for each micro-batch, and for three batches of an expert worker, so that
   it can receive one while the device computes another. So tensors may be reused by later work on the stream.
+- Where a network card can write into the GPU's memory, an expert worker's messages arrive there. Rows do not pass
+  through host memory; ids and weights are brought there, because the host counts by them. What is tried at start
+  decides, and the log says it. Sums of an attention worker are added by the CPU, so its inbox stays in host memory.
 
 The wire is the same, so an end with streams talks to one without.
 
@@ -20,24 +23,26 @@ Letters as in `antiphon.comm.m2n.api`.
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerTimeout, UserError
+from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
 from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
-from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange, dtype_name
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.specs.placement import ExpertPlacement
 
+_log = get_logger("m2n")
 _EXPERT_STAGES = 3  # one is received, one computed, one on its way back
 
 
 class RowStage(NamedTuple):
-    """Pinned memory of one micro-batch: rows, choices and weights on their way out, sums on their way back."""
+    """Memory of one micro-batch or batch: rows, choices and weights on their way out, sums on their way back."""
 
     rows_TH: Tensor
     ids_TK: Tensor
@@ -45,14 +50,18 @@ class RowStage(NamedTuple):
     sums_TH: Tensor
 
 
-def make_stages(shape: ExchangeShape, count: int, max_rows: int, *, pinned: bool) -> list[RowStage]:
-    """Memory that a device copies to and from by itself."""
+def make_stages(
+    shape: ExchangeShape, count: int, max_rows: int, *, pinned: bool, rows_on: torch.device | None = None
+) -> list[RowStage]:
+    """Memory that a device copies to and from by itself. `rows_on`: the device in whose memory the rows are to lie."""
+    hidden, top_k = shape.hidden_size, shape.top_k
+    rows: dict[str, Any] = {"pin_memory": pinned} if rows_on is None else {"device": rows_on}
     return [
         RowStage(
-            torch.empty(max_rows, shape.hidden_size, dtype=shape.dtype, pin_memory=pinned),
-            torch.empty(max_rows, shape.top_k, dtype=torch.int32, pin_memory=pinned),
-            torch.empty(max_rows, shape.top_k, dtype=torch.float32, pin_memory=pinned),
-            torch.empty(max_rows, shape.hidden_size, dtype=shape.dtype, pin_memory=pinned),
+            torch.empty(max_rows, hidden, dtype=shape.dtype, **rows),
+            torch.empty(max_rows, top_k, dtype=torch.int32, pin_memory=pinned),
+            torch.empty(max_rows, top_k, dtype=torch.float32, pin_memory=pinned),
+            torch.empty(max_rows, hidden, dtype=shape.dtype, pin_memory=pinned),
         )
         for _ in range(count)
     ]
@@ -68,7 +77,20 @@ class _Streaming:
         kind = "cuda" if device.type == "cuda" or driver else "cpu"
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # makes the device's context this thread's
-        self.core = _m2n.StreamCore(endpoint, _m2n.stream_device(kind, driver), timeout_s)
+        self.native = _m2n.stream_device(kind, driver)
+        self.core = _m2n.StreamCore(endpoint, self.native, timeout_s)
+
+    def landing(self, endpoint: _m2n.Endpoint) -> _m2n.StreamDevice | None:
+        """The device, if peers can write into its memory; None: their rows are staged in host memory."""
+        if self.native.name == "cpu":
+            return None
+        if reason := endpoint.why_staged(self.native):
+            _log.info("%s: rows are staged in pinned memory: %s", endpoint.name, reason)
+            return None
+        seen = "each arrival is flushed" if self.native.needs_flush else "it sees them in order"
+        where = f"the memory of {self.device} over {endpoint.transport}"
+        _log.info("%s: rows arrive in %s, %s", endpoint.name, where, seen)
+        return self.native
 
     @property
     def handle(self) -> int:
@@ -96,8 +118,8 @@ class StreamAttentionExchange(NativeAttentionExchange):
     ) -> None:
         self._streaming = _Streaming(endpoint, device, timeout_s, driver)
         super().__init__(endpoint, shape, index, placement, timeout_s)
-        self._calls = _m2n.AttentionStream(self._side, self._streaming.core)
         self._stages = make_stages(shape, shape.num_micro_batches, shape.max_rows, pinned=device.type == "cuda")
+        self._calls = _m2n.AttentionStream(self._side, self._streaming.core, self._stages)
         self._num_rows: dict[int, int] = {}  # of each micro-batch under way
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
@@ -221,21 +243,23 @@ class StreamExpertExchange(NativeExpertExchange):
         device: torch.device,
         *,
         merges: bool = False,
+        lands: bool = True,
         driver: str = "",
     ) -> None:
+        """`lands`: rows may arrive in the device's memory."""
         self._streaming = _Streaming(endpoint, device, timeout_s, driver)
-        super().__init__(endpoint, shape, index, merges=merges)
-        most_rows = shape.num_attention * shape.max_rows * (shape.num_micro_batches if merges else 1)
-        self._stages = make_stages(shape, _EXPERT_STAGES, most_rows, pinned=device.type == "cuda")
+        landing = self._streaming.landing(endpoint) if lands else None
+        super().__init__(endpoint, shape, index, merges=merges, landing=landing)
+        most_rows = shape.most_rows(merges=merges)
+        rows_on = None if landing is None else device
+        self._stages = make_stages(shape, _EXPERT_STAGES, most_rows, pinned=device.type == "cuda", rows_on=rows_on)
+        self._stage_at = {stage.rows_TH.data_ptr(): stage for stage in self._stages}
         self._calls = _m2n.ExpertStream(
             self._side,
             self._streaming.core,
-            shape.hidden_size,
-            shape.top_k,
-            shape.max_rows,
-            dtype_name(shape.dtype),
             [(rows.data_ptr(), ids.data_ptr(), weights.data_ptr()) for rows, ids, weights, _ in self._stages],
             most_rows,
+            self._stages,
         )
         self._num_replies = 0
 
@@ -251,6 +275,10 @@ class StreamExpertExchange(NativeExpertExchange):
             return self._calls.collect(numbers)
         except Interrupted:
             raise StepAborted from None
+
+    def _views_of(self, num_rows: int, rows: int, ids: int, weights: int) -> tuple[Tensor, Tensor, Tensor]:
+        stage = self._stage_at[rows]
+        return stage.rows_TH[:num_rows], stage.ids_TK[:num_rows], stage.weights_TK[:num_rows]
 
     def _overdue(self, timeout_s: float) -> list[str]:
         return self._calls.overdue(timeout_s)

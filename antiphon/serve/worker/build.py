@@ -209,7 +209,8 @@ def _experts_end(source: _Source) -> ExpertExchange:
     merges = configure.exchange is not None and configure.exchange.merges
     if configure.streams:
         device, timeout_s = source.backend.device, configure.timeout_s
-        return StreamExpertExchange(endpoint, shape, configure.index, timeout_s, device, merges=merges)
+        lands = configure.num_ranks == 1  # ranks share rows through host memory
+        return StreamExpertExchange(endpoint, shape, configure.index, timeout_s, device, merges=merges, lands=lands)
     return NativeExpertExchange(endpoint, shape, configure.index, merges=merges)
 
 

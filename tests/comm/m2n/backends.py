@@ -18,13 +18,14 @@ SECRET = b"tests only"
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One back-end under test. `scale`: the share of the usual number of messages that it is given. `streams`:
-    exchanges go in stream order, over the CPU's form ("cpu") or over this driver of CUDA."""
+    exchanges go in stream order, over the CPU's form ("cpu") or over this driver of CUDA. `library`: of libfabric."""
 
     name: str
     transport: str
     shuffle_seed: int = 0
     scale: float = 1.0
     streams: str = ""
+    library: str = ""
 
     def options(self) -> _m2n.TransportOptions:
         """What makes a transport one of this kind."""
@@ -32,6 +33,7 @@ class Backend:
         options.shuffle_seed = self.shuffle_seed
         if self.transport == "libfabric":
             options.provider = "tcp"  # the one that every machine has
+            options.library = self.library
         return options
 
     def endpoint(self, name: str, **arguments: Any) -> _m2n.Endpoint:
