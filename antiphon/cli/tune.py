@@ -1,6 +1,6 @@
-"""`antiphon tune`: the quickest product of a model's experts on this GPU and its tiles, for the table workers read."""
+"""`antiphon tune`: tiles of a model's expert products on this GPU, and the quickest implementations: for workers."""
 
-from dataclasses import replace
+import importlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,9 +12,12 @@ from antiphon.base.progress import progress
 from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.kernels import triton
-from antiphon.kernels.api import ExpertFormats, ExpertShape
+from antiphon.kernels.api import ExpertFormats, ExpertShape, KVCacheSpec
+from antiphon.kernels.choices import Choice, Key, choices_path, choose, read_choices, table_path, write_choices
 from antiphon.kernels.gpu import find_gpu
 from antiphon.kernels.quantized import WeightFormat
+from antiphon.kernels.stacked import StackedWeight, TritonExperts
+from antiphon.kernels.tile_table import read_table, write_table
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import ModelSpec
 
@@ -26,6 +29,9 @@ FORMATS: dict[str, WeightFormat | None] = {
     "mxfp4": WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=torch.float8_e8m0fnu),
 }
 CAPABILITIES = (80, 90)
+CONTEXTS = (256, 8192)  # keys of the longest row where attention is measured
+MOST_ROWS = 512  # of them at once
+BLOCK_SIZE = 16  # the server's
 WeightsOption = Annotated[
     Literal["bf16", "fp8", "int8", "int4", "mxfp4"],
     typer.Option(metavar="NAME", help="How experts are stored: bf16, fp8, int8, int4, mxfp4."),
@@ -79,18 +85,18 @@ def _token_counts(text: str) -> list[int]:
     return counts
 
 
-def _experts(spec: ModelSpec, experts: int, weights: str, device: torch.device) -> Any:
+def _experts(spec: ModelSpec, experts: int, weights: str, device: torch.device) -> TritonExperts:
     """A layer's experts, unfilled."""
     count, form, feed_forward = experts or spec.router.num_experts, FORMATS[weights], spec.feed_forward
     shape = ExpertShape(count, spec.hidden_size, feed_forward.intermediate, "silu", has_bias=feed_forward.expert_bias)
     formats = ExpertFormats(gate_up=form, down=form)
-    return triton.load("weights").TritonExperts(shape, formats, device, torch.bfloat16)
+    return TritonExperts(shape, formats, device, torch.bfloat16)
 
 
 def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], json: str | None) -> None:
-    tuning, rows = triton.load("tune"), []
+    tuning, rows = _search(), []
     made = _experts(spec, experts, weights, torch.device("cpu"))
-    for name, weight in (("gate and up", made.gate_up), ("down", made.down)):
+    for name, weight in _named(made):
         row_counts = [tokens * spec.router.top_k for tokens in counts]
         for capability in CAPABILITIES:
             with progress(f"compiling {name} for {capability / 10}") as report:
@@ -149,12 +155,13 @@ def _show_times(
     out: Path | None,
     json: str | None,
 ) -> None:
-    tuning, tiles = triton.load("tune"), triton.load("tiles")
-    path = out or tiles.table_path()
+    path = out or table_path()
+    beside = choices_path(path)
     make_ready(path)
-    kept = tiles.read_table(path) if path.exists() else {}
+    kept, choices = read_table(path) if path.exists() else {}, read_choices(beside)
+    tuning, backend, tiles = _search(), triton.load("backend"), triton.load("tiles")
     made, rows, entries = _experts(spec, experts, weights, device), [], {}
-    for name, weight in (("gate and up", made.gate_up), ("down", made.down)):
+    for name, weight in _named(made):
         tuning.fill_at_random(weight)
         with progress(f"tuning {name}") as report:
             buckets = tuning.tune(weight, counts, spec.router.top_k, report)
@@ -164,20 +171,55 @@ def _show_times(
              "default_time_s": each.default_time_s}
             for each in buckets
         ]  # fmt: skip
-    products = tuning.compare_products(made, counts, spec.router.top_k, entries["gate and up"], entries["down"])
-    chosen = tuning.quickest_product(products)
-    kept[tiles.key_of(made.gate_up, device)] = replace(entries["gate and up"], product=chosen)
-    kept[tiles.key_of(made.down, device)] = entries["down"]
+    kept |= {tiles.key_of(weight, device): entries[name] for name, weight in _named(made)}
+    candidates = tuning.product_candidates(made, counts, spec.router.top_k, entries["gate and up"], entries["down"])
+    products = choose(candidates, [f"{count} tokens" for count in counts], tuning.measure_s)
+    choices[backend.experts_key(made)] = products.name, products.why
+    attention = _attention(spec, counts, device, tuning)
+    if attention is not None:
+        key, chosen = attention
+        choices[key] = chosen.name, chosen.why
     with whole_file("--out", path) as partial:
-        tiles.write_table(partial, kept)
+        write_table(partial, kept)
+    with whole_file("--out", beside) as partial:
+        write_choices(partial, choices)
     shown = [
         [row["weight"], str(row["most_rows"]), f"{row['rows']} x {row['columns']} x {row['inputs']}",
          f"{row['time_s'] * 1e6:.1f}", f"{row['default_time_s'] / row['time_s'] - 1:+.0%}"]
         for row in rows
     ]  # fmt: skip
     show(table(["weight", "most rows", "tile", "us", "over the rule's"], shown, title=f"Tiles on {device}"), json=json)
-    for each in products:
-        other = "cannot, or gives other numbers" if each.grouped_mm_s is None else f"{each.grouped_mm_s * 1e6:.1f} us"
-        show(f"{each.num_tokens} tokens: triton {each.triton_s * 1e6:.1f} us, grouped_mm {other}", json=json)
-    show(f"experts use {chosen}; written to {path}", json=json)
-    emit_json(json, {"table": path, "tiles": rows, "products": list(map(vars, products)), "product": chosen})
+    show(f"experts use {products.name}: {products.why}", json=json)
+    if attention is not None:
+        show(f"attention of single rows uses {attention[1].name}: {attention[1].why}", json=json)
+    show(f"written to {path} and {beside}", json=json)
+    chosen_of = {"experts": products} | ({} if attention is None else {"attention": attention[1]})
+    found = {name: {"name": each.name, "why": each.why, "tried": list(map(vars, each.tried))}
+             for name, each in chosen_of.items()}  # fmt: skip
+    emit_json(json, {"table": path, "tiles": rows, "choices": found, "choices_file": beside})
+
+
+def _attention(spec: ModelSpec, counts: list[int], device: torch.device, tuning: Any) -> tuple[Key, Choice] | None:
+    """The choice for this model's caches of numbers; None where only our own kernel reads such a cache."""
+    attention = spec.attention
+    if attention.latent is not None:
+        return None
+    rows = [count for count in counts if count <= MOST_ROWS] or [1]
+    cases = [(count, keys) for count in rows for keys in CONTEXTS]
+    cache_spec = KVCacheSpec(
+        num_layers=1, num_blocks=CONTEXTS[-1] // BLOCK_SIZE * 4, block_size=BLOCK_SIZE,
+        num_kv_heads=attention.num_kv_heads, key_dim=attention.head_dim, value_dim=attention.head_dim,
+    )  # fmt: skip
+    cache, candidates = tuning.attention_candidates(cache_spec, attention.num_heads, cases, device, torch.bfloat16)
+    names = [f"{count} rows of up to {keys} keys" for count, keys in cases]
+    found = choose(candidates, names, tuning.measure_s)
+    return triton.load("backend").attention_key(cache, attention.num_heads), found
+
+
+def _named(experts: TritonExperts) -> tuple[tuple[str, StackedWeight], ...]:
+    return ("gate and up", experts.gate_up), ("down", experts.down)
+
+
+def _search() -> Any:
+    """The module that measures, which loads Triton."""
+    return importlib.import_module("antiphon.bench.tile_search")

@@ -34,7 +34,7 @@ from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import look_up, rotate
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
-from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, paged_attention
+from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, make_plan, paged_attention
 from antiphon.specs.model import RouterSpec
 
 FLOATS = ExpertFormats()
@@ -251,7 +251,7 @@ class ReferenceBackend:
         self.device = torch.device(device)
         self.dtype = dtype
         self.asks_host = True
-        self._plans = AttentionPlans()
+        self._plans = AttentionPlans(make_plan)
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         kept_bias = None if bias is None else own_copy(bias, self.device, self.dtype)

@@ -16,7 +16,9 @@ Letters as in `antiphon.kernels.api`; C padded context, Q query rows of one sequ
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -153,28 +155,28 @@ class PrefillSequence:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    batch: AttentionBatch
-    spec: KVCacheSpec
-    window: int | None
     groups: list[DecodeGroup]
     prefills: list[PrefillSequence]
 
 
-class AttentionPlans:
-    """Plans of the last few batches, known by identity (a batch is never changed): every layer asks for the same one,
-    micro-batches take turns."""
+MadePlan = TypeVar("MadePlan")
 
-    def __init__(self) -> None:
-        self._recent: deque[AttentionPlan] = deque(maxlen=PLANS_IN_FLIGHT)
 
-    def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
-        if batch.refilled:
-            return _plan_of_values(batch, spec, window)
-        for plan in self._recent:
-            if plan.batch is batch and plan.spec is spec and plan.window == window:
+class AttentionPlans(Generic[MadePlan]):
+    """Plans of the last few batches, known by identity (a batch is never changed, but for one that is refilled): every
+    layer asks for the same one, micro-batches take turns. `make` makes one for a batch, a cache and a window."""
+
+    def __init__(self, make: Callable[[AttentionBatch, KVCacheSpec, int | None], MadePlan]) -> None:
+        self._make = make
+        self._recent: deque[tuple[AttentionBatch, KVCacheSpec, int | None, MadePlan]] = deque(maxlen=PLANS_IN_FLIGHT)
+
+    def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> MadePlan:
+        for known, its_spec, its_window, plan in self._recent:
+            if known is batch and its_spec is spec and its_window == window:
                 return plan
-        plan = make_plan(batch, spec, window)
-        self._recent.append(plan)
+        plan = self._make(batch, spec, window)
+        if not batch.refilled:
+            self._recent.append((batch, spec, window, plan))
         return plan
 
 
@@ -182,10 +184,12 @@ def _plan_of_values(batch: AttentionBatch, spec: KVCacheSpec, window: int | None
     """One group of all rows, made of what the tensors hold now, on the device alone."""
     rows_S = torch.arange(len(batch.query_lens), device=batch.slots_T.device)
     group = _group_of(batch, spec, window, max(batch.context_lens), rows_S, rows_S)
-    return AttentionPlan(batch, spec, window, [group], [])
+    return AttentionPlan([group], [])
 
 
 def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
+    if batch.refilled:
+        return _plan_of_values(batch, spec, window)
     members: dict[int, list[tuple[int, int]]] = {}
     prefills, start = [], 0
     for sequence, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
@@ -202,7 +206,7 @@ def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> A
             _decode_group(batch, spec, window, padded, chosen[first : first + step])
             for first in range(0, len(chosen), step)
         )
-    return AttentionPlan(batch, spec, window, groups, prefills)
+    return AttentionPlan(groups, prefills)
 
 
 def _decode_group(

@@ -1,15 +1,18 @@
-"""`antiphon tune`: a table that cannot be written is refused before measuring, and appears whole, with the
-product that experts use."""
+"""`antiphon tune`: a table that cannot be written is refused before measuring; it appears whole, and beside it what
+experts and attention use, and why."""
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.cli import tune
+from antiphon.kernels import packages
+from antiphon.kernels.choices import choices_path, read_choices
+from antiphon.kernels.tile_table import TunedWeight, read_table, write_table
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import FeedForwardSpec, ModelSpec, RouterSpec
 
@@ -19,7 +22,6 @@ CPU = torch.device("cpu")
 def test_a_table_that_cannot_be_written_is_refused_before_measuring(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune.triton, "load", lambda name: SimpleNamespace(read_table=lambda path: {}))
     monkeypatch.setattr(tune, "_experts", lambda *arguments: pytest.fail("it measures"))
     spec = load_model_spec(checkpoint)
     (tmp_path / "file").write_text("")
@@ -30,10 +32,10 @@ def test_a_table_that_cannot_be_written_is_refused_before_measuring(
 
 @pytest.fixture
 def measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    """Small experts, few tiles, and made-up times by which grouped_mm is quicker."""
+    """Small experts, few tiles, short contexts, and made-up times by which other packages are twice as quick."""
     if not tune.triton.is_installed() or not tune.triton.interprets():
         pytest.skip("Triton does not interpret here")
-    tuning, tiles = (tune.triton.load(name) for name in ("tune", "tiles"))
+    tuning, tiles = tune._search(), tune.triton.load("tiles")
     spec = replace(
         load_model_spec(checkpoint),
         hidden_size=16,
@@ -41,25 +43,41 @@ def measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
         feed_forward=FeedForwardSpec(intermediate=24),
     )
     monkeypatch.setattr(tuning, "candidates", lambda *given: [tiles.default_tile(*given)])
-    monkeypatch.setattr(
-        tuning, "measure_s", lambda way: 1.0 if getattr(way, "func", None) is tuning.grouped_products else 2.0
-    )
+    monkeypatch.setattr(tune, "CONTEXTS", (8, 16))
+    products, asked = packages.products, []
+    monkeypatch.setattr(packages, "products", lambda *given, **how: asked.append(given[0]) or products(*given, **how))
+
+    def seconds(way: object) -> float:
+        asked.clear()
+        assert callable(way)
+        assert isinstance(way(), Tensor)
+        return 1.0 if asked else 2.0
+
+    monkeypatch.setattr(tuning, "measure_s", seconds)
+    monkeypatch.setattr(torch, "equal", lambda found, alone: True)  # bits of products on a CPU are not the matter here
     return spec
 
 
-def test_the_table_says_which_product_is_the_quickest(
+def test_the_files_say_what_is_the_quickest(
     measured: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Times are made up; `other` is an entry of before."""
-    out, tiles = tmp_path / "tiles.json", tune.triton.load("tiles")
-    tiles.write_table(out, {("other",): tiles.TunedWeight()})
+    out = tmp_path / "tiles.json"
+    write_table(out, {("other",): TunedWeight()})
     tune._show_times(measured, 0, "bf16", [8], CPU, out, None)
-    found = tiles.read_table(out)
-    assert [entry.product for entry in found.values()] == ["triton", "grouped_mm", "triton"]
-    assert [key[2:5] for key in found][1:] == [(2, 24, 16), (1, 16, 24)]
-    assert "8 tokens: triton 2000000.0 us, grouped_mm 1000000.0 us" in capsys.readouterr().out
+    assert [key[2:5] for key in read_table(out)][1:] == [(2, 24, 16), (1, 16, 24)]
+    chosen = read_choices(choices_path(out))
+    assert [(key[0], name) for key, (name, _) in chosen.items()] == [("experts", "grouped_mm"), ("attention", "triton")]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "experts use grouped_mm: 2.00 times as quick as triton, deep_gemm: takes float8 experts" in said
+    assert "attention of single rows uses triton: varlen_attn: " in said
     tune._show_times(measured, 0, "fp8", [8], CPU, out, None)
-    assert [entry.product for entry in tiles.read_table(out).values()][3:] == ["triton", "triton"]
+    chosen = read_choices(choices_path(out))
+    assert [(key[0], name) for key, (name, _) in chosen.items()] == [
+        ("experts", "grouped_mm"),
+        ("attention", "triton"),
+        ("experts", "triton"),
+    ]
 
 
 def test_a_table_that_is_not_written_to_its_end_leaves_the_former_one(
@@ -71,9 +89,8 @@ def test_a_table_that_is_not_written_to_its_end_leaves_the_former_one(
 
     out = tmp_path / "tiles.json"
     out.write_text("before")
-    tiles = tune.triton.load("tiles")
-    monkeypatch.setattr(tiles, "read_table", lambda path: {})
-    monkeypatch.setattr(tiles, "write_table", half)
+    monkeypatch.setattr(tune, "read_table", lambda path: {})
+    monkeypatch.setattr(tune, "write_table", half)
     with pytest.raises(UserError, match="No space left on device"):
         tune._show_times(measured, 0, "bf16", [8], CPU, out, None)
     assert out.read_text() == "before"

@@ -3,6 +3,8 @@
 Letters: R rows, I width of the hidden layer.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,23 +73,21 @@ def _activate_gradient(grad_ptr, x_ptr, grad_x_ptr, width, alpha, limit, ACTIVAT
 
 def activate(x: Tensor, widths: FeedForwardSpec | ExpertShape) -> Tensor:
     """[..., I] from rows [gate | up] [..., 2 I]."""
-    width = x.shape[-1] // 2
-    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-    num_rows, block = x.numel() // max(1, 2 * width), min(1024, power_of_two(width))
-    launch(
-        _activate, (num_rows, -(-width // block)), x.contiguous(), y, width, widths.alpha, widths.limit,
-        ACTIVATION=widths.activation, BLOCK=block,
-    )  # fmt: skip
+    y = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+    _run(_activate, widths, y, x.contiguous(), y)
     return y
 
 
 def activate_gradient(grad: Tensor, x: Tensor, widths: FeedForwardSpec | ExpertShape) -> Tensor:
     """The gradient of the rows [gate | up]."""
-    width = x.shape[-1] // 2
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_rows, block = x.numel() // max(1, 2 * width), min(1024, power_of_two(width))
-    launch(
-        _activate_gradient, (num_rows, -(-width // block)), grad.contiguous(), x.contiguous(), grad_x, width,
-        widths.alpha, widths.limit, ACTIVATION=widths.activation, BLOCK=block,
-    )  # fmt: skip
+    _run(_activate_gradient, widths, grad, grad.contiguous(), x.contiguous(), grad_x)
     return grad_x
+
+
+def _run(kernel: Any, widths: FeedForwardSpec | ExpertShape, y: Tensor, *given: Tensor) -> None:
+    """One program a row and block of columns of `y`."""
+    width, alpha, limit, name = y.shape[-1], widths.alpha, widths.limit, widths.activation
+    block = min(1024, power_of_two(width))
+    grid = (y.numel() // max(1, width), -(-width // block))
+    launch(kernel, grid, *given, width, alpha, limit, ACTIVATION=name, BLOCK=block)

@@ -12,8 +12,7 @@ are powers of two and 576 is not.
 Letters as in `antiphon.kernels.api`; M query heads a KV head, C keys at once, L splits.
 """
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,13 +22,13 @@ from torch import Tensor
 from antiphon.kernels.api import AttentionBatch, KVCacheSpec
 from antiphon.kernels.reference_attention import (
     DECODE_GATHER_ELEMENTS,
-    PLANS_IN_FLIGHT,
     PrefillSequence,
     ReferenceCache,
     prefill_sequence,
 )
 from antiphon.kernels.triton.grouped import code_values
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
+from antiphon.kernels.triton.rotary import cached_tables
 
 _SPLIT_KEYS = tl.constexpr(256)  # at least
 _MAX_SPLITS = tl.constexpr(32)
@@ -134,12 +133,10 @@ def _join(sums_ptr, tops_ptr, totals_ptr, sinks_ptr, contexts_ptr, rows_ptr, out
     tl.store(out + v, sums.to(out_ptr.dtype.element_ty), v < value_dim)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowPlan:
     """A batch's sequences of one row, with that row's number, and its prompts."""
 
-    batch: AttentionBatch
-    spec: KVCacheSpec
     window: int | None
     rows_S: Tensor
     tables_SB: Tensor
@@ -147,25 +144,8 @@ class RowPlan:
     prefills: list[PrefillSequence]
 
 
-class RowPlans:
-    """Plans of the last few batches, known by identity: every layer asks for the same ones."""
-
-    def __init__(self) -> None:
-        self._recent: deque[RowPlan] = deque(maxlen=PLANS_IN_FLIGHT)
-
-    def of(self, batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> RowPlan:
-        for plan in self._recent:
-            if plan.batch is batch and plan.spec is spec and plan.window == window:
-                return plan
-        plan = _plan(batch, spec, window)
-        if not batch.refilled:
-            self._recent.append(plan)
-        return plan
-
-
-def _plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> RowPlan:
+def plan_rows(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> RowPlan:
     starts, prefills, single, row = batch.query_starts, [], [], 0
-    device = starts.device
     for sequence, queries in enumerate(batch.query_lens):
         if queries == 1:
             single.append(sequence)
@@ -174,12 +154,9 @@ def _plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> RowPl
         row += queries
     rows_S, tables_SB, contexts_S = starts, batch.block_tables_SB, batch.context_lens_S
     if len(single) != len(batch.query_lens):
-        chosen = torch.tensor(single, dtype=torch.int64).to(device, non_blocking=True)
+        chosen = torch.tensor(single, dtype=torch.int64).to(starts.device, non_blocking=True)
         rows_S, tables_SB, contexts_S = (each.index_select(0, chosen) for each in (rows_S, tables_SB, contexts_S))
-    return RowPlan(
-        batch=batch, spec=spec, window=window, rows_S=rows_S, tables_SB=tables_SB, contexts_S=contexts_S,
-        prefills=prefills,
-    )  # fmt: skip
+    return RowPlan(window, rows_S, tables_SB, contexts_S, prefills)
 
 
 def attend_rows(
@@ -194,56 +171,33 @@ def attend_rows(
 ) -> None:
     """Each row of the plan's sequences of one row, over its keys, from `q_TND` to `out_TNV`; zeros where it has no
     key. As many rows at once as have sums of `DECODE_GATHER_ELEMENTS` numbers."""
-    spec, num_heads = cache.spec, q_TND.shape[1]
+    spec, (_, num_heads, key_dim), window, value_dim, m = cache.spec, q_TND.shape, plan.window, cache.spec.value_dim, 16
     splits = max(1, min(_MAX_SPLITS.value, -(-plan.tables_SB.shape[1] * spec.block_size // _SPLIT_KEYS.value)))
-    step = max(1, DECODE_GATHER_ELEMENTS // (num_heads * splits * spec.value_dim))
-    for first in range(0, len(plan.contexts_S), step):
-        part = slice(first, first + step)
-        some = replace(plan, rows_S=plan.rows_S[part], tables_SB=plan.tables_SB[part], contexts_S=plan.contexts_S[part])
-        _attend_some(q_TND, out_TNV, cache, layer, some, splits, scale, sinks_N)
-
-
-def _attend_some(
-    q_TND: Tensor,
-    out_TNV: Tensor,
-    cache: ReferenceCache,
-    layer: int,
-    plan: RowPlan,
-    splits: int,
-    scale: float,
-    sinks_N: Tensor | None,
-) -> None:
-    spec, (_, num_heads, key_dim) = cache.spec, q_TND.shape
-    tables_SB, contexts_S, num_rows, window = plan.tables_SB, plan.contexts_S, len(plan.contexts_S), plan.window
-    device, value_dim = q_TND.device, spec.value_dim
-    sums = torch.empty((num_rows, num_heads, splits, value_dim), dtype=torch.float32, device=device)
-    tops, totals = (torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=device) for _ in range(2))
+    step = max(1, DECODE_GATHER_ELEMENTS // (num_heads * splits * value_dim))
     d = power_of_two(key_dim, 16)
     if d > key_dim > 16:
         d //= 2
     rest = 0 if d >= key_dim else power_of_two(key_dim - d, 16)
     values_block = power_of_two(value_dim, 16)
     shared = spec.values_in_keys and d == values_block and value_dim == values_block
-    m = 16
-    heads_a_group = num_heads // spec.num_kv_heads
-    is_code = spec.storage != "auto"
-    keys, values = cache.keys[layer], cache.keys[layer] if spec.values_in_keys else cache.values[layer]
-    key_scales, value_scales = sums, sums
-    if is_code:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-        key_scales = cache.key_scales[layer]
-        value_scales = key_scales if spec.values_in_keys else cache.value_scales[layer]
-    wide, is_wide = wide_products(q_TND.dtype), q_TND.dtype == torch.float32
+    keys, values, key_scales, value_scales = cached_tables(cache, layer)
+    wide, is_wide, q_TND = wide_products(q_TND.dtype), q_TND.dtype == torch.float32, q_TND.contiguous()
     options = {"HAS_WINDOW": window is not None, "V": values_block}
-    launch(
-        _attend, (num_rows, spec.num_kv_heads * -(-heads_a_group // m), splits),
-        q_TND.contiguous(), plan.rows_S, keys, values, key_scales, value_scales, sums, tops, totals, tables_SB,
-        contexts_S, tables_SB.stride(0), num_heads, spec.num_kv_heads, key_dim, value_dim, values.shape[2], scale,
-        window or 0, splits, CODES=spec.storage, SHARED=shared, WIDE=wide, BLOCK_SIZE=spec.block_size, M=m,
-        C=32 if d > 128 or is_wide else 64, D=d, REST=rest, num_warps=8 if d > 256 or is_wide else 4,
-        num_stages=2, **options,
-    )  # fmt: skip
-    launch(
-        _join, (num_rows, num_heads), sums, tops, totals, sums if sinks_N is None else sinks_N, contexts_S, plan.rows_S,
-        out_TNV, num_heads, value_dim, window or 0, splits, HAS_SINKS=sinks_N is not None, num_warps=2, **options,
-    )  # fmt: skip
+    for first in range(0, len(plan.contexts_S), step):
+        part = slice(first, first + step)
+        rows_S, tables_SB, contexts_S = plan.rows_S[part], plan.tables_SB[part], plan.contexts_S[part]
+        parts = len(contexts_S), num_heads, splits
+        sums = torch.empty((*parts, value_dim), dtype=torch.float32, device=q_TND.device)
+        tops, totals = (torch.empty(parts, dtype=torch.float32, device=q_TND.device) for _ in range(2))
+        launch(
+            _attend, (parts[0], spec.num_kv_heads * -(-(num_heads // spec.num_kv_heads) // m), splits),
+            q_TND, rows_S, keys, values, key_scales, value_scales, sums, tops, totals, tables_SB, contexts_S,
+            tables_SB.stride(0), num_heads, spec.num_kv_heads, key_dim, value_dim, values.shape[2], scale, window or 0,
+            splits, CODES=spec.storage, SHARED=shared, WIDE=wide, BLOCK_SIZE=spec.block_size, M=m,
+            C=32 if d > 128 or is_wide else 64, D=d, REST=rest, num_warps=8 if d > 256 or is_wide else 4,
+            num_stages=2, **options,
+        )  # fmt: skip
+        launch(
+            _join, parts[:2], sums, tops, totals, sinks_N, contexts_S, rows_S, out_TNV, num_heads, value_dim,
+            window or 0, splits, HAS_SINKS=sinks_N is not None, num_warps=2, **options,
+        )  # fmt: skip

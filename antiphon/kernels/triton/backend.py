@@ -1,13 +1,17 @@
 """The back-end for GPUs: Triton's kernels where they serve, PyTorch's operators for the rest.
 
-Weights, cache and signatures are the reference back-end's, whose operations these replace.
+Weights, cache and signatures are the reference back-end's, whose operations these replace. Products of experts and
+attention of single rows go by other packages' kernels where `antiphon tune` found those quicker (`kernels.choices`).
 
 Letters as in `antiphon.kernels.api`.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from antiphon.kernels import packages
 from antiphon.kernels.api import (
     AttentionBatch,
     ExpertFormats,
@@ -17,17 +21,19 @@ from antiphon.kernels.api import (
     PackedExperts,
     PackedLinear,
 )
+from antiphon.kernels.choices import OWN, Key, choice_of, process_choices
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import QuantizedWeight
-from antiphon.kernels.reference import FLOATS, ReferenceBackend, grouped_products, has_grouped_mm
-from antiphon.kernels.reference_attention import ReferenceCache, attend_prefills
+from antiphon.kernels.reference import FLOATS, ReferenceBackend
+from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, attend_prefills
+from antiphon.kernels.stacked import TritonExperts, TritonLinear
+from antiphon.kernels.tile_table import process_table
 from antiphon.kernels.triton import tiles
-from antiphon.kernels.triton.attention import RowPlans, attend_rows
+from antiphon.kernels.triton.attention import attend_rows, plan_rows
 from antiphon.kernels.triton.gate import gate
 from antiphon.kernels.triton.grouped import expert_products, linear
 from antiphon.kernels.triton.norm import norm
 from antiphon.kernels.triton.rotary import rotate_and_store
-from antiphon.kernels.triton.weights import TritonExperts, TritonLinear
 from antiphon.specs.model import RouterSpec
 
 
@@ -38,8 +44,10 @@ class TritonBackend(ReferenceBackend):
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        self._row_plans = RowPlans()
-        tiles.process_table()
+        self._row_plans = AttentionPlans(plan_rows)
+        self._chosen: dict[object, str] = {}
+        process_table()
+        process_choices()
         self._counted: tuple[Tensor, Tensor] | None = None  # choices of the last gate, and what it counted
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TritonLinear:
@@ -83,8 +91,16 @@ class TritonBackend(ReferenceBackend):
         plan = self._row_plans.of(batch, cache.spec, sliding_window)
         out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
         attend_prefills(q_TND, out_TNV, cache, layer, plan.prefills, scale, sinks_N)
-        attend_rows(q_TND, out_TNV, cache, layer, plan, scale=scale, sinks_N=sinks_N)
-        return out_TNV
+        asked = cache.spec, q_TND.shape[1], sinks_N is not None
+        if len(plan.contexts_S) and asked not in self._chosen:
+            why_not = partial(packages.why_no_attention, spec=cache.spec, dtype=self.dtype, has_sinks=asked[2])
+            self._chosen[asked] = choice_of(attention_key(cache, q_TND.shape[1]), why_not)
+        if (name := self._chosen.get(asked, OWN)) == OWN:
+            attend_rows(q_TND, out_TNV, cache, layer, plan, scale=scale, sinks_N=sinks_N)
+            return out_TNV
+        rows_S = plan.rows_S[: len(plan.contexts_S)].long()
+        given = q_TND.index_select(0, rows_S), cache, layer, plan.tables_SB, plan.contexts_S
+        return out_TNV.index_copy_(0, rows_S, packages.attend(name, *given, scale=scale, window=sliding_window))
 
     def gate(
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
@@ -101,10 +117,28 @@ class TritonBackend(ReferenceBackend):
 
     def grouped_ffn(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: PackedExperts) -> Tensor:
         assert isinstance(experts, TritonExperts)
-        if has_grouped_mm(experts) and tiles.product_for(experts.gate_up, self.device) == "grouped_mm":
-            return grouped_products(x_TH, ids_TK, weights_TK, experts)
+        asked = experts.shape, experts.formats
+        if asked not in self._chosen:
+            self._chosen[asked] = choice_of(experts_key(experts), partial(packages.why_no_products, experts=experts))
+        if (name := self._chosen[asked]) != OWN:
+            return packages.products(name, x_TH, ids_TK, weights_TK, experts)
         counted, self._counted = self._counted, None
         counts_BE = None
         if counted is not None and counted[0] is ids_TK and counted[1].shape[1] == experts.shape.num_experts:
             counts_BE = counted[1]
         return expert_products(x_TH, ids_TK, weights_TK, experts, counts_BE)
+
+
+def experts_key(experts: TritonExperts) -> Key:
+    """What a choice of the product of experts is for."""
+    return ("experts", *tiles.key_of(experts.gate_up, experts.gate_up.codes.device))
+
+
+def attention_key(cache: ReferenceCache, num_heads: int) -> Key:
+    """What a choice of the attention of single rows is for."""
+    spec, keys = cache.spec, cache.keys[0]
+    kind = str(cache.dtype).removeprefix("torch.")
+    return (
+        "attention", *tiles.key_of_gpu(keys.device), num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim,
+        spec.block_size, f"{spec.storage} in {kind}",
+    )  # fmt: skip

@@ -50,7 +50,7 @@ def loss_and_gradient(logits_TV: Tensor, bias_V: Tensor | None, targets_T: Tenso
     losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
     vocabulary = logits_TV.shape[1]
     launch(
-        _loss, (logits_TV.shape[0],), logits_TV, logits_TV if bias_V is None else bias_V, targets_T, losses_T,
-        vocabulary, 1.0 / divisor, HAS_BIAS=bias_V is not None, BLOCK=min(4096, power_of_two(vocabulary)), num_warps=8,
+        _loss, (logits_TV.shape[0],), logits_TV, bias_V, targets_T, losses_T, vocabulary,
+        1.0 / divisor, HAS_BIAS=bias_V is not None, BLOCK=min(4096, power_of_two(vocabulary)), num_warps=8,
     )  # fmt: skip
     return losses_T

@@ -104,8 +104,8 @@ def gate(logits_TE: Tensor, bias_E: Tensor | None, router: RouterSpec) -> tuple[
     group_size = num_experts // router.num_groups
     groups, size = power_of_two(router.num_groups), power_of_two(group_size, 2)
     launch(
-        _gate, (num_blocks,), logits_TE.contiguous(), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
-        counts_BE, num_tokens, num_experts, group_size, router.num_groups, router.top_k_groups, router.scaling,
+        _gate, (num_blocks,), logits_TE.contiguous(), bias_E, ids_TK, weights_TK, counts_BE,
+        num_tokens, num_experts, group_size, router.num_groups, router.top_k_groups, router.scaling,
         HAS_BIAS=bias_E is not None, SIGMOID=router.scoring == "sigmoid", TWO_BEST=router.group_score == "top2",
         LATE_SOFTMAX=router.softmax_after_top_k, NORMALIZE=router.normalize, TOP_K=top_k, K=power_of_two(top_k),
         T=block, GROUPS=groups, SIZE=size, num_warps=max(1, min(16, block * groups * size // 256)),

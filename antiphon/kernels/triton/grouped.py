@@ -19,11 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.stacked import StackedWeight, TritonExperts
+from antiphon.kernels.tile_table import ProductTile
 from antiphon.kernels.triton.activation import activated
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
 from antiphon.kernels.triton.rows import count, place, sum_rows
-from antiphon.kernels.triton.tiles import ProductTile, tile_for
-from antiphon.kernels.triton.weights import StackedWeight, TritonExperts
+from antiphon.kernels.triton.tiles import tile_for
 
 PLAIN = ExpertShape(1, 0, 0, "none")
 
@@ -246,15 +247,11 @@ def _launch(
     num_tiles = -(-num_rows // tile.rows)
     if rows is not None:
         num_tiles = min(num_rows, num_rows // tile.rows + min(num_experts, num_rows))
-    empty = out  # stands for tensors that are not there
-    codes, scales, shifts = weight.codes, weight.scales, weight.shifts
+    codes, scales = weight.codes, weight.scales
+    starts, order, routing = (None,) * 3 if rows is None else (rows.starts_E1, rows.order_R, rows.weights_TK)
     launch(
-        _grouped,
-        (num_tiles * -(-weight.num_rows // tile.columns),),
-        x, codes, empty if scales is None else scales, empty if shifts is None else shifts,
-        empty if weight.bias is None else weight.bias, empty if residual is None else residual, out,
-        empty if rows is None else rows.starts_E1, empty if rows is None else rows.order_R,
-        empty if rows is None else rows.weights_TK,
+        _grouped, (num_tiles * -(-weight.num_rows // tile.columns),),
+        x, codes, scales, weight.shifts, weight.bias, residual, out, starts, order, routing,
         num_rows, num_experts, weight.num_rows, weight.num_columns, codes.stride(1),
         0 if scales is None else scales.stride(1), 0 if scales is None else scales.shape[3], shape.alpha, shape.limit,
         GROUPED=rows is not None, GATHERS=gathers, WEIGHS=weighs, TOP_K=1 if rows is None else rows.top_k,

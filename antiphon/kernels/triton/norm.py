@@ -59,12 +59,11 @@ def norm(x: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None) -
     y_TH = torch.empty_like(rows_TH)
     added_TH = rows_TH if delta is None else torch.empty_like(rows_TH)
     factors_T = torch.empty(rows_TH.shape[0], dtype=torch.float32, device=x.device)
-    deltas_TH = rows_TH if delta is None else rows_of(delta)
     width = x.shape[-1]
     block = power_of_two(width)
     launch(
-        _norm, (rows_TH.shape[0],), rows_TH, deltas_TH, weight_H, added_TH, y_TH, factors_T, width, eps,
-        ADDS=delta is not None, BLOCK=block, num_warps=_warps(block),
+        _norm, (rows_TH.shape[0],), rows_TH, None if delta is None else rows_of(delta), weight_H, added_TH, y_TH,
+        factors_T, width, eps, ADDS=delta is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return added_TH.view(x.shape), y_TH.view(x.shape), factors_T
 

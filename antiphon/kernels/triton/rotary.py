@@ -116,6 +116,17 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool =
     return out_TND.view(x.shape)
 
 
+def cached_tables(cache: ReferenceCache, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys, values and the scales of both, as kernels read and write them: codes as bytes, values perhaps in keys."""
+    keys = cache.keys[layer]
+    values = keys if cache.spec.values_in_keys else cache.values[layer]
+    if cache.spec.storage == "auto":
+        return keys, values, None, None
+    scales = cache.key_scales[layer]
+    value_scales = scales if cache.spec.values_in_keys else cache.value_scales[layer]
+    return keys.view(torch.uint8), values.view(torch.uint8), scales, value_scales
+
+
 def rotate_and_store(
     qkv_TX: Tensor, cache: ReferenceCache, layer: int, batch: AttentionBatch, heads: HeadRows
 ) -> Tensor:
@@ -123,18 +134,12 @@ def rotate_and_store(
     spec, num_rows, rotary = cache.spec, qkv_TX.shape[0], heads.rotary
     qkv_TX = qkv_TX.contiguous()
     q_TND = torch.empty((num_rows, heads.num_heads, spec.key_dim), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    keys = cache.keys[layer]
-    values = keys if spec.values_in_keys else cache.values[layer]
-    key_scales, value_scales = rotary.cos, rotary.cos  # stand for tensors that are not there
-    if spec.storage != "auto":
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-        key_scales = cache.key_scales[layer]
-        value_scales = key_scales if spec.values_in_keys else cache.value_scales[layer]
+    keys, values, key_scales, value_scales = cached_tables(cache, layer)
     num_parts = heads.num_heads + spec.num_kv_heads * (1 if spec.values_in_keys else 2)
     q_norm, k_norm = heads.q_norm_D, heads.k_norm_D
     launch(
-        _store, (num_rows, num_parts), qkv_TX, qkv_TX if q_norm is None else q_norm,
-        qkv_TX if k_norm is None else k_norm, rotary.cos, rotary.sin, batch.positions_T, batch.slots_T, q_TND, keys,
+        _store, (num_rows, num_parts), qkv_TX, q_norm, k_norm, rotary.cos, rotary.sin, batch.positions_T, batch.slots_T,
+        q_TND, keys,
         values, key_scales, value_scales, qkv_TX.shape[1], heads.num_heads, spec.num_kv_heads, spec.key_dim,
         spec.value_dim, rotary.cos.shape[1], heads.eps, HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None,
         INTERLEAVED=rotary.interleaved, CODES=spec.storage, D=power_of_two(spec.key_dim),

@@ -145,7 +145,7 @@ def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None, *, asce
     out_TH = torch.empty((num_tokens, width), dtype=x_RH.dtype, device=x_RH.device)
     block = min(1024, power_of_two(width))
     launch(
-        _sum, (num_tokens, -(-width // block)), x_RH, places_TK, x_RH if weights_TK is None else weights_TK, out_TH,
+        _sum, (num_tokens, -(-width // block)), x_RH, places_TK, weights_TK, out_TH,
         width, HAS_WEIGHTS=weights_TK is not None, ASCENDING=ascending, TOP_K=top_k, K=power_of_two(top_k), BLOCK=block,
     )  # fmt: skip
     return out_TH
@@ -160,8 +160,7 @@ def combine_gradient(
     grad_RH = torch.empty((order_R.shape[0], width), dtype=grad_TH.dtype, device=grad_TH.device)
     grad_weights_TK = None if y_RH is None else torch.zeros_like(weights_TK)
     launch(
-        _scale, (order_R.shape[0],), grad_TH, grad_TH if y_RH is None else y_RH, weights_TK, order_R, grad_RH,
-        grad_TH if grad_weights_TK is None else grad_weights_TK, width,
+        _scale, (order_R.shape[0],), grad_TH, y_RH, weights_TK, order_R, grad_RH, grad_weights_TK, width,
         HAS_DOTS=y_RH is not None, TOP_K=top_k, BLOCK=min(1024, power_of_two(width)),
     )  # fmt: skip
     return grad_RH, grad_weights_TK

@@ -138,6 +138,6 @@ def test_a_row_with_many_splits_and_one_without_keys(
     assert sums == [2, 2, 1, 1]
     alone = make_attention_batch([1], [30], [tables[:8]], 4, device)
     assert torch.equal(backend.paged_attention(q[1:2], cache, 1, alone, scale=0.3, sliding_window=None)[0], out[1])
-    plan = replace(attention.RowPlans().of(alone, spec, None), contexts_S=torch.zeros_like(alone.context_lens_S))
+    plan = replace(attention.plan_rows(alone, spec, None), contexts_S=torch.zeros_like(alone.context_lens_S))
     attention.attend_rows(q[:1], out, cache, 1, plan, scale=0.3, sinks_N=None)
     assert not out[0].any()

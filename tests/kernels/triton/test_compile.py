@@ -11,7 +11,7 @@ from antiphon.kernels.triton import is_installed
 
 PROGRAM = """
 import dataclasses, json
-from antiphon.kernels.triton.every_kernel import compile_every_kernel
+from tests.kernels.triton.every_kernel import compile_every_kernel
 print(json.dumps([{**dataclasses.asdict(each), "fits": each.fits} for each in compile_every_kernel(CAPABILITY)]))
 """
 

@@ -1,6 +1,6 @@
-"""The choice of tiles and of products: from measured times to a table, and from the table to launches. Times are made
-up here."""
+"""The choice of tiles, from measured times to a table, and from the files to launches. Times are made up here."""
 
+import importlib
 import json
 import logging
 import os
@@ -16,8 +16,12 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.cli.tune import FORMATS
-from antiphon.kernels.api import ExpertShape
+from antiphon.kernels import packages
+from antiphon.kernels.api import ExpertShape, KVCacheSpec
+from antiphon.kernels.choices import choices_path, choose, near, process_choices, write_choices
 from antiphon.kernels.quantized import WeightFormat
+from antiphon.kernels.stacked import StackedWeight
+from antiphon.kernels.tile_table import TunedWeight, process_table, read_table, write_table
 from antiphon.kernels.triton import is_installed, load
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="Triton is not installed")
@@ -26,9 +30,15 @@ ROOT = Path(__file__).parents[3]
 
 def forget() -> None:
     """The next look-up reads the table, as a new process does."""
+    process_table.cache_clear()
+    process_choices.cache_clear()
     if is_installed():
-        load("tiles").process_table.cache_clear()
         load("tiles")._entry.cache_clear()
+
+
+def search() -> Any:
+    """What measures."""
+    return importlib.import_module("antiphon.bench.tile_search")
 
 
 @pytest.fixture
@@ -42,8 +52,8 @@ def table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def stacked(form: WeightFormat | None, device: torch.device, num_experts: int = 2) -> Any:
-    weight = load("weights").StackedWeight((num_experts, 1, 16, 256), form, device, torch.bfloat16, has_bias=False)
-    load("tune").fill_at_random(weight)
+    weight = StackedWeight((num_experts, 1, 16, 256), form, device, torch.bfloat16, has_bias=False)
+    search().fill_at_random(weight)
     return weight
 
 
@@ -62,14 +72,14 @@ def test_one_order_of_inputs_for_all_rows(
     second_bucket: float, inputs: int, device: torch.device, table_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In all buckets and beyond the last one, and for workers with more experts than were measured."""
-    tune, tiles = load("tune"), load("tiles")
+    tune, tiles = search(), load("tiles")
     fake_times(tune, monkeypatch, second_bucket)
     weight = stacked(None, device)
     found = tune.tune(weight, [2, 4], 2, lambda done, total: None)
     assert [(each.most_rows, each.tile.inputs, each.tile.stages) for each in found] == [(4, inputs, 3), (8, inputs, 3)]
     entry = tune.table_entry(weight, found)
-    tiles.write_table(table_file, {tiles.key_of(weight, device): entry})
-    assert tiles.read_table(table_file) == {tiles.key_of(weight, device): entry}
+    write_table(table_file, {tiles.key_of(weight, device): entry})
+    assert read_table(table_file) == {tiles.key_of(weight, device): entry}
     assert list(table_file.parent.iterdir()) == [table_file]
     others = stacked(None, device, num_experts=5)
     for rows in (1, 4, 5, 8, 9, 100_000):
@@ -79,7 +89,7 @@ def test_one_order_of_inputs_for_all_rows(
 
 def test_the_rule_is_kept_where_it_is_the_quickest(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule's tile is a candidate on every card, and the table then has no tiles."""
-    tune, tiles = load("tune"), load("tiles")
+    tune, tiles = search(), load("tiles")
     weight = stacked(FORMATS["int4"], device)
     for capability in (80, 90):
         assert tiles.default_tile(weight, 512, capability) in tune.candidates(weight, 512, capability)
@@ -88,13 +98,13 @@ def test_the_rule_is_kept_where_it_is_the_quickest(device: torch.device, monkeyp
     monkeypatch.setattr(tune, "_time_s", lambda weight, x, rows, tile: 1.0 if tile in defaults else 2.0)
     found = tune.tune(weight, [2, 16], 2, lambda done, total: None)
     assert [each.tile for each in found] == defaults
-    assert tune.table_entry(weight, found) == tiles.TunedWeight()
+    assert tune.table_entry(weight, found) == TunedWeight()
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_wrong_tiles_are_seen_in_every_format(name: str, device: torch.device) -> None:
     """A tile that takes an expert's codes for another's, or scales, is refused."""
-    tune = load("tune")
+    tune = search()
     weight, other = stacked(FORMATS[name], device), stacked(FORMATS[name], device)
     x, rows = tune._random_rows(weight, 3, 2)
     tile = load("tiles").default_tile(weight, 6, 90)
@@ -112,7 +122,7 @@ def test_the_key_tells_formats_apart(device: torch.device) -> None:
     assert int4 is not None
     weights = [stacked(form, device) for form in FORMATS.values()]
     weights += [stacked(replace(int4, columns_per_scale=32), device)]
-    make = load("weights").StackedWeight
+    make = StackedWeight
     weights += [make((2, 1, 16, 256), replace(int4, offset="zeros"), device, torch.bfloat16, has_bias=False)]
     weights += [make((2, 1, 16, 256), int4, device, torch.float16, has_bias=False)]
     assert len({key_of(weight, device) for weight in weights}) == len(weights)
@@ -126,38 +136,38 @@ def small_experts(backend: Any) -> Any:
     return experts
 
 
-def test_the_table_names_the_product(
+def test_the_choice_names_the_product(
     device: torch.device, table_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Experts use Triton's product but where the table says otherwise; nothing is measured; the log says which."""
-    tiles, backend_module = load("tiles"), load("backend")
-    table_file.parent.mkdir()
-    table_file.write_text('{"entries": []}')
+    """Experts use Triton's product but where the file beside the table says otherwise; nothing is measured; the log
+    says which and why, once."""
+    backend_module = load("backend")
     asked: list[str] = []
-    for name in ("grouped_products", "expert_products"):
-        real = getattr(backend_module, name)
-        monkeypatch.setattr(
-            backend_module, name, lambda *given, name=name, real=real: asked.append(name) or real(*given)
-        )
+    for owner, name in ((packages, "products"), (backend_module, "expert_products")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, name=name, real=real: asked.append(name) or real(*given))
     x, ids = torch.randn(4, 16, device=device).bfloat16(), torch.tensor([[0, 2], [1, -1], [-1, -1], [2, 1]]).int()
     given = x, ids.to(device), torch.rand(4, 2, device=device)
+    table_file.parent.mkdir()
+    table_file.write_text('{"entries": []}')
     backend = backend_module.TritonBackend(device, torch.bfloat16)
     experts = small_experts(backend)
     by_triton = backend.grouped_ffn(*given, experts)
-    table = {tiles.key_of(experts.gate_up, device): tiles.TunedWeight(product="grouped_mm")}
-    tiles.write_table(table_file, table)
+    key = backend_module.experts_key(experts)
+    write_choices(choices_path(), {key: ("grouped_mm", "2.00 times as quick as triton (over 5 sizes)")})
     forget()
     backend = backend_module.TritonBackend(device, torch.bfloat16)
     with caplog.at_level(logging.INFO, "antiphon"):
         by_torch = [backend.grouped_ffn(*given, experts) for _ in range(2)][1]
-    assert asked == ["expert_products", "grouped_products", "grouped_products"]
-    assert load("tune")._near(by_torch, by_triton)
-    assert [message.split(" on ")[0] for message in caplog.messages] == ["kernels: 2 x 24 x 16 in bfloat16"]
-    assert caplog.messages[0].endswith(f"product grouped_mm, tiles from {table_file}")
+    assert asked == ["expert_products", "products", "products"]
+    assert near(by_torch, by_triton)
+    (said,) = caplog.messages
+    assert said.startswith("kernels: experts, ")
+    assert said.endswith(", 2, 24, 16, bfloat16: grouped_mm: 2.00 times as quick as triton (over 5 sizes)")
     caplog.clear()
     with caplog.at_level(logging.INFO, "antiphon"):
-        tiles.tile_for(experts.down, 3, device)
-    assert caplog.messages[0].endswith(f"product triton, tiles by rule: {table_file} has no such entry")
+        load("tiles").tile_for(experts.down, 3, device)
+    assert caplog.messages == []  # the table is empty
 
 
 def test_a_broken_table_is_said_at_the_start(device: torch.device, table_file: Path) -> None:
@@ -169,21 +179,51 @@ def test_a_broken_table_is_said_at_the_start(device: torch.device, table_file: P
         load("backend").TritonBackend(device, torch.bfloat16)
 
 
-def test_the_quickest_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are measured on the same rows and compared first; times are made up."""
-    tune, tiles = load("tune"), load("tiles")
+def test_products_of_experts_are_compared(device: torch.device) -> None:
+    """Ours with the tiles that were found, and PyTorch's, on the same rows; a row alone has the same bits."""
     experts = small_experts(load("backend").TritonBackend(device, torch.bfloat16))
-    assert tune.quickest_product([]) == "triton"
-    for torch_s, chosen in ((0.9, "grouped_mm"), (1.1, "triton")):
-        monkeypatch.setattr(tune, "measure_s", lambda way, s=torch_s: s if way.func is tune.grouped_products else 1.0)
-        times = tune.compare_products(experts, [2, 5], 2, tiles.TunedWeight(), tiles.TunedWeight())
-        assert [(each.num_tokens, each.triton_s, each.grouped_mm_s) for each in times] == [
-            (2, 1.0, torch_s), (5, 1.0, torch_s)
-        ]  # fmt: skip
-        assert tune.quickest_product(times) == chosen
-    monkeypatch.setattr(tune, "_near", lambda found, expected: False)
-    times = tune.compare_products(experts, [2], 2, tiles.TunedWeight(), tiles.TunedWeight())
-    assert (times[0].grouped_mm_s, tune.quickest_product(times)) == (None, "triton")
+    candidates = search().product_candidates(experts, [2, 5], 2, TunedWeight(), TunedWeight())
+    assert [(each.name, each.why_not) for each in candidates] == [
+        ("triton", ""),
+        ("grouped_mm", ""),
+        ("deep_gemm", "takes float8 experts with float32 scales of 128 x 128"),
+    ]
+    for case in range(2):
+        own, other = (each.run(case) for each in candidates[:2])
+        assert near(other, own)
+        assert candidates[0].alone(case).shape == (1, 16)
+    quickest = choose(candidates, ["2 tokens", "5 tokens"], lambda way: 1.0)
+    assert quickest.name == "triton"
+
+
+def test_attentions_are_compared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that computes as we do, in double, is taken; its key is the cache's."""
+    spec = KVCacheSpec(num_layers=1, num_blocks=4, block_size=16, num_kv_heads=2, key_dim=16, value_dim=16)
+
+    def attend(name: str, q_SND: torch.Tensor, cache: Any, layer: int, tables: Any, contexts: Any, **how: Any) -> Any:
+        assert how == {"scale": 0.25, "window": None}
+        out = []
+        for row, count in enumerate(contexts.tolist()):
+            places = (tables[row].long()[:, None] * 16 + torch.arange(16, device=device)).flatten()[:count]
+            keys, values = (t[layer][places].double().repeat_interleave(2, 1) for t in (cache.keys, cache.values))
+            shares = torch.einsum("nd,cnd->nc", q_SND[row].double(), keys).mul(0.25).softmax(-1)
+            out.append(torch.einsum("nc,cnv->nv", shares, values))
+        return torch.stack(out).to(q_SND.dtype)
+
+    monkeypatch.setattr(packages, "attend", attend)
+    monkeypatch.setattr(packages, "why_no_attention", lambda name, *given, **how: "" if name == "varlen_attn" else "no")
+    cache, candidates = search().attention_candidates(spec, 4, [(1, 20), (3, 33)], device, torch.bfloat16)
+    chosen = choose(candidates, ["a", "b"], _times([4, 4, 1, 1]))
+    assert (chosen.name, chosen.why) == (
+        "varlen_attn", "4.00 times as quick as triton, flashinfer: no (over 2 sizes)"
+    )  # fmt: skip
+    key = load("backend").attention_key(cache, 4)
+    assert (key[0], *key[3:]) == ("attention", 4, 2, 16, 16, 16, "auto in bfloat16")
+
+
+def _times(seconds: list[float]) -> Any:
+    left = iter(seconds)
+    return lambda way: next(left)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +233,13 @@ def test_the_quickest_product(device: torch.device, monkeypatch: pytest.MonkeyPa
         "[]",
         '{"entries": [{"key": 1}]}',
         '{"entries": [{"key": [], "tiles": [[1, {}]]}]}',
-        '{"entries": [{"key": [], "product": "cublas", "tiles": []}]}',
     ],
 )
 def test_files_that_are_no_tables(text: str, tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     path.write_text(text)
     with pytest.raises(UserError, match=r"tiles.json is no table of tiles .*: write it with antiphon tune"):
-        load("tiles").read_table(path)
+        read_table(path)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

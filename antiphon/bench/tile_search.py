@@ -1,5 +1,5 @@
-"""Which tiles of the grouped product are quickest on this GPU, and whether PyTorch's product is quicker; or, without a
-GPU, what each tile needs of one.
+"""Which tiles of the grouped product are quickest on this GPU, and what else could do the work (`kernels.choices`); or,
+without a GPU, what each tile needs of one.
 
 For each batch bucket every candidate that the GPU takes is checked against the rule's tile, on random weights, then
 timed.
@@ -10,7 +10,6 @@ least time over the buckets, by geometric mean. The rule's tile is a candidate t
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,13 +17,18 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.reference import grouped_products, has_grouped_mm
+from antiphon.bench.compiled import CompiledLaunch, compiling
+from antiphon.kernels import packages
+from antiphon.kernels.api import ExpertShape, KVCacheSpec
+from antiphon.kernels.choices import OWN, Candidate, near
+from antiphon.kernels.reference_attention import ReferenceCache
+from antiphon.kernels.stacked import StackedWeight, TritonExperts
+from antiphon.kernels.tile_table import ProductTile, TunedWeight
+from antiphon.kernels.triton.attention import RowPlan, attend_rows
 from antiphon.kernels.triton.grouped import GroupedRows, expert_products, gated_product, weighed_product
-from antiphon.kernels.triton.launch import CompiledLaunch, capability_of, compiling
+from antiphon.kernels.triton.launch import capability_of
 from antiphon.kernels.triton.rows import count, place
-from antiphon.kernels.triton.tiles import ProductTile, TunedWeight, default_tile
-from antiphon.kernels.triton.weights import StackedWeight, TritonExperts
+from antiphon.kernels.triton.tiles import default_tile, tuned_tile
 
 Report = Callable[[float, float], object]
 
@@ -100,41 +104,73 @@ def tune(weight: StackedWeight, token_counts: Sequence[int], top_k: int, report:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProductTime:
-    """Times of both products of experts for so many tokens; `grouped_mm_s` is None where it cannot or gives others."""
-
-    num_tokens: int
-    triton_s: float
-    grouped_mm_s: float | None
-
-
-def compare_products(
+def product_candidates(
     experts: TritonExperts, token_counts: Sequence[int], top_k: int, gate_up: TunedWeight, down: TunedWeight
-) -> list[ProductTime]:
-    """Triton's product of experts with these tiles and PyTorch's; none if that does not take these experts."""
-    if not has_grouped_mm(experts):
-        return []
-    device, shape, found = experts.gate_up.codes.device, experts.shape, []
+) -> list[Candidate]:
+    """Products of experts on random rows, a case for each number of tokens: our own with these tiles, then others."""
+    device, shape, cases = experts.gate_up.codes.device, experts.shape, []
     for num_tokens in token_counts:
         scores_TE = torch.rand(num_tokens, shape.num_experts, device=device)
         weights_TK, ids_TK = scores_TE.topk(min(top_k, shape.num_experts))
-        given = torch.randn(num_tokens, shape.hidden, device=device).bfloat16(), ids_TK.int(), weights_TK, experts
+        x_TH = torch.randn(num_tokens, shape.hidden, device=device).to(experts.gate_up.dtype)
+        cases.append((x_TH, ids_TK.int(), weights_TK))
+
+    def own(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         weights = ((gate_up, experts.gate_up), (down, experts.down))
-        both = [tuned.tile_for(weight, ids_TK.numel(), device) for tuned, weight in weights]
-        triton_way = partial(expert_products, *given, tiles=(both[0], both[1]))
-        torch_way = partial(grouped_products, *given)
-        torch_s = None
-        with suppress(RuntimeError, NotImplementedError):  # not on every card
-            torch_s = measure_s(torch_way) if _near(torch_way(), triton_way()) else None
-        found.append(ProductTime(num_tokens=num_tokens, triton_s=measure_s(triton_way), grouped_mm_s=torch_s))
-    return found
+        both = [tuned_tile(tuned, weight, ids_TK.numel(), device) for tuned, weight in weights]
+        return expert_products(x_TH, ids_TK, weights_TK, experts, tiles=(both[0], both[1]))
+
+    ways: dict[str, Callable[..., Tensor]] = {OWN: own}
+    ways |= {name: partial(packages.products, name, experts=experts) for name in packages.PRODUCTS}
+    return [
+        _candidate(name, way, cases, "" if name == OWN else packages.why_no_products(name, experts))
+        for name, way in ways.items()
+    ]
 
 
-def quickest_product(times: Sequence[ProductTime]) -> str:
-    """By geometric mean over the buckets; "triton" if grouped_mm cannot or gave other numbers in any."""
-    ratios = [math.log(each.grouped_mm_s / each.triton_s) if each.grouped_mm_s else math.inf for each in times]
-    return "grouped_mm" if ratios and sum(ratios) < 0 else "triton"
+def attention_candidates(
+    spec: KVCacheSpec, num_heads: int, contexts: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
+) -> tuple[ReferenceCache, list[Candidate]]:
+    """Attention of single rows over a random cache, a case for each (rows, keys of the longest row): our own, then
+    others. The cache too, which the choice's key is made of. `spec` has the blocks that the largest case needs."""
+    cache, scale = ReferenceCache(spec, device, dtype), spec.key_dim**-0.5
+    for table in (*cache.keys, *cache.values):
+        table.normal_() if spec.storage == "auto" else table.view(torch.uint8).random_(0, 64)
+    cases = []
+    for num_rows, longest in contexts:
+        blocks = -(-longest // spec.block_size)
+        tables_SB = torch.randint(spec.num_blocks, (num_rows, blocks), dtype=torch.int32, device=device)
+        contexts_S = torch.randint(1, longest + 1, (num_rows,), dtype=torch.int32, device=device)
+        q_SND = torch.randn(num_rows, num_heads, spec.key_dim, device=device).to(dtype)
+        cases.append((q_SND, tables_SB, contexts_S))
+
+    def own(q_SND: Tensor, tables_SB: Tensor, contexts_S: Tensor) -> Tensor:
+        out_SNV = q_SND.new_empty(*q_SND.shape[:2], spec.value_dim)
+        rows_S = torch.arange(len(q_SND), dtype=torch.int32, device=device)
+        plan = RowPlan(None, rows_S, tables_SB, contexts_S, [])
+        attend_rows(q_SND, out_SNV, cache, 0, plan, scale=scale, sinks_N=None)
+        return out_SNV
+
+    def others(name: str, q_SND: Tensor, tables_SB: Tensor, contexts_S: Tensor) -> Tensor:
+        return packages.attend(name, q_SND, cache, 0, tables_SB, contexts_S, scale=scale, window=None)
+
+    ways: dict[str, Callable[..., Tensor]] = {OWN: own}
+    ways |= {name: partial(others, name) for name in packages.ATTENTIONS}
+    found = []
+    for name, way in ways.items():
+        why_not = "" if name == OWN else packages.why_no_attention(name, spec, dtype, has_sinks=False)
+        found.append(_candidate(name, way, cases, why_not))
+    return cache, found
+
+
+def _candidate(name: str, way: Callable[..., Tensor], cases: Sequence[tuple[Tensor, ...]], why_not: str) -> Candidate:
+    """`way` over the tensors of each case, whose first dimension is rows."""
+    return Candidate(
+        name=name,
+        run=lambda case: way(*cases[case]),
+        alone=lambda case: way(*(each[-1:] for each in cases[case])),
+        why_not=why_not,
+    )
 
 
 def table_entry(weight: StackedWeight, buckets: Sequence[TunedBucket]) -> TunedWeight:
@@ -192,13 +228,7 @@ def _fits(weight: StackedWeight, x: Tensor, rows: GroupedRows, tile: ProductTile
         if "OutOfResources" not in type(error).__name__:
             raise
         return False
-    return _near(found, expected)
-
-
-def _near(found: Tensor, expected: Tensor) -> bool:
-    """Up to two roundings to bfloat16."""
-    scale = expected.float().abs().max().clamp(min=1e-6)
-    return bool(((found.float() - expected.float()).abs().max() / scale) < 2e-2)
+    return near(found, expected)
 
 
 def _time_s(weight: StackedWeight, x: Tensor, rows: GroupedRows, tile: ProductTile) -> float:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from antiphon.bench.compiled import CompiledLaunch, compiling
 from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.quantized import WeightFormat
 from antiphon.kernels.reference_attention import ReferenceCache
+from antiphon.kernels.stacked import StackedWeight
 from antiphon.kernels.triton import activation, attention, cross_entropy, gate, grouped, norm, rotary, rows
-from antiphon.kernels.triton.launch import CompiledLaunch, compiling
-from antiphon.kernels.triton.weights import StackedWeight
 from antiphon.specs.model import RouterSpec
 from antiphon.specs.precision import KVStorage
 
@@ -92,7 +92,7 @@ def _attention(dtype: torch.dtype, spec: KVCacheSpec, storage: KVStorage, heads:
     sinks_N = torch.empty(heads) if is_grouped else None
     for blocks in (64, 80):  # contexts of other lengths take the same code
         tables_SB = torch.zeros((TOKENS, blocks), dtype=torch.int32)
-        plan = attention.RowPlans().of(replace(batch, block_tables_SB=tables_SB), spec, 128 if is_grouped else None)
+        plan = attention.plan_rows(replace(batch, block_tables_SB=tables_SB), spec, 128 if is_grouped else None)
         attention.attend_rows(q_TND, out_TNV, cache, 0, plan, scale=1.0, sinks_N=sinks_N)
 
 
