@@ -120,6 +120,23 @@ def test_what_asks_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
+def test_buckets_are_made_before_the_first_request(folder: Path) -> None:
+    """All numbers of rows, both forms that draw; the cache keeps what it had, and the first step finds its bucket."""
+    fresh, warm = Worker(folder), Worker(folder)
+    kept = [table[: NUM_BLOCKS * BLOCK_SIZE].clone() for table in (*warm.cache.keys, *warm.cache.values)]
+    forms = []
+    forward = warm.steps.forward
+    warm.steps.forward = lambda bucket, form: forms.append(form) or forward(bucket, form)  # type: ignore[method-assign]
+    warm.steps.warm_up(3)
+    assert forms == ["greedy", "drawn"] * 2 * 3
+    assert list(warm.steps._buckets) == [(1, 8), (2, 8), (4, 8)]
+    for table, old in zip((*warm.cache.keys, *warm.cache.values), kept, strict=True):
+        assert torch.equal(table[: NUM_BLOCKS * BLOCK_SIZE], old)
+    assert warm.run([9, 30, 17]) == fresh.run([9, 30, 17])
+    assert len(warm.steps._buckets) == 3
+
+
+@torch.inference_mode()
 def test_padding_changes_neither_bits_nor_the_cache(folder: Path) -> None:
     """Rows beyond a step's own: whatever another step left there, the logits are the same, and so are all keys."""
     outputs, caches = [], []

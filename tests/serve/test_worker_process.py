@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from antiphon.base.errors import PeerLost
+from antiphon.comm.m2n.api import ExchangeShape
 from antiphon.serve.worker import build, process
 
 
@@ -31,14 +33,19 @@ def test_its_ends_are_closed_when_the_engine_is_gone(monkeypatch: pytest.MonkeyP
     assert closed == ["moves", "kv", "links"]
 
 
-@pytest.mark.parametrize(("kernels", "warmed"), [("triton", [96]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("kernels", "merges", "warmed"), [("triton", False, [96]), ("triton", True, [192]), ("cpu", False, [])]
+)
 def test_kernels_that_are_compiled_are_ready_before_the_worker(
-    kernels: str, warmed: list[int], monkeypatch: pytest.MonkeyPatch
+    kernels: str, merges: bool, warmed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention workers wait for the first batch no longer than for others. 3 of them send 32 rows each."""
+    """Attention workers wait for the first batch no longer than for others. 3 of them send 32 rows each, and where they
+    step freely, 2 micro-batches may be one batch."""
     found: list[int] = []
     half = SimpleNamespace(warm_up=found.append)
-    shape = SimpleNamespace(max_rows=32, num_attention=3)
+    shape = ExchangeShape(
+        num_attention=3, num_experts=1, num_micro_batches=2, max_rows=32, hidden_size=8, top_k=2, dtype=torch.float32
+    )  # fmt: skip
     replaced: dict[str, object] = {
         "rank_group": SimpleNamespace(rank=1, size=2), "share_of": None, "load_expert_half": half,
         "configured_shape": shape, "ExpertMoves": None, "PeerLinks": None,
@@ -47,13 +54,20 @@ def test_kernels_that_are_compiled_are_ready_before_the_worker(
         monkeypatch.setattr(build, name, lambda *given, value=value, **named: value)
     placement = SimpleNamespace(experts_of=lambda index: {})
     configure: Any = SimpleNamespace(
-        placement=placement, index=0, expert_slots=0, prefetch_rows=0, exchange=None, timeout_s=1.0
+        placement=placement,
+        index=0,
+        expert_slots=0,
+        prefetch_rows=0,
+        expert_bytes=None,
+        timeout_s=1.0,
+        exchange=SimpleNamespace(merges=merges),
     )
     spec = SimpleNamespace(router=SimpleNamespace(top_k=2))
     half.spec = spec
     source: Any = SimpleNamespace(
-        configure=configure, spec=spec, backend=SimpleNamespace(name=kernels), recorder=None, endpoints=None,
-        checkpoint=None, progress=None,
+        configure=configure, spec=spec, backend=SimpleNamespace(name=kernels, device=None), recorder=None,
+        endpoints=None, checkpoint=None, progress=None,
     )  # fmt: skip
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     build._build_experts(source)
     assert found == warmed

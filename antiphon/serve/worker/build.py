@@ -21,6 +21,7 @@ from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.api import KernelBackend, KVCache
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
+from antiphon.kernels.triton import interprets
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.models.checkpoint import Checkpoint
@@ -30,6 +31,7 @@ from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half, load_offloaded_experts
 from antiphon.models.offloaded_experts import OffloadedExperts, OffloadedHalf
 from antiphon.models.shares import share_of
+from antiphon.models.warm_up import warm_up_attention
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, read_path_profile
@@ -156,6 +158,11 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
     return worker
 
 
+def _compiles(backend: KernelBackend) -> bool:
+    """Whether kernels are compiled at their first use."""
+    return backend.name == "triton" and not interprets()
+
+
 def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
     if configure.cores:
         try:
@@ -186,9 +193,9 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
         half = load_expert_half(
             source.checkpoint, spec, backend, held, source.progress, share=share, num_slots=num_slots
         )
-    if backend.name == "triton":  # which compiles at first use, while attention workers would wait for their rows
-        shape = configured_shape(configure, spec)
-        half.warm_up(shape.max_rows * shape.num_attention)
+    if _compiles(backend):  # while attention workers would wait for their rows
+        merges = configure.exchange is not None and configure.exchange.merges
+        half.warm_up(configured_shape(configure, spec).most_rows(merges=merges))
     load = partial(load_expert, source.checkpoint, spec, share, half)
     moves = ExpertMoves(configure.index, half, load, placement, _num_prefetched(configure))
     experts = ExpertRanks(ranks, half, moves, recorder)
@@ -233,6 +240,10 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
         exchange = _others_experts(source, seat.ranks)
     num_blocks = configure.num_blocks + (1 if configure.graphs else 0)  # one more for rows that pad a step
     cache = half.new_cache(num_blocks, configure.block_size, configure.kv_dtype)
+    if _compiles(source.backend):  # while a request would wait for its first token
+        warm_up_attention(half, cache, configure.max_running)
+        if isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):
+            exchange.half.warm_up(configure.max_running)
     kv = _kv_links(source, seat, cache)
     runner = _attention_runner(source, seat, half, exchange, moves, cache, None if kv is None else kv.sender)
     links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
@@ -367,6 +378,8 @@ def _attention_runner(
         captured = CapturedSteps(
             half, exchange.half, cache, tables, sampler, block_size=configure.block_size, pad_block=configure.num_blocks
         )
+        if _compiles(backend) or backend.device.type == "cuda":
+            captured.warm_up(configure.max_running)
     stage = PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler)
     routing = RowRouting(
         half,

@@ -17,6 +17,7 @@ often as there are layers), and one bucket of the longest context (short sequenc
 Letters as in `antiphon.kernels.api`; here T is the bucket's rows, one for each sequence; M blocks of a sequence.
 """
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,17 @@ class CapturedSteps:
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._has_warned = False
         self._pool: Any = None  # memory that all graphs share: one runs at a time
+
+    def warm_up(self, most_rows: int) -> None:
+        """Compile and record the buckets of short contexts, for steps of up to `most_rows` rows, before any request.
+        Longer contexts take the same kernels and are recorded in their second step."""
+        started, sizes = time.monotonic(), [1 << power for power in range(_rounded(most_rows).bit_length())]
+        for rows in sizes:
+            bucket = self._bucket(rows, _LEAST_BLOCKS)
+            self._fill(bucket, [], [])
+            for form in ("greedy", "drawn") * 2:
+                self._compute(bucket, form)
+        _log.info("decode steps of up to %d rows: ready after %.1f s", sizes[-1], time.monotonic() - started)
 
     def run(self, step: RunStep) -> list[Sampled] | None:
         """The step's tokens, or None if it does not qualify: nothing has happened then. Its `released` and `starts`
@@ -163,10 +175,12 @@ class CapturedSteps:
 
     def _bucket_of(self, sequences: list[SequenceStep]) -> _Bucket:
         num_blocks = max(sequence.start for sequence in sequences) // self._block_size + 1
-        size = _rounded(len(sequences)), max(_LEAST_BLOCKS, _rounded(num_blocks))
-        if size not in self._buckets:
-            self._buckets[size] = self._new_bucket(*size)
-        return self._buckets[size]
+        return self._bucket(_rounded(len(sequences)), max(_LEAST_BLOCKS, _rounded(num_blocks)))
+
+    def _bucket(self, rows: int, blocks: int) -> _Bucket:
+        if (rows, blocks) not in self._buckets:
+            self._buckets[rows, blocks] = self._new_bucket(rows, blocks)
+        return self._buckets[rows, blocks]
 
     def _new_bucket(self, rows: int, blocks: int) -> _Bucket:
         pinned = self._device.type == "cuda"
