@@ -325,6 +325,8 @@ def _obey(
         micro_batches=served.num_micro_batches,
         prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
         decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
+        attention_device=workers.attention_device or served.attention_device,
+        expert_device=workers.expert_device or served.expert_device,
         prefill=None,
         decode=None,
     )

@@ -431,12 +431,24 @@ class ServeConfig:
     def own(self, role: Role) -> OneRole:
         """Device, dtype and threads of the workers of a role; no field is empty but `dtype` where it is the model's."""
         given = self.of_experts if role == "experts" else self.of_attention
-        share = share_of_threads(self.num_workers)
         return OneRole(
             device=given.device or self.device,
             dtype=given.dtype or self.dtype,
-            num_threads=given.num_threads or self.num_threads or share,
+            num_threads=given.num_threads or self.num_threads or self._share_of_threads(role),
         )
+
+    def _share_of_threads(self, role: Role) -> int:
+        """An even share of the cores. Where one role is on GPUs and the other on CPUs, workers on GPUs need a thread
+        each, to drive them, and those on CPUs share the rest."""
+        on_gpu = [(each.device or self.device) != "cpu" for each in (self.of_attention, self.of_experts)]
+        if self.layout != "disaggregated" or on_gpu[0] == on_gpu[1]:
+            return share_of_threads(self.num_workers)
+        if on_gpu[role == "experts"]:
+            return 1
+        sizes = self.num_attention * self.attention_tp, self.num_experts * self.expert_tp
+        driving, computing = (self.num_instances * sizes[on_gpu.index(which)] for which in (True, False))
+        cores = allowance().num_cores - driving
+        return max(1, min(cores // computing, share_of_threads(computing)))
 
     @staticmethod
     def cores_of(worker: int, everyone: Sequence[OneRole]) -> list[int]:

@@ -1,10 +1,11 @@
 """How many micro-batches take turns, where no option says it: from T_a, T_e and T_c, measured on this machine before
 the engine starts (MegaScale-Infer 4.1).
 
-1. One MoE layer is read, its attention half and the experts of one expert worker, and timed with a full step of rows,
-   cut into m = 1 to 4 micro-batches: T_a and T_e. The caches begin with other contents. A dispatch and a combine of as
-   many rows between two threads give 2 T_c.
-2. A layer then takes max(m T_f, T_a + T_e + 2 T_c), and at least what all workers compute over the cores they share.
+1. One MoE layer is read, its attention half and the experts of one expert worker, each to the device of its role, and
+   timed with a full step of rows, cut into m = 1 to 4 micro-batches: T_a and T_e. The caches begin with other contents.
+   A dispatch and a combine of as many rows between two threads give 2 T_c; rows of a GPU come from it and go back.
+2. A layer then takes max(m T_f, T_a + T_e + 2 T_c), and at least what all workers on CPUs compute over the cores they
+   share, and those on GPUs over the GPUs.
 3. The least m within 3% of the best one is taken: each further micro-batch reads the experts' weights again.
 
 Rejected: m = 3 or 4, as the paper's conditions say. They hold for a constant micro-batch; a batch that is cut into
@@ -30,7 +31,7 @@ from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchan
 from antiphon.cost.kv_blocks import blocks_of
 from antiphon.cost.ping_pong import layer_time
 from antiphon.kernels.api import AttentionBatch, HeadRows, KernelBackend, KVCache
-from antiphon.kernels.select import make_backend, resolve_dtype
+from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
@@ -40,10 +41,13 @@ from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.prepare import num_kv_blocks
 from antiphon.serve.worker.endpoints import exchange_shape
+from antiphon.serve.worker.messages import Role
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import contiguous_placement
 
 _log = get_logger("launch")
+HOST = torch.device("cpu")
+ROLES: tuple[Role, Role] = ("attention", "experts")
 UNMEASURED = 2  # where nothing can be measured here
 _MOST = 4
 _CONTEXT = 256  # tokens of each request
@@ -65,16 +69,16 @@ class TurnTimes:
 
 
 def choose_micro_batches(config: ServeConfig) -> ServeConfig:
-    """`config` with as many micro-batches as pay for it, where attention and experts are apart on CPUs of this machine;
-    else as it is. Takes a second, more for large layers. `UserError` for what is wrong with the checkpoint."""
+    """`config` with as many micro-batches as pay for it, where attention and experts are apart on this machine, on CPUs
+    or one of them on GPUs; else as it is. Takes a second, more for large layers. `UserError` for what is wrong with the
+    checkpoint."""
     if config.layout != "disaggregated" or config.max_running == 1:
         return config
     elsewhere = bool(config.joined_attention or config.joined_experts)
-    if elsewhere or config.own("attention").device != "cpu" or config.own("experts").device != "cpu":
-        _log.info(
-            "%d micro-batches: other machines and GPUs are not measured here, --micro-batches says another number",
-            UNMEASURED,
-        )
+    on_cpu = [config.own(role).device == "cpu" for role in ROLES]
+    if elsewhere or not any(on_cpu):
+        what = "other machines" if elsewhere else "workers on GPUs alone"
+        _log.info("%d micro-batches: %s are not measured here, --micro-batches says another number", UNMEASURED, what)
         return replace(config, num_micro_batches=UNMEASURED)
     times = measure_layer(config)
     layers_s = {m: predicted_layer_s(config, m, of_m) for m, of_m in times.items()}
@@ -100,14 +104,19 @@ def best_micro_batches(layers_s: Mapping[int, float]) -> int:
 def predicted_layer_s(config: ServeConfig, micro_batches: int, times: TurnTimes) -> float:
     """Of a full step: the pipeline's time, or that of the cores that all workers share, whichever is longer."""
     pipeline_s = float(layer_time(micro_batches, times.attention_s, times.experts_s, times.exchange_s))
-    work_s = 0.0
-    for role, count, seconds in (
-        ("attention", config.num_attention * config.attention_tp, times.attention_s),
-        ("experts", config.num_experts * config.expert_tp, times.experts_s),
-    ):
-        threads = config.own("attention" if role == "attention" else "experts").num_threads or 1
-        work_s += config.num_instances * count * threads * seconds
-    return max(pipeline_s, micro_batches * work_s / _num_cores())
+    cores_s = gpus_s = 0.0
+    sizes = (config.num_attention * config.attention_tp, config.num_experts * config.expert_tp)
+    for role, count, seconds in zip(ROLES, sizes, (times.attention_s, times.experts_s), strict=True):
+        own, work_s = config.own(role), config.num_instances * count * seconds
+        if own.device == "cpu":
+            cores_s += work_s * (own.num_threads or 1)
+        else:
+            gpus_s += work_s
+    return max(pipeline_s, micro_batches * cores_s / _num_cores(), micro_batches * gpus_s / _num_gpus())
+
+
+def _num_gpus() -> int:
+    return max(1, torch.cuda.device_count())
 
 
 def _num_cores() -> int:
@@ -146,15 +155,15 @@ def _most_in_caches(config: ServeConfig, spec: ModelSpec) -> int:
     return num_kv_blocks(pool, spec, context_length) // blocks_of(min(_CONTEXT, context_length), pool.block_size)
 
 
-def _backend(config: ServeConfig, role: str, spec: ModelSpec) -> KernelBackend:
-    own = config.own("attention" if role == "attention" else "experts")
+def _backend(config: ServeConfig, role: Role, spec: ModelSpec) -> KernelBackend:
+    own = config.own(role)
     dtype = resolve_dtype(spec.dtype if own.dtype == "auto" else own.dtype)
-    backend = make_backend(config.kernels, torch.device("cpu"), dtype)
+    backend = make_backend(config.kernels, resolve_device(own.device, 0), dtype)
     threads = own.num_threads or 1
     if backend.name == "cpu":
         _native.set_num_threads(threads)
         torch.set_num_threads(1)
-    else:
+    elif backend.device.type == "cpu":
         torch.set_num_threads(threads)
     return backend
 
@@ -180,7 +189,8 @@ def _attention_s(
     for m, count in rows.items():
         tables = [range(index * each, (index + 1) * each) for index in range(m * count)]
         of_each = [tables[first : first + count] for first in range(0, m * count, count)]
-        batches = [make_attention_batch([1] * count, [context] * count, own, block_size, "cpu") for own in of_each]
+        lens, device = ([1] * count, [context] * count), backend.device
+        batches = [make_attention_batch(*lens, own, block_size, device) for own in of_each]
         x_TH = _rows(count, spec, backend)
 
         def attend(x_TH: torch.Tensor = x_TH, batches: list[AttentionBatch] = batches) -> None:
@@ -189,7 +199,7 @@ def _attention_s(
                 half.gate(layer, y_TH)
                 half.local_feed_forward(layer, y_TH)
 
-        found[m] = _seconds_of(attend) / m
+        found[m] = _seconds_of(attend, backend.device) / m
     return found
 
 
@@ -200,7 +210,8 @@ def fill_with_noise(cache: KVCache, spec: ModelSpec, backend: KernelBackend, num
     only_stored = HeadRows(
         num_heads=0, rotary=unrotated(rotary_table(spec.attention.rope, _FILL_TOKENS, backend.device))
     )
-    rows = torch.randn(_FILL_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(backend.dtype)
+    rows = torch.randn(_FILL_TOKENS, width, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(backend.device, backend.dtype)
     per_chunk = _FILL_TOKENS // stored.block_size
     for first in range(0, num_blocks, per_chunk):
         blocks = list(range(first, min(first + per_chunk, num_blocks)))
@@ -224,7 +235,8 @@ def _experts_s(
         here_T = (ids_TK < len(held)).any(dim=1)
         x_RH = _rows(int(here_T.sum()), spec, backend)
         local_RK = torch.where(ids_TK[here_T] < len(held), ids_TK[here_T], -1).contiguous()
-        weights_RK = torch.full(local_RK.shape, 1 / router.top_k)
+        weights_RK = torch.full(local_RK.shape, 1 / router.top_k, device=backend.device)
+        local_RK = local_RK.to(backend.device)
 
         def compute(
             m: int = m, x: torch.Tensor = x_RH, ids: torch.Tensor = local_RK, weights: torch.Tensor = weights_RK
@@ -232,12 +244,14 @@ def _experts_s(
             for _ in range(m):
                 half.forward(layer, x, ids, weights)
 
-        found[m] = _seconds_of(compute) / m
+        found[m] = _seconds_of(compute, backend.device) / m
     return found
 
 
 def _rows(count: int, spec: ModelSpec, backend: KernelBackend) -> torch.Tensor:
-    return torch.randn(count, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(backend.dtype)
+    return torch.randn(count, spec.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+        backend.device, backend.dtype
+    )
 
 
 def _chosen(count: int, spec: ModelSpec) -> torch.Tensor:
@@ -246,26 +260,33 @@ def _chosen(count: int, spec: ModelSpec) -> torch.Tensor:
     return scores.topk(spec.router.top_k).indices.int()
 
 
-def _seconds_of(call: Callable[[], None]) -> float:
+def _seconds_of(call: Callable[[], None], device: torch.device = HOST) -> float:
     """Least of some repetitions behind one that does not count: other programs only add to it. Before each, the caches
-    get other contents, as by the layers in between."""
+    get other contents, as by the layers in between. On a GPU, until the device is done."""
     call()
-    others = torch.ones(_CACHE_BYTES // 4)
+    others = torch.ones(_CACHE_BYTES // 4, device=device)
     took_s: list[float] = []
     deadline = time.perf_counter() + _POINT_S
     while len(took_s) < _LEAST_REPETITIONS or (time.perf_counter() < deadline and len(took_s) < _MOST_REPETITIONS):
         others.add_(1.0)
+        _settle(device)
         started_s = time.perf_counter()
         call()
+        _settle(device)
         took_s.append(time.perf_counter() - started_s)
     return min(took_s)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != HOST.type:
+        torch.cuda.synchronize(device)
 
 
 def _exchange_s(config: ServeConfig, spec: ModelSpec, rows: Mapping[int, int]) -> dict[int, float]:
     """One way of the rows of one attention worker to one expert worker, by m: half a round trip over the engine's
     transport between two threads, of which the other one answers at once."""
     own = config.own("attention")
-    dtype = resolve_dtype(spec.dtype if own.dtype == "auto" else own.dtype)
+    dtype, device = resolve_dtype(spec.dtype if own.dtype == "auto" else own.dtype), resolve_device(own.device, 0)
     shape = exchange_shape(spec, dtype, 1, 1, 1, max(rows.values()))
     placement, secret = contiguous_placement(spec.router.num_experts, 1, (0,)), secrets.token_bytes(32)
     stopped = threading.Event()
@@ -286,17 +307,17 @@ def _exchange_s(config: ServeConfig, spec: ModelSpec, rows: Mapping[int, int]) -
         near.reset(1, [far.ticket])
         found, steps = {}, itertools.count(_m2n.first_step_of(1))
         for m, count in rows.items():
-            x_TH = torch.randn(count, spec.hidden_size).to(dtype)
-            ids_TK, weights_TK = _chosen(count, spec), torch.ones(count, spec.router.top_k)
+            x_TH = torch.randn(count, spec.hidden_size).to(device, dtype)
+            ids_TK, weights_TK = _chosen(count, spec).to(device), torch.ones(count, spec.router.top_k, device=device)
 
             def there_and_back(
                 x: torch.Tensor = x_TH, ids: torch.Tensor = ids_TK, weights: torch.Tensor = weights_TK
             ) -> None:
                 near.begin_step(next(steps), [[0]])
                 near.dispatch(0, 0, x, ids, weights)
-                near.combine(0, 0, _TIMEOUT_S)
+                near.combine(0, 0, _TIMEOUT_S).to(device)
 
-            found[m] = _seconds_of(there_and_back) / 2
+            found[m] = _seconds_of(there_and_back, device) / 2
     return found
 
 

@@ -23,7 +23,7 @@ from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import Layout, ServeConfig
-from antiphon.specs.cluster import cluster_from_json
+from antiphon.specs.cluster import NodeGroup, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import (
@@ -51,8 +51,9 @@ class ServedPlan:
     The collectives are those of the plan's phases; `auto` where it leaves them open.
     `max_batch_tokens`: of a step of a worker, 0 where the plan does not say; `prefill`: the pool for prompts.
     `devices`: what the plan counts on; `node_devices`: those of a node, 0 if the plan is for one node;
-    `experts_beside`: experts are on nodes of the same kind. `notes`: where engine and plan differ harmlessly, one line
-    each.
+    `experts_beside`: experts are on nodes of the same kind. `attention_device`, `expert_device`: names for
+    `--attention-device` and `--expert-device` where one is on GPUs and the other on CPUs; else empty. `notes`: where
+    engine and plan differ harmlessly, one line each.
     """
 
     file: Path
@@ -73,6 +74,8 @@ class ServedPlan:
     devices: tuple[str, ...]
     node_devices: int = 0
     experts_beside: bool = True
+    attention_device: str = ""
+    expert_device: str = ""
     notes: tuple[str, ...]
     prefill: "ServedPlan | None" = None
 
@@ -137,6 +140,9 @@ def _served_phase(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> 
     served = _disaggregated(phase, spec, file) if apart else _colocated(phase, spec, file)
     names = [use.device for use in phase.devices]
     served = replace(served, node_devices=_node_devices(plan, names), experts_beside=len(set(names)) <= 1)
+    of_role = _device_of_role(plan, phase)
+    if len(set(of_role.values())) > 1:
+        served = replace(served, attention_device=of_role["attention"], expert_device=of_role["experts"])
     if served.layout == "hybrid":
         forms = {name: each.collectives for name, each in plan.phases.items()}
         served = replace(
@@ -279,11 +285,23 @@ def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement
 
 
 def _node_devices(plan: Plan, names: list[str]) -> int:
-    """Devices of a node of the kind that attention is on; 0 where the cluster has one node, or the plan has none."""
-    groups = cluster_from_json(plan.cluster_config, plan.cluster).groups if plan.cluster_config else ()
-    if sum(group.num_nodes for group in groups) < 2:
+    """Devices of a node of the kind that attention is on; 0 where the cluster has one node, or the plan has none. A
+    group of CPUs with as many nodes as one of GPUs is the cores and the memory of the same nodes."""
+    groups = _groups(plan)
+    others = {group.num_nodes for group in groups if group.device.kind != "cpu"}
+    if sum(group.num_nodes for group in groups if group.device.kind != "cpu" or group.num_nodes not in others) < 2:
         return 0
     return next((group.devices_per_node for group in groups if group.device.name in names[:1]), 0)
+
+
+def _groups(plan: Plan) -> tuple[NodeGroup, ...]:
+    return cluster_from_json(plan.cluster_config, plan.cluster).groups if plan.cluster_config else ()
+
+
+def _device_of_role(plan: Plan, phase: PhasePlan) -> dict[str, str]:
+    """cpu or cuda by role, of a phase whose roles have devices of their own."""
+    kinds = {group.device.name: "cpu" if group.device.kind == "cpu" else "cuda" for group in _groups(plan)}
+    return {use.role: kinds[use.device] for use in phase.devices if use.role != "both" and use.device in kinds}
 
 
 def _devices(phase: PhasePlan) -> tuple[str, ...]:

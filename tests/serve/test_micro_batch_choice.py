@@ -1,14 +1,18 @@
 """The number of micro-batches where nobody gives one: measured, predicted, chosen; and where nothing is measured."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from antiphon.base.errors import ResourceError
 from antiphon.cli.options import CapacityOptions, WorkerOptions
+from antiphon.kernels.api import KernelBackend
 from antiphon.models.config import load_model_spec
+from antiphon.serve import config as serve_config
 from antiphon.serve import micro_batch_choice
-from antiphon.serve.config import ServeConfig
+from antiphon.serve.config import OneRole, ServeConfig
 from antiphon.serve.micro_batch_choice import (
     UNMEASURED,
     TurnTimes,
@@ -47,6 +51,53 @@ def test_a_layer_takes_as_long_as_its_pipeline_or_the_shared_cores(
     assert predicted_layer_s(one_each, 3, times[3]) == pytest.approx(6e-3)
     more = config(tiny_model, "2+2/m2", num_threads=1)  # four workers on two cores
     assert predicted_layer_s(more, 3, times[3]) == pytest.approx(12e-3)
+
+
+def test_a_mix_of_devices_is_measured(
+    tiny_model: TinyModel, times: dict[int, TurnTimes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention on a GPU, experts on CPUs: cores are shared by the experts alone, GPUs by attention."""
+    monkeypatch.setattr(micro_batch_choice, "_num_gpus", lambda: 1)
+    mixed = config(tiny_model, "2+2/m2", num_threads=1, of_attention=OneRole(device="cuda"))
+    mixed = replace(mixed, of_experts=OneRole(device="cpu"), device="cuda")
+    assert predicted_layer_s(mixed, 3, times[3]) == pytest.approx(12e-3)  # two attention workers on one GPU
+    monkeypatch.setattr(micro_batch_choice, "_num_gpus", lambda: 2)
+    assert predicted_layer_s(mixed, 3, times[3]) == pytest.approx(6e-3)  # the pipeline; two experts have a core each
+    assert choose_micro_batches(mixed).num_micro_batches == 3
+    reverse = replace(mixed, of_attention=OneRole(device="cpu"), of_experts=OneRole(device="cuda"))
+    assert choose_micro_batches(reverse).num_micro_batches == 3
+    assert choose_micro_batches(replace(mixed, of_experts=OneRole())).num_micro_batches == UNMEASURED
+
+
+def test_each_side_is_measured_on_its_own_device(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for the GPU; the other side has kernels of its own."""
+    asked: list[tuple[str, str]] = []
+    made = micro_batch_choice.make_backend
+    monkeypatch.setattr(micro_batch_choice, "resolve_device", lambda name, index: torch.device("cpu"))
+
+    def remember(kernels: str, device: torch.device, dtype: torch.dtype) -> KernelBackend:
+        backend = made("reference" if not asked else kernels, device, dtype)
+        asked.append((backend.name, str(dtype)))
+        return backend
+
+    monkeypatch.setattr(micro_batch_choice, "make_backend", remember)
+    monkeypatch.setattr(micro_batch_choice, "_most_in_caches", lambda config, spec: 4)  # it asks the GPU
+    mixed = replace(config(tiny_model, "1+1/m2", max_running=4), of_attention=OneRole(device="cuda"))
+    found = measure_layer(mixed)
+    assert [name for name, _ in asked] == ["reference", "cpu"]
+    assert all(min(each.attention_s, each.experts_s, each.exchange_s) > 0 for each in found.values())
+
+
+def test_workers_on_cpus_share_the_cores_that_gpus_leave(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(serve_config, "allowance", lambda: SimpleNamespace(num_cores=16))
+    monkeypatch.setattr(serve_config, "share_of_threads", lambda workers: 16 // workers)
+    mixed = replace(config(tiny_model, "2+3/m2"), num_threads=None, of_attention=OneRole(device="cuda"))
+    assert (mixed.own("attention").num_threads, mixed.own("experts").num_threads) == (1, 4)  # 14 for three
+    alike = replace(mixed, of_attention=OneRole())
+    assert alike.own("attention").num_threads == alike.own("experts").num_threads == 3
 
 
 def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, times: dict[int, TurnTimes]) -> None:

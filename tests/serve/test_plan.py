@@ -149,6 +149,26 @@ def test_a_plan_for_several_nodes_says_who_joins() -> None:
     assert served.node_devices == 0
 
 
+def test_a_plan_with_experts_beside_the_gpu_names_the_devices() -> None:
+    """One machine: a GPU for attention, its cores and memory for experts."""
+    gpu, cores = device("one-gpu", num_processors=132), device("its-cores", kind="cpu")
+    mixed = replace(
+        APART,
+        devices=(
+            DeviceUse(role="attention", device="one-gpu", num_devices=1),
+            DeviceUse(role="experts", device="its-cores", num_devices=2),
+        ),
+    )
+    beside = cluster_to_json(cluster(group(gpu, 1, 1), group(cores, 1, 2)))
+    served = served_plan_of(plan(mixed, cluster_config=beside), SPEC, FILE)
+    assert (served.attention_device, served.expert_device) == ("cuda", "cpu")
+    assert served.node_devices == 0  # no worker joins
+    apart = cluster_to_json(cluster(group(gpu, 1, 4), group(cores, 3, 2)))
+    assert served_plan_of(plan(mixed, cluster_config=apart), SPEC, FILE).join_workers == (0, 2, 0)
+    alike = served_plan_of(plan(APART, cluster_config=beside), SPEC, FILE)
+    assert (alike.attention_device, alike.expert_device) == ("", "")
+
+
 def test_uneven_replicas_are_obeyed_as_even_ones_and_said() -> None:
     uneven = (((0, 0.8), (1, 0.2)), *PLACEMENT[1:])
     served = served_plan_of(plan(replace(APART, placement=uneven)), SPEC, FILE)
