@@ -8,21 +8,23 @@ until `reset`. One thread makes the calls; `abort` may come from any.
 Sums are made in float32, in the order of ranks, and rounded once. So every rank gets the same bits, at every size, over
 every transport. Blocks of rows may be summed one after the other beside other work (`begin_sum`), with the same bits.
 
-Rejected: `torch.distributed`. Its groups cannot lose a member and go on; its order of sums depends on size and on the
-number of ranks; a rank that dies is named after its timeout.
+Rejected: `torch.distributed` alone (`device_group` moves bytes of GPUs by it). Its groups cannot lose a member and go
+on; its order of sums depends on size and on the number of ranks; a rank that dies is named after its timeout.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from antiphon.comm.ledger import Traffic
 
 
 class RankGroup(Protocol):
-    """One rank's end of a group. Tensors are on the CPU: bfloat16, float16 or float32 where they are summed, any type
-    elsewhere. Rows are entries of the first dimension; lists have one entry for each rank, zeros included."""
+    """One rank's end of a group. Tensors are in host memory or where `takes` says: bfloat16, float16 or float32 where
+    they are summed, any type elsewhere. Messages of pairs are in host memory. Rows are entries of the first dimension;
+    lists have one entry for each rank, zeros included."""
 
     @property
     def rank(self) -> int: ...
@@ -37,6 +39,9 @@ class RankGroup(Protocol):
     @property
     def ticket(self) -> bytes:
         """How the others reach this rank."""
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether collectives take tensors there."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, which is contiguous and of the same shape on all ranks, by the sum over all ranks."""
@@ -106,6 +111,9 @@ class Alone:
     size = 1
     bytes_sent = 0
     ticket = b""
+
+    def takes(self, device: torch.device) -> bool:
+        return True
 
     def all_reduce(self, tensor: Tensor) -> None:
         """The sum of one is itself."""

@@ -206,7 +206,8 @@ class AttentionHalf:
     def _of_whole_vocabulary(self, logits_TW: Tensor) -> Tensor:
         ranks = range(self.ranks.size)
         shares = [share_of(self.spec, rank, self.ranks.size).vocabulary for rank in ranks]
-        columns_WT = logits_TW.cpu().t().contiguous()
+        given_TW = logits_TW if self.ranks.takes(logits_TW.device) else logits_TW.cpu()
+        columns_WT = given_TW.t().contiguous()
         whole_WT = self.ranks.all_gather(columns_WT, [last - first for first, last in shares])
         return whole_WT.t().contiguous().to(logits_TW.device)
 

@@ -175,10 +175,10 @@ def head_ranges(attention: AttentionSpec, purpose: str, q_heads: Range, kv_heads
 
 
 def add_over_ranks(ranks: RankGroup, part: Tensor) -> Tensor:
-    """The sum of all ranks' parts, the same bits on each. In host memory `part` itself is overwritten and returned."""
+    """The sum of all ranks' parts, the same bits on each. `part` itself may be overwritten and returned."""
     if ranks.size == 1:
         return part
-    total = part.cpu().contiguous()
+    total = (part if ranks.takes(part.device) else part.cpu()).contiguous()
     ranks.all_reduce(total)
     return total.to(part.device)
 

@@ -362,10 +362,6 @@ class ServeConfig:
             raise UserError("--transport shm does not reach other machines: use tcp or libfabric")
 
     def _check_hybrid(self) -> None:
-        if self.device != "cpu":
-            raise UserError(
-                f"--device {self.device} does not run --layout hybrid: its ranks exchange rows in host memory"
-            )
         try:
             _ = self.topology
         except UserError as error:

@@ -1,5 +1,6 @@
 """Dispatch and combine over two levels, beside the same sums in one process, for all shapes of a topology."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.comm.device_group import DeviceRankGroup
+from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange
@@ -22,6 +25,7 @@ from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.placement.split import split_rows
 from antiphon.specs.placement import ExpertPlacement, Owners, contiguous_placement
 from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name
+from tests.comm.test_device_group import CPU, over_gloo
 
 HIDDEN, TOP_K, MAX_ROWS = 12, 3, 9
 INSIDE, ACROSS = by_name("shm", "loopback")
@@ -40,7 +44,13 @@ Result = TypeVar("Result")
 class Box:
     """All ranks of a topology in one process, a thread each."""
 
-    def __init__(self, topology: TwoLevel, inside: Backend = INSIDE, across: Backend = ACROSS) -> None:
+    def __init__(
+        self,
+        topology: TwoLevel,
+        inside: Backend = INSIDE,
+        across: Backend = ACROSS,
+        inner_group: Callable[..., NativeRankGroup] = NativeRankGroup,
+    ) -> None:
         self.topology = topology
         largest = message_bytes(topology, MAX_ROWS, HIDDEN, TOP_K, torch.float32)
         self.levels = [
@@ -52,6 +62,7 @@ class Box:
                 message_bytes=largest,
                 num_micro_batches=2,
                 timeout_s=PATIENCE_S,
+                inner_group=inner_group,
             )
             for rank in range(topology.size)
         ]
@@ -74,8 +85,8 @@ class Box:
 
 
 @contextmanager
-def box(topology: TwoLevel) -> Iterator[Box]:
-    made = Box(topology)
+def box(topology: TwoLevel, inner_group: Callable[..., NativeRankGroup] = NativeRankGroup) -> Iterator[Box]:
+    made = Box(topology, inner_group=inner_group)
     try:
         made.reset(0)
         yield made
@@ -83,9 +94,20 @@ def box(topology: TwoLevel) -> Iterator[Box]:
         made.close()
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES, ids=str)
+BY_DEVICE = ("d_DP > d_EP, sharded", "d_DP < d_EP")
+
+
+@pytest.fixture(scope="module", params=[*TOPOLOGIES, *(f"{name}, by device" for name in BY_DEVICE)], ids=str)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Box]:
-    with box(TOPOLOGIES[request.param]) as made:
+    """`by device`: the groups inside a node are those of GPUs, over gloo."""
+    name = request.param.removesuffix(", by device")
+    inner_group: Callable[..., NativeRankGroup] = NativeRankGroup
+    if name != request.param:
+        numbers = itertools.count()
+        inner_group = partial(
+            DeviceRankGroup, device=CPU, host="127.0.0.1", make=over_gloo, identity=lambda device: str(next(numbers))
+        )
+    with box(TOPOLOGIES[name], inner_group) as made:
         yield made
 
 

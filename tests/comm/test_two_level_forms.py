@@ -16,7 +16,14 @@ from antiphon.specs.placement import contiguous_placement
 from antiphon.specs.plan import Collectives
 from tests.comm.test_two_level import HIDDEN, MAX_ROWS, TOP_K, TOPOLOGIES, Box, box
 
-ROWS = Travelling(hidden_size=HIDDEN, top_k=TOP_K, num_experts=12, dtype=torch.float32, max_rows=MAX_ROWS)
+ROWS = Travelling(
+    hidden_size=HIDDEN,
+    top_k=TOP_K,
+    num_experts=12,
+    dtype=torch.float32,
+    max_rows=MAX_ROWS,
+    device=torch.device("cpu"),
+)
 DIFFERENT = [name for name, each in TOPOLOGIES.items() if each.num_nodes > 1 and each.expert_tp > 1]
 
 

@@ -68,6 +68,9 @@ class NativeRankGroup:
     def ticket(self) -> bytes:
         return self._endpoint.ticket(self._inbox)
 
+    def takes(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "it is summed in place"
         self._run(self._native.all_reduce, tensor.data_ptr(), tensor.numel(), dtype_name(tensor.dtype))
@@ -89,21 +92,21 @@ class NativeRankGroup:
     def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         tensor = tensor.contiguous()
         out = self._room(tensor, rows_by_rank, rows_by_rank[self.rank])
-        num_bytes = _times(rows_by_rank, _row_elements(tensor) * tensor.itemsize)
+        num_bytes = _times(rows_by_rank, row_elements(tensor) * tensor.itemsize)
         self._run(self._native.all_gather, tensor.data_ptr(), out.data_ptr(), num_bytes)
         return out
 
     def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         tensor = tensor.contiguous()
         out = self._room(tensor, rows_by_rank[self.rank : self.rank + 1], sum(rows_by_rank))
-        counts = _times(rows_by_rank, _row_elements(tensor))
+        counts = _times(rows_by_rank, row_elements(tensor))
         self._run(self._native.reduce_scatter, tensor.data_ptr(), out.data_ptr(), counts, dtype_name(tensor.dtype))
         return out
 
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
         tensor = tensor.contiguous()
         out = self._room(tensor, rows_from, sum(rows_to))
-        row_bytes = _row_elements(tensor) * tensor.itemsize
+        row_bytes = row_elements(tensor) * tensor.itemsize
         bytes_to, bytes_from = _times(rows_to, row_bytes), _times(rows_from, row_bytes)
         self._run(self._native.all_to_all, tensor.data_ptr(), out.data_ptr(), bytes_to, bytes_from)
         return out
@@ -175,7 +178,7 @@ def _aborting(call: Callable[..., _Result], *arguments: object) -> _Result:
         raise StepAborted from error
 
 
-def _row_elements(tensor: Tensor) -> int:
+def row_elements(tensor: Tensor) -> int:
     return math.prod(tensor.shape[1:])
 
 

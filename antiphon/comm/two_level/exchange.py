@@ -16,6 +16,9 @@ group fills a node, each rank of an expert group gets those of every node.
 Algorithm 1 as printed sends before it reduces; what it sends would then be summed in the wrong group. Here the
 reduction comes first, as in the paper's Figure 8 and text. Rows of the own node need no message.
 
+Rows stay where the caller has them, on a GPU if the groups inside a node take its tensors, else they go by host memory.
+Choices are in host memory, because the host counts by them, and so are messages between nodes.
+
 Letters: T rows here, R rows received, H hidden, K choices, W = H / shards.
 """
 
@@ -87,7 +90,10 @@ class Dispatch:
         assert requests is None or not self._gathers_own, "a part hears of all requests where a group fills its node"
         self._came: list[tuple[int, int, int]] = []
         self._num_rows, self._hidden = x_TH.shape
-        self._dtype, self._top_k = x_TH.dtype, ids_TK.shape[1]
+        self._dtype, self._given, self._top_k = x_TH.dtype, x_TH.device, ids_TK.shape[1]
+        x_TH = x_TH if levels.takes(x_TH.device) else x_TH.cpu()
+        self._device = x_TH.device
+        parts_TK, ids_TK, weights_TK = (each.cpu() for each in (parts_TK, ids_TK, weights_TK))
         self._rows_of: list[Tensor] = []
         outgoing: list[_Rows] = []
         for node in range(self._topology.num_nodes):
@@ -96,7 +102,7 @@ class Dispatch:
             self._rows_of.append(rows)
             ids_RK = torch.where(here_TK, ids_TK, -1)[rows].to(torch.int32)
             sent = x_TH if node == levels.node and not self._gathers_own else self._shard(x_TH)
-            outgoing.append(_Rows(sent[rows], ids_RK, weights_TK[rows].float()))
+            outgoing.append(_Rows(sent[rows.to(self._device)], ids_RK, weights_TK[rows].float()))
         self._own = outgoing[levels.node]
         self._exchange = levels.across.open_exchange()
         for turn in range(1, self._topology.num_nodes):
@@ -138,6 +144,7 @@ class Dispatch:
         of the rows that `wait` returned, in their order; ranks of an expert group are added. Raises as `wait` does."""
         levels, num_nodes = self._levels, self._topology.num_nodes
         exchange = levels.across.open_exchange()
+        partial_RH = partial_RH.to(self._device)
         partials = torch.split(partial_RH, [sum(counts) for counts in self._counts])
         own = partial_RH
         for nodes in self._rounds([self._after(turn) for turn in range(1, num_nodes + 1)]):  # the own node is last
@@ -147,15 +154,16 @@ class Dispatch:
                     own = shard_RW
                 else:
                     self._return(exchange, node, shard_RW)
-        total = torch.zeros(self._num_rows, self._hidden // self._topology.num_shards)
+        total = torch.zeros(self._num_rows, self._hidden // self._topology.num_shards, device=self._device)
         for node in range(num_nodes):
+            rows = self._rows_of[node].to(self._device)
             if node == levels.node:
-                total.index_add_(0, self._rows_of[node], own.float())
+                total.index_add_(0, rows, own.float())
                 continue
             came = levels.across.take(exchange, node).view(self._dtype).view(-1, total.shape[1])
-            total.index_add_(0, self._rows_of[node], came.float())
+            total.index_add_(0, rows, came.to(self._device).float())
             levels.across.release(exchange, node)
-        return self._complete(total.to(self._dtype))
+        return self._complete(total.to(self._dtype)).to(self._given)
 
     def _rounds(self, nodes: list[int]) -> list[list[int]]:
         """The nodes whose rows go through one inner collective together: fused each alone, else all."""
@@ -177,7 +185,7 @@ class Dispatch:
         return x_TH[:, shard * width : (shard + 1) * width]
 
     def _post(self, node: int, part: _Rows) -> None:
-        pieces = [part.ids_RK, part.weights_RK, part.rows]
+        pieces = [part.ids_RK, part.weights_RK, part.rows.cpu()]
         if self._asked is not None:
             asked = torch.full((MOST_REQUESTS, 2), -1, dtype=torch.int32)
             for number, each in enumerate(self._asked_of(node)):
@@ -191,11 +199,11 @@ class Dispatch:
         return (self._asked or {}).get(self._topology.part_at(node, self._levels.rank), ())
 
     def _return(self, exchange: int, node: int, shard_RW: Tensor) -> None:
-        self._levels.across.post(exchange, node, [shard_RW])
+        self._levels.across.post(exchange, node, [shard_RW.cpu()])
         self._levels.ledger.sent("across.combine", shard_RW.nbytes)
 
     def _take(self, node: int) -> _Rows:
-        """The shard that `node` sent, as views of its message."""
+        """The shard that `node` sent, in host memory as views of its message."""
         message = self._levels.across.take(self._exchange, node)
         if self._asked is not None:
             asked: list[list[int]] = message[:_REQUEST_BYTES].view(torch.int32).view(-1, 2).tolist()
@@ -207,7 +215,7 @@ class Dispatch:
         sizes = [num_rows * n for n in (4 * self._top_k, 4 * self._top_k, row_bytes)]
         ids, weights, rows = torch.split(message, sizes)
         return _Rows(
-            rows.view(self._dtype).view(num_rows, width),
+            rows.view(self._dtype).view(num_rows, width).to(self._device),
             ids.view(torch.int32).view(num_rows, self._top_k),
             weights.view(torch.float32).view(num_rows, self._top_k),
         )
@@ -241,7 +249,7 @@ class Dispatch:
         self, group: RankGroup, sent: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Rows, choices and weights of all ranks, in one message a pair. `sent`: this rank's choices, weights, rows."""
-        parts = [tensor.contiguous().view(torch.uint8) for tensor in sent]
+        parts = [tensor.contiguous().to(self._device).view(torch.uint8) for tensor in sent]
         self._levels.ledger.sent("inside.dispatch", (group.size - 1) * sent[2].nbytes)
         self._levels.ledger.sent("inside.routing", (group.size - 1) * (sent[0].nbytes + sent[1].nbytes))
         together = torch.split(group.all_gather(torch.cat(parts, dim=1), sizes), list(sizes))
@@ -249,7 +257,7 @@ class Dispatch:
         ids, weights, rows = (
             [block[index].contiguous().view(tensor.dtype) for block in pieces] for index, tensor in enumerate(sent)
         )
-        return rows, ids, weights
+        return rows, [each.cpu() for each in ids], [each.cpu() for each in weights]
 
     def _all_gather(self, group: RankGroup, rows: Tensor, counts: Sequence[int], purpose: str) -> list[Tensor]:
         self._levels.ledger.sent(f"inside.{purpose}", (group.size - 1) * rows.nbytes)

@@ -137,6 +137,7 @@ class HybridExchange:
         self._under_way.clear()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        ids_TK = ids_TK.cpu()
         self._counts[layer] += np.bincount(ids_TK.numpy().ravel(), minlength=len(self._counts[layer]))
         parts_TK = self._owners[layer].parts_of(ids_TK)
         requests, self._asked = None if self._fetch is None else self._asked, {}
@@ -232,13 +233,15 @@ _ENOUGH_S = 0.25  # no larger number of rows is timed once so much time has gone
 
 @dataclass(frozen=True, kw_only=True)
 class Travelling:
-    """The rows that travel: how wide, how many experts each has, of how many; the most rows of a message."""
+    """The rows that travel: how wide, how many experts each has, of how many; the most rows of a message; where they
+    are."""
 
     hidden_size: int
     top_k: int
     num_experts: int
     dtype: torch.dtype
     max_rows: int
+    device: torch.device
 
 
 class Forms:
@@ -303,9 +306,9 @@ def measure(exchange: HybridExchange, levels: Levels, rows: Travelling) -> dict[
 def round_trip_s(exchange: HybridExchange, levels: Levels, rows: Travelling, num_rows: int, *, fused: bool) -> float:
     """Seconds on this rank to exchange this many rows of every attention group; nothing is computed in between."""
     chosen = (torch.arange(num_rows * rows.top_k, dtype=torch.int32) % rows.num_experts).view(num_rows, -1)
-    x_TH = torch.zeros(num_rows, rows.hidden_size, dtype=rows.dtype)
+    x_TH = torch.zeros(num_rows, rows.hidden_size, dtype=rows.dtype, device=rows.device)
     weights_TK = torch.ones(num_rows, rows.top_k)
     started_s = time.perf_counter()
     dispatch = Dispatch(levels, exchange.parts_of_any_layer(chosen), x_TH, chosen, weights_TK, fused=fused)
-    dispatch.combine(dispatch.wait().rows_RH)
+    dispatch.combine(dispatch.wait().rows_RH).cpu()  # waits for a device
     return time.perf_counter() - started_s

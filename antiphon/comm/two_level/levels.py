@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 from torch import Tensor
 
 from antiphon import _m2n
@@ -53,6 +54,10 @@ class Levels:
         shared = self.attention is self.experts
         return [self.attention, self.across] if shared else [self.attention, self.experts, self.across]
 
+    def takes(self, device: torch.device) -> bool:
+        """Whether the collectives inside a node take tensors there."""
+        return self.attention.takes(device) and self.experts.takes(device)
+
     def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
         """Begin `epoch` in all groups; `tickets` of all ranks of the topology, in order. See `RankGroup.reset`."""
         topology, rank = self.topology, self.rank
@@ -93,17 +98,26 @@ def open_levels(
     names: Sequence[str] | None = None,
     num_micro_batches: int = 1,
     timeout_s: float = 30.0,
+    inner_group: Callable[..., NativeRankGroup] = NativeRankGroup,
 ) -> Levels:
     """The groups of `rank`, not yet connected. `inside` and `across` make endpoints, of the transport for each level,
     with the name they are given: a rank's of `names` and what the group is for. `message_bytes`: the largest message
-    between nodes, see `exchange.message_bytes`."""
+    between nodes, see `exchange.message_bytes`. `inner_group` makes those inside a node; messages between nodes are in
+    host memory."""
 
-    def group(ranks: range, make: MakeEndpoint, kind: str, slots: int, slot_bytes: int) -> RankGroup:
+    def group(
+        ranks: range,
+        make: MakeEndpoint,
+        kind: str,
+        slots: int,
+        slot_bytes: int,
+        made: Callable[..., NativeRankGroup] = inner_group,
+    ) -> RankGroup:
         if len(ranks) == 1:
             return Alone()
         ends = [f"{f'rank {other}' if names is None else names[other]} {kind}" for other in ranks]
         endpoint = make(ends[ranks.index(rank)])
-        return NativeRankGroup(
+        return made(
             endpoint,
             ranks.index(rank),
             len(ranks),
@@ -120,5 +134,5 @@ def open_levels(
         experts = group(topology.expert_group(rank), inside, "experts", fewest, SLOT_BYTES)
     # Dispatches of all micro-batches may be on their way, and one combine with the credits of the one before.
     slots = max(fewest, num_micro_batches + 2)
-    nodes = group(topology.across(rank), across, "nodes", slots, -(-max(message_bytes, 64) // 64) * 64)
+    nodes = group(topology.across(rank), across, "nodes", slots, -(-max(message_bytes, 64) // 64) * 64, NativeRankGroup)
     return Levels(topology=topology, rank=rank, attention=attention, experts=experts, across=nodes)

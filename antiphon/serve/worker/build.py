@@ -180,7 +180,7 @@ def _claim_cores(configure: Configure, backend: KernelBackend) -> None:
 
 def _build_experts(source: _Source) -> ExpertWorker | Follower:
     configure, spec, backend, recorder = source.configure, source.spec, source.backend, source.recorder
-    ranks = rank_group(configure, source.endpoints)
+    ranks = rank_group(configure, source.endpoints, backend.device)
     share = share_of(spec, ranks.rank, ranks.size)
     placement, num_slots = configure.placement, configure.expert_slots + _num_prefetched(configure)
     held = placement.experts_of(configure.index)
@@ -276,8 +276,8 @@ def _take_seat(source: _Source) -> _Seat:
     configure, endpoints, spec, dtype = source.configure, source.endpoints, source.spec, source.backend.dtype
     levels = None
     if configure.hybrid is not None:
-        levels = hybrid_levels(configure, spec, dtype, endpoints.open)
-    ranks = rank_group(configure, endpoints) if levels is None else levels.attention
+        levels = hybrid_levels(configure, spec, source.backend, endpoints.open)
+    ranks = rank_group(configure, endpoints, source.backend.device) if levels is None else levels.attention
     stages = None if configure.num_stages == 1 else worker_stages(configure, endpoints, spec, dtype, levels or ranks)
     layers = range(*split_evenly(spec.num_layers, configure.num_stages)[configure.rank // configure.tp])
     return _Seat(ranks=ranks, levels=levels, stages=stages, layers=layers)
@@ -406,7 +406,7 @@ def _step_exchange(
     if seat.levels is not None:
         assert isinstance(exchange, HybridExchange), "it goes over the levels"
         assert moves is not None, "experts that serve others may move"
-        forms = hybrid_forms(configure, source.spec, source.backend.dtype, seat.levels, exchange)
+        forms = hybrid_forms(configure, source.spec, source.backend, seat.levels, exchange)
         prefetcher = None
         if configure.prefetch_rows:
             num_experts = source.spec.router.num_experts

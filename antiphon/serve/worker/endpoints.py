@@ -1,12 +1,15 @@
 """A process's ends of exchanges, of groups of ranks and of pipelines: opened while it is built, then aborted, reset and
 closed together."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerTimeout
+from antiphon.base.logging import get_logger
+from antiphon.comm.device_group import DeviceRankGroup, why_no_device_sums
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.m2n.rank_group import NativeRankGroup
@@ -16,6 +19,8 @@ from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.select import resolve_dtype
 from antiphon.serve.worker.messages import Configure, Reset
 from antiphon.specs.model import ModelSpec
+
+_log = get_logger("worker")
 
 
 def rank_names(configure: Configure) -> list[str]:
@@ -85,16 +90,28 @@ def hear_leader(ranks: RankGroup, idle_s: float) -> bytes | None:
         return None
 
 
-def rank_group(configure: Configure, endpoints: Endpoints) -> RankGroup:
+def rank_group(configure: Configure, endpoints: Endpoints, device: torch.device) -> RankGroup:
     """This process among the ranks of its worker, or of its stage."""
     tp, rank = configure.tp, configure.rank % configure.tp
     if tp == 1:
         return Alone()
     names = rank_names(configure)[configure.rank - rank :][:tp]
     endpoint = endpoints.open(names[rank], of_ranks=True)
-    return NativeRankGroup(
-        endpoint, rank, tp, names=names, timeout_s=configure.timeout_s, in_blocks=configure.sums_in_blocks
-    )
+    make = group_maker(configure, device)
+    if make is NativeRankGroup:  # on GPUs the host waits for no sum
+        make = partial(make, in_blocks=configure.sums_in_blocks)
+    return make(endpoint, rank, tp, names=names, timeout_s=configure.timeout_s)
+
+
+def group_maker(configure: Configure, device: torch.device) -> Callable[..., NativeRankGroup]:
+    """Makes groups of ranks that compute on such devices: with sums there where NCCL is, else in host memory."""
+    reason = why_no_device_sums(device)
+    if not reason:
+        assert configure.exchange is not None, "ranks reach each other"
+        return partial(DeviceRankGroup, device=device, host=configure.exchange.host)
+    if device.type != "cpu":
+        _log.info("%s[%d]: ranks add in host memory: %s", configure.role, configure.index, reason)
+    return NativeRankGroup
 
 
 def configured_shape(configure: Configure, spec: ModelSpec) -> ExchangeShape:

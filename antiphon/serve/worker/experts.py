@@ -131,7 +131,8 @@ class ExpertRanks:
         """The leader's rows go to all, the sum of the parts to the leader; the others return no rows."""
         num_rows = [batch.num_rows] + [0] * (self._ranks.size - 1)
         rows_RH, ids_RK, weights_RK = (self._ranks.all_gather(x, num_rows) for x in (rows_RH, ids_RK, weights_RK))
-        part_RH = self._part(batch.layer, rows_RH, ids_RK, weights_RK).cpu()
+        part_RH = self._part(batch.layer, rows_RH, ids_RK, weights_RK)
+        part_RH = part_RH if self._ranks.takes(part_RH.device) else part_RH.cpu()
         return self._ranks.reduce_scatter(part_RH, num_rows)
 
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.kernels.api import KernelBackend
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
 from antiphon.serve.engine_api import PrefetchCounts
+from antiphon.serve.worker.endpoints import group_maker
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters
@@ -35,7 +37,7 @@ from antiphon.specs.placement import ExpertPlacement
 
 
 def hybrid_levels(
-    configure: Configure, spec: ModelSpec, dtype: torch.dtype, endpoint: Callable[..., _m2n.Endpoint]
+    configure: Configure, spec: ModelSpec, backend: KernelBackend, endpoint: Callable[..., _m2n.Endpoint]
 ) -> Levels:
     """This process among all ranks of its stage of the instance, not yet connected."""
     exchange = configure.exchange
@@ -51,9 +53,10 @@ def hybrid_levels(
         inside=partial(endpoint, of_ranks=is_node),
         across=endpoint,
         names=[f"{configure.role}[{each // tp}][{first + each % tp}]" for each in range(topology.size)],
-        message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, dtype),
+        message_bytes=message_bytes(topology, exchange.max_rows, spec.hidden_size, spec.router.top_k, backend.dtype),
         num_micro_batches=exchange.num_micro_batches,
         timeout_s=configure.timeout_s,
+        inner_group=group_maker(configure, backend.device),
     )
 
 
@@ -72,12 +75,12 @@ def hybrid_exchange(
     """The exchange of this rank; `half` computes what arrives, `counters` counts it, `slots` are for copies."""
 
     def compute(layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-        started_s = time.monotonic()
+        started_s, device = time.monotonic(), half.backend.device
         slots.settle(layer)
-        local_RK = half.to_local(layer, ids_RK)
+        local_RK = half.to_local(layer, ids_RK.to(device))
         if slots.num_slots:
             slots.check(layer, ids_RK, local_RK)
-        partial_RH = half.forward(layer, rows_RH, local_RK, weights_RK)
+        partial_RH = half.forward(layer, rows_RH.to(device), local_RK, weights_RK.to(device))
         if counters is not None:
             counters.add(layer, ids_RK, time.monotonic() - started_s)
         return partial_RH
@@ -137,13 +140,14 @@ class HybridStepExchange(StepExchange):
         if layer is not None and self._half.routes(layer):
             spec = self._half.spec
             nothing_K = torch.empty(0, spec.router.top_k)
-            rows_TH = torch.empty(0, spec.hidden_size, dtype=self._half.backend.dtype)
+            backend = self._half.backend
+            rows_TH = torch.empty(0, spec.hidden_size, dtype=backend.dtype, device=backend.device)
             self._exchange.dispatch(layer, micro_batch, rows_TH, nothing_K.int(), nothing_K)
             self._served[micro_batch] = layer
 
 
 def hybrid_forms(
-    configure: Configure, spec: ModelSpec, dtype: torch.dtype, levels: Levels, exchange: HybridExchange
+    configure: Configure, spec: ModelSpec, backend: KernelBackend, levels: Levels, exchange: HybridExchange
 ) -> Forms:
     """What decides the form of each step's exchanges."""
     assert configure.exchange is not None, "ranks of an instance reach each other"
@@ -152,7 +156,8 @@ def hybrid_forms(
         hidden_size=spec.hidden_size,
         top_k=spec.router.top_k,
         num_experts=spec.router.num_experts,
-        dtype=dtype,
+        dtype=backend.dtype,
         max_rows=configure.exchange.max_rows,
+        device=backend.device,
     )
     return Forms(exchange, levels, rows, prefill=configure.hybrid.prefill, decode=configure.hybrid.decode)
