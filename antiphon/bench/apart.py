@@ -71,9 +71,7 @@ class ApartCase:
                 raise UserError(f"{option} is {cores:g}: it must be {_LEAST_SLICE} to 1 of a core")
         if self.slow is not None and not _LEAST_SLICE / self.slice_cores <= self.slow <= 1:
             least = _LEAST_SLICE / self.slice_cores
-            raise UserError(
-                f"--slow is {self.slow:g}: it must be {least:.2g} to 1 of the slice of {self.slice_cores:g}"
-            )
+            raise UserError(f"--slow is {self.slow:g}: it must be {least:.2g} to 1 of --slice {self.slice_cores:g}")
         if reason := quota_unavailable():
             raise ResourceError(f"--attention sets slices of cores aside: {reason}")
 
