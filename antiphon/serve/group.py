@@ -408,13 +408,13 @@ class StepGroup:
         self, worker: WorkerName, what: str, owners: Iterable[_Place], *, reported: bool = False
     ) -> StepFailure | None:
         """Running steps fail, maybe over a request that one of `owners` computes. None: they compute nothing."""
-        blamed = {}
+        blamed: dict[Request, int] = {}
         for place in owners:
             plan = self._parts[place].plan
             for sequence in plan.sequences if plan is not None else ():
                 request = self.schedulers[place[0]].requests[sequence.request_id]
                 if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
-                    blamed[request] = sequence.start + len(sequence.token_ids)
+                    blamed[request] = max(blamed.get(request, 0), sequence.start + len(sequence.token_ids))
         return StepFailure(worker=worker, what=what, reported=reported, blamed=blamed) if blamed else None
 
     # --- workers that are gone, or hang ------------------------------------------------------------------------------

@@ -150,9 +150,25 @@ class _Running:
         return _Running(plan, made, simulation.written(plan))
 
 
+def _check_chunks(steps: list[_Running]) -> None:
+    """What steps in flight have of one request follows one upon the other, in the order in which they were planned."""
+    ends: dict[str, int] = {}
+    for running in sorted(steps, key=lambda each: each.plan.step_id):
+        for step in running.plan.sequences:
+            assert ends.setdefault(step.request_id, step.start) == step.start
+            ends[step.request_id] = step.start + len(step.token_ids)
+
+
+def _is_behind(step: _Running, lanes: list[list[_Running]]) -> bool:
+    """It has a later chunk of what another step in flight computes: the worker ends it after that."""
+    names = {each.request_id for each in step.plan.sequences}
+    before = [lane[0].plan for lane in lanes if lane[0].plan.step_id < step.plan.step_id]
+    return any(not names.isdisjoint(each.request_id for each in plan.sequences) for plan in before)
+
+
 @settings(max_examples=120, deadline=None)
 @given(configs(), st.lists(loads(), min_size=1, max_size=10), FAILURES, MASK_DELAYS, st.integers(1, 4), st.data())
-def test_steps_side_by_side_share_no_request_and_no_block(
+def test_steps_side_by_side_share_no_block_and_requests_by_chunks_alone(
     config: SchedulerConfig,
     load: list[Load],
     failures: dict[int, str],
@@ -160,8 +176,9 @@ def test_steps_side_by_side_share_no_request_and_no_block(
     num_side_by_side: int,
     data: st.DataObject,
 ) -> None:
-    """They end in any order, while requests are aborted, the worker is lost and plans are void. What a step writes
-    stays as it is until its end. Behind some the next one was planned before their tokens were known."""
+    """They end in any order, but those with chunks of one prompt in theirs, while requests are aborted, the worker is
+    lost and plans are void. What a step writes stays as it is until its end. Behind some the next one was planned
+    before their tokens were known."""
     simulation = Simulation(config, mask_delays=mask_delays, num_side_by_side=num_side_by_side)
     lanes: list[list[_Running]] = []
     aborted: set[str] = set()
@@ -178,10 +195,10 @@ def test_steps_side_by_side_share_no_request_and_no_block(
         while len(lanes) < num_side_by_side and (plan := simulation.plan()) is not None:
             assert len(plan.sequences) <= -(-config.max_batch_tokens // num_side_by_side)
             lanes.append([_Running.of(simulation, plan)])
-            names = [step.request_id for lane in lanes for step in lane[0].plan.sequences]
-            assert len(names) == len(set(names))
+            _check_chunks([each for lane in lanes for each in lane])
         if lanes:
-            lane = lanes[data.draw(st.integers(0, len(lanes) - 1), "which ends")]
+            able = [lane for lane in lanes if not _is_behind(lane[0], lanes)]
+            lane = able[data.draw(st.integers(0, len(able) - 1), "which ends")]
             if data.draw(st.booleans(), "ahead") and len(lane) == 1:
                 lane += [each for each in [_Running.ahead(simulation, lane[0])] if each is not None]
             if data.draw(st.booleans(), "none ends"):
@@ -308,3 +325,25 @@ def test_an_older_prefill_does_not_push_out_what_the_step_computes_already() -> 
             simulation.run()
             assert simulation.outputs["young"] == expected_output([3, 4, 5], young)
             assert simulation.outputs["old"] == expected_output(list(range(length)), old)
+
+
+def test_a_long_prompt_is_in_several_steps_at_once() -> None:
+    """One prompt alone keeps all steps side by side busy; its token comes with the last of its chunks."""
+    config = SchedulerConfig(num_blocks=64, block_size=2, max_model_len=64, max_batch_tokens=16, max_running=2)
+    simulation = Simulation(config, num_side_by_side=2)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    simulation.submit("long", list(range(3, 23)), params)
+    running = []
+    for _ in range(2):
+        plan = simulation.plan()
+        assert plan is not None
+        running.append(_Running.of(simulation, plan))
+    assert [(each.start, len(each.token_ids)) for step in running for each in step.plan.sequences] == [(0, 7), (7, 7)]
+    simulation.compute(running[0].plan, running[0].made)
+    last = simulation.plan()
+    assert last is not None
+    assert [(each.start, len(each.token_ids), each.samples) for each in last.sequences] == [(14, 6, True)]
+    for step in (running[1], _Running.of(simulation, last)):
+        simulation.compute(step.plan, step.made)
+    simulation.run()
+    assert simulation.outputs["long"] == expected_output(list(range(3, 23)), params)

@@ -1,5 +1,6 @@
 """The head of a step that runs beside others: cut into pieces that hold all rows once."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.row_sampler import rows_with_logits
-from antiphon.serve.worker.side_by_side import SideBySide, pieces_of
+from antiphon.serve.worker.side_by_side import SideBySide, _Step, pieces_of
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.serve.worker.stages import MicroBatch
 
@@ -38,6 +39,39 @@ def test_every_row_with_logits_is_in_one_piece(sequences: list[SequenceStep], si
     for piece in pieces:
         assert piece.delta_TH is not None
         assert torch.equal(piece.delta_TH, piece.x_TH + 0.5)
+
+
+def under_way(num_begun: int, after: list[_Step], *, num_pieces: int | None = None) -> _Step:
+    unused: Any = None
+    micro_batch: Any = SimpleNamespace(in_flight=None)
+    pieces = None if num_pieces is None else deque([micro_batch] * num_pieces)
+    return _Step(unused, micro_batch, iter(()), after, num_begun, pieces)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "may"),
+    [
+        ((0, None), 0, False),  # its keys and values of layer 0 are not there
+        ((1, None), 0, True),
+        ((1, None), 1, False),
+        ((3, None), 2, True),
+        ((3, None), 3, False),  # both are through: the first one ends first
+        ((3, 1), 3, False),
+        ((3, 0), 3, True),
+    ],
+)
+def test_a_chunk_follows_the_one_before_it_layer_by_layer(
+    first: tuple[int, int | None], second: int, may: bool
+) -> None:
+    """Of three layers. What may go on is chosen although the other has waited longer."""
+    earlier = under_way(first[0], [], num_pieces=first[1])
+    later = under_way(second, [earlier])
+    assert later.may_go_on(3) is may
+    unused: Any = None
+    half: Any = SimpleNamespace(layers=range(3))
+    steps = SideBySide(half, unused, unused, unused, unused, unused, SpanRecorder(keeps_all=False))
+    steps._steps = [later, earlier]
+    assert steps._next() is (later if may else earlier)
 
 
 def test_after_a_failure_nothing_begins_until_all_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

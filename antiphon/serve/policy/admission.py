@@ -19,7 +19,9 @@ are queued, and of one priority no others overtake the head of the line. The las
 waits in place: pushing itself out would cost its cache and win nothing.
 
 Where a worker runs several steps side by side (`num_side_by_side`), each step has the same share of running requests
-and of the budget; a request is in one of them at a time.
+and of the budget; a request is in one of them at a time, but for a long prompt: its next chunk may be in the next step
+before the one before it has ended. The worker computes a layer of the later chunk after that of the earlier one, and
+ends their steps in that order (`worker/side_by_side`).
 
 A request that awaits its mask (its grammar is slow) takes part in nothing, keeps its blocks, may be pushed out, and may
 be overtaken: once the mask is there, its age gives it back its place. Nor does one whose keys and values a prefill
@@ -95,11 +97,7 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
         if request.awaits_mask:
             continue
         if request.planned_step in in_flight:
-            if len(request.token_ids) - request.num_computed > 1:
-                draft.num_left += len(request.token_ids) - request.num_computed
-            if not request.num_promised_blocks:
-                num_missing = blocks_of(len(request.token_ids), block_size) - len(request.block_table)
-                draft.num_claimed += max(0, num_missing)  # one planned ahead has its pending token's block already
+            others += _beside_its_step(book, draft, request)
             continue
         start = request.num_computed
         table = request.block_table
@@ -120,13 +118,26 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
         if len(table) != first:
             new_blocks = tuple(table[first:])
             request.num_blocks_sent = len(table)
-        request.planned_step = step_id
+        request.planned_step, request.planned_end = step_id, start + 1
         token_ids = (request.token_ids[start],)
         draft.sequences.append(
             SequenceStep(request.request_id, request.slot, token_ids, start, first, new_blocks, True, 0, 0)
         )
     draft.budget -= len(draft.sequences)
     return others
+
+
+def _beside_its_step(book: BlockBook, draft: _Draft, request: Request) -> list[Request]:
+    """A request of a step in flight: the rest of its prompt may follow in the step beside that one. Else it has no part
+    in this step, and what it still needs is counted."""
+    if request.planned_end < len(request.token_ids) and request.status is RequestStatus.RUNNING:
+        return [request]
+    if len(request.token_ids) - request.num_computed > 1:
+        draft.num_left += len(request.token_ids) - request.num_computed
+    if not request.num_promised_blocks:
+        num_missing = blocks_of(len(request.token_ids), book.config.block_size) - len(request.block_table)
+        draft.num_claimed += max(0, num_missing)  # one planned ahead has its pending token's block already
+    return []
 
 
 def _serve_lane(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> list[Request]:
@@ -141,7 +152,7 @@ def _serve_lane(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> 
     budget = -(-draft.budget // 2)
     for request in prefills:
         if request.num_promised_blocks:
-            num_tokens = min(budget, _num_left(request), _affordable(request, book, draft.cost / 2))
+            num_tokens = min(budget, _num_left(request, book), _affordable(request, book, draft.cost / 2))
             _add_chunk(book, draft, request, num_tokens)
             budget -= num_tokens
     return [request for request in prefills if not request.num_promised_blocks]
@@ -165,14 +176,14 @@ def _shares(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> dict
     ratio = book.config.context_tokens_per_row
     may_start = (request for request in book.waiting if not (request.awaits_mask or request.prefills_apart))
     some_waiting = islice(may_start, min(_NUM_SHARING, book.num_free_slots))
-    wanted = [(request, _num_left(request)) for request in (*prefills, *some_waiting)]
+    wanted = [(request, _num_left(request, book)) for request in (*prefills, *some_waiting)]
     shares: dict[str, int] = {}
     budget, cost = draft.budget, draft.cost
     for part in (2, 1):
         for request, num_left in wanted:
             given = shares.get(request.request_id, 0)
             divisor = 1 if request is wanted[-1][0] else part
-            start = request.num_computed + given
+            start = _first_row(request, book) + given
             price = _price(request, book)
             affordable = int(rows_for_cost(start, cost / divisor / price, ratio)) or not shares  # the oldest goes on
             rows = min(num_left - given, -(-budget // divisor), affordable)
@@ -190,11 +201,16 @@ def _price(request: Request, book: BlockBook) -> float:
 def _affordable(request: Request, book: BlockBook, cost: float) -> int:
     """Rows that it may have for `cost`, at least one."""
     ratio = book.config.context_tokens_per_row
-    return max(1, int(rows_for_cost(request.num_computed, cost / _price(request, book), ratio)))
+    return max(1, int(rows_for_cost(_first_row(request, book), cost / _price(request, book), ratio)))
 
 
-def _num_left(request: Request) -> int:
-    return len(request.token_ids) - request.num_computed
+def _first_row(request: Request, book: BlockBook) -> int:
+    """Of what no step computes yet: behind what a step in flight does."""
+    return request.planned_end if request.planned_step in book.steps_in_flight else request.num_computed
+
+
+def _num_left(request: Request, book: BlockBook) -> int:
+    return len(request.token_ids) - _first_row(request, book)
 
 
 def _add_prefills(book: BlockBook, draft: _Draft, prefills: Sequence[Request], shares: Mapping[str, int]) -> None:
@@ -204,7 +220,7 @@ def _add_prefills(book: BlockBook, draft: _Draft, prefills: Sequence[Request], s
         if request.status is not RequestStatus.RUNNING:
             continue  # pushed out by an older request
         share = shares[request.request_id]
-        num_fitting = len(request.block_table) * block_size - request.num_computed
+        num_fitting = len(request.block_table) * block_size - _first_row(request, book)
         if share > 0 and num_fitting + book.num_free_blocks == 0:
             book.preempt_later_than(request, draft.step_id)
         _add_chunk(book, draft, request, min(share, num_fitting + book.num_free_blocks * block_size))
@@ -230,13 +246,13 @@ def _admit_waiting(book: BlockBook, draft: _Draft, shares: Mapping[str, int]) ->
         if book.await_arrival(request):
             continue
         affordable = _affordable(request, book, draft.cost)
-        _add_chunk(book, draft, request, min(share, _num_left(request), affordable))
+        _add_chunk(book, draft, request, min(share, _num_left(request, book), affordable))
 
 
 def _add_chunk(book: BlockBook, draft: _Draft, request: Request, num_tokens: int) -> None:
     """Plan the next `num_tokens` of a request, maybe none. The blocks they need must be free."""
     config = book.config
-    start = request.num_computed
+    start = _first_row(request, book)
     end = start + num_tokens
     num_missing = blocks_of(end, config.block_size) - len(request.block_table)
     if num_missing > 0:
@@ -269,7 +285,7 @@ def _add_chunk(book: BlockBook, draft: _Draft, request: Request, num_tokens: int
         )
     )
     request.num_blocks_sent = len(request.block_table)
-    request.planned_step = draft.step_id
+    request.planned_step, request.planned_end = draft.step_id, end
 
 
 def _sequence_start(request: Request) -> SequenceStart:

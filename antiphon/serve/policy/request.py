@@ -51,6 +51,7 @@ class Request:
     num_blocks_published: int = 0  # leading blocks that are offered to other requests
     slot: int = -1  # the worker's row for this request, -1 unless running
     planned_step: int = -1  # the last step that computes something for this request
+    planned_end: int = 0  # leading tokens that are computed after that step
     num_admissions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_prompt_logprobs: int = 0  # prompt positions already reported, if asked for

@@ -1,7 +1,7 @@
 """The scheduler of one attention worker: requests in, plans out, results back; and which worker gets a request.
 
-`plan = schedule()`, run it, `commit(plan, tokens)`. Several plans may be in flight, of different requests, if the
-worker runs steps side by side. What can go wrong in between:
+`plan = schedule()`, run it, `commit(plan, tokens)`. Several plans may be in flight, of different requests or of chunks
+of one prompt, if the worker runs steps side by side. What can go wrong in between:
 
 - a request is aborted during the step: it keeps its blocks until `commit`, which drops its token;
 - an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again;
@@ -114,7 +114,7 @@ class Scheduler:
     def _pending_step(self, request: Request) -> SequenceStep:
         first, start = request.num_blocks_sent, len(request.token_ids)
         request.num_blocks_sent = len(request.block_table)
-        request.planned_step = self._next_step_id
+        request.planned_step, request.planned_end = self._next_step_id, start + 1
         new_blocks = tuple(request.block_table[first:])
         return SequenceStep(request.request_id, request.slot, (PENDING,), start, first, new_blocks, True, 0, 0)
 
@@ -137,7 +137,7 @@ class Scheduler:
             token_id = next(tokens) if step.samples else None
             if request.finish_reason is not None:
                 continue
-            request.num_computed = step.start + len(step.token_ids)
+            request.num_computed = step.start + len(step.token_ids)  # its steps are committed in order
             if step.logprob_end > step.logprob_begin:
                 request.num_prompt_logprobs = step.start + step.logprob_end
             if request.num_computed % self.config.block_size == 0 or len(step.token_ids) > 1:

@@ -7,7 +7,8 @@ for the other steps.
 
 The worker takes, again and again, what can be done without waiting:
 
-1. a layer of the step whose rows came back from the experts, the oldest dispatch first;
+1. a layer of the step whose rows came back from the experts, the oldest dispatch first. Of two steps with chunks of one
+   prompt the later one computes a layer after the earlier one, whose keys and values it reads, and ends after it;
 2. else a piece of the head of a step that is through its layers: the experts compute for the others meanwhile, so the
    head is cut into pieces of `_ROWS_A_PIECE` rows, and rows that come back are gone on with in between;
 3. else it waits for the oldest dispatch.
@@ -72,13 +73,30 @@ class SharedExchange(StepExchange):
 
 @dataclass(eq=False)
 class _Step:
-    """A step under way. `layers`: those left; `pieces`: of the head, those left, once the layers are done."""
+    """A step under way. `layers`: those left, `num_begun`: how many are not; `pieces`: of the head, those left, when
+    its layers are done. `after`: steps with earlier chunks of its prompts."""
 
     order: RunStep
     micro_batch: MicroBatch
     layers: Iterator[int]
+    after: list["_Step"]
+    num_begun: int = 0
     pieces: deque[MicroBatch] | None = None
     sampled: list[Sampled] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the requests that it computes."""
+        return {sequence.request_id for sequence in self.micro_batch.sequences}
+
+    def may_go_on(self, num_layers: int) -> bool:
+        """What its next rows attend to is written; it ends after the steps before it."""
+        return all(step.has_ended or num_layers > self.num_begun < step.num_begun for step in self.after)
+
+    @property
+    def has_ended(self) -> bool:
+        """All its rows are computed and all its tokens sampled."""
+        return self.pieces is not None and not self.pieces
 
 
 class SideBySide(AttentionRunner):
@@ -138,7 +156,9 @@ class SideBySide(AttentionRunner):
         ]
         micro_batch = self._begin(sequences)
         assert micro_batch is not None, "a step has rows"
-        self._steps.append(_Step(order, micro_batch, iter(self._half.layers)))
+        names = {each.request_id for each in sequences}
+        after = [step for step in self._steps if not names.isdisjoint(step.names)]
+        self._steps.append(_Step(order, micro_batch, iter(self._half.layers), after))
 
     def _start_waiting(self) -> None:
         """Those whose micro-batch is free: the step before them has ended."""
@@ -184,12 +204,13 @@ class SideBySide(AttentionRunner):
         return self._recorder.step
 
     def _next(self) -> _Step:
-        for step in self._steps:
+        able = [step for step in self._steps if not step.after or step.may_go_on(len(self._half.layers))]
+        for step in able:
             layer = step.micro_batch.in_flight
             through = step.pieces is not None
             if not through and (layer is None or self._exchange.is_back(layer, step.order.first_micro_batch)):
                 return step
-        return next((step for step in self._steps if step.pieces is not None), self._steps[0])
+        return next((step for step in able if step.pieces is not None), able[0])
 
     def _go_on(self, step: _Step) -> None:
         """One layer; behind the last one the head is cut."""
@@ -200,6 +221,7 @@ class SideBySide(AttentionRunner):
             step.pieces = deque(pieces_of(step.micro_batch))
         else:
             self._attend(layer, index, step.micro_batch)
+            step.num_begun += 1
 
     def _sample(self, step: _Step, piece: MicroBatch) -> None:
         start_ns = time.monotonic_ns()
