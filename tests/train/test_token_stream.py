@@ -4,11 +4,13 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.models.config import load_model_spec
-from antiphon.train import token_stream
+from antiphon.train import setup, token_stream
 from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.setup import prepare, prepare_data, stream_of, tokenizer_of
 from antiphon.train.streamed_samples import StreamedSamples
@@ -166,6 +168,27 @@ def test_a_writer_that_dies_and_one_that_writes_nothing_are_named(tmp_path: Path
     with pytest.raises(UserError, match="tokenizing beside the steps ended by signal 9"):
         StreamedSamples(stream, writer.check).batch([60], WHERE)
     writer.close()
+
+
+def test_a_signal_ends_a_run_that_waits_for_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing writes, so the steps end with the first block."""
+    silent = SimpleNamespace(check=lambda: None, close=lambda: None)
+    monkeypatch.setattr(setup, "StreamWriter", lambda stream: silent)
+    config = read_config(write_run(tmp_path), (*BLOCKS, "steps=4000", "output.checkpoint_every=0"))
+    trainer = Trainer(prepare(config))
+
+    def send() -> None:
+        while not trainer.state.step:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    facts = trainer.run()
+    sender.join(PATIENCE_S)
+    assert facts["stopped_by"] == "SIGTERM"
+    assert 0 < facts["steps"] < 20
+    assert Path(facts["checkpoint"]).name == f"step-{facts['steps']:08}"
 
 
 def test_the_writer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
