@@ -305,11 +305,12 @@ def _rows(
             # Operators beside an exchange are slowed by it: the variant without overlap has their own times. Packing
             # ends in a form of its own, with fewer exchanges.
             form, first = str(contestant.trainer.mesh.sizes), not (variant.overlaps and not variant.settles)
-            assert form in plain_s or first, f"{variant.name} is the first of its form, and overlaps"
-            plain = plain_s.setdefault(form, own_s)
-            # Not simulated: turns of two micro-batches, and links inside nodes.
-            if not contestant.trainer.config.overlap.pairs and not case.inner_mbit:
-                row["predicted_step_s"] = _predicted_s(case, contestant, plain, record.expert_rows)
+            assert form in plain_s or first or case.chosen, f"{variant.name} is the first of its form, and overlaps"
+            if first:
+                plain_s.setdefault(form, own_s)
+            # Not simulated: turns of two micro-batches, links inside nodes, what runs without its form's first.
+            if form in plain_s and not contestant.trainer.config.overlap.pairs and not case.inner_mbit:
+                row["predicted_step_s"] = _predicted_s(case, contestant, plain_s[form], record.expert_rows)
             row["operator_s"] = own_s
         rows.append(row)
     return rows
