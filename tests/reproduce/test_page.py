@@ -58,7 +58,7 @@ def test_values_and_tolerances_in_words(rows: dict[str, Row]) -> None:
 
 def test_a_page_of_few_rows_has_no_empty_parts(rows: dict[str, Row]) -> None:
     text = page([rows["msi-m2n-bytes"]])
-    assert "All together: 1 of 1 rows." in text
+    assert "All together: 1 of 1 rows hold." in text
     assert "does not hold, and why" not in text
     assert "## Calibrations" not in text
     assert "LINA" not in text
