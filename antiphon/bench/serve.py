@@ -30,6 +30,7 @@ from antiphon.bench.harness.contest import ContestColumns, share
 from antiphon.bench.harness.limits import (
     DecoderSizes,
     MachineLimits,
+    as_kept,
     decode_bound_tokens_per_s,
     measure_device_limits,
     measure_machine_limits,
@@ -86,9 +87,10 @@ def bench_serve(
     """Rows of `bench serve`, and the machine's limits as measured between the runs (the last workload's median).
 
     No rows if no engine could be started. What Antiphon itself refuses (`UserError`) ends the benchmark."""
-    open_checkpoint(model, load_model_spec(model))  # what is wrong with it is said before an engine starts
+    spec = load_model_spec(model)
+    checkpoint = open_checkpoint(model, spec)  # what is wrong with it is said before an engine starts
     config = completed(read_config(model))
-    decoder = DecoderSizes.from_config(config)
+    decoder = as_kept(DecoderSizes.from_config(config), checkpoint, spec)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for peer in peers:

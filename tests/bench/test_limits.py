@@ -84,6 +84,16 @@ def test_bounds_match_the_published_yardstick(
     assert bound == pytest.approx(tokens_per_s, rel=0.01)
 
 
+def test_weights_in_few_bits_are_read_in_fewer_bytes(sizes: DecoderSizes) -> None:
+    eight_bits = replace(sizes, expert_bytes=1.0625, dense_bytes=1.0625, head_bytes=1.0625)
+    routers = sizes.num_layers * sizes.hidden_size * sizes.num_experts  # stay in bfloat16
+    for touched in (4.0, 20.5):
+        whole = sizes.decoder_parameters(touched) + sizes.head_parameters
+        assert sizes.read_bytes(touched) == 2 * whole
+        assert eight_bits.read_bytes(touched) == pytest.approx(1.0625 * (whole - routers) + 2 * routers)
+    assert limits.decode_step_bytes(eight_bits, 1, 0) < 0.54 * limits.decode_step_bytes(sizes, 1, 0)
+
+
 def test_prefill_bound_matches_the_published_yardstick(sizes: DecoderSizes, machine: MachineLimits) -> None:
     assert limits.compute_bound_prefill_tokens_per_s(sizes, machine, 512) == pytest.approx(4735, rel=0.01)
 

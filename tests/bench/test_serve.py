@@ -19,11 +19,15 @@ import typer
 
 from antiphon.base.errors import ResourceError
 from antiphon.bench import serve
-from antiphon.bench.harness.limits import MachineLimits, ThreadLimits
+from antiphon.bench.harness.limits import DecoderSizes, MachineLimits, ThreadLimits, as_kept
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.bench.serving_peers import EngineProcess, Peer, vllm_peer
 from antiphon.cli import bench as command
+from antiphon.models.config import load_model_spec
+from antiphon.models.load import open_checkpoint
+from antiphon.models.rounding import WeightRounding
+from antiphon.models.write_rounded import write_rounded
 
 WORKS = """
 import time
@@ -121,6 +125,17 @@ def test_a_peer_that_fails_later_keeps_the_rows_it_has(model: Path, peers: Peers
     engines, said = run(model, [peers("fails", FAILS_LATER), peers("works", WORKS)], *sizes)
     assert engines == ["fails", "works", "works", "works"]
     assert said == ["from here on without fails: AssertionError: out of pages"]
+
+
+def test_bounds_count_the_bytes_that_weights_take(model: Path, tmp_path: Path) -> None:
+    sizes = DecoderSizes.from_config(json.loads((model / "config.json").read_text()))
+    out = tmp_path / "out"
+    write_rounded(model, out, WeightRounding(experts="int4", dense="int8", group=32), lambda done, total: None)
+    # Each matrix stores its shape too, which counts in so small a model.
+    for folder, expected in ((model, (2, 2, 2)), (out, (0.5625, 1.0625, 2))):
+        spec = load_model_spec(folder)
+        kept = as_kept(sizes, open_checkpoint(folder, spec), spec)
+        assert (kept.expert_bytes, kept.dense_bytes, kept.head_bytes) == pytest.approx(expected, rel=0.05)
 
 
 def test_nothing_ran_is_an_error(

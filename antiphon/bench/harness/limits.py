@@ -20,13 +20,16 @@ formula, which a test compares with enumeration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from antiphon.cost.layers import expected_touched
+from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.tensors import TensorRef, attention_layer_plan, expert_refs, outer_plan
+from antiphon.specs.model import ModelSpec
 
 READ_BUFFER_BYTES = 1 << 30
 GEMM_SIZE = 4096
@@ -63,7 +66,8 @@ class MachineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """The sizes of a Mixture-of-Experts decoder that decide its traffic and arithmetic."""
+    """The sizes of a Mixture-of-Experts decoder that decide its traffic and arithmetic. `*_bytes`: of one weight as it
+    is kept, with its share of a scale: of routed experts, of other matrices, of the head."""
 
     num_layers: int
     num_dense_layers: int
@@ -76,6 +80,9 @@ class DecoderSizes:
     expert_size: int
     dense_size: int
     vocab_size: int
+    expert_bytes: float = BYTES_PER_ELEMENT
+    dense_bytes: float = BYTES_PER_ELEMENT
+    head_bytes: float = BYTES_PER_ELEMENT
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DecoderSizes:
@@ -122,6 +129,33 @@ class DecoderSizes:
         dense = 3 * self.hidden_size * self.dense_size
         num_moe_layers = self.num_layers - self.num_dense_layers
         return self.num_layers * self.attention_parameters + num_moe_layers * moe + self.num_dense_layers * dense
+
+    def read_bytes(self, num_experts_read: float) -> float:
+        """Of all layers and the head, when `num_experts_read` experts of each MoE layer are read."""
+        experts = (self.num_layers - self.num_dense_layers) * num_experts_read * self.expert_parameters
+        router = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
+        dense = self.decoder_parameters(0) - router
+        head = self.head_parameters * self.head_bytes
+        return experts * self.expert_bytes + dense * self.dense_bytes + router * BYTES_PER_ELEMENT + head
+
+
+def as_kept(sizes: DecoderSizes, checkpoint: Checkpoint, spec: ModelSpec) -> DecoderSizes:
+    """With the bytes of a weight that its formats take; floats are kept in bfloat16."""
+    names, layer = checkpoint.family_names(spec.family), spec.expert_layers[0]
+
+    def bytes_of(refs: Sequence[TensorRef], num_weights: int) -> float:
+        stored = sum(checkpoint.stored_bytes(ref.name, ref.rows, ref.cut) for ref in refs)
+        return min(BYTES_PER_ELEMENT, stored / num_weights)
+
+    expert = expert_refs(spec, names, layer, 0, checkpoint)
+    kept = replace(sizes, expert_bytes=bytes_of((*expert.gate_up, expert.down), sizes.expert_parameters))
+    attention = attention_layer_plan(spec, names, layer, checkpoint)
+    if spec.attention.latent is None:
+        matrices = (*attention["qkv"], *attention["out"])
+        kept = replace(kept, dense_bytes=bytes_of(matrices, sizes.attention_parameters))
+    if spec.tie_embeddings:
+        return kept
+    return replace(kept, head_bytes=bytes_of(outer_plan(spec, names)["head"], sizes.head_parameters))
 
 
 def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) -> MachineLimits:
@@ -231,8 +265,8 @@ def touched_experts(sizes: DecoderSizes, num_tokens: int) -> float:
 def decode_step_bytes(sizes: DecoderSizes, concurrency: int, context: int) -> float:
     """Bytes that one decode step must read: the weights touched, once, and each sequence's `context` cached tokens."""
     touched = touched_experts(sizes, concurrency)
-    weights = sizes.decoder_parameters(touched) + sizes.head_parameters + concurrency * sizes.hidden_size
-    return weights * BYTES_PER_ELEMENT + concurrency * context * sizes.kv_bytes_per_token
+    embeddings = concurrency * sizes.hidden_size * BYTES_PER_ELEMENT
+    return sizes.read_bytes(touched) + embeddings + concurrency * context * sizes.kv_bytes_per_token
 
 
 def decode_step_flops(sizes: DecoderSizes, concurrency: int, context: int) -> float:
@@ -281,8 +315,7 @@ def prefill_bound_tokens_per_s(
     """Prefill rate if the whole batch took the longer of its arithmetic and reading each touched weight once."""
     num_tokens = num_prompts * prompt_tokens
     touched = touched_experts(sizes, num_tokens)
-    weights_bytes = (sizes.decoder_parameters(touched) + sizes.head_parameters) * BYTES_PER_ELEMENT
     return min(
-        num_tokens * limits.read_bytes_per_s / weights_bytes,
+        num_tokens * limits.read_bytes_per_s / sizes.read_bytes(touched),
         compute_bound_prefill_tokens_per_s(sizes, limits, prompt_tokens),
     )
