@@ -75,6 +75,13 @@ class SafetensorsFile:
             count = (last - first) // dtype.itemsize
             return torch.frombuffer(self._mapped(), dtype=dtype, count=count, offset=first).view(shape)
 
+    def will_need(self, name: str, rows: tuple[int, int] | None = None) -> None:
+        """Have the system read the tensor from the disk meanwhile. Does not wait."""
+        first, last = self._span(self.entries[name], rows)
+        if first < last:
+            start = first - first % mmap.PAGESIZE
+            self._mapped().madvise(mmap.MADV_WILLNEED, start, last - start)
+
     def release(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Give the tensor's pages back to the system. A later access reads them from the file again."""
         first, last = self._span(self.entries[name], rows)
@@ -236,11 +243,19 @@ class Checkpoint:
             return None
         return _cut_matrix(matrices[0], self._num_axes(name), cut)
 
+    def will_need(self, name: str, rows: Rows = None) -> None:
+        """Have the system read the tensor from the disk while something else is done."""
+        for part in self._parts(name):
+            self._shard(part).will_need(part, self._rows_of(part, name, rows))
+
     def release(self, name: str, rows: Rows = None) -> None:
         """Give the pages of a tensor read before back to the system; views of it stay valid and re-read the file."""
         for part in self._parts(name):
-            shared = self.stored_shape(part)[:1] != self.shape(name)[:1]
-            self._shard(part).release(part, None if shared else rows)
+            self._shard(part).release(part, self._rows_of(part, name, rows))
+
+    def _rows_of(self, part: str, name: str, rows: Rows) -> Rows:
+        """Of a stored tensor that makes `name`: all rows where it is shared between several of these."""
+        return None if self.stored_shape(part)[:1] != self.shape(name)[:1] else rows
 
     def _floats(self, name: str, rows: Rows) -> Tensor:
         if name in self._made:

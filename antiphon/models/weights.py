@@ -28,6 +28,7 @@ from antiphon.models.rounding import RoundedFormat, format_of, rounded
 from antiphon.models.tensors import ExpertRefs, LoadPlan, TensorRef
 
 _log = get_logger("models")
+EXPERTS_AHEAD = 4  # asked of the disk before they are read: some MiB
 PLAIN_PURPOSES = ("router", "shared_gate", "kv_up")  # matrices that back-ends want as floats
 ReportProgress = Callable[[int, int], None]
 
@@ -123,11 +124,20 @@ class WeightReader:
             gate_up=None if gate_up is None else gate_up[0].format, down=None if down is None else down.format
         )
         experts = self.backend.new_experts(shape, formats)
+        for refs in plan[:EXPERTS_AHEAD]:
+            self._will_need(refs)
         for index, refs in enumerate(plan):
+            for later in plan[index + EXPERTS_AHEAD : index + EXPERTS_AHEAD + 1]:
+                self._will_need(later)
             self.expert(experts, index, refs, to)
         for form, ref in ((formats.gate_up, like.gate_up[0]), (formats.down, like.down)):
             self._note(form, [ref], to, len(plan))
         return experts
+
+    def _will_need(self, refs: ExpertRefs) -> None:
+        """The disk reads while the experts before it are unpacked."""
+        for ref in refs.refs:
+            self.checkpoint.will_need(ref.name, ref.rows)
 
     def expert(self, experts: PackedExperts, index: int, refs: ExpertRefs, to: RoundedFormat | None) -> None:
         """Copy one expert into place. Experts are nearly all of a checkpoint: their numbers are not looked at.
