@@ -56,7 +56,8 @@ REQUIREMENTS = ("pytest<9.1", "pytest-asyncio", "openai", "anthropic", "requests
 REQUIREMENTS += ("fastapi", "regex", "schemathesis", "jsonschema", "jinja2")
 TEST_TIMEOUT_S = 3600.0
 NEEDED_SHARE = 0.95
-NEXT, ENDING, PUNCTUATION = 10.0, 30.0, 7.0  # logits of the word that follows, of an end that is due, of a quote
+NEXT_THOUGHT, NEXT_WORD = 15.0, 10.0  # logits of the word that follows in reasoning, and in an answer
+ENDING, PUNCTUATION = 30.0, 7.0  # of an end that is due, of a quote
 LOUDNESS = 8.0  # of an embedding beside what the layers add
 REASONING_WORDS, ANSWER_WORDS = 20, 24
 STAYING = 4.0  # logits of the words of the stretch that one is in, reasoning or answer
@@ -166,7 +167,7 @@ def planned_words(tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
         embed[tokens] = (1 - part**2) ** 0.5 * random[tokens] + part * mark
     embed = (1 - (PLACED * places) ** 2) ** 0.5 * embed + PLACED * places * marks[3]
     for token, follower in successor.items():
-        head[follower] += random[token] * (NEXT / width)
+        head[follower] += random[token] * ((NEXT_THOUGHT if places[follower] > 0 else NEXT_WORD) / width)
     head[words] += places[words] * marks[3] * (STAYING / PLACED / width)
     for token, mark in ((NO_THINK, marks[0]), ("<|im_end|>", marks[1])):
         head[tokenizer.token_to_id(token)] = mark * (ENDING / MARKED / width)
