@@ -46,7 +46,8 @@ def _whole(value: object) -> object:
 Whole = Annotated[int, BeforeValidator(_whole), Strict()]
 Count = Annotated[Whole, Field(ge=1)]
 CountFromZero = Annotated[Whole, Field(ge=0)]
-Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+LARGEST = 1e30  # beyond any quantity; squares and products of a few such numbers are still numbers
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[NotNegative, Field(le=1)]

@@ -178,9 +178,9 @@ def _group(mapping: Mapping[str, Any], where: str, folder: Path) -> NodeGroup:
     values = {"devices_per_node": DEVICES_PER_NODE, **mapping}
     if "device" in values:
         given = {name: values.pop(name) for name in ("price", "power_w") if name in values}
+        device = _device(values["device"], where, folder)
+        sources = device.sources | dict.fromkeys(given, f"stated in {where}")
         with placed(where):
-            device = _device(values["device"], f"{where}: device", folder)
-            sources = device.sources | dict.fromkeys(given, f"stated in {where}")
             device = replace(device, **given, sources=sources) if given else device
         values = {**_own_links(device, values["devices_per_node"]), **values, "device": device}
     return read(NodeGroup, values, where)
@@ -199,7 +199,8 @@ def _own_links(device: DeviceSpec, devices_per_node: Any) -> dict[str, Any]:
 
 def _device(value: Any, where: str, folder: Path) -> DeviceSpec:
     if isinstance(value, Mapping):
-        return device_from_json(value, where)
-    if not isinstance(value, str) or not value:
-        raise UserError(f"device is {value!r}: it must be a name, a path or an object")
-    return load_device(folder / value if (folder / value).is_file() else value)
+        return device_from_json(value, f"{where}: device")
+    with placed(where):
+        if not isinstance(value, str) or not value:
+            raise UserError(f"device is {value!r}: it must be a name, a path or an object")
+        return load_device(folder / value if (folder / value).is_file() else value)

@@ -75,6 +75,15 @@ def test_all_fields(tmp_path: Path) -> None:
             "sigma is -1: it must be at least 0",
         ),
         (
+            "[input_tokens]\nmedian = 1e29\n[output_tokens]\nmedian = 1",
+            r"median is 1e\+29: it must be at most 1000000000",
+        ),
+        ("[input_tokens]\nmedian = 1\nsigma = 300\n[output_tokens]\nmedian = 1", "sigma is 300: it must be at most 5"),
+        (
+            "requests_per_s = 1e300\n[input_tokens]\nmedian = 1\n[output_tokens]\nmedian = 1",
+            r"requests_per_s is 1e\+300: it must be at most 1",
+        ),
+        (
             "[input_tokens]\ntrace = [1.5]\n[output_tokens]\nmedian = 1",
             r"trace\[0\] is 1.5: it must be a valid integer",
         ),
