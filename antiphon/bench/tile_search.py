@@ -45,7 +45,7 @@ class TunedBucket:
 
 
 def candidates(weight: StackedWeight, num_rows: int, capability: int) -> list[ProductTile]:
-    """Tiles worth trying for so many rows over all experts: the rule's, then its neighbours."""
+    """Tiles worth trying for `num_rows` rows over all experts: the rule's, then its neighbours."""
     default = default_tile(weight, num_rows, capability)
     if weight.dtype == torch.float32:
         return [default]

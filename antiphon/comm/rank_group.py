@@ -47,7 +47,7 @@ class RankGroup(Protocol):
         """Replace `tensor`, which is contiguous and of the same shape on all ranks, by the sum over all ranks."""
 
     def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
-        """First and last row, exclusive, of the blocks in which so many rows should be summed, in order."""
+        """First and last row, exclusive, of the blocks in which `num_rows` rows should be summed, in order."""
 
     def begin_sum(self, tensor: Tensor) -> None:
         """As `all_reduce`, but the sum is there after `finish_sums`. Sums begun are made in their order; until they are

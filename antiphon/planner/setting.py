@@ -122,7 +122,7 @@ class SearchLimits:
     prompts as they come, though no rate and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`:
     replicas of experts per worker that are tried. `prefer_simple`: a simpler layout that the model cannot tell from the
     best is taken. `servable`: only layouts that `antiphon serve` runs
-    (`planner/candidates`). `pins`: what is fixed for every layout. `num_instances`: exactly so many, which share the
+    (`planner/candidates`). `pins`: what is fixed for every layout. `num_instances`: how many exactly, which share the
     workload's requests in flight; None: as many as fit or are needed."""
 
     max_micro_batches: int = 4
@@ -214,7 +214,7 @@ class Setting:
 
     @property
     def holds_all(self) -> bool:
-        """Whether all requests in flight must have a place: where the time of exactly so many is asked for. Elsewhere
+        """Whether all requests in flight must have a place: where the time of exactly that number is asked. Elsewhere
         `max_batch` is a limit."""
         return self.wants_latency and self.workload.requests_per_s is None
 

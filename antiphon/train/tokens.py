@@ -106,7 +106,7 @@ def tokenizing(
     block_tokens: int = 0,
 ) -> Iterator[None]:
     """Write the ids of `files` of `sources` into `cache`, unless they are there. With `block_tokens`, yields whenever
-    one more block of so many training ids, and the id behind it, is on disk; it may be left there, and go on later."""
+    one more block of training ids, and the id behind it, is on disk; it may be left there, and go on later."""
     if _read_meta(cache).get("made_from") == made_from:
         return
     tokenizer = load_tokenizer(tokenizer_path)

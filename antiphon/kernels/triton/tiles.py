@@ -17,7 +17,7 @@ _BY_RULE = TunedWeight()
 
 
 def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> ProductTile:
-    """The tile for this weight and about so many rows over all its experts."""
+    """The tile for this weight and about `num_rows` rows over all its experts."""
     return tuned_tile(_entry(key_of(weight, device)), weight, num_rows, device)
 
 
