@@ -33,7 +33,7 @@ Blob read_blob(int descriptor) {
     return blob;
 }
 
-constexpr PairSpec process_spec{3, 4, 256 * 1024, 11};
+const PairSpec process_spec{3, 4, 256 * 1024, 11};
 constexpr uint16_t process_rounds = 50;
 
 // The other process: sends on standard input's and output's word. `for_ever`: until it is killed.

@@ -13,7 +13,7 @@ namespace antiphon::m2n::test {
 
 namespace {
 
-constexpr PairSpec spec{.source = 6, .slots = 2, .slot_bytes = 50'000, .incarnation = 3};
+const PairSpec spec{.source = 6, .slots = 2, .slot_bytes = 50'000, .incarnation = 3};
 constexpr TcpTuning tiny_buffers{.least_buffer_bytes = 0, .largest_buffer_bytes = 65'536};
 
 void write_message(int fd, Immediate immediate, Step step, uint64_t length,

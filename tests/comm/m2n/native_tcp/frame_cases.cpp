@@ -9,7 +9,7 @@ namespace antiphon::m2n::test {
 
 namespace {
 
-constexpr PairSpec small_spec{.source = 5, .slots = 3, .slot_bytes = 20'000, .incarnation = 9};
+const PairSpec small_spec{.source = 5, .slots = 3, .slot_bytes = 20'000, .incarnation = 9};
 constexpr std::byte guard{0xA5};
 
 // Slots between guards: whatever a parser writes outside shows.

@@ -20,7 +20,7 @@ constexpr TcpTuning tiny_buffers{.least_buffer_bytes = 0, .largest_buffer_bytes 
 void sizes() {
     for (const TcpTuning& tuning : {TcpTuning{}, tiny_buffers}) {
         Node sender(tuning), receiver(tuning);
-        constexpr PairSpec spec{.source = 7, .slots = 3, .slot_bytes = 300'000, .incarnation = 4};
+        const PairSpec spec{.source = 7, .slots = 3, .slot_bytes = 300'000, .incarnation = 4};
         Pair pair = open_pair(sender, receiver, spec);
         Sender from(sender.transport(), *pair.link, spec);
         Collector to(receiver.transport(), *pair.landing, spec);
@@ -42,7 +42,7 @@ void sizes() {
 
 void wrap_around() {
     Node sender, receiver;
-    constexpr PairSpec spec{.source = 4095, .slots = 2, .slot_bytes = 100, .incarnation = UINT32_MAX};
+    const PairSpec spec{.source = 4095, .slots = 2, .slot_bytes = 100, .incarnation = UINT32_MAX};
     Pair pair = open_pair(sender, receiver, spec);
     constexpr size_t num_messages = 2 * (2 * sequence_modulus + 10);
     std::thread receiving([&] { Collector(receiver.transport(), *pair.landing, spec).take(num_messages); });
@@ -61,7 +61,7 @@ long peak_kilobytes() {
 // 1e5 messages through one pair: no allocation on either thread, no growth.
 void no_growth() {
     Node sender, receiver;
-    constexpr PairSpec spec{.source = 0, .slots = 16, .slot_bytes = 256, .incarnation = 1};
+    const PairSpec spec{.source = 0, .slots = 16, .slot_bytes = 256, .incarnation = 1};
     Pair pair = open_pair(sender, receiver, spec);
     constexpr size_t num_messages = 100'000, num_first = 2'000;
     std::atomic<uint64_t> allocated{0};
@@ -87,7 +87,7 @@ void no_growth() {
 // Slots far larger than the buffers: bytes move on, both sides, while neither owner calls anything.
 void progress_thread() {
     Node sender(tiny_buffers), receiver(tiny_buffers);
-    constexpr PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 1 << 20, .incarnation = 2};
+    const PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 1 << 20, .incarnation = 2};
     Pair pair = open_pair(sender, receiver, spec);
     wait_adopted(receiver);
     CHECK(sender.transport().has_progress_thread() && receiver.transport().has_progress_thread());
@@ -114,7 +114,7 @@ void progress_thread() {
 // With buffers as large as the slots nobody needs a thread, and a message is under way while both owners compute.
 void no_thread_needed() {
     Node sender, receiver;
-    constexpr PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 1 << 20, .incarnation = 2};
+    const PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 1 << 20, .incarnation = 2};
     Pair pair = open_pair(sender, receiver, spec);
     wait_adopted(receiver);
     const uint64_t wanted = 2 * slot_stride(1 << 20);
@@ -133,7 +133,7 @@ void no_thread_needed() {
 void both_directions() {
     for (const TcpTuning& tuning : {TcpTuning{}, tiny_buffers}) {
         Node nodes[2] = {Node(tuning), Node(tuning)};
-        constexpr PairSpec spec{.source = 3, .slots = 2, .slot_bytes = 4 << 20, .incarnation = 2};
+        const PairSpec spec{.source = 3, .slots = 2, .slot_bytes = 4 << 20, .incarnation = 2};
         Pair pairs[2] = {open_pair(nodes[0], nodes[1], spec), open_pair(nodes[1], nodes[0], spec)};
         const auto run = [&](int self) {
             Transport& transport = nodes[self].transport();
@@ -301,7 +301,7 @@ void buffers_without_force() {
     CHECK(report.wanted == 16 << 20 && report.granted_send > 0 && report.granted_receive > 0);
     const TcpTuning unforced{.force = false};
     Node sender(unforced), receiver(unforced);
-    constexpr PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 24 << 20, .incarnation = 2};
+    const PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 24 << 20, .incarnation = 2};
     Pair pair = open_pair(sender, receiver, spec);
     std::thread receiving([&] { Collector(receiver.transport(), *pair.landing, spec).take(2); });
     Sender from(sender.transport(), *pair.link, spec);

@@ -124,7 +124,7 @@ void slots_are_reused() {
         for (const auto disposition : {SIG_IGN, SIG_DFL}) {
             std::signal(SIGPIPE, disposition);
             Node sender(tuning), receiver(tuning);
-            constexpr PairSpec spec{.source = 2, .slots = 2, .slot_bytes = 400'000, .incarnation = 3};
+            const PairSpec spec{.source = 2, .slots = 2, .slot_bytes = 400'000, .incarnation = 3};
             constexpr size_t num_messages = 120;
             Pair pair = open_pair(sender, receiver, spec);
             std::thread receiving([&] { Collector(receiver.transport(), *pair.landing, spec).take(num_messages); });

@@ -10,7 +10,7 @@ namespace antiphon::m2n::test {
 namespace {
 
 constexpr TcpTuning tiny_buffers{.least_buffer_bytes = 0, .largest_buffer_bytes = 65'536};
-constexpr PairSpec large_spec{.source = 1, .slots = 2, .slot_bytes = 1 << 20, .incarnation = 2};
+const PairSpec large_spec{.source = 1, .slots = 2, .slot_bytes = 1 << 20, .incarnation = 2};
 
 // With and without a progress thread: the owner sleeps on a bell or on the sockets.
 template <class Body>
@@ -75,7 +75,7 @@ void interrupt() {
 void needed() {
     for (const TcpTuning& tuning : {TcpTuning{}, tiny_buffers}) {
         Node sender(tuning), receiver(tuning);
-        constexpr PairSpec spec{.source = 1, .slots = 8, .slot_bytes = 100'000, .incarnation = 2};
+        const PairSpec spec{.source = 1, .slots = 8, .slot_bytes = 100'000, .incarnation = 2};
         Pair pair = open_pair(sender, receiver, spec);
         wait_adopted(receiver);
         const uint32_t prepared = receiver.transport().prepare(Event::arrival);
@@ -106,8 +106,8 @@ void needed() {
 void sleeps_on_one() {
     Node sender, receiver;
     constexpr uint32_t num_early = 100;
-    constexpr PairSpec early_spec{.source = 1, .slots = num_early, .slot_bytes = 1000, .incarnation = 2};
-    constexpr PairSpec late_spec{.source = 2, .slots = 1, .slot_bytes = 1000, .incarnation = 2};
+    const PairSpec early_spec{.source = 1, .slots = num_early, .slot_bytes = 1000, .incarnation = 2};
+    const PairSpec late_spec{.source = 2, .slots = 1, .slot_bytes = 1000, .incarnation = 2};
     Pair early = open_pair(sender, receiver, early_spec);
     Pair late = open_pair(sender, receiver, late_spec);
     wait_adopted(receiver);
@@ -140,12 +140,12 @@ void sleeps_on_one() {
 // The pair that is slept on breaks; one that has no connection yet is no reason not to hear of the others.
 void one_is_no_use() {
     Node sender, receiver;
-    constexpr PairSpec spec{.source = 1, .slots = 1, .slot_bytes = 1000, .incarnation = 2};
+    const PairSpec spec{.source = 1, .slots = 1, .slot_bytes = 1000, .incarnation = 2};
     Pair pair = open_pair(sender, receiver, spec);
     wait_adopted(receiver);
     Transport& transport = receiver.transport();
     Blob welcome;
-    constexpr PairSpec no_spec{.source = 2, .slots = 1, .slot_bytes = 8, .incarnation = 2};
+    const PairSpec no_spec{.source = 2, .slots = 1, .slot_bytes = 8, .incarnation = 2};
     const auto unconnected = transport.open_landing(no_spec, {}, welcome);
     uint32_t prepared = transport.prepare(Event::arrival);
     Sender(sender.transport(), *pair.link, spec).send(0, 1000);
@@ -173,7 +173,7 @@ void one_is_no_use() {
 // Credits that come back do not wake who waits for data.
 void credits_do_not_wake() {
     Node sender, receiver;
-    constexpr PairSpec spec{.source = 1, .slots = 200, .slot_bytes = 100, .incarnation = 2};
+    const PairSpec spec{.source = 1, .slots = 200, .slot_bytes = 100, .incarnation = 2};
     Pair pair = open_pair(sender, receiver, spec);
     Sender from(sender.transport(), *pair.link, spec);
     for (Step step = 0; step < 200; ++step) from.send(step, 100);
@@ -243,7 +243,7 @@ void check_refused(Code code, const char* words, Body body) {
 
 void connecting() {
     Node node;
-    constexpr PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 100, .incarnation = 2};
+    const PairSpec spec{.source = 1, .slots = 2, .slot_bytes = 100, .incarnation = 2};
     const auto link_to = [&](const std::string& host, uint16_t port, int64_t timeout_ns) {
         Blob welcome{std::vector<std::byte>(16), {}};
         node.transport().open_link(spec, welcome, host, port, Deadline::after_ns(timeout_ns));
