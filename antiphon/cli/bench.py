@@ -218,7 +218,8 @@ def serve(
     prefill: Annotated[str, typer.Option(metavar="NxN,NxN", help="Prompts x tokens; '': none.")] = "1x512,8x512",
     layouts: Annotated[str, typer.Option(metavar="L,L", help="colocated, colocated*2, 1+1/m2")] = "colocated",
     peers: Annotated[
-        str | None, typer.Option(metavar="P,P", show_default="transformers,vllm", help="'': none.")
+        str | None,
+        typer.Option(metavar="P,P", show_default="transformers,vllm", help="'': none; llama.cpp: of a GGUF."),
     ] = None,
     against_url: Annotated[str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible server.")] = None,
     device: options.DeviceOption = "cpu",

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from antiphon.base.errors import UserError
 from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer, inter_token_s
 from antiphon.bench.serving_peers import (
     EngineProcess,
@@ -18,6 +19,7 @@ from antiphon.bench.serving_peers import (
     PeerUnavailableError,
     RawRun,
     Workload,
+    llama_cpp_peer,
     run_result,
     vllm_peer,
 )
@@ -107,6 +109,13 @@ def test_engine_failure_names_engine_reason_and_log(process: EngineProcess) -> N
 def test_missing_vllm_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(PeerUnavailableError, match="run `make peers`"):
         vllm_peer(tmp_path, environment=tmp_path / "absent").start()
+
+
+def test_llama_cpp_reads_gguf_and_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"peer llama\.cpp reads GGUF files"):
+        llama_cpp_peer(tmp_path)
+    with pytest.raises(PeerUnavailableError, match="run `make peers`"):
+        llama_cpp_peer(tmp_path / "model.gguf", packages=tmp_path / "absent").start()
 
 
 class StubServer(BaseHTTPRequestHandler):

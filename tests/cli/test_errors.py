@@ -265,7 +265,7 @@ WRONG_BENCHMARKS: list[tuple[str, str]] = [
     ("--layouts 1+", r"'1\+' is no contestant: write colocated, .*"),
     ("--layouts 1+0/m2", r"'1\+0/m2' is no contestant: write colocated, .*"),
     ("--layouts colocated*0", r"'colocated\*0' is no contestant: write colocated, .*"),
-    ("--peers y", "peer 'y' is not known: use transformers or vllm, or --against-url"),
+    ("--peers y", "peer 'y' is not known: use transformers, vllm or llama.cpp, or --against-url"),
     ("--concurrency 1,0", "--concurrency '1,0': a number is 0: it must be 1 to 65536"),
     ("--prefill 0x5", "--prefill '0x5': a number of prompts is 0: it must be 1 to 65536"),
     ("--prefill 1x-1", "--prefill '1x-1': a prompt's length is -1: it must be 1 to 10000000"),
