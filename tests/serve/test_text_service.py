@@ -255,7 +255,7 @@ def test_a_signal_to_the_group_is_for_the_server_to_decide() -> None:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
         assert encode(service, "x" * 40_000)
-        assert service.pids == pids
+        assert set(pids) <= set(service.pids), "one more may have been started meanwhile"
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
