@@ -150,8 +150,8 @@ class LengthSpec:
     A log-normal's mean is median * exp(sigma^2 / 2).
     """
 
-    median: Annotated[Number, Field(ge=1, le=1e9)]
-    sigma: Annotated[NotNegative, Field(le=5)] = 0.0
+    median: Annotated[Number, Field(ge=1, le=1e10)]
+    sigma: Annotated[NotNegative, Field(le=4)] = 0.0
     trace: tuple[Count, ...] = ()
 
     @property
