@@ -414,6 +414,15 @@ def test_formats_by_all_their_names(template: str) -> None:
             assert refusal(server, **body)[0] == param
 
 
+def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named_without_our_rules() -> None:
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": unique}}
+    with live(says("?"), chat_template=HERMES) as server:
+        param, message = refusal(server, tools=[tool], tool_choice="required")
+    assert param == "tools"
+    assert message == 'the grammar cannot be used: a JSON schema in it: Unimplemented keys: ["uniqueItems"]'
+
+
 def test_an_answer_that_follows_a_format_may_think_first() -> None:
     opened: Any = {"chat_template_kwargs": {"thinking": True}}
     with live(says("x"), chat_template=REASONS) as server:

@@ -260,6 +260,9 @@ def reason_of(matcher: Any) -> str | None:
     if not matcher.is_error():
         return None
     reason, _, _parser_state = str(matcher.get_error()).partition("<")
+    _, has_schema, of_schema = reason.partition("failed to compile JSON schema: ")
+    if has_schema:  # behind it stand all the rules around the schema, which are not the client's
+        reason = f"a JSON schema in it: {of_schema.splitlines()[0]}"
     short = " ".join(reason.split())[:_MAX_REASON_CHARACTERS]
     if short.startswith("NoExtension"):
         return "no text can satisfy it; does a $ref lead back to itself?"
