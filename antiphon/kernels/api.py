@@ -70,9 +70,10 @@ class KVCache(Protocol):
     """Paged keys and values of every layer, in the back-end's own layout.
 
     Runs of tokens leave it and come in as plain rows in host memory, `spec.row_bytes` for each head and token: for each
-    head in turn its keys [tokens, key_dim], then its values [tokens, value_dim], unless they are in the keys. Token i
-    of a sequence is in block `blocks[i // block_size]`; `heads` are places in the cache. May be called beside steps,
-    from another thread, for blocks that no step writes."""
+    head in turn its keys [tokens, key_dim], then its values [tokens, value_dim], unless they are in the keys. In 8 bits
+    these are codes as they are stored, each key and each value followed by its scale (float32). Token i of a sequence
+    is in block `blocks[i // block_size]`; `heads` are places in the cache. May be called beside steps, from another
+    thread, for blocks that no step writes."""
 
     spec: KVCacheSpec
     dtype: torch.dtype

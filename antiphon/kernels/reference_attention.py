@@ -91,33 +91,37 @@ class ReferenceCache:
 
     def read_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
         """See `antiphon.kernels.api.KVCache`."""
-        for table_SGX, rows_GTX in self._tables_and_rows(layer, blocks, (first, count), heads, rows):
-            slots_T, heads_G = self._slots(blocks, first, count), heads.long()
-            picked_TGX = table_SGX[slots_T].index_select(1, heads_G.to(table_SGX.device))
-            rows_GTX.copy_(picked_TGX.transpose(0, 1))
+        places = self._places(blocks, first, count, heads)
+        for table_XB, rows_GTB in self._tables_and_rows(layer, blocks, (first, count), heads, rows):
+            rows_GTB.copy_(table_XB.index_select(0, places).view(rows_GTB.shape))
 
     def write_tokens(self, layer: int, blocks: Tensor, first: int, count: int, heads: Tensor, rows: Tensor) -> None:
         """See `antiphon.kernels.api.KVCache`."""
-        for table_SGX, rows_GTX in self._tables_and_rows(layer, blocks, (first, count), heads, rows):
-            slots_T, heads_G = self._slots(blocks, first, count), heads.long().to(table_SGX.device)
-            table_SGX[slots_T.unsqueeze(1), heads_G] = rows_GTX.transpose(0, 1).to(table_SGX.device)
+        places = self._places(blocks, first, count, heads)
+        for table_XB, rows_GTB in self._tables_and_rows(layer, blocks, (first, count), heads, rows):
+            table_XB.index_copy_(0, places, rows_GTB.reshape(len(places), -1).to(table_XB.device))
 
-    def _slots(self, blocks: Tensor, first: int, count: int) -> Tensor:
-        """[count]: where these tokens are."""
+    def _places(self, blocks: Tensor, first: int, count: int, heads: Tensor) -> Tensor:
+        """[heads * tokens]: where these tokens are in a table of slots * heads rows, a head after another."""
         tokens_T, size = torch.arange(first, first + count), self.spec.block_size
         slots_T = blocks.long()[tokens_T // size] * size + tokens_T % size
-        return slots_T.to(self.keys[0].device)
+        places_GT = slots_T * self.spec.num_kv_heads + heads.long().unsqueeze(1)
+        return places_GT.flatten().to(self.keys[0].device)
 
     def _tables_and_rows(
         self, layer: int, blocks: Tensor, run: tuple[int, int], heads: Tensor, rows: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """Of keys and of values: the layer's table, and its part of the rows [heads, tokens, width]."""
-        tables = [self.keys[layer]] if self.spec.values_in_keys else [self.keys[layer], self.values[layer]]
-        self.spec.check_run(layer, blocks, run, heads, rows, tables[0].element_size())
-        elements = rows.view(tables[0].dtype).view(len(heads), -1)
-        widths = [run[1] * table.shape[2] for table in tables]
-        parts = torch.split(elements, widths, dim=1)
-        return [(table, part.view(len(heads), run[1], -1)) for table, part in zip(tables, parts, strict=True)]
+        """Each table of the layer [slots * heads, bytes], and its part of the rows [heads, tokens, bytes]."""
+        self.spec.check_run(layer, blocks, run, heads, rows, self.dtype.itemsize)
+        kinds = [(self.keys, self.key_scales), (self.values, self.value_scales)]
+        kinds = kinds[: 1 if self.spec.values_in_keys else 2]
+        groups = [[each[layer].view(torch.uint8).flatten(0, 1) for each in kind if each] for kind in kinds]
+        widths = [[table.shape[1] for table in group] for group in groups]
+        parts = torch.split(rows.view(len(heads), -1), [run[1] * sum(each) for each in widths], dim=1)
+        found: list[tuple[Tensor, Tensor]] = []
+        for group, width, part in zip(groups, widths, parts, strict=True):
+            found += zip(group, part.view(len(heads), run[1], -1).split(width, dim=2), strict=True)
+        return found
 
     def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [S, C, G, width] at `slots_SC`."""

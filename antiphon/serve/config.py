@@ -177,15 +177,10 @@ class ServeConfig:
 
     def _check_prefill(self, prefill: "ServeConfig") -> None:
         """Keys and values go from one pool to the other as they are."""
-        for config in (prefill, self):
-            if config.kv_dtype != "auto":
-                raise UserError(
-                    f"--kv-dtype {config.kv_dtype} with --prefill: keys and values are handed over in the model's "
-                    "dtype only, leave one of them out"
-                )
         for what, theirs, ours in (
             ("model", prefill.model, self.model),
             ("--dtype", prefill.own("attention").dtype, self.own("attention").dtype),
+            ("--kv-dtype", prefill.kv_dtype, self.kv_dtype),
             ("--kernels", prefill.kernels, self.kernels),
             ("--max-model-len", prefill.max_model_len, self.max_model_len),
             ("--rope-scaling", prefill.rope_scaling, self.rope_scaling),

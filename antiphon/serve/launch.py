@@ -109,7 +109,7 @@ def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | N
         first_expert += pool.config.num_expert_parts if here is not None else 0
     pool_of = {pool.config.pool: pool for pool in run.pools}
     has_others = sum(len(group.schedulers) for group in groups) > 1
-    ends = kv_ends(run) if has_others and config.kv_dtype == "auto" else None  # else what moves is computed again
+    ends = kv_ends(run) if has_others else None
 
     def launch(name: WorkerName) -> None:
         pool, present = pool_of[name.pool], placing.get((name.pool, name.instance))
@@ -141,7 +141,7 @@ def kv_ends(run: PreparedEngine) -> KVEnds:
     """The processes of all pools that cache keys and values."""
     parts = {name: _cache_part(pool, name) for pool in run.pools for name in pool.cache_names()}
     return KVEnds(
-        layout=layout_digest(run.spec, resolve_dtype(run.config.own("attention").dtype)),
+        layout=layout_digest(run.spec, resolve_dtype(run.config.own("attention").dtype), run.config.kv_dtype),
         sources={name: KVSource(number, part) for number, (name, part) in enumerate(parts.items())},
         timeout_s=run.config.timeout_s,
     )

@@ -1,7 +1,8 @@
 // Keys and values of a run of tokens of one layer, out of a paged cache into plain rows and back: what travels between
 // workers whose caches differ in block size and in heads.
 //
-// Plain rows, for each head one after the other: keys [tokens][key_dim], then values [tokens][value_dim].
+// Plain rows, for each head one after the other: keys [tokens][key_dim], then values [tokens][value_dim]. Of a cache in
+// 8 bits these are its codes as they are, and behind each key and each value its scale, a float of 4 bytes.
 // One thread: this runs beside a worker's steps, whose threads have work of their own.
 #pragma once
 
@@ -19,10 +20,6 @@ struct TokenRun {
     int64_t count;
     const int32_t* heads;
     int64_t num_heads;
-
-    int64_t num_bytes(const KVLayout& cache) const {
-        return num_heads * count * (cache.key_dim + cache.value_dim) * static_cast<int64_t>(element_bytes(cache.type));
-    }
 };
 
 void read_tokens(const KVLayout& cache, const TokenRun& run, char* rows);

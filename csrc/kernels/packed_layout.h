@@ -109,6 +109,9 @@ struct KVLayout {
     int64_t block_steps() const { return block_size / panel_width * panel_steps(); }
     int64_t value_panels() const { return divide_up(value_dim, panel_width); }
     bool is_quantized() const { return storage != KVStorage::floats; }
+    // Bytes of one stored element, and of the scale that a key and a value have in 8 bits.
+    int64_t stored_bytes() const { return is_quantized() ? 1 : static_cast<int64_t>(element_bytes(type)); }
+    int64_t scale_bytes() const { return is_quantized() ? 4 : 0; }
     // Bytes of the keys of 16 tokens.
     size_t key_panel_bytes() const {
         return static_cast<size_t>(is_quantized() ? panel_width * (4 + key_dim) : key_steps() * panel_bytes);

@@ -16,6 +16,7 @@ from antiphon.kernels.reference import ReferenceBackend
 from antiphon.serve.policy.handover import CachePart, KVOffer
 from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import KVTransferConfig
+from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
 
 LAYOUT = "a test's"
 
@@ -27,6 +28,7 @@ class CacheShape(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int = 10
     latent: bool = False
     dtype: str = "bfloat16"
+    storage: KVStorage = "auto"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,14 +73,16 @@ class Cached:
 
 
 def expected(shape: CacheShape, layer: int, head: int, first: int, last: int) -> Tensor:
-    """Bytes of these tokens of a head: small integers, which bfloat16 holds exactly."""
+    """Bytes of these tokens of a head: small integers, which bfloat16 holds exactly; in 8 bits codes and a scale."""
     widths = [shape.key_dim] if shape.latent else [shape.key_dim, shape.value_dim]
     tokens = torch.arange(first, last).unsqueeze(1)
+    if shape.storage != "auto":
+        widths = [width + KV_SCALE_BYTES for width in widths]
     parts = [
         (layer * 89 + head * 37 + tokens * 11 + torch.arange(width) + 5 * index) % 251
         for index, width in enumerate(widths)
     ]
-    dtype = getattr(torch, shape.dtype)
+    dtype = getattr(torch, shape.dtype) if shape.storage == "auto" else torch.uint8
     return torch.cat([part.to(dtype).flatten() for part in parts]).view(torch.uint8)
 
 
@@ -93,6 +97,7 @@ def make_cached(shape: CacheShape, part: CachePart, block_size: int, num_tokens:
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,
         values_in_keys=shape.latent,
+        storage=shape.storage,
     )
     dtype = getattr(torch, shape.dtype)
     is_native = block_size % 16 == 0

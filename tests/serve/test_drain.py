@@ -69,6 +69,18 @@ def test_requests_of_a_drained_worker_go_on_with_their_keys_and_values(
         wait_until_idle(engine)
 
 
+def test_codes_of_8_bits_move_with_a_drained_worker(tiny_model: TinyModel) -> None:
+    with running(config(tiny_model, "2", kv_dtype="int8")) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        expected = complete(engine, PROMPTS)
+        finished = Run(engine, PROMPTS, GREEDY).finish(Drain(engine, "replica[1]"))
+        assert [request.token_ids for request in finished] == expected
+        counts = engine.stats().handovers
+        assert counts.num_done >= 2
+        assert counts.num_failed == counts.num_recomputed == 0
+        wait_until_idle(engine)
+
+
 def test_a_worker_that_was_drained_serves_again(tiny_model: TinyModel) -> None:
     """Once that is undone, or another process has taken its place."""
     with running(config(tiny_model, "2")) as engine:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.serve.policy.handover import (
     CachePart,
     ExpectKV,
@@ -145,7 +146,10 @@ def handing(*arguments: Any, **options: Any) -> Iterator[Handing]:
 
 GQA = CacheShape()
 LATENT = CacheShape(key_dim=20, value_dim=16, latent=True)
+LATENT_INT8 = CacheShape(key_dim=20, value_dim=16, latent=True, storage="int8")
 FLOAT = CacheShape(dtype="float32", key_dim=7, value_dim=5)
+INT8 = CacheShape(storage="int8", key_dim=23, value_dim=37)
+FP8 = CacheShape(storage="fp8")
 
 
 def heads(*groups: tuple[int, ...], layers: int = 3) -> list[CachePart]:
@@ -161,6 +165,11 @@ CASES = {
     "latent, tp 2 to tp 1": (LATENT, heads((0,), (0,)), heads((0,)), (16, 11)),
     "latent, tp 1 to tp 2": (LATENT, heads((0,)), heads((0,), (0,)), (9, 16)),
     "stages to one": (GQA, [CachePart(0, 1, (0, 1)), CachePart(1, 3, (0, 1))], heads((0, 1)), (16, 80)),
+    "int8, one to one": (INT8, heads((0, 1)), heads((0, 1)), (16, 48)),
+    "int8, tp 3 to tp 2, other back-ends": (INT8, heads((0,), (1,), (2,)), heads((0, 1), (2,)), (32, 5)),
+    "fp8, tp 1 to tp 2": (FP8, heads((0, 1, 2)), heads((0, 1), (2,)), (7, 80)),
+    "fp8, more ranks than heads": (FP8, heads((0,), (0,), (1,)), heads((0, 0, 1), (0, 1, 1)), (16, 16)),
+    "int8 latent": (LATENT_INT8, heads((0,), (0,)), heads((0,)), (9, 16)),
     "one to stages": (FLOAT, heads((0, 1)), [CachePart(0, 2, (0, 1)), CachePart(2, 3, (0, 1))], (16, 4)),
 }
 
@@ -349,3 +358,37 @@ def test_a_source_that_is_killed_ends_its_offer_and_another_fills_the_same_pages
         pair.compute([77])
         assert [pair.heard.next() for _ in pair.receivers] == [KVLanded(2)] * 2
         assert pair.wrong() == []
+
+
+def test_codes_travel_in_about_half_the_bytes() -> None:
+    sent = []
+    for shape in (CacheShape(key_dim=64, value_dim=64), CacheShape(key_dim=64, value_dim=64, storage="int8")):
+        with handing(shape, heads((0, 1)), heads((0, 1))) as pair:
+            pair.start_senders()
+            pair.expect()
+            pair.senders[0].open([pair.offer()])
+            pair.compute([77])
+            assert pair.heard.next() == KVLanded(1)
+            sent.append(pair.senders[0].bytes_sent)
+    assert sent == [3 * 2 * 72 * 256, 3 * 2 * 72 * (128 + 8)]
+
+
+def test_codes_and_scales_are_what_attention_reads() -> None:
+    """Rows that one back-end stored are the other's after they were handed over: the same codes and scales."""
+    shape, part = CacheShape(storage="int8", dtype="float32", key_dim=8, value_dim=8), CachePart(0, 1, (0, 1))
+    native, plain = (make_cached(shape, part, block_size, 33, seed=3) for block_size in (16, 5))
+    rows = torch.empty(2 * 33 * plain.cache.spec.row_bytes(4), dtype=torch.uint8)
+    keys, values = (torch.randn(33, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert isinstance(plain.cache, ReferenceCache)
+    slots = plain.blocks.long()[torch.arange(33) // 5] * 5 + torch.arange(33) % 5
+    plain.cache.store(0, slots, keys, values)
+    plain.cache.read_tokens(0, plain.blocks, 0, 33, plain.heads(), rows)
+    native.cache.write_tokens(0, native.blocks, 0, 33, native.heads(), rows)
+    back = torch.empty_like(rows)
+    native.cache.read_tokens(0, native.blocks, 0, 33, native.heads(), back)
+    assert torch.equal(back, rows)
+    key_rows = rows.view(2, -1)[:, : 33 * 12].view(2, 33, 12)
+    scales = key_rows[..., 8:].contiguous().view(torch.float32)
+    assert torch.equal(scales.squeeze(-1).T, keys.abs().amax(-1) / 127)
+    read = key_rows[..., :8].contiguous().view(torch.int8) * scales
+    assert (read.transpose(0, 1) - keys).abs().max() <= scales.max() / 2 + 1e-6

@@ -183,6 +183,38 @@ def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_m
         wait_until_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "together", "apart"),
+    [
+        ("int8", "1", "1>1+1/m2"),
+        pytest.param("fp8", "1", "1+2/m2>2", marks=pytest.mark.slow),
+        pytest.param("int8", "1t2", "1t2>1t2", marks=pytest.mark.slow),
+    ],
+)
+def test_keys_and_values_in_8_bits_arrive_as_they_were_stored(
+    kv_dtype: str, together: str, apart: str, tiny_model: TinyModel
+) -> None:
+    """The text of one pool whose cache has the same codes, also when a prefill worker dies while they travel."""
+    prompts = random_prompts([90, 120, 33], seed=6)
+    with running(config(tiny_model, together, kv_dtype=kv_dtype)) as engine:
+        expected = complete(engine, prompts)
+    with running(config(tiny_model, apart, kv_dtype=kv_dtype)) as engine:
+        run = Run(engine, prompts, GREEDY)
+        assert [each.token_ids for each in run.finish()] == expected
+        counts = engine.stats().handovers
+        assert counts.num_done == len(prompts)
+        assert counts.num_failed == counts.num_recomputed == 0
+        prompts = random_prompts([90, 120, 33], seed=7)
+        run = Run(engine, prompts, GREEDY)
+        wait_until(lambda: any(state.num_arriving for state in engine.stats().pools.values()), "a hand-over")
+        _kill(engine, "prefill")
+        found = [each.token_ids for each in run.finish()]
+        wait_until(lambda: engine.complete, "all workers back")
+        wait_until_idle(engine)
+    with running(config(tiny_model, together, kv_dtype=kv_dtype)) as engine:
+        assert found == complete(engine, prompts)
+
+
 @pytest.mark.parametrize("way", ["die", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_prompt_that_breaks_workers_ends_alone(
     way: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +269,8 @@ def test_pools_that_cannot_understand_each_other_are_refused(tiny_model: TinyMod
     assert settings.prefill is not None
     with pytest.raises(UserError, match=r"--dtype is bfloat16 for --prefill and auto for --decode"):
         replace(settings, prefill=replace(settings.prefill, dtype="bfloat16"))
+    with pytest.raises(UserError, match=r"--kv-dtype is int8 for --prefill and auto for --decode"):
+        replace(settings, prefill=replace(settings.prefill, kv_dtype="int8"))
     with pytest.raises(UserError, match="model is"):
         replace(settings, prefill=replace(settings.prefill, model=tiny_model.folder.parent))
     with pytest.raises(UserError, match="--kv-bytes"):

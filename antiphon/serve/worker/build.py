@@ -262,7 +262,7 @@ def _kv_links(source: _Source, seat: _Seat, cache: KVCache) -> KVLinks | None:
         return None
     name = f"{configure.role}[{configure.index}][{configure.rank}]"
     part = cache_part(spec, configure.rank % configure.tp, configure.tp, seat.layers)
-    layout = layout_digest(spec, source.backend.dtype)
+    layout = layout_digest(spec, source.backend.dtype, configure.kv_dtype)
     if config.layout and layout != config.layout:
         raise UserError(
             f"{configure.model} has another model than the server: a cached token is {layout} here and {config.layout} "

@@ -5,8 +5,9 @@ neither waits for steps, nor steps for it. What may be sent, and what is still m
 `policy/handover_ends` say.
 
 1. After each layer of a step the runner says how far it has come (`layer_done`). The sender's thread fills slots of
-   the target's inbox with plain rows (`KVCache.read_tokens`) while the next layer is computed. `flush` at the end of a
-   step: then nothing reads the source's pages any more, and they may be given back at any time.
+   the target's inbox with plain rows (`KVCache.read_tokens`; of a cache in 8 bits codes and scales as they are stored)
+   while the next layer is computed. `flush` at the end of a step: then nothing reads the source's pages any more, and
+   they may be given back at any time.
 2. The write is one-sided: into the target's memory over shared memory, into its registered slots over libfabric, and a
    word beside it says that it is there. It carries offer, layer and tokens, so order means nothing.
 3. The receiver's thread moves the run from the slot into its pages, in its own layout and block size, and counts it.
@@ -52,6 +53,7 @@ from antiphon.serve.policy.handover import (
 from antiphon.serve.policy.handover_ends import LandingBook, SendingBook, heads_between
 from antiphon.serve.worker.messages import KVTransferConfig
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.precision import KVStorage
 
 _log = get_logger("worker")
 
@@ -74,13 +76,14 @@ def cache_part(spec: ModelSpec, rank: int, tp: int, layers: range) -> CachePart:
     return CachePart(layers.start, layers.stop, heads)
 
 
-def layout_digest(spec: ModelSpec, dtype: torch.dtype) -> str:
+def layout_digest(spec: ModelSpec, dtype: torch.dtype, storage: KVStorage) -> str:
     """Of all that decides what a cached token is: the model's shape, by a digest, and what a person would compare."""
     attention = spec.attention
     latent = attention.latent
     width = f"{attention.num_kv_heads} heads of {attention.head_dim}" if latent is None else f"latent {latent.key_dim}"
     shape = blake2b(repr(spec).encode(), digest_size=6).hexdigest()
-    return f"{spec.num_layers} layers, {width}, {str(dtype).removeprefix('torch.')}, shape {shape}"
+    stored = str(dtype).removeprefix("torch.") if storage == "auto" else f"{storage} with scales"
+    return f"{spec.num_layers} layers, {width}, {stored}, shape {shape}"
 
 
 def _endpoint(config: KVTransferConfig, name: str) -> _m2n.Endpoint:
