@@ -270,6 +270,12 @@ def promises(result: ServingResult) -> Iterator[str]:
 
 
 def events(result: ServingResult) -> Iterator[str]:
+    if (handed := result.handovers) is not None:
+        yield (
+            f"{handed['num_done']:,} prompts handed over, {handed['num_tokens']:,} tokens; {handed['num_failed']:,} "
+            f"hand-overs failed, {handed['num_recomputed']:,} prompts were computed by decode workers; keys and values "
+            f"that still leave are {handed['exposed_share']:.1%} of the prefill workers' steps"
+        )
     for failure in result.failures:
         yield (
             f"{failure['worker']} was down from {failure['time_s']:.1f} to {failure['until_s']:.1f} s, "

@@ -30,7 +30,7 @@ from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.sim.arrivals import Demand, draw_demand
 from antiphon.sim.pools import Pool, Prefill, pools_of
-from antiphon.sim.serving_options import ServingOptions, parse_kill
+from antiphon.sim.serving_options import HandOver, ServingOptions, parse_kill
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec
@@ -158,11 +158,17 @@ class EventOptions:
         float | None,
         typer.Option(metavar="S", show_default=False, callback=above_zero("s"), help="Other experts become popular."),
     ] = None
+    hand_over: Annotated[
+        HandOver | None,
+        typer.Option(metavar="WHEN", show_default="layers", help="Of two pools: by layers, or at the end."),
+    ] = None
 
     def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int) -> ServingOptions:
         counts = [pool.counts for pool in pools]
         if not math.isfinite(self.restart_s):
             raise UserError(f"--restart-s is {self.restart_s:g}: it must be a finite number of seconds")
+        if self.hand_over is not None and len(pools) == 1:
+            raise UserError("--hand-over does not apply: the plan has one pool, nothing is handed over; leave it out")
         return ServingOptions(
             seed=seed,
             shared_prefix_tokens=shared_prefix,
@@ -170,6 +176,7 @@ class EventOptions:
             restart_s=self.restart_s,
             rebalance_every_s=self.rebalance_every,
             shift_every_s=self.shift_every,
+            hand_over=self.hand_over or "layers",
         )
 
 

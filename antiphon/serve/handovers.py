@@ -33,6 +33,7 @@ from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.policy.handover import (
+    MAX_LOST,
     ExpectKV,
     Handover,
     HandoverBook,
@@ -53,7 +54,6 @@ from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.serve.workforce import Workforce
 
 _log = get_logger("engine")
-_MAX_LOST = 2  # hand-overs of a request; then the decode worker computes its prompt
 _MAX_FAILURES = 2  # steps with a prompt that may fail before its hand-over does
 _NO_DEADLINE_S = 1e9
 
@@ -124,7 +124,7 @@ class Handovers:
 
     def wanted_for(self, request: Request) -> bool:
         """Whether a prefill worker is to compute its prompt once a decode worker has admitted it."""
-        return request.num_lost_handovers < _MAX_LOST and self._find_source(request) is not None
+        return request.num_lost_handovers < MAX_LOST and self._find_source(request) is not None
 
     def _find_source(self, request: Request) -> WorkerName | None:
         """The worker that is drained of it, and has all but its last tokens cached; else a prefill worker."""
@@ -153,7 +153,7 @@ class Handovers:
 
     def _begin(self, origin: Request, target: WorkerName) -> None:
         """Offer its blocks to a prefill worker; without one the decode worker computes what is missing."""
-        source = self._find_source(origin) if origin.num_lost_handovers < _MAX_LOST else None
+        source = self._find_source(origin) if origin.num_lost_handovers < MAX_LOST else None
         has_blocks = blocks_of(len(origin.token_ids), self._block_size) <= len(origin.block_table)
         if source is None or not has_blocks:
             self._workforce.schedulers[target].compute_here(origin)

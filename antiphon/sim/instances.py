@@ -9,8 +9,8 @@
 Rejected: a model of the scheduler. The engine's is plain Python on integers and runs here as it is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
@@ -54,17 +54,20 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that has begun. `rows`: by attention worker; empty for a pause."""
+    """A step that has begun. `rows`: by attention worker; empty for a pause. `exposed_s`: the part of it in which all
+    is computed, and keys and values still leave."""
 
     start_s: float
     end_s: float
     rows: dict[int, int] = field(default_factory=dict)
     num_decode: int = 0
     price: StepPrice | None = None
+    exposed_s: float = 0.0
 
 
 class Instance:
-    """Attention workers go by their numbers in the pool. `version` grows with every step that ends or is given up."""
+    """Attention workers go by their numbers in the pool. `version` grows with every step that ends or is given up.
+    `lengthen`: from plans and the time to compute them to the time that the step takes, where it hands over."""
 
     def __init__(self, index: int, pool: Pool, pricer: StepPricer, load: ExpertLoad, totals: StepTotals) -> None:
         self.index = index
@@ -72,6 +75,7 @@ class Instance:
         self.load = load
         self.version = 0
         self.step: Step | None = None
+        self.lengthen: Callable[[Mapping[int, StepPlan], float], float] | None = None
         first = index * pool.attention_per_instance
         self.schedulers = {first + place: Scheduler(pool.config) for place in range(pool.attention_per_instance)}
         self._pricer = pricer
@@ -111,7 +115,9 @@ class Instance:
         price = self._pricer.price(batches, self.load)
         rows = {worker: sum(batch.num for batch in cut) for worker, cut in batches.items()}
         num_decode = sum(batch.num_decode for cut in batches.values() for batch in cut)
-        self.step = Step(now_s, now_s + price.duration_s, rows, num_decode, price)
+        exposed_s = 0.0 if self.lengthen is None else self.lengthen(self._plans, price.duration_s) - price.duration_s
+        price = replace(price, duration_s=price.duration_s + exposed_s)
+        self.step = Step(now_s, now_s + price.duration_s, rows, num_decode, price, exposed_s)
         return self.step
 
     def finish(self) -> list[Request]:
@@ -176,7 +182,8 @@ def _arrived(step: SequenceStep, request: Request) -> SequenceStep:
 
 @dataclass
 class LivePool:
-    """A pool while it runs. `waiting`: requests that no live worker could take."""
+    """A pool while it runs. `waiting`: requests that no live worker could take. `all_schedulers`: by worker, those of
+    dead ones, too."""
 
     pool: Pool
     instances: list[Instance]
@@ -184,6 +191,11 @@ class LivePool:
     totals: StepTotals
     waiting: list[Request] = field(default_factory=list)
     routes: dict[int, Scheduler] | None = None
+    all_schedulers: dict[int, Scheduler] = field(init=False)
+
+    def __post_init__(self) -> None:
+        every = [instance.schedulers for instance in self.instances]
+        self.all_schedulers = {worker: scheduler for each in every for worker, scheduler in each.items()}
 
     def instance_of(self, worker: int) -> Instance:
         return self.instances[worker // self.pool.attention_per_instance]

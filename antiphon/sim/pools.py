@@ -3,8 +3,8 @@
 1. KV blocks of an attention worker: what the planner's memory model leaves beside the weights, in the engine's blocks.
 2. Running requests of a worker: its share of the plan's batch, as `antiphon serve --plan` takes it.
 3. Decode alone: prompts are computed in the same steps, as the engine does (`mixed`), or come computed (`elsewhere`).
-   `serve`: always in the same steps. Prefill alone: a request ends with its first token. Both: the cache goes from one
-   pool to the other.
+   `serve`: always in the same steps. Prefill alone: a request ends with its first token. Both: keys and values are
+   handed over (`sim.handovers`).
 
 Blocks that no request of this run can ever touch are not made: with 100 workers they would fill this machine's memory.
 """
@@ -34,9 +34,9 @@ _MOST_PREFILLS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """One phase of a plan as it is simulated. `kv_arrives`: keys and values of prompts come from elsewhere, so that a
-    request's first step computes one row. `first_token_only`: requests end here with their first token. `kv_blocks`: of
-    one attention worker; `config.num_blocks` may be fewer, see above."""
+    """One phase of a plan as it is simulated. `kv_arrives`: keys and values of prompts come from outside the
+    simulation, so that a request's first step computes one row. `first_token_only`: requests end here with their first
+    token. `kv_blocks`: of one attention worker; `config.num_blocks` may be fewer, see above."""
 
     name: PhaseName
     phase: PhasePlan
@@ -61,13 +61,18 @@ class Pool:
     def is_apart(self) -> bool:
         return self.phase.layout == "disaggregated"
 
-    def transfer_s(self, num_tokens: int) -> float:
-        """A prompt's keys and values from this pool's worker to another's, over the slowest kind of NIC there is (as
-        `planner.outcome` counts it)."""
+    @property
+    def latency_s(self) -> float:
+        """Of a message between machines."""
+        return self.setting.cluster.scale_out_latency_s
+
+    def wire_s(self, num_tokens: float) -> float:
+        """Time on the wire of so many tokens' keys and values, from one of this pool's workers to another's, over the
+        slowest kind of NIC there is (as `planner.outcome` counts it)."""
         setting = self.setting
         size = num_tokens * float(kv_bytes_per_token(setting.model, 1, setting.precision))
         slowest = min(float(net.scale_out.bytes_per_s) for net in setting.networks)
-        return setting.cluster.scale_out_latency_s + size / (self.phase.parallel.attention_tp * slowest)
+        return size / (self.phase.parallel.attention_tp * slowest)
 
 
 def pools_of(
@@ -87,7 +92,7 @@ def pools_of(
         found = plan.phases.get(name)
         if found is not None:
             one_setting = replace(setting, phase=name, transfers_kv=both)
-            arrives = name == "decode" and (both or prefill == "elsewhere")
+            arrives = name == "decode" and prefill == "elsewhere"
             pools.append(_pool(name, found, one_setting, demand, both, arrives, max_batch_tokens))
     return pools
 

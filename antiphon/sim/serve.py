@@ -3,7 +3,7 @@
 1. A request arrives, waits at the door while `max_batch` others are in flight, and goes to the worker the engine
    chooses.
 2. Instances step (`sim.instances`); a step's tokens are delivered at its end.
-3. With two pools a prompt's keys and values travel to the decode pool; then its first token counts as delivered.
+3. With two pools requests go to the decode pool, whose workers have prompts computed for them (`sim.handovers`).
 4. Failures, re-placement of experts and shifts of popularity happen at their times.
 5. All events of one moment are handled before any instance begins a step. Same seed, same run.
 
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.base.errors import UserError
+from antiphon.serve.engine_api import HandoverCounts
 from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.arrivals import Demand
+from antiphon.sim.handovers import SimulatedHandovers
 from antiphon.sim.instances import Instance, LivePool, start_pool
 from antiphon.sim.pools import Pool
 from antiphon.sim.request_records import Gaps, Record
@@ -32,13 +34,14 @@ _TOKEN = 0
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRun:
-    """What happened: `records` by request, `pools` with their final state."""
+    """What happened: `records` by request, `pools` with their final state. `handovers`: of two pools."""
 
     records: list[Record]
     pools: list[LivePool]
     gaps: Gaps
     log: ServeLog
     end_s: float
+    handovers: HandoverCounts | None
 
 
 def simulate_serving(
@@ -71,6 +74,12 @@ class _ServingSimulation:
         self._num_events = 0
         self._dirty: dict[tuple[int, int], Instance] = {}
         self._now_s = 0.0
+        self._handovers: SimulatedHandovers | None = None
+        if len(self._pools) > 1:
+            prefill, decode = self._pools
+            self._handovers = SimulatedHandovers(
+                prefill, decode, at_end=options.hand_over == "end", at=self._at, touch=self._touch
+            )
         self._records: list[Record] = []
         self._record_of: dict[str, Record] = {}
         self._door: deque[Record] = deque()
@@ -95,15 +104,22 @@ class _ServingSimulation:
             while self._heap and self._heap[0][0] == self._now_s:
                 _, _, handler, arguments = heapq.heappop(self._heap)
                 handler(*arguments)
-            for (pool, _), instance in sorted(self._dirty.items(), key=lambda item: item[0]):
-                self._begin(pool, instance)
-            self._dirty.clear()
+            self._begin_steps()
             self._log.sample(self._now_s, self._pools)
         for live in self._pools:
             for instance in live.instances:
                 instance.load.finish()
-        self._log.end(self._now_s, self._pools)
-        return ServingRun(records=self._records, pools=self._pools, gaps=self._gaps, log=self._log, end_s=self._now_s)
+        end_s = self._now_s
+        self._end_quarantines()
+        self._log.end(end_s, self._pools)
+        return ServingRun(
+            records=self._records,
+            pools=self._pools,
+            gaps=self._gaps,
+            log=self._log,
+            end_s=end_s,
+            handovers=None if self._handovers is None else self._handovers.counts,
+        )
 
     def _at(self, time_s: float, handler: Callable[..., None], *arguments: Any) -> None:
         self._num_events += 1
@@ -130,7 +146,7 @@ class _ServingSimulation:
             self._admit(self._door.popleft())
 
     def _admit(self, record: Record) -> None:
-        """Into the first pool, unless one of them could never finish it."""
+        """Into the only pool, or the one that decodes, unless one of them could never finish it."""
         requests = [self._request(record, live.pool, record.output_tokens) for live in self._pools]
         try:
             for request, live in zip(requests, self._pools, strict=True):
@@ -139,18 +155,9 @@ class _ServingSimulation:
             record.refused = str(error)
             self._done()
             return
-        self._record_of[requests[0].request_id] = record
+        self._record_of[requests[-1].request_id] = record
         self._num_in_flight += 1
-        self._enter(0, record)
-
-    def _enter(self, pool: int, record: Record) -> None:
-        """With the tokens that it has so far, as a new request of that pool."""
-        max_tokens = 1 if self._pools[pool].pool.first_token_only else record.output_tokens
-        request = self._request(record, self._pools[pool].pool, max_tokens)
-        request.token_ids += [_TOKEN] * record.num_output
-        if self._pools[pool].pool.first_token_only:
-            request.num_prompt = len(request.token_ids)
-        self._route(pool, request)
+        self._route(len(self._pools) - 1, requests[-1])
 
     def _request(self, record: Record, pool: Pool, max_tokens: int) -> Request:
         cached = round(pool.setting.workload.prefix_hit * record.input_tokens)
@@ -167,21 +174,18 @@ class _ServingSimulation:
     def _route(self, pool: int, request: Request) -> None:
         """To the worker that the engine would choose; none is alive: wait for one."""
         live = self._pools[pool]
+        request.prefills_apart = self._handovers is not None and self._handovers.wanted_for(request)
         worker = choose_attention_worker(request, live.schedulers())
         if worker is None:
             live.waiting.append(request)
             return
-        instance = live.instance_of(worker)
-        instance.schedulers[worker].add(request)
-        self._dirty[pool, instance.index] = instance
+        live.all_schedulers[worker].add(request)
+        self._touch(pool, worker)
 
-    def _transferred(self, record: Record) -> None:
-        """The decode pool has the keys and values of a prompt, and its first token is out."""
-        gaps: dict[float, int] = {}
-        self._count_token(record, gaps)
-        self._gaps.add(gaps)
-        self._log.num_output += 1
-        self._enter(len(self._pools) - 1, record)
+    def _touch(self, pool: int, worker: int) -> None:
+        """Its instance may have work now."""
+        instance = self._pools[pool].instance_of(worker)
+        self._dirty[pool, instance.index] = instance
 
     def _done(self) -> None:
         self._num_done += 1
@@ -190,8 +194,32 @@ class _ServingSimulation:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
+    def _begin_steps(self) -> None:
+        """On all instances that something has happened to; decode workers first, whose admissions are work for prefill
+        workers."""
+        self._settle()
+        while self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for (pool, _), instance in sorted(dirty.items(), key=lambda item: item[0], reverse=True):
+                self._begin(pool, instance)
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._handovers is not None:
+            self._handovers.settle(self._now_s)
+
+    def _end_quarantines(self) -> None:
+        """All requests are done; what targets have not said yet is all that is left to happen."""
+        while self._handovers is not None and len(self._handovers):
+            self._now_s, _, handler, arguments = heapq.heappop(self._heap)
+            if handler == self._handovers.drained:
+                handler(*arguments)
+                self._settle()
+
     def _begin(self, pool: int, instance: Instance) -> None:
         step = instance.begin(self._now_s)
+        if self._handovers is not None and pool == len(self._pools) - 1:
+            self._handovers.admit(self._now_s, instance)
         if step is not None:
             self._at(step.end_s, self._step_ends, pool, instance, instance.version)
 
@@ -199,21 +227,16 @@ class _ServingSimulation:
         if version != instance.version:
             return  # given up meanwhile
         assert instance.step is not None
-        live = self._pools[pool]
         self._log.step(instance, instance.step)
+        exposed_s = instance.step.exposed_s
         progress = instance.finish()
         self._dirty[pool, instance.index] = instance
-        if live.pool.first_token_only and len(self._pools) > 1:
-            progress = [request for request in progress if not self._hands_over(live.pool, request)]
+        if self._handovers is not None and pool == 0:
+            self._handovers.counts.exposed_s += exposed_s
+            origins = [self._handovers.computed(prefill) for prefill in progress]
+            progress = [origin for origin in origins if origin is not None]
+            self._handovers.step_ended(self._now_s, instance)
         self._deliver(progress)
-
-    def _hands_over(self, pool: Pool, request: Request) -> bool:
-        """Send what was computed on its way to the decode pool, unless its last token is out."""
-        record = self._record_of[request.request_id]
-        if record.num_output + 1 >= record.output_tokens:
-            return False
-        self._at(self._now_s + pool.transfer_s(request.num_prompt), self._transferred, record)
-        return True
 
     def _deliver(self, progress: list[Request]) -> None:
         """Tokens of a step to their requests."""
@@ -247,6 +270,8 @@ class _ServingSimulation:
         until_s = self._now_s + self._options.restart_s
         if kill.role == "attention":
             instance = live.instance_of(kill.worker)
+            if self._handovers is not None:
+                (self._handovers.decode_dies if kill.pool else self._handovers.prefill_dies)(kill.worker)
             moved = instance.kill_attention(kill.worker, until_s)
         else:
             instance = live.instances[kill.worker // live.pool.phase.parallel.expert_workers]
@@ -260,12 +285,10 @@ class _ServingSimulation:
         self._dirty[kill.pool, instance.index] = instance
 
     def _lost(self, pool: int, request: Request) -> None:
-        """Its keys and values are gone: they are computed again where prompts are computed."""
-        record = self._record_of[request.request_id]
-        record.num_losses += 1
-        if self._pools[pool].pool.kv_arrives:
-            self._enter(0, record)
-        else:
+        """Its keys and values are gone. What a prefill worker computed for others is offered anew, by these."""
+        origin = request if request.origin is None else request.origin
+        self._record_of[origin.request_id].num_losses += 1
+        if request.origin is None:
             self._route(pool, request)
 
     def _recover(self, pool: int, instance: Instance) -> None:

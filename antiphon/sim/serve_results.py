@@ -10,6 +10,7 @@ Rejected: discarding the first and last requests by number. How many those are d
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from antiphon.planner.predict import predict
@@ -52,7 +53,8 @@ class PoolResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingResult:
-    """Seconds, requests and tokens. Latencies: mean, percentiles, maximum; empty where no request has one."""
+    """Seconds, requests and tokens. Latencies: mean, percentiles, maximum; empty where no request has one. `handovers`:
+    of two pools, as in `HandoverCounts`, and `exposed_share` of the prefill workers' steps."""
 
     num_requests: int
     num_finished: int
@@ -80,6 +82,7 @@ class ServingResult:
     replacements: tuple[dict[str, Any], ...]
     series: dict[str, Any] = field(default_factory=dict)
     first_refusal: str = ""
+    handovers: dict[str, Any] | None = None
 
 
 def serving_result(run: ServingRun, slo: SloSpec, *, num_cut: int = 0) -> ServingResult:
@@ -122,7 +125,18 @@ def serving_result(run: ServingRun, slo: SloSpec, *, num_cut: int = 0) -> Servin
         replacements=tuple(asdict(replacement) for replacement in run.log.replacements),
         series=_series(run),
         first_refusal=refused[0].refused if refused else "",
+        handovers=_handovers(run),
     )
+
+
+def _handovers(run: ServingRun) -> dict[str, Any] | None:
+    if run.handovers is None:
+        return None
+    stepped_s = run.pools[0].totals.step_s
+    return {
+        **msgspec.structs.asdict(run.handovers),
+        "exposed_share": run.handovers.exposed_s / stepped_s if stepped_s else 0.0,
+    }
 
 
 def result_to_json(result: ServingResult) -> dict[str, Any]:

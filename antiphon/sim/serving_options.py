@@ -15,6 +15,7 @@ from typing import Literal
 from antiphon.base.errors import UserError
 
 Role = Literal["attention", "experts"]
+HandOver = Literal["layers", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ def parse_kill(text: str, pools: Sequence[WorkerCounts]) -> Kill:
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     """`shared_prefix_tokens`: equal first tokens of all prompts, which the prefix cache can find (0: nothing is
-    shared). `restart_s`: how long a killed worker is away. `rebalance_every_s`, `shift_every_s`: None: never."""
+    shared). `restart_s`: how long a killed worker is away. `rebalance_every_s`, `shift_every_s`: None: never.
+    `hand_over`: when keys and values leave a prefill worker: layer by layer, or all at the end of its step."""
 
     seed: int = 0
     shared_prefix_tokens: int = 0
@@ -82,6 +84,7 @@ class ServingOptions:
     restart_s: float = 20.0
     rebalance_every_s: float | None = None
     shift_every_s: float | None = None
+    hand_over: HandOver = "layers"
 
     def __post_init__(self) -> None:
         if self.shared_prefix_tokens < 0:

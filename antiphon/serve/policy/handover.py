@@ -21,6 +21,8 @@ is never used twice, so a late message of an offer that has ended cannot be take
 Any message may be lost, repeated or overtaken: withdrawals are repeated until they are answered, the rest ends at the
 deadline. Times are seconds on one clock of the caller's.
 
+The simulator runs the same three books (`sim/handovers`).
+
 Rejected: leases of pages. They end too early for a slow wire, and too late after a failure.
 """
 
@@ -31,6 +33,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+MAX_LOST = 2  # hand-overs of a request's tokens; then the decode worker computes them
 _REPEAT_S = 1.0  # a withdrawal without an answer is repeated so often
 
 
