@@ -1,17 +1,21 @@
 """One pool against two on the same cores: does it pay to compute prompts in workers of their own?
 
 1. Start one engine where every worker does both, and one where prefill and decode are apart; while one runs, the
-   workers of the other are stopped.
+   workers of the other are stopped. With `--mbit` both are apart, the workers that decode on a node of their own behind
+   a link of that rate: one hands over layer by layer, the other at the end of each step.
 2. Short prompts begin long answers. While those run, long prompts come, one at a time: the next one when the one
    before has its first token. So both engines are asked for as many prompts as they can take.
 3. A row for each engine and length of prompt: time between tokens of the answers, time to the first token of the long
-   prompts, tokens of both. `verdicts` says in words who wins at what.
+   prompts, tokens of both, and with `--profile` what the simulator says (`pools_prediction`). `verdicts` says in words
+   who wins at what.
 
 The answers' time between tokens is what users see stall; the prompts' time to the first token is what it costs.
 Rejected: prompts at a fixed rate. It would have to be chosen for the machine, and one of the two engines would idle.
 """
 
 import random
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,10 +27,14 @@ from typing import Annotated, Any
 
 import typer
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_seconds
-from antiphon.bench.harness.contest import ContestColumns, ContestTurns, UpTo, seconds
+from antiphon.bench.box import Box, box_unavailable
+from antiphon.bench.harness.contest import Cell, ContestColumns, ContestTurns, UpTo, seconds, share
 from antiphon.bench.harness.quiet import Repetitions, foreign_words
+from antiphon.bench.load_servers import run_beside
+from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
+from antiphon.bench.served_plans import ANTIPHON, SECRET, end_process
 from antiphon.cost.kv_blocks import blocks_of, kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
@@ -35,12 +43,14 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
-from antiphon.specs.model import ModelSpec
+from antiphon.serve.policy.handover import HandOver
 from antiphon.specs.sampling import SamplingParams
 
 _SHORT_TOKENS = 32  # of the prompts whose answers are timed
 _LONG_ANSWER = 2  # tokens: more than the first one, so that the prompt has to arrive
 _NEAR = 0.05  # a smaller difference is none
+_FIRST_PORT = 7710  # where workers join the first engine in a box
+_HAND_OVERS: dict[HandOver, str] = {"end": "at the end", "layers": "layer by layer"}
 _IDLE_S = 60.0  # in which aborted requests give back their blocks
 
 
@@ -55,50 +65,92 @@ class PoolsCase:
     output_tokens: Annotated[int, UpTo(65_536), typer.Option(metavar="N", help="Tokens of an answer.")] = 128
     repetitions: Annotated[int, UpTo(100), typer.Option(metavar="N", help="Turns of each engine.")] = 3
     threads: Annotated[int | None, UpTo(256), typer.Option(metavar="N", help="Threads per worker.")] = None
+    mbit: Annotated[
+        float | None,
+        typer.Option(metavar="R", show_default="one machine", help="Decode behind a link of R 10^6 bits/s, in a box."),
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of antiphon profile: what the simulator says, too.")
+    ] = None
+
+    def check(self) -> None:
+        """`UserError` for a rate that is none; `ResourceError` where there can be no box."""
+        if self.mbit is None:
+            return
+        if not 0.1 <= self.mbit <= 40_000:
+            raise UserError(f"--mbit is {self.mbit:g}: it must be 0.1 to 40000")
+        if reason := box_unavailable():
+            raise ResourceError(f"--mbit makes a cluster in a box (docs/box.md): {reason}")
 
 
 @dataclass
 class _PoolRun:
-    """One engine under one mix. `prompts_s`: how long long prompts kept coming."""
+    """One engine under one mix. `prompts_s`: how long long prompts kept coming, `sent_s`: when each was sent;
+    `exposed_s`: of their prefill, what was waiting for keys and values to leave."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     took_s: float = 0.0
     prompts_s: float = 0.0
+    sent_s: list[float] = field(default_factory=list)
+    exposed_s: float = 0.0
 
 
-COLUMNS = ContestColumns(
-    (
-        ("engine", "engine"),
-        ("prompts", "prompt_tokens"),
-        ("between tokens, median", seconds("itl_s_median")),
-        ("p99", seconds("itl_s_p99")),
-        ("first token, median", seconds("ttft_s_median")),
-        ("out tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
-        ("prompt tok/s", lambda row: f"{row['prompt_tokens_per_s']:,.0f}"),
-        ("foreign", foreign_words),
+def columns(case: PoolsCase) -> ContestColumns:
+    """What of the rows people see."""
+
+    def predicted(key: str, form: Callable[[str], Cell]) -> tuple[tuple[str, Cell], ...]:
+        return (("predicted", form(f"predicted_{key}")),) if case.profile is not None else ()
+
+    exposed = (("exposed", share("exposed_share")), *predicted("exposed_share", share))
+    return ContestColumns(
+        (
+            ("engine", "engine"),
+            ("prompts", "prompt_tokens"),
+            ("between tokens, median", seconds("itl_s_median")),
+            ("p99", seconds("itl_s_p99")),
+            *predicted("itl_s_p99", seconds),
+            ("first token, median", seconds("ttft_s_median")),
+            *predicted("ttft_s_median", seconds),
+            *(exposed if case.mbit is not None else ()),
+            ("out tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
+            ("prompt tok/s", lambda row: f"{row['prompt_tokens_per_s']:,.0f}"),
+            ("foreign", foreign_words),
+        )
     )
-)
 
 
 def bench_pools(
     model: Path, lengths: Sequence[int], case: PoolsCase, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Two rows for each length of the long prompts. `UserError` for layouts with unequal numbers of processes, and for
-    lengths that the model's context does not hold."""
-    spec = load_model_spec(model)
-    for tokens in (*lengths, _SHORT_TOKENS):
-        if tokens + max(case.output_tokens, _LONG_ANSWER) > spec.max_position:
-            raise UserError(
-                f"{tokens} tokens and {case.output_tokens} of an answer are more than the model's context of "
-                f"{spec.max_position}: lower --prompts or --output-tokens"
-            )
-    configs = _configs(model, spec, lengths, case)
+    """Two rows for each length of the long prompts. `UserError` for layouts with unequal numbers of processes.
+
+    Prompts may be longer than the model's context: times hold, texts make no sense."""
+    case.check()
+    machine = None if case.profile is None else MeasuredMachine.read(case.profile, case.mbit)
+    with ExitStack() as stack:
+        box = None if case.mbit is None else stack.enter_context(Box(num_nodes=2, mbit=case.mbit))
+        contest = partial(_contest, model, lengths, case, machine, box, say)
+        return run_beside(box, contest)
+
+
+def _contest(
+    model: Path,
+    lengths: Sequence[int],
+    case: PoolsCase,
+    machine: MeasuredMachine | None,
+    box: Box | None,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    configs = _configs(model, lengths, case, box)
     rows = []
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines: dict[str, Engine] = {}
         for name, config in configs.items():
             say(f"starting {name}")
+            if box is not None:
+                _send_workers(box, config, folder / f"{len(engines)}", stack)
             engines[name] = start_engine(config)
             stack.callback(engines[name].stop)
             stack.callback(engines[name].resume_workers)
@@ -107,37 +159,79 @@ def bench_pools(
         for tokens in lengths:
             say(f"{case.answers} answers of {case.output_tokens} tokens, prompts of {tokens}")
             runs = turns.take({name: partial(_run_alone, engine, tokens, case) for name, engine in engines.items()})
-            rows += [_row(name, tokens, runs[name], case) for name in engines]
+            rows += [
+                _row(name, configs[name], tokens, runs[name], case)
+                | _predicted(configs[name], machine, tokens, runs[name], case)
+                for name in engines
+            ]
     return rows
 
 
-def _configs(model: Path, spec: ModelSpec, lengths: Sequence[int], case: PoolsCase) -> dict[str, ServeConfig]:
+def _configs(model: Path, lengths: Sequence[int], case: PoolsCase, box: Box | None) -> dict[str, ServeConfig]:
+    """Of both engines, by what tables call them."""
     longest = max(max(lengths) + _LONG_ANSWER, _SHORT_TOKENS + case.output_tokens)
     common: dict[str, Any] = {
         "model": model,
         "max_model_len": longest,
         "max_running": case.answers + 1,
         "max_batch_tokens": max(2048, case.answers + 1),
-        "num_threads": case.threads,
+        "num_threads": case.threads if box is None else case.threads or 1,  # a core for each node
         "timeout_s": 120.0,
     }
+    if box is not None:
+        return {
+            f"{case.prefill} > {case.decode}, {words}": _sized(_apart(case, common, box, hand_over), model, case)
+            for hand_over, words in _HAND_OVERS.items()
+        }
     together = ServeConfig(**parse_layout("--together", case.together), **common)
-    prefill = ServeConfig(**parse_layout("--prefill", case.prefill), **common, pool="prefill")
-    decode = ServeConfig(**parse_layout("--decode", case.decode), **common, pool="decode")
-    apart = replace(decode, prefill=prefill)
+    apart = _apart(case, common, None, "layers")
     if together.num_workers != apart.num_workers:
         raise UserError(
             f"--together {case.together} has {together.num_workers} processes, --prefill {case.prefill} and --decode "
             f"{case.decode} have {apart.num_workers}: give both the same number"
         )
+    named = {f"{case.together} together": together, f"{case.prefill} > {case.decode}": apart}
+    return {name: _sized(config, model, case) for name, config in named.items()}
+
+
+def _apart(case: PoolsCase, common: dict[str, Any], box: Box | None, hand_over: HandOver) -> ServeConfig:
+    """Two pools; in a box all workers that decode join from node 1."""
+    decode = parse_layout("--decode", case.decode)
+    common = common | {"hand_over": hand_over}
+    if box is not None:
+        if decode["num_instances"] > 1:
+            raise UserError(f"--decode {case.decode} with --mbit: several instances do not join; write one")
+        port = _FIRST_PORT + list(_HAND_OVERS).index(hand_over)
+        common |= {"join_address": f"{box.address(0)}:{port}", "join_secret": SECRET.encode()}
+        experts = decode["num_experts"] if decode["layout"] == "disaggregated" else 0
+        decode |= {"joined_attention": decode["num_attention"], "joined_experts": experts}
+    prefill = ServeConfig(**parse_layout("--prefill", case.prefill), **common, pool="prefill")
+    return replace(ServeConfig(**decode, **common, pool="decode"), prefill=prefill)
+
+
+def _sized(config: ServeConfig, model: Path, case: PoolsCase) -> ServeConfig:
+    """With KV caches that hold all answers and two long prompts each."""
+    longest = config.max_model_len or 0
     per_cache = blocks_of(longest, 16) * 2 + case.answers * (blocks_of(_SHORT_TOKENS + case.output_tokens, 16) + 1) + 64
+    spec = load_model_spec(model)
     block_bytes = kv_cache_block_bytes(spec, 16, resolve_dtype(spec.dtype).itemsize)
-    found = {}
-    for name, config in ((f"{case.together} together", together), (f"{case.prefill} > {case.decode}", apart)):
-        kv_bytes = per_cache * block_bytes * config.num_kv_caches
-        pool = None if config.prefill is None else replace(config.prefill, kv_bytes=kv_bytes)
-        found[name] = replace(config, kv_bytes=kv_bytes, prefill=pool)
-    return found
+    kv_bytes = per_cache * block_bytes * config.num_kv_caches
+    pool = None if config.prefill is None else replace(config.prefill, kv_bytes=kv_bytes)
+    return replace(config, kv_bytes=kv_bytes, prefill=pool)
+
+
+def _send_workers(box: Box, config: ServeConfig, log: Path, stack: ExitStack) -> None:
+    """Start what joins the engine of `config` from node 1; it waits until that listens."""
+    role = "attention" if config.joined_experts else "replica"
+    roles = [role] * config.joined_attention * config.attention_ranks
+    roles += ["experts"] * config.joined_experts * config.expert_tp
+    for number, each in enumerate(roles):
+        command = [*ANTIPHON, "worker", "--role", each, "--join", config.join_address, "--patience", "120"]
+        command += ["--threads", str(config.num_threads or 1)]
+        with log.with_suffix(f".{number}.log").open("wb") as output:
+            environment = {"ANTIPHON_JOIN_SECRET": SECRET}
+            process = box.start(1, command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        stack.callback(end_process, process)
 
 
 def _run_alone(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
@@ -151,6 +245,7 @@ def _run_alone(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
 def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
     """Answers of short prompts, and long prompts one after another while they run."""
     found, sink = _PoolRun(), ThreadSink()
+    exposed_s = engine.stats().handovers.exposed_s
     prompts = _fresh_prompts(engine.info.vocab_size)
     last_s: dict[str, float] = {}
     sent_s = {"": 0.0}  # of the long prompt under way
@@ -176,9 +271,11 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             first_long_s = first_long_s if num_long else now_s
             num_long, long_id = num_long + 1, f"prompt-{num_long}"
             sent_s[long_id] = now_s
+            found.sent_s.append(now_s - started_s)
             engine.submit_to(sink, long_id, next(prompts)(tokens), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
     found.prompts_s = time.perf_counter() - first_long_s
+    found.exposed_s = engine.stats().handovers.exposed_s - exposed_s
     _end_all(engine)
     return found
 
@@ -205,13 +302,16 @@ def _greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-def _row(name: str, tokens: int, runs: Repetitions[_PoolRun], case: PoolsCase) -> dict[str, Any]:
+def _row(name: str, config: ServeConfig, tokens: int, runs: Repetitions[_PoolRun], case: PoolsCase) -> dict[str, Any]:
+    is_apart = config.prefill is not None
     counted = [repetition.value for repetition in runs.counted]
     itl_s = [value for run in counted for value in run.itl_s]
     ttft_s = [value for run in counted for value in run.ttft_s]
     return {
         "engine": name,
         "prompt_tokens": tokens,
+        "hand_over": config.hand_over if case.mbit is not None else None,
+        "mbit": case.mbit,
         "answers": case.answers,
         "output_tokens": case.output_tokens,
         "itl_s_median": median(itl_s) if itl_s else None,
@@ -219,32 +319,57 @@ def _row(name: str, tokens: int, runs: Repetitions[_PoolRun], case: PoolsCase) -
         "ttft_s_median": median(ttft_s) if ttft_s else None,
         "output_tokens_per_s": median(case.answers * case.output_tokens / run.took_s for run in counted),
         "prompt_tokens_per_s": median(len(run.ttft_s) * tokens / run.prompts_s for run in counted),
+        "exposed_share": sum(run.exposed_s for run in counted) / sum(ttft_s) if is_apart and ttft_s else None,
         "foreign_cpu_share": runs.foreign_share,
         "repetitions": len(counted),
         "quiet": runs.is_quiet,
     }
 
 
+def _predicted(
+    config: ServeConfig, machine: MeasuredMachine | None, tokens: int, runs: Repetitions[_PoolRun], case: PoolsCase
+) -> dict[str, Any]:
+    """What the simulator says of the last run that counted."""
+    if machine is None:
+        return {}
+    prompts = [(sent_s, tokens) for sent_s in runs.counted[-1].value.sent_s]
+    found = predict_mix(config, machine, (case.answers, _SHORT_TOKENS, case.output_tokens), prompts)
+    return {f"predicted_{name}": value for name, value in found.items()}
+
+
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For each length of prompt, which of the two engines wins at what, and by how much."""
+    """For each length of prompt, which of the two engines wins at what, and by how much; with a prediction, how far it
+    is off."""
     lines = []
-    for together, apart in zip(rows[::2], rows[1::2], strict=True):
-        parts = []
-        for what, key, sign in (
-            ("p99 between tokens", "itl_s_p99", -1),
-            ("time to first token", "ttft_s_median", -1),
-            ("answers' tokens/s", "output_tokens_per_s", 1),
-            ("prompts' tokens/s", "prompt_tokens_per_s", 1),
-        ):
-            if not together[key] or not apart[key]:
-                parts.append(f"{what}: not measured")
-                continue
-            gain = (apart[key] / together[key]) ** sign
-            if abs(gain - 1) <= _NEAR:
-                parts.append(f"{what}: even")
-            else:
-                winner, factor = ("two pools", gain) if gain > 1 else ("one pool", 1 / gain)
-                parts.append(f"{what}: {winner}, {factor:.2f} times")
-        worst = "" if together["itl_s_p99"] is None else f" (one pool: p99 {format_seconds(together['itl_s_p99'])})"
-        lines.append(f"prompts of {together['prompt_tokens']:,}: {'; '.join(parts)}{worst}")
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        in_box = first.get("hand_over") is not None
+        names = tuple(_HAND_OVERS.values()) if in_box else ("one pool", "two pools")
+        parts = [_verdict(first, second, names, *what) for what in _COMPARED]
+        worst = "" if first["itl_s_p99"] is None else f" ({names[0]}: p99 {format_seconds(first['itl_s_p99'])})"
+        lines.append(f"prompts of {first['prompt_tokens']:,}: {'; '.join(parts)}{worst}")
     return lines
+
+
+_COMPARED = (
+    ("p99 between tokens", "itl_s_p99", -1),
+    ("time to first token", "ttft_s_median", -1),
+    ("answers' tokens/s", "output_tokens_per_s", 1),
+    ("prompts' tokens/s", "prompt_tokens_per_s", 1),
+)
+
+
+def _verdict(
+    first: dict[str, Any], second: dict[str, Any], names: tuple[str, ...], what: str, key: str, sign: int
+) -> str:
+    if not first[key] or not second[key]:
+        return f"{what}: not measured"
+    predicted = [row.get(f"predicted_{key}") for row in (first, second)]
+    said = ""
+    if all(predicted):
+        off = ", ".join(f"{each / row[key]:.2f}" for each, row in zip(predicted, (first, second), strict=True))
+        said = f" (predicted / measured: {off})"
+    gain = (second[key] / first[key]) ** sign
+    if abs(gain - 1) <= _NEAR:
+        return f"{what}: even{said}"
+    winner, factor = (names[1], gain) if gain > 1 else (names[0], 1 / gain)
+    return f"{what}: {winner}, {factor:.2f} times{said}"

@@ -374,7 +374,7 @@ def pools(
     with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
         rows = pooling.bench_pools(model, lengths, case, say)
     said = pooling.verdicts(rows)
-    show_rows("pools", pooling.COLUMNS, rows, json, about={"verdicts": said})
+    show_rows("pools", pooling.columns(case), rows, json, about={"verdicts": said})
     show("\n".join(said), json=json)
 
 

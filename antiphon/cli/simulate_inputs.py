@@ -28,9 +28,10 @@ from antiphon.models.planned import load_planned_model, planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
+from antiphon.serve.policy.handover import HandOver
 from antiphon.sim.arrivals import Demand, draw_demand
 from antiphon.sim.pools import Pool, Prefill, pools_of
-from antiphon.sim.serving_options import HandOver, ServingOptions, parse_kill
+from antiphon.sim.serving_options import ServingOptions, parse_kill
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec

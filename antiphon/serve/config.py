@@ -23,6 +23,7 @@ from antiphon.placement.split import Phases
 from antiphon.serve.balancer import FORECASTING, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.layout_text import layout_text
+from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
 from antiphon.specs.checked import Count, Positive, checked
 from antiphon.specs.model import ModelSpec
@@ -151,6 +152,7 @@ class ServeConfig:
     phases: Phases = "both"  # for `antiphon bench balance`, as of `worker/prefetch`
     exchange_library: ExchangeLibrary = "m2n"  # for `antiphon bench apart`, as in `comm/gloo_exchange`
     replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
+    hand_over: HandOver = "layers"  # for `antiphon bench pools`: when keys and values leave prefill workers
     of_attention: OneRole = OneRole()
     of_experts: OneRole = OneRole()
     prefill: "ServeConfig | None" = None

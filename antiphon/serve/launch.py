@@ -165,6 +165,7 @@ def _kv_transfer(pool: PreparedEngine, ends: KVEnds, name: WorkerName) -> KVTran
         num_sources=len(ends.sources),
         receives=config.pool != "prefill",
         layout=ends.layout,
+        hand_over=config.hand_over,
     )
 
 

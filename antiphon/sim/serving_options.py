@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from antiphon.base.errors import UserError
+from antiphon.serve.policy.handover import HandOver
 
 Role = Literal["attention", "experts"]
-HandOver = Literal["layers", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,19 @@
 """One pool against two: what cannot be compared is refused, who wins is said, and a small contest runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.bench.pools import COLUMNS, PoolsCase, bench_pools, verdicts
+from antiphon.bench.box import box_unavailable
+from antiphon.bench.pools import PoolsCase, bench_pools, columns, verdicts
+from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
+from antiphon.serve.config import ServeConfig
+from tests.planner.test_profiled import profile as flat_profile
 from tests.serve.engine_harness import save_tiny_model
+from tests.sim.serving_specimens import cluster
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -29,8 +35,10 @@ def test_a_contest_of_unequal_sizes_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
     with pytest.raises(UserError, match=r"--together 2 has 2 processes, --prefill 1 and --decode 1\+1 have 3"):
         bench_pools(folder, [64], PoolsCase(decode="1+1"), print)
-    with pytest.raises(UserError, match="more than the model's context of 256"):
-        bench_pools(folder, [500], PoolsCase(), print)
+    with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 40000"):
+        bench_pools(folder, [64], PoolsCase(mbit=0.0), print)
+    with pytest.raises(UserError, match=r"there is no this-machine.json beside it"):
+        bench_pools(folder, [64], PoolsCase(profile=tmp_path / "profile.json"), print)
 
 
 @pytest.mark.slow
@@ -40,5 +48,49 @@ def test_a_small_contest(tmp_path: Path) -> None:
     rows = bench_pools(folder, [100], case, print)
     assert [each["engine"] for each in rows] == ["2 together", "1 > 1"]
     assert all(each["ttft_s_median"] > 0 and each["itl_s_p99"] > 0 for each in rows)
-    assert len(COLUMNS.cells(rows)) == len(rows)
+    assert len(columns(case).cells(rows)) == len(rows)
     assert len(verdicts(rows)) == 1
+
+
+def test_in_a_box_the_two_ways_to_hand_over_are_compared() -> None:
+    at_end = row(hand_over="end", predicted_ttft_s_median=1.1)
+    by_layers = row(hand_over="layers", ttft_s_median=0.8, predicted_ttft_s_median=0.8)
+    (said,) = verdicts([at_end, by_layers])
+    assert "time to first token: layer by layer, 1.25 times (predicted / measured: 1.10, 1.00)" in said
+
+
+@pytest.mark.parametrize("decode", ["1", "1+1"])
+def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> None:
+    """Two pools keep answers steady beside prompts; on a slow wire layers that leave early save time."""
+    folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
+    machine = MeasuredMachine(profile=flat_profile(), cluster=cluster())
+    common = {"model": folder, "max_model_len": 8200, "max_running": 5, "max_batch_tokens": 256}
+    apart = {"layout": "colocated"} if decode == "1" else {"layout": "disaggregated"}
+    prompts = [(0.5, 8000), (9.0, 8000)]
+
+    def predicted(config: ServeConfig) -> dict[str, float]:
+        return predict_mix(config, machine, (4, 32, 100), prompts)
+
+    two = replace(
+        ServeConfig(**common, **apart, pool="decode"),  # type: ignore[arg-type]
+        prefill=ServeConfig(**common, layout="colocated", pool="prefill"),  # type: ignore[arg-type]
+    )
+    found = predicted(two)
+    one = predicted(ServeConfig(**common, layout="colocated"))  # type: ignore[arg-type]
+    assert found["itl_s_p99"] < one["itl_s_p99"]
+    assert (
+        0
+        < found["exposed_share"]
+        < predicted(replace(two, hand_over="end", prefill=replace(two.prefill, hand_over="end")))["exposed_share"]
+    )  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--profile predicts replicas and attention workers of one rank, not 1t2"):
+        predicted(ServeConfig(**common, layout="colocated", attention_tp=2))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(box_unavailable() is not None, reason=str(box_unavailable()))
+def test_a_small_contest_behind_a_slow_link(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
+    rows = bench_pools(folder, [200], PoolsCase(answers=3, output_tokens=40, repetitions=1, mbit=10.0), print)
+    assert [each["engine"] for each in rows] == ["1 > 1, at the end", "1 > 1, layer by layer"]
+    assert all(each["ttft_s_median"] > 0 and each["exposed_share"] > 0 for each in rows)

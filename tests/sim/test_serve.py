@@ -215,6 +215,43 @@ def test_failures_lose_no_request(kind: str, role: str, worker: int, pool: int, 
         assert computed > quietly or kind == "elsewhere"
 
 
+@pytest.mark.parametrize("name", ["two pools", "two pools, all apart"])
+def test_pools_hand_over_by_the_engines_protocol(name: str) -> None:
+    """All prompts of more than a block arrive, keys and values leave while the prompt is computed, and prefill workers
+    that die cost hand-overs, not requests."""
+    of = workload(input_tokens=LengthSpec(median=600, sigma=0.3), output_tokens=LengthSpec(median=30))
+    made = plan(of, **PHASES[name])
+    quiet = serve(made, of)
+    counts = quiet.handovers
+    assert counts is not None
+    assert counts.num_done == counts.num_begun == 60
+    assert counts.num_tokens == sum(record.input_tokens for record in quiet.records)
+    assert counts.num_failed == counts.num_recomputed == 0
+    at_end = serve(made, of, options=ServingOptions(hand_over="end"))
+    assert_conserved(at_end)
+    assert at_end.handovers is not None
+    assert 0 < counts.exposed_s < at_end.handovers.exposed_s
+    kills = tuple(Kill(pool=0, role="attention", worker=0, time_s=share * quiet.end_s) for share in (0.01, 0.1, 0.2))
+    run = serve(made, of, options=ServingOptions(kills=kills, restart_s=0.05 * quiet.end_s))
+    assert_conserved(run)
+    assert run.handovers is not None
+    assert run.handovers.num_failed > 0
+    assert sum(record.num_losses for record in run.records) > 0
+
+
+def test_without_prefill_workers_decode_workers_compute_prompts() -> None:
+    of = workload(rate=400.0)
+    made = plan(of, prefill=together("tp_pp", dp=1), decode=apart())
+    kill = Kill(pool=0, role="attention", worker=0, time_s=0.01)
+    run = serve(made, of, options=ServingOptions(kills=(kill,), restart_s=1000.0))
+    assert_conserved(run)
+    assert run.handovers is not None
+    assert run.end_s < 1000
+    (prefill, decode) = run.pools
+    assert decode.totals.num_rows > sum(record.output_tokens for record in run.records)
+    assert not prefill.waiting
+
+
 def test_the_last_worker_dies_and_everybody_waits_for_it() -> None:
     of = workload()
     made = plan(of, decode=apart(attention=1, batch=64))

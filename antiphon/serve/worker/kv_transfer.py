@@ -119,6 +119,7 @@ class KVSender:
         self._book = SendingBook(config.source)
         self._outboxes: dict[bytes, _m2n.Outbox] = {}
         self._runs: deque[_Run] = deque()
+        self._held: list[_Run] | None = [] if config.hand_over == "end" else None  # until the end of the step
         self._changed = threading.Condition()
         self._busy = False
         self._closed = False
@@ -141,13 +142,18 @@ class KVSender:
         which nobody changes."""
         with self._changed:
             if (news := self._book.advance(request_id, layer, until)) is not None:
-                self._runs.append(_Run(news[0], layer, news[1], news[2], blocks()))
+                run = _Run(news[0], layer, news[1], news[2], blocks())
+                (self._runs if self._held is None else self._held).append(run)
                 self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all that was said to be done has left the pages. Bounded: a target that takes nothing is given up
         after some seconds, and with it all that goes there."""
         with self._changed:
+            if self._held:
+                self._runs.extend(self._held)
+                self._held.clear()
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._closed or not (self._runs or self._busy))
 
     def withdraw(self, number: int) -> None:

@@ -15,6 +15,7 @@ from antiphon.placement.split import Phases
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.policy.handover import (
     ExpectKV,
+    HandOver,
     KVDrained,
     KVFailed,
     KVLanded,
@@ -61,7 +62,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How keys and values reach other workers, which any process with this can send to. `source`: its number among the
     `num_sources` processes that may ever send; `receives`: it has an inbox itself. `layout`: what a cached token is in
-    this server, as a digest."""
+    this server, as a digest. `hand_over`: when what a step computes leaves."""
 
     transport: str
     host: str
@@ -70,6 +71,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_sources: int
     receives: bool
     layout: str = ""
+    hand_over: HandOver = "layers"
 
 
 class HybridConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,150 @@
+"""What the simulator says of a run of `antiphon bench pools`: the same requests at the same times, on the same layouts.
+
+Layouts become a plan, and steps cost what `antiphon profile` measured on this machine. Long prompts come when they came
+in the run that was measured, for the next one is sent when the one before has its first token. They end with that
+token: what is compared is the answers' time between tokens and the prompts' time to the first one.
+
+Rejected: the planner's formulas. They know a steady state, and here one prompt follows the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from antiphon.base.errors import UserError
+from antiphon.cost.profile import Profile, read_serving_profile
+from antiphon.models.config import load_model_spec, read_config
+from antiphon.planner.setting import Setting
+from antiphon.serve.config import ServeConfig
+from antiphon.sim.arrivals import Demand
+from antiphon.sim.pools import pools_of
+from antiphon.sim.serve import simulate_serving
+from antiphon.sim.serve_results import serving_result
+from antiphon.sim.serving_options import ServingOptions
+from antiphon.specs.cluster import ClusterSpec, load_cluster
+from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
+from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
+
+_CLUSTER_FILE = "this-machine.json"
+_HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredMachine:
+    """What `antiphon profile` wrote: of the model, and of the machine as a cluster, with a device for each core."""
+
+    profile: Profile
+    cluster: ClusterSpec
+
+    @classmethod
+    def read(cls, file: Path, mbit: float | None) -> "MeasuredMachine":
+        """`file` and the cluster beside it; with `mbit` its devices are nodes behind links of that rate."""
+        beside = file.parent / _CLUSTER_FILE
+        if not beside.is_file():
+            raise UserError(f"--profile {file}: there is no {_CLUSTER_FILE} beside it; antiphon profile writes both")
+        cluster = load_cluster(str(beside))
+        if mbit is not None:
+            (group,) = cluster.groups
+            rate = _HEADERS * mbit * 1e6 / 8
+            group = replace(
+                group,
+                num_nodes=group.num_devices,
+                devices_per_node=1,
+                scale_up_domain=1,
+                node_scale_out_bytes_per_s=rate,
+            )
+            cluster = replace(cluster, groups=(group,), efficiency=replace(cluster.efficiency, scale_out=1.0))
+        return cls(profile=read_serving_profile(file), cluster=cluster)
+
+
+def predict_mix(
+    config: ServeConfig, machine: MeasuredMachine, answers: tuple[int, int, int], prompts: Sequence[tuple[float, int]]
+) -> dict[str, float]:
+    """`itl_s_p99`, `ttft_s_median`, and with two pools `exposed_share` of the prefill workers' steps. `answers`: how
+    many, tokens of their prompts, tokens of each; they come at time 0. `prompts`: (seconds, tokens) of the long
+    ones."""
+    num_answers, short, output = answers
+    inputs = [short] * num_answers + [tokens for _, tokens in prompts]
+    outputs = [output] * num_answers + [1] * len(prompts)
+    demand = Demand(
+        arrivals_s=np.asarray([0.0] * num_answers + [seconds for seconds, _ in prompts]),
+        input_tokens=np.asarray(inputs, dtype=np.int64),
+        output_tokens=np.asarray(outputs, dtype=np.int64),
+    )
+    lengths = {"input_tokens": _trace(inputs), "output_tokens": _trace(outputs)}
+    workload = WorkloadSpec(name="pools", max_length=config.max_model_len, **lengths)
+    phases = _phases(config, machine.cluster.groups[0].device.name)
+    model = replace(load_model_spec(config.model), max_position=config.max_model_len)
+    setting = Setting(
+        model=model,
+        cluster=machine.cluster,
+        workload=workload,
+        phase=next(reversed(phases)),
+        profile=machine.profile,
+    )
+    plan = Plan(
+        model=config.model.name,
+        cluster=machine.cluster.name,
+        workload=workload.name,
+        objective="per-gpu",
+        phases=phases,
+        model_config=read_config(config.model),
+    )
+    run = simulate_serving(pools_of(plan, setting, demand), demand, ServingOptions(hand_over=config.hand_over))
+    result = serving_result(run, SloSpec())
+    ttft_s = [record.ttft_s for record in run.records[num_answers:] if record.ttft_s is not None]
+    found = {"itl_s_p99": result.itl_s["p99"], "ttft_s_median": float(np.median(ttft_s))}
+    if result.handovers is not None:
+        found["exposed_share"] = result.handovers["exposed_share"]
+    return found
+
+
+def _trace(values: Sequence[int]) -> LengthSpec:
+    return LengthSpec(median=float(np.median(values)), trace=tuple(values))
+
+
+def _phases(config: ServeConfig, device: str) -> dict[PhaseName, PhasePlan]:
+    """The pools of a configuration, prefill first."""
+    if config.prefill is None:
+        return {"serve": _phase("serve", config, device)}
+    return {"prefill": _phase("prefill", config.prefill, device), "decode": _phase("decode", config, device)}
+
+
+def _phase(name: PhaseName, config: ServeConfig, device: str) -> PhasePlan:
+    if config.attention_ranks > 1 or config.expert_tp > 1 or config.layout == "hybrid":
+        raise UserError(
+            f"--profile predicts replicas and attention workers of one rank, not {config.layout_text}: leave it out"
+        )
+    workers, experts = config.num_attention, config.num_experts
+    common: dict[str, Any] = {
+        "batch": config.max_batch_tokens if name == "prefill" else config.max_running,
+        "predicted": Predicted(),
+    }
+    num_experts = load_model_spec(config.model).router.num_experts
+    if config.layout == "colocated":
+        return PhasePlan(
+            layout="tp_pp",
+            parallel=Parallel(),
+            num_instances=workers * config.num_instances,
+            micro_batches=1,
+            step_tokens=config.max_batch_tokens if name == "serve" else None,
+            devices=(DeviceUse(role="both", device=device, num_devices=workers * config.num_instances),),
+            placement=(((0, 1.0),),) * num_experts,
+            **common,
+        )
+    return PhasePlan(
+        layout="disaggregated",
+        parallel=Parallel(attention_dp=workers, expert_workers=experts),
+        num_instances=config.num_instances,
+        micro_batches=config.num_micro_batches,
+        step_tokens=config.max_batch_tokens if name == "serve" else None,
+        devices=(
+            DeviceUse(role="attention", device=device, num_devices=workers * config.num_instances),
+            DeviceUse(role="experts", device=device, num_devices=experts * config.num_instances),
+        ),
+        placement=tuple(((expert * experts // num_experts, 1.0),) for expert in range(num_experts)),
+        **common | {"batch": common["batch"] * workers},
+    )
