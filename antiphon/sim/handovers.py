@@ -202,9 +202,6 @@ class SimulatedHandovers:
         for worker in instance.schedulers:
             if (outgoing := self._outgoing.pop(worker, None)) is not None and outgoing.runs:
                 self._at(now_s + latency_s, self._land, worker, outgoing.runs)
-        for target in sorted(self._again):
-            self._again.discard(target)
-            self._admit(now_s, target)
 
     def _land(self, source: int, runs: list[_Run]) -> None:
         for run in runs:
@@ -220,7 +217,10 @@ class SimulatedHandovers:
     # --- how it ends -------------------------------------------------------------------------------------------------
 
     def settle(self, now_s: float) -> None:
-        """Do what the protocol's news ask for."""
+        """Do what the protocol's news ask for, and try again where an earlier try was in the way."""
+        again, self._again = self._again, set()
+        for target in sorted(again):
+            self._admit(now_s, target)
         while events := self._book.take_events():
             for event in events:
                 number = event.handover.number
