@@ -74,10 +74,10 @@ def predict_mix(
         input_tokens=np.asarray(inputs, dtype=np.int64),
         output_tokens=np.asarray(outputs, dtype=np.int64),
     )
-    lengths = {"input_tokens": _trace(inputs), "output_tokens": _trace(outputs)}
-    workload = WorkloadSpec(name="pools", max_length=config.max_model_len, **lengths)
+    workload = WorkloadSpec(name="pools", input_tokens=_trace(inputs), output_tokens=_trace(outputs))
     phases = _phases(config, machine.cluster.groups[0].device.name)
-    model = replace(load_model_spec(config.model), max_position=config.max_model_len)
+    spec = load_model_spec(config.model)
+    model = replace(spec, max_position=config.context_length(spec))
     setting = Setting(
         model=model,
         cluster=machine.cluster,

@@ -120,7 +120,7 @@ class ReferenceCache:
         parts = torch.split(rows.view(len(heads), -1), [run[1] * sum(each) for each in widths], dim=1)
         found: list[tuple[Tensor, Tensor]] = []
         for group, width, part in zip(groups, widths, parts, strict=True):
-            found += zip(group, part.view(len(heads), run[1], -1).split(width, dim=2), strict=True)
+            found += zip(group, torch.split(part.view(len(heads), run[1], -1), width, dim=2), strict=True)
         return found
 
     def gather(self, layer: int, slots_SC: Tensor) -> tuple[Tensor, Tensor]:

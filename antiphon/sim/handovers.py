@@ -52,7 +52,7 @@ class _Underway:
     charged: bool = False
 
 
-class _Run(NamedTuple):
+class _TokensOfLayer(NamedTuple):
     """Tokens [first, last) of one layer of an offer."""
 
     number: int
@@ -62,11 +62,11 @@ class _Run(NamedTuple):
 
 
 @dataclass
-class _Outgoing:
+class _Departures:
     """What a worker's step sends: the plan it belongs to, the runs, and their time on the wire."""
 
     plan: StepPlan
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[_TokensOfLayer] = field(default_factory=list)
     wire_s: float = 0.0
 
 
@@ -90,7 +90,7 @@ class SimulatedHandovers:
         self._landing = {worker: LandingBook() for worker in decode.all_schedulers}
         self._underway: dict[int, _Underway] = {}  # by the offer's number
         self._computing: dict[str, _Underway] = {}  # by the name of what the prefill worker computes
-        self._outgoing: dict[int, _Outgoing] = {}  # by prefill worker
+        self._outgoing: dict[int, _Departures] = {}  # by prefill worker
         self._again: set[int] = set()  # decode workers with requests whose earlier try is still in a step
         self._num_prefills = 0
         for instance in prefill.instances:
@@ -185,13 +185,13 @@ class SimulatedHandovers:
             return compute_s + wire_s
         return max(compute_s + wire_s / self._num_layers, compute_s / self._num_layers + wire_s)
 
-    def _queued(self, worker: int, plan: StepPlan) -> _Outgoing:
-        outgoing, num_tokens = _Outgoing(plan), 0
+    def _queued(self, worker: int, plan: StepPlan) -> _Departures:
+        outgoing, num_tokens = _Departures(plan), 0
         for step in plan.sequences:
             for layer in range(self._num_layers):
                 news = self._sending[worker].advance(step.request_id, layer, step.start + len(step.token_ids))
                 if news is not None:
-                    outgoing.runs.append(_Run(news[0].number, layer, news[1], news[2]))
+                    outgoing.runs.append(_TokensOfLayer(news[0].number, layer, news[1], news[2]))
                     num_tokens += news[2] - news[1]
         outgoing.wire_s = self._prefill.pool.wire_s(num_tokens / self._num_layers)
         return outgoing
@@ -203,7 +203,7 @@ class SimulatedHandovers:
             if (outgoing := self._outgoing.pop(worker, None)) is not None and outgoing.runs:
                 self._at(now_s + latency_s, self._land, worker, outgoing.runs)
 
-    def _land(self, source: int, runs: list[_Run]) -> None:
+    def _land(self, source: int, runs: list[_TokensOfLayer]) -> None:
         for run in runs:
             found = self._underway.get(run.number)
             if found is None:

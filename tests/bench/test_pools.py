@@ -10,6 +10,8 @@ from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.pools import PoolsCase, bench_pools, columns, verdicts
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
+from antiphon.cost.curves import Surface
+from antiphon.cost.profile import AttentionTable
 from antiphon.serve.config import ServeConfig
 from tests.planner.test_profiled import profile as flat_profile
 from tests.serve.engine_harness import save_tiny_model
@@ -63,7 +65,10 @@ def test_in_a_box_the_two_ways_to_hand_over_are_compared() -> None:
 def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> None:
     """Two pools keep answers steady beside prompts; on a slow wire layers that leave early save time."""
     folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
-    machine = MeasuredMachine(profile=flat_profile(), cluster=cluster())
+    by_tokens = Surface((1.0, 10_000.0), (1.0, 10_000.0), ((1e-3, 1e-3), (1.0, 1.0)))
+    prefill = AttentionTable(phase="prefill", layer="moe", times=by_tokens)
+    profile = flat_profile()
+    machine = MeasuredMachine(profile=replace(profile, attention=(*profile.attention, prefill)), cluster=cluster())
     common = {"model": folder, "max_model_len": 8200, "max_running": 5, "max_batch_tokens": 256}
     apart = {"layout": "colocated"} if decode == "1" else {"layout": "disaggregated"}
     prompts = [(0.5, 8000), (9.0, 8000)]
@@ -78,11 +83,9 @@ def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> Non
     found = predicted(two)
     one = predicted(ServeConfig(**common, layout="colocated"))  # type: ignore[arg-type]
     assert found["itl_s_p99"] < one["itl_s_p99"]
-    assert (
-        0
-        < found["exposed_share"]
-        < predicted(replace(two, hand_over="end", prefill=replace(two.prefill, hand_over="end")))["exposed_share"]
-    )  # type: ignore[arg-type]
+    assert two.prefill is not None
+    at_end = predicted(replace(two, hand_over="end", prefill=replace(two.prefill, hand_over="end")))
+    assert 0 < found["exposed_share"] < at_end["exposed_share"]
     with pytest.raises(UserError, match="--profile predicts replicas and attention workers of one rank, not 1t2"):
         predicted(ServeConfig(**common, layout="colocated", attention_tp=2))  # type: ignore[arg-type]
 
