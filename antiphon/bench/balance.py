@@ -3,15 +3,16 @@
 Several workers share this machine's cores, so that a slow one is helped by those that wait for it. `expert_cores` gives
 each expert worker a fixed part of a core instead, as machines of their own would have.
 
-Four cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
+Five cases. `plain`: the model as it is. `hot`: in every layer the first expert gets half the rows, because its router
 row is replaced by a long random vector, whose product with a row is as often far above the others as far below. `slow`:
 the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour. `recorded`:
 rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has,
-and forecasts are those of the record.
+and forecasts are those of the record. `skewed`: the same with a record that is drawn (`made_load`), as skewed as the
+load that Lina measured (Figure 6), each quarter of the requests with popular experts of its own.
 
 Besides the policies there are Lina's measures of them (section 7.3): `no-estimation` chooses copies only when a layer's
 gate has spoken, `no-fine-tuning` never then; `ideal` has rows that choose all experts alike, so nothing is to balance.
-`paths` foresees by sample paths, profiled on the first half of the case `recorded`'s rows.
+`paths` foresees by sample paths, profiled on the first half of a record's rows, or on other rows of the same draw.
 
 1. In float32 all policies must give the same greedy text, but for one request in fifty: a row's sum is added in another
    order when its experts are elsewhere, and two tokens may be nearly equally likely. Else nothing is reported. In other
@@ -25,12 +26,11 @@ gate has spoken, `no-fine-tuning` never then; `ideal` has rows that choose all e
 Rejected: a synthetic exchange without attention. What a user gets is the whole step.
 """
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import ne
 from pathlib import Path
 from time import clock_gettime, process_time
@@ -38,19 +38,16 @@ from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import psutil
-import torch
-from safetensors.torch import load_file, save_file
 from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.contest import ContestColumns, Row, UpTo, milliseconds
 from antiphon.bench.harness.cores import limited
+from antiphon.bench.made_load import LINA_SKEW, SkewedLoad, make_hot, write_even_routing
 from antiphon.bench.serve import timed_answers
 from antiphon.models.config import load_model_spec
-from antiphon.models.gguf.checkpoint import open_weights
-from antiphon.models.tensors import attention_layer_plan
-from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, read_routing_trace
+from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile
 from antiphon.placement.split import balancedness
 from antiphon.serve.balancer import POLICIES
@@ -60,10 +57,9 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.worker.routing import RoutingReplay
 from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
-from antiphon.specs.model import ModelSpec
 
-Case = Literal["plain", "hot", "slow", "recorded"]
-CASES: tuple[Case, ...] = ("plain", "hot", "slow", "recorded")
+Case = Literal["plain", "hot", "slow", "skewed", "recorded"]
+CASES: tuple[Case, ...] = ("plain", "hot", "slow", "skewed", "recorded")
 MOST_WORKERS = 64  # more is a slip of the finger
 _SAME_TEXTS = 0.98  # of the requests, in float32
 RUNS: Mapping[str, Mapping[str, Any]] = {  # what of `ServeConfig` makes it
@@ -72,7 +68,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {  # what of `ServeConfig` makes it
     "no-fine-tuning": {"balance": "predict", "phases": "first"},
     "ideal": {"balance": "off"},
 }
-_FAR = 1e3  # times the length of a usual router row
+MOST_SKEW = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +91,9 @@ class BalanceOptions:
         float | None, Option(metavar="X", show_default="shared", help="Part of a core of an expert worker.")
     ] = None
     routing: Annotated[Path | None, Option(metavar="FILE", help="For recorded: of serve --record-routing.")] = None
+    skew: Annotated[
+        float, Option(metavar="R", help="For skewed: rows of the most popular expert over the least's.")
+    ] = LINA_SKEW
     policies: Annotated[str, Option(metavar="P,...", help="Also paths, ideal, no-estimation, no-fine-tuning.")] = (
         ",".join(POLICIES)
     )
@@ -107,6 +106,8 @@ class BalanceOptions:
                 raise UserError(f"--policies has {name!r}: use some of {', '.join(RUNS)}")
         if self.expert_cores is not None and not 0.1 <= self.expert_cores <= MOST_WORKERS:
             raise UserError(f"--expert-cores is {self.expert_cores:g}: it must be 0.1 to {MOST_WORKERS}")
+        if not 1 <= self.skew <= MOST_SKEW:
+            raise UserError(f"--skew is {self.skew:g}: it must be 1 (even) to {MOST_SKEW:g}")
 
     @property
     def chosen(self) -> list[str]:
@@ -139,6 +140,11 @@ class BalanceOrder(BalanceOptions):
     case: Case
     seed: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        """All rows of a run: those of prompts, and of answers."""
+        return self.batch * (self.prompt_tokens + self.output_tokens)
+
     def __post_init__(self) -> None:
         if self.case != "recorded":
             return
@@ -149,10 +155,10 @@ class BalanceOrder(BalanceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceRow:
-    """One policy's medians over the rounds; `balancedness` is the mean over layers. `layer_s`: from sending a
-    micro-batch's rows to experts to having their sum; `exchange_s`: what of it is not the slowest expert worker's
-    computing. `processor_s`: of one step, all processes together. `copies`: asked for ahead of a layer or with its
-    rows."""
+    """One policy's medians over the rounds. `layer_s`: from sending a micro-batch's rows to experts to having their
+    sum; `exchange_s`: what of it is not the slowest expert worker's computing. `processor_s`: of one step, all
+    processes together. `balancedness`: the mean of steps and layers, by rows. `copies`: asked for ahead of a layer or
+    with its rows."""
 
     case: Case
     policy: str
@@ -212,6 +218,9 @@ def bench_balance(
     """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text, or a
     record does not say what `predict` needs."""
     foreseen = [name for name in policies if RUNS[name].get("balance") == "predict"]
+    if order.case == "skewed":
+        order = replace(order, routing=folder / "skewed.trace")
+        _drawn(order).write(folder / "skewed.trace", order.num_rows, order.seed)
     record = order.routing if order.case == "recorded" and foreseen else None
     if record is not None and not read_routing_trace(record).has_forecasts:
         raise UserError(f"{record} has no forecasts, which the policy {foreseen[0]} needs: record it again")
@@ -242,33 +251,35 @@ def _check_texts(order: BalanceOrder, texts: list[list[list[int]]]) -> None:
 def _changes(order: BalanceOrder, name: str, folder: Path) -> dict[str, Any]:
     """Fields of `ServeConfig`; files that they name are made in `folder`."""
     changes = dict(RUNS[name])
-    if order.case == "recorded":
+    if order.case in ("recorded", "skewed"):
         changes["replay_routing"] = order.routing
     if name == "ideal":
         changes["replay_routing"] = folder / "even.trace"
         write_even_routing(folder / "even.trace", load_model_spec(order.model))
     elif name == "paths":
-        if order.case != "recorded" or order.routing is None:
+        if order.case not in ("recorded", "skewed"):
             raise UserError(f"--policies has paths: case {order.case} has no record to profile, use --cases recorded")
         changes["path_profile"] = folder / "paths"
-        trace, spec = read_routing_trace(order.routing), load_model_spec(order.model)
-        ids_LTK = trace.ids_LTK()
-        numbers = np.arange(len(spec.expert_layers)) % trace.header.num_layers  # as they are replayed
-        half = ids_LTK[numbers, : ids_LTK.shape[1] // 2]
-        profile = PathProfile.of_rows(half, trace.header.num_experts, order.path_length, spec.expert_layers)
-        profile.write(folder / "paths")
+        _path_profile(order, folder).write(folder / "paths")
     return changes
 
 
-def write_even_routing(file: Path, spec: ModelSpec) -> None:
-    """A record in which consecutive rows choose all experts in turn, so that any placement is balanced."""
-    router, layers = spec.router, spec.expert_layers
-    header = TraceHeader(model="even", layers=layers, num_experts=router.num_experts, top_k=router.top_k)
-    rows_T = np.arange(router.num_experts)
-    ids_TK = (rows_T[:, None] * router.top_k + np.arange(router.top_k)) % router.num_experts
-    writer = RoutingTraceWriter(file, header)
-    writer.append_step(0, 0, np.broadcast_to(ids_TK, (len(layers), *ids_TK.shape)).astype("<u2").tobytes())
-    writer.close()
+def _path_profile(order: BalanceOrder, folder: Path) -> PathProfile:
+    """Of the first half of a record's rows; of a drawn one of other rows, as many."""
+    file, spec = order.routing, load_model_spec(order.model)
+    if order.case == "skewed":
+        file = folder / "profiled.trace"
+        _drawn(order).write(file, order.num_rows, order.seed + 1)
+    assert file is not None, "checked when the order was made"
+    trace = read_routing_trace(file)
+    numbers = np.arange(len(spec.expert_layers)) % trace.header.num_layers  # as they are replayed
+    ids_LTK = trace.ids_LTK()[numbers]
+    rows_LTK = ids_LTK if order.case == "skewed" else ids_LTK[:, : ids_LTK.shape[1] // 2]
+    return PathProfile.of_rows(rows_LTK, trace.header.num_experts, order.path_length, spec.expert_layers)
+
+
+def _drawn(order: BalanceOrder) -> SkewedLoad:
+    return SkewedLoad(load_model_spec(order.model), order.batch, order.skew)
 
 
 def _row(case: Case, policy: str, passes: list[_ServedPass]) -> BalanceRow:
@@ -364,15 +375,19 @@ def _layers(spans: Mapping[WorkerName, Spans]) -> tuple[list[float], list[float]
 
 
 def _balancedness(order: BalanceOrder, spans: Mapping[WorkerName, Spans]) -> float:
-    """Mean over maximum of the rows that expert workers computed, the mean of all layers."""
-    rows: dict[int, list[float]] = {}
+    """Mean over maximum of the rows that expert workers computed in a step and layer; the mean by rows."""
+    rows: dict[tuple[int, int], list[float]] = {}
     for name, of_worker in spans.items():
         if name.role != "experts":
             continue
-        for index, layer, count in zip(of_worker.name_index, of_worker.layers, of_worker.rows, strict=True):
+        columns = (of_worker.name_index, of_worker.steps, of_worker.layers, of_worker.rows)
+        for index, step, layer, count in zip(*columns, strict=True):
             if of_worker.names[index] == NAMES[EXPERTS]:
-                rows.setdefault(layer, [0.0] * order.experts)[name.index] += count
-    return float(np.mean([float(balancedness(np.array([of_layer]))) for of_layer in rows.values()] or [1.0]))
+                rows.setdefault((step, layer), [0.0] * order.experts)[name.index] += count
+    if not rows:
+        return 1.0
+    shares = [float(balancedness(np.array([each]))) for each in rows.values()]
+    return float(np.average(shares, weights=[sum(each) + 1e-9 for each in rows.values()]))
 
 
 @contextmanager
@@ -387,26 +402,6 @@ def _slowness(engine: Engine, order: BalanceOrder) -> Iterator[None]:
         elif is_slow:
             stack.enter_context(_slowed(pids[0]))
         yield
-
-
-def make_hot(model: Path, folder: Path, seed: int) -> Path:
-    """A copy of a checkpoint in which the first expert of every layer gets half the rows."""
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    spec, checkpoint = load_model_spec(model), open_weights(model)
-    names = checkpoint.family_names(spec.family)
-    routers = set[str]()
-    for layer in spec.expert_layers:
-        ((router,),) = (attention_layer_plan(spec, names, layer, checkpoint)["router"],)
-        routers.add(router.name)
-    generator = torch.Generator().manual_seed(seed)
-    for file in sorted(model.glob("*.safetensors")):
-        tensors = load_file(file)
-        for name in sorted(routers & tensors.keys()):
-            rows = tensors[name]
-            hot = torch.randn(rows.shape[1], generator=generator)
-            rows[0] = (hot / hot.norm() * rows.float().norm(dim=1).mean() * _FAR).to(rows.dtype)
-        save_file(tensors, folder / file.name, {"format": "pt"})
-    return folder
 
 
 @contextmanager

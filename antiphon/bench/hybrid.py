@@ -75,12 +75,17 @@ class TwoLevelCase:
     inner_mbit: Annotated[
         float | None, Option(metavar="R", show_default="shared memory", help="In a box: between ranks of a node, too.")
     ] = None
+    only: Annotated[
+        str, Option(metavar="C,C", show_default="all", help="Of: fused, synchronous, expert parallel, tensor parallel.")
+    ] = ",".join(CONTESTANTS)
     calls: Annotated[int, Option(metavar="N", help="Round trips of a turn."), UpTo(100_000)] = 20
     repetitions: Annotated[int, Option(metavar="N", help="Turns of every contestant."), UpTo(1000)] = 5
     timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), Patience()] = 30.0
 
     def check(self) -> None:
         """`UserError` for what does not go together."""
+        if wrong := [name for name in self._named if name not in CONTESTANTS]:
+            raise UserError(f"--only has {wrong[0]!r}: use some of {', '.join(CONTESTANTS)}")
         if not 1 <= self.top_k <= self.num_experts:
             raise UserError(f"--top-k is {self.top_k}: it must be 1 to {self.num_experts}")
         if self.mbit is not None and not 0.1 <= self.mbit <= 100_000:
@@ -100,6 +105,15 @@ class TwoLevelCase:
             )
         if self.num_experts < self.num_ranks:
             raise UserError(f"--experts is {self.num_experts}: give each of the {self.num_ranks} ranks one at least")
+
+    @property
+    def contestants(self) -> list[str]:
+        """Those that `only` names, in the order of the table."""
+        return [name for name in CONTESTANTS if name in self._named]
+
+    @property
+    def _named(self) -> list[str]:
+        return [name.strip() for name in self.only.split(",")]
 
     @property
     def num_ranks(self) -> int:
@@ -123,14 +137,14 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
         ranks.start([f"rank[{rank}]" for rank in range(case.num_ranks)], made, forked())
         ranks.introduce()
         sent, carried = {}, {}
-        for name in CONTESTANTS:
+        for name in case.contestants:
             before = _carried(box)
             sent[name] = ranks.ask("check", name)
             carried[name] = max((now - then for now, then in zip(_carried(box), before, strict=True)), default=None)
-        turns = {name: partial(ranks.slowest_median_s, "run", name) for name in CONTESTANTS}
+        turns = {name: partial(ranks.slowest_median_s, "run", name) for name in case.contestants}
         report(1, 2)
         blocks = ContestTurns(num_repetitions=case.repetitions).take(turns)
-    synchronous_s = blocks[SYNCHRONOUS].median(float)
+    synchronous_s = blocks[SYNCHRONOUS].median(float) if SYNCHRONOUS in blocks else None
     return [
         {
             "contestant": name,
@@ -140,7 +154,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             "hidden": case.hidden,
             "top_k": case.top_k,
             "median_s": blocks[name].median(float),
-            "synchronous_to_this": synchronous_s / blocks[name].median(float),
+            "synchronous_to_this": None if synchronous_s is None else synchronous_s / blocks[name].median(float),
             "across_bytes": max(level["across"] for level in sent[name]),
             "inside_bytes": max(level["inside"] for level in sent[name]),
             "mbit": case.mbit,
@@ -150,7 +164,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             "foreign_cpu_share": blocks[name].foreign_share,
             "quiet": blocks[name].is_quiet,
         }
-        for name in CONTESTANTS
+        for name in case.contestants
     ]
 
 

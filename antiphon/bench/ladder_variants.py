@@ -1,12 +1,17 @@
 """What `antiphon bench train --ladder` compares: variants of one training step, each with one more idea than the last.
 
     msm           MegaScale-MoE, Table 5: from tensor parallelism to everything that overlaps
+    tensor        section 4.2 where all ranks share every matrix
+    memory        section 4.1: what is made again in backward
+    pairs         two micro-batches, one after the other and in turns
     compression   section 5: the same step with less sent
-    lina          Lina, section 7: the order of all-to-all and all-reduce
+    lina          Lina, section 7.2.2: the order of all-to-all and all-reduce
+    packing       Lina, section 4.2: fewer ranks share the experts
+    marks         tiles that the wire itself puts ahead of sums
     chunks        Lina, Figure 15: the size of the chunks that sums go in
 
-A variant is a few keys of the trainer's own file, so that what is timed is what a user gets. Beside them stand two
-loops without anything of ours: `DistributedDataParallel` and FSDP2.
+A variant is a few keys of the trainer's own file, so that what is timed is what a user gets. The ladders of whole
+systems also time two loops without anything of ours: `DistributedDataParallel` and FSDP2.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,9 +52,9 @@ class Variant:
 class LadderOptions:
     """Which ladder, and on which box. What is None was left out."""
 
-    ladder: Annotated[
-        str | None, Option(metavar="NAME", help="Variants of a step instead: msm, compression, lina, chunks.")
-    ] = None
+    ladder: Annotated[str | None, Option(metavar="NAME", help="Variants of a step instead: lina, memory, msm ...")] = (
+        None
+    )
     nodes: Annotated[int | None, Option(metavar="N", show_default="2", help="Of a ladder: nodes.")] = None
     ranks_per_node: Annotated[
         int | None, Option(metavar="N", show_default="2", help="Of a ladder: ranks of a node.")
@@ -98,15 +103,27 @@ class LadderCase(StepCase):
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def split(self) -> Tables:
+        """Every rank in one group, as in a node of the paper: here the slow wire is inside it."""
+        return {"parallel": {"sequence": self.ranks, "expert": self.ranks}}
 
-BASELINES = (Variant(name="DDP", kind="ddp"), Variant(name="FSDP2", kind="fsdp2"))
+    @property
+    def experts(self) -> Tables:
+        """Experts on all ranks and attention on each: rows and gradients both pass the wire."""
+        return {"parallel": {"expert": self.ranks}}
+
+
+LOOPS = (Variant(name="DDP", kind="ddp"), Variant(name="FSDP2", kind="fsdp2"))
+BESIDE: Tables = {"communication": {"sums": "baseline"}}  # sums of gradients run beside backward
+INSIDE: Tables = {"overlap": {"inside": True}}
 
 
 def variants_of(case: LadderCase) -> tuple[Variant, ...]:
     """In the order in which they stand in the table. `UserError` for a ladder that does not exist."""
     if case.ladder not in LADDERS:
         raise UserError(f"--ladder is {case.ladder!r}: use {', '.join(sorted(LADDERS))}")
-    every = (*LADDERS[case.ladder](case), *BASELINES)
+    every = LADDERS[case.ladder](case)
     names = [each.name for each in every]
     for name in case.chosen:
         if name not in names:
@@ -117,106 +134,147 @@ def variants_of(case: LadderCase) -> tuple[Variant, ...]:
 
 
 def _msm(case: LadderCase) -> tuple[Variant, ...]:
-    """Every rank in one group, as in a node of the paper: here the slow wire is inside it. Sums of gradients run beside
-    backward, as in both systems of the paper, except with several micro-batches, which are compared with each other."""
-    ranks = case.ranks
-    beside = {"communication": {"sums": "baseline"}}
-    split = {"sequence": ranks, "expert": ranks}
-    tensor = {"parallel": {"tensor": ranks, "expert_tensor": ranks, "dispatch": "gather_scatter"}} | beside
-    rows = {"parallel": split} | beside
-    halves = {"parallel": split, "micro_batch": case.batch // 2}
+    """Sums of gradients run beside backward, as in both systems of the paper."""
+    rows = {**case.split, **BESIDE}
     return (
-        Variant(name="TP + TP", tables=tensor, overlaps=False),
+        _tensor(case)[0],
         Variant(name="SP + EP", tables=rows, overlaps=False),
         Variant(name="+ between operators", tables=rows),
-        Variant(name="+ inside operators", tables=rows | {"overlap": {"inside": True}}),
-        Variant(name="selective, between", tables=rows | {"memory": {"remake": "selective"}}),
+        Variant(name="+ inside operators", tables=rows | INSIDE),
+        *LOOPS,
+    )
+
+
+def _tensor(case: LadderCase) -> tuple[Variant, ...]:
+    parallel = {"tensor": case.ranks, "expert_tensor": case.ranks, "dispatch": "gather_scatter"}
+    tables = {"parallel": parallel, **BESIDE}
+    return (
+        Variant(name="TP + TP", tables=tables, overlaps=False),
+        Variant(name="+ between operators", tables=tables),
+        Variant(name="+ inside operators", tables=tables | INSIDE),
+    )
+
+
+def _memory(case: LadderCase) -> tuple[Variant, ...]:
+    rows = {**case.split, **BESIDE}
+    return (
+        Variant(name="all kept", tables=rows),
+        Variant(name="selective", tables=rows | {"memory": {"remake": "selective"}}),
+        Variant(name="full", tables=rows | {"memory": {"remake": "full"}}),
+        Variant(name="rows in used memory", tables=rows | {"memory": {"reuse_rows": True}}),
+    )
+
+
+def _pairs(case: LadderCase) -> tuple[Variant, ...]:
+    halves = {**case.split, "micro_batch": case.batch // 2}
+    return (
         Variant(name="two micro-batches", tables=halves),
         Variant(name="+ in turns", tables=halves | {"overlap": {"pairs": True}}),
-        Variant(name="TP + TP, inside", tables=tensor | {"overlap": {"inside": True}}),
     )
 
 
 def _compression(case: LadderCase) -> tuple[Variant, ...]:
-    """Experts on all ranks and attention on each: rows and gradients both pass the wire."""
-    rows = {"parallel": {"expert": case.ranks}}
-    narrow = rows | {"communication": {"gradients": "bfloat16"}}
-    levels = narrow | {"communication": {"gradients": "bfloat16", "hierarchical": True}}
-    in_turn = narrow | {"communication": {"gradients": "bfloat16", "hierarchical": True, "level_chunks": 1}}
-    fewer = narrow | {"communication": {"gradients": "bfloat16", "activations": "float8"}}
+    def narrow(name: str, **more: Any) -> Variant:
+        communication = {"gradients": "bfloat16", **more}
+        return Variant(name=name, tables={**case.experts, "communication": communication}, band=0.02)
+
     has_levels = case.nodes > 1 and case.ranks_per_node > 1
+    levels = (
+        narrow("+ by levels, in turn", hierarchical=True, level_chunks=1),
+        narrow("+ by levels", hierarchical=True),
+    )
     return (
-        Variant(name="off, nothing beside", tables=rows, overlaps=False),
-        Variant(name="off", tables=rows),
-        Variant(name="gradients in BF16", tables=narrow, band=0.02),
-        *((Variant(name="+ by levels, in turn", tables=in_turn, band=0.02),) if has_levels else ()),
-        *((Variant(name="+ by levels", tables=levels, band=0.02),) if has_levels else ()),
-        Variant(name="+ rows in FP8", tables=fewer, band=0.02),
+        Variant(name="off, nothing beside", tables=case.experts, overlaps=False),
+        Variant(name="off", tables=case.experts),
+        narrow("gradients in BF16"),
+        *(levels if has_levels else ()),
+        narrow("+ rows in FP8", activations="float8"),
+        *LOOPS,
     )
 
 
-PACKING = "+ packing"
-
-
-def _lina(case: LadderCase) -> tuple[Variant, ...]:
-    """Experts on all ranks and attention on each. A chunk is what a link carries in 50 ms: Lina's 30 MB are for links
-    of 100 Gbit/s. The last two leave the order to the wire itself, where the M2N library marks rows."""
-    ranks, chunk_bytes = case.ranks, max(1000, round(case.mbit * 1e6 / 8 * 0.05))
-    halvings = (ranks & -ranks).bit_length() - 1
-    settled = FIRST_STEP + EVERY * max(0, halvings - 1)
-    packs = not case.chosen or PACKING in case.chosen
-    if packs and (ranks % 2 or case.rounds <= settled):
-        raise UserError(
-            f"the lina ladder with {ranks} ranks and {case.rounds} rounds: packing halves the ranks that share the "
-            f"experts, and decides until step {settled}: give an even number, and more than {settled} --rounds"
-        )
-    parallel = {"parallel": {"expert": ranks}}
-    keys: dict[str, Any] = {"sums": "baseline", "chunk_bytes": chunk_bytes}
-    found = [Variant(name="nothing beside", tables=parallel, overlaps=False)]
+def _orders(case: LadderCase) -> tuple[Variant, ...]:
+    """Lina's ideas, each with those before it. A chunk is what a link carries in 50 ms: Lina's 30 MB are for links of
+    100 Gbit/s."""
+    keys: dict[str, Any] = {"chunk_bytes": max(1000, round(case.mbit * 1e6 / 8 * 0.05))}
+    found = []
     for name, more in (
-        ("baseline", {}),
+        ("baseline", {"sums": "baseline"}),
         ("fixed: between pairs", {"sums": "between"}),
         ("priority", {"sums": "priority"}),
         ("+ partition", {"partition": True}),
         ("+ pipeline", {"pipeline_experts": True}),
-        (PACKING, {"packing": True}),
     ):
         keys = keys | more
-        settles = settled if "packing" in more else 0
-        found.append(Variant(name=name, tables=parallel | {"communication": keys}, settles=settles))
-    baseline = parallel | {"communication": {"sums": "baseline"}}
-    found.append(Variant(name="baseline, in tiles", tables=baseline | {"overlap": {"inside": True}}))
-    found.append(Variant(name="+ tiles first", tables=baseline | {"overlap": {"inside": True, "tiles_first": True}}))
+        found.append(Variant(name=name, tables={**case.experts, "communication": keys}))
     return tuple(found)
 
 
-PAPER_MBIT, PAPER_CHUNKS_MB = 100_000.0, (10, 20, 30, 50, 100)
+def _lina(case: LadderCase) -> tuple[Variant, ...]:
+    return (Variant(name="nothing beside", tables=case.experts, overlaps=False), *_orders(case), *LOOPS)
+
+
+def _packing(case: LadderCase) -> tuple[Variant, ...]:
+    """It halves the ranks that share the experts, and decides every few steps until one has all."""
+    baseline, *_, last = _orders(case)
+    halvings = (case.ranks & -case.ranks).bit_length() - 1
+    tables = {**last.tables, "communication": last.tables["communication"] | {"packing": True}}
+    settles = FIRST_STEP + EVERY * max(0, halvings - 1)
+    return (baseline, last, Variant(name="+ packing", tables=tables, settles=settles))
+
+
+def _marks(case: LadderCase) -> tuple[Variant, ...]:
+    """The order is left to the wire itself, where the M2N library marks rows."""
+    tables = {**case.experts, **BESIDE}
+    return (
+        Variant(name="in tiles", tables=tables | INSIDE),
+        Variant(name="+ tiles first", tables=tables | {"overlap": {"inside": True, "tiles_first": True}}),
+    )
+
+
+PAPER_MBIT, PAPER_CHUNKS_MB = 100_000.0, (30, 10, 20, 50, 100)  # the first is Lina's choice
 
 
 def _chunks(case: LadderCase) -> tuple[Variant, ...]:
     """Sizes as Lina's, over links as slow as these: a chunk travels as long as there."""
-    parallel = {"parallel": {"expert": case.ranks}}
-    whole = {"sums": "priority"}
-    found = [Variant(name="whole sums", tables=parallel | {"communication": whole}, overlaps=False)]
-    found.append(Variant(name="whole sums, beside", tables=parallel | {"communication": whole}))
-    for size in PAPER_CHUNKS_MB:
-        chunk_bytes = max(1000, round(size * 1e6 * case.mbit / PAPER_MBIT))
-        keys = whole | {"partition": True, "chunk_bytes": chunk_bytes}
-        found.append(Variant(name=f"as {size} MB there", tables=parallel | {"communication": keys}))
-    return tuple(found)
+    whole: dict[str, Any] = {"sums": "priority"}
+    found = [
+        Variant(
+            name=f"as {size} MB there",
+            tables={
+                **case.experts,
+                "communication": whole
+                | {"partition": True, "chunk_bytes": max(1000, round(size * 1e6 * case.mbit / PAPER_MBIT))},
+            },
+        )
+        for size in PAPER_CHUNKS_MB
+    ]
+    return (*found, Variant(name="whole sums", tables={**case.experts, "communication": whole}))
 
 
 LADDERS: Mapping[str, Callable[[LadderCase], tuple[Variant, ...]]] = {
     "msm": _msm,
+    "tensor": _tensor,
+    "memory": _memory,
+    "pairs": _pairs,
     "compression": _compression,
     "lina": _lina,
+    "packing": _packing,
+    "marks": _marks,
     "chunks": _chunks,
 }
 
 
 def check_ladder(case: LadderCase) -> None:
     """`UserError` for what cannot be, `ResourceError` where there can be no box."""
-    variants_of(case)
+    for variant in variants_of(case):
+        if case.rounds <= variant.settles:
+            raise UserError(
+                f"--rounds is {case.rounds}: {variant.name} with {case.ranks} ranks decides until step "
+                f"{variant.settles}, so give more than {variant.settles} --rounds"
+            )
+    if case.ladder == "packing" and case.ranks % 2:
+        raise UserError(f"{case.ranks} ranks: packing halves those that share the experts, so give an even number")
     spec = load_model_spec(case.folder)
     if case.ranks < 2:
         raise UserError(f"--nodes is {case.nodes}, --ranks-per-node {case.ranks_per_node}: a ladder needs two ranks")

@@ -19,6 +19,7 @@ load, and its queue would not show.
 import asyncio
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from antiphon.bench.openai_peer import REQUEST_TIMEOUT_S, OpenAIPeer, inter_toke
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
 from antiphon.sim.arrivals import Demand, draw_demand
-from antiphon.specs.workload import WorkloadSpec, load_workload
+from antiphon.specs.workload import LengthSpec, WorkloadSpec, load_workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LATENCIES = ("ttft_s", "tpot_s", "itl_s")
@@ -53,7 +54,7 @@ class LoadOptions:
         str | None, Option(metavar="R,R", help="Load instead: requests/s, sent whatever the server does.")
     ] = None
     lengths: Annotated[
-        str | None, Option(metavar="NAME", show_default="sharegpt-like", help="Of load: a workload, or a trace's file.")
+        str | None, Option(metavar="NAME", show_default="sharegpt-like", help="Of load: a workload, a trace, 512x16.")
     ] = None
     requests: Annotated[
         int | None,
@@ -104,7 +105,7 @@ class LoadCase:
 
 def load_case(options: LoadOptions, model: Path) -> LoadCase:
     """What the options say, cut to the model's context. `UserError` names the option and its limit."""
-    workload = load_workload(options.lengths or "sharegpt-like")
+    workload = _workload(options.lengths or "sharegpt-like")
     limit = load_model_spec(model).max_position
     slo = workload.slo
     for name, value in (("ttft_s", options.slo_ttft), ("tpot_s", options.slo_tpot)):
@@ -117,6 +118,14 @@ def load_case(options: LoadOptions, model: Path) -> LoadCase:
         burstiness=1.0 if options.burstiness is None else _positive("--burstiness", options.burstiness, ""),
         num_repeats=3 if options.repeats is None else options.repeats,
     )
+
+
+def _workload(text: str) -> WorkloadSpec:
+    """``"512x16"``: prompts of 512 tokens, answers of 16. Else what is shipped by that name, or the file."""
+    if (fixed := re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", text)) is None:
+        return load_workload(text)
+    input_tokens, output_tokens = (LengthSpec(median=int(part)) for part in fixed.groups())
+    return WorkloadSpec(name=text, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 def _rate(text: str) -> float:

@@ -27,7 +27,7 @@ from antiphon.bench.box import Box, NodeProcess
 from antiphon.bench.box.run import plan_ranks
 from antiphon.bench.harness import child
 from antiphon.bench.harness.children import Children
-from antiphon.bench.harness.contest import ContestColumns, Row, num_bytes
+from antiphon.bench.harness.contest import ContestColumns, Row, num_bytes, shown
 from antiphon.bench.harness.cores import limited
 from antiphon.bench.harness.quiet import CpuWatch
 from antiphon.bench.ladder_prediction import BoxLinks, predicted_step_s
@@ -190,12 +190,14 @@ class LadderRank:
         self._case, self._rank, self._variants = case, int(os.environ["RANK"]), variants_of(case)
         self._contestants = [self._turns(variant, number, workplace) for number, variant in enumerate(self._variants)]
         self._link_bytes: list[list[int]] = [[] for _ in self._variants]
+        self._processor_s: list[list[float]] = [[] for _ in self._variants]
 
     def step(self, index: int) -> None:
         """The next step of one variant."""
-        before = _link_bytes()
+        before, before_s = _link_bytes(), time.process_time()
         self._contestants[index].step()
         self._link_bytes[index].append(_link_bytes() - before)
+        self._processor_s[index].append(time.process_time() - before_s)
 
     def end(self) -> list[dict[str, Any]]:
         """The rows, of the first rank. `AssertionError` if a variant does not train as the first one does."""
@@ -205,8 +207,9 @@ class LadderRank:
             return []
         check_losses(self._variants, records)
         rows = _rows(self._case, self._variants, self._contestants, records)
-        for row, counted in zip(rows, self._link_bytes, strict=True):
-            row["link_bytes"] = statistics.median(counted[WARM:])
+        for index, (row, variant) in enumerate(zip(rows, self._variants, strict=True)):
+            row["link_bytes"] = statistics.median(self._link_bytes[index][WARM:])
+            row["processor_s"] = statistics.median(self._processor_s[index][timed_steps(self._case, variant)])
         return rows
 
     def _turns(self, variant: Variant, number: int, workplace: Path) -> StepTurns:
@@ -275,9 +278,9 @@ def check_losses(variants: tuple[Variant, ...], records: list[VariantRecord]) ->
 def _rows(
     case: LadderCase, variants: tuple[Variant, ...], contestants: list[StepTurns], records: list[VariantRecord]
 ) -> list[dict[str, Any]]:
-    rows, plain_s = [], dict[str, dict[str, float]]()
+    rows, plain_s, before_s = [], dict[str, dict[str, float]](), None
     for variant, contestant, record in zip(variants, contestants, records, strict=True):
-        steps = slice(max(WARM, variant.settles), WARM + case.rounds)
+        steps = timed_steps(case, variant)
         step_s = statistics.median(record.step_s[steps])
         row = {
             "ladder": case.ladder,
@@ -289,12 +292,14 @@ def _rows(
             "rank_cores": case.rank_cores,
             "tokens_per_s": case.tokens_per_step / step_s,
             "step_s_median": step_s,
+            "before_to_this": None if before_s is None else before_s / step_s,
             "steps_s": record.step_s[steps],
             "exposed_comm_s": statistics.median(record.exposed_s[steps] or record.exposed_s),
             "exposed_share": statistics.median(record.exposed_s[steps] or record.exposed_s) / step_s,
             "comm_bytes": record.sent_bytes,
             "activation_bytes": record.activation_bytes,
             "first_losses": record.losses[:WARM],
+            "parameter_bytes": None,
             "predicted_step_s": None,
         }
         if isinstance(contestant, TrainerTurns):
@@ -302,18 +307,23 @@ def _rows(
                 name: statistics.median(each.get(name, 0.0) for each in record.operator_s[steps])
                 for name in record.operator_s[-1]
             }
-            # Operators beside an exchange are slowed by it: the variant without overlap has their own times. Packing
-            # ends in a form of its own, with fewer exchanges.
-            form, first = str(contestant.trainer.mesh.sizes), not (variant.overlaps and not variant.settles)
-            assert form in plain_s or first or case.chosen, f"{variant.name} is the first of its form, and overlaps"
-            if first:
-                plain_s.setdefault(form, own_s)
-            # Not simulated: turns of two micro-batches, links inside nodes, what runs without its form's first.
-            if form in plain_s and not contestant.trainer.config.overlap.pairs and not case.inner_mbit:
+            # Operators beside an exchange are slowed by it: a variant without overlap has their own times. Not
+            # simulated: links inside nodes, and forms of which no variant runs without overlap.
+            form = str(contestant.trainer.mesh.sizes)
+            if not variant.overlaps:
+                plain_s[form] = own_s
+            if form in plain_s and not case.inner_mbit:
                 row["predicted_step_s"] = _predicted_s(case, contestant, plain_s[form], record.expert_rows)
             row["operator_s"] = own_s
+            row["parameter_bytes"] = sum(each.nbytes for each in contestant.trainer.model.parameters())
         rows.append(row)
+        before_s = step_s
     return rows
+
+
+def timed_steps(case: LadderCase, variant: Variant) -> slice:
+    """Of all steps of a variant those that count."""
+    return slice(max(WARM, variant.settles), WARM + case.rounds)
 
 
 def _predicted_s(
@@ -341,11 +351,15 @@ def columns(rows: Sequence[Row]) -> ContestColumns:
             ("step s", "step_s_median"),
             ("waits s", "exposed_comm_s"),
             ("of it", lambda row: f"{row['exposed_share']:.0%}"),
+            ("processor s", "processor_s"),
             ("sends", num_bytes("comm_bytes")),
             ("keeps", num_bytes("activation_bytes")),
-            ("to the first", lambda row: f"{first_s / row['step_s_median']:.2f}"),
+            ("parameters", num_bytes("parameter_bytes")),
+            ("to the first", lambda row: f"{first_s / row['step_s_median']:.3f}"),
+            ("to the one before", shown("before_to_this", lambda value: f"{value:.3f}")),
             ("simulated s", "predicted_step_s"),
             ("error", _error),
         ),
-        title=f"{rows[0]['nodes']} nodes, {rows[0]['world_size']} ranks, {rows[0]['mbit']:g} Mbit/s",
+        title=f"{rows[0]['nodes']} nodes, {rows[0]['world_size']} ranks, {rows[0]['mbit']:g} Mbit/s; others took "
+        f"{rows[0]['foreign_cpu_share']:.0%} of the cores",
     )

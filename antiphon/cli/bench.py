@@ -187,13 +187,13 @@ def hybrid(case: two_levels.TwoLevelCase, json: JsonOption = None) -> None:
 def balance(
     model: options.ModelFolder,
     cases: Annotated[
-        str | None, typer.Option(metavar="NAME,...", show_default="all", help="plain, hot, slow, recorded.")
+        str | None, typer.Option(metavar="NAME,...", show_default="all", help="plain, hot, slow, skewed, recorded.")
     ] = None,
     *,
     chosen: balancing.BalanceOptions,
     json: JsonOption = None,
 ) -> None:
-    """Time serving under each --balance policy: plain, with a hot expert, with a slow worker, with recorded load."""
+    """Time serving under each --balance policy: plain, a hot expert, a slow worker, skewed or recorded load."""
     check_limits(chosen)
     chosen.check()
     names = balancing.chosen_cases(cases, chosen.routing)

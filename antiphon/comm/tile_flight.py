@@ -110,7 +110,8 @@ class Routes:
 
 class TileFlight:
     """`collective` on rows in `dtype`, which all its ranks begin in one order. `widths`: of all rows that come, or of
-    those of each rank. `received_from`: by rank, [rows, width]; what has not come yet is not set."""
+    those of each rank. `received_from`: by rank, [rows, width]; what has not come yet is not set. `own`: this rank's
+    place."""
 
     def __init__(
         self, collective: Collective, links: TileLinks, widths: int | Sequence[int], dtype: torch.dtype
@@ -118,10 +119,10 @@ class TileFlight:
         self.routes = Routes.of(collective, dtype)
         self._collective = collective
         self._links = links
-        self._own = collective.group.index
+        self.own = collective.group.index
         self._number = links.begin()
         self._tiles = [tiles_of(rank, rows, links.tile_rows) for rank, rows in enumerate(self.routes.receive)]
-        self._to_come = {rank: len(tiles) for rank, tiles in enumerate(self._tiles) if tiles and rank != self._own}
+        self._to_come = {rank: len(tiles) for rank, tiles in enumerate(self._tiles) if tiles and rank != self.own}
         rows = self.routes.receive
         widths = [widths] * len(rows) if isinstance(widths, int) else widths
         sizes = [count * width for count, width in zip(rows, widths, strict=True)]
@@ -136,7 +137,7 @@ class TileFlight:
     @property
     def to_send(self) -> list[Tile]:
         """In the order in which they should go."""
-        return outgoing(self.routes.send, self._own, self.tile_rows)
+        return outgoing(self.routes.send, self.own, self.tile_rows)
 
     @property
     def received(self) -> Tensor:
@@ -162,7 +163,7 @@ class TileFlight:
 
     def arrivals(self) -> Iterator[Tile]:
         """Each tile once its rows are there: own ones, which have to be sent by now, then as they come."""
-        yield from self._tiles[self._own]
+        yield from self._tiles[self.own]
         while self._to_come:
             begin_s = time.perf_counter()
             rank, number, encoded = self._links.next(self._number, self._collective.name, list(self._to_come))
@@ -178,7 +179,7 @@ class TileFlight:
 
     def arrivals_in_turns(self) -> Iterator[Tile]:
         """As `arrivals`, but tiles of the same rows in one order, so that sums of them have the same bits."""
-        return in_turns(self.arrivals(), self._own, len(self.routes.receive))
+        return in_turns(self.arrivals(), self.own, len(self.routes.receive))
 
     def land(self) -> Tensor:
         """The collective's result."""
@@ -198,7 +199,7 @@ class TileFlight:
         return encoded
 
     def _send(self, tile: Tile, encoded: Tensor) -> None:
-        if tile.rank == self._own:
+        if tile.rank == self.own:
             self._put(tile, encoded.view(torch.uint8))
             return
         self._collective.group.ledger.sent(self._collective.name, encoded.numel() * encoded.element_size())

@@ -11,6 +11,7 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES
 from antiphon.cost.network import network
+from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.reproduce.claim import shipped_cluster
 from antiphon.sim.schedules import SCHEDULES, Contention, Schedule
 from antiphon.sim.training_step import (
@@ -25,6 +26,7 @@ from antiphon.sim.training_step import (
 )
 from antiphon.specs.catalog import DATA
 from antiphon.specs.checked import canonical, did_you_mean, read, read_mapping
+from antiphon.specs.precision import BYTES_OF
 
 # --- Figure 7 ---
 #
@@ -311,7 +313,25 @@ def _packed_efficiency(without: float, experts: int) -> float:
     return run.pipelining_efficiency()
 
 
+# --- Memory of packed experts (Table 4) ---
+#
+# A device that holds p experts of a layer instead of one has p - 1 more in its state: BF16 parameters, FP32 gradients,
+# main parameters and moments (`cost.training.memory`). Its rows stay as many: a group of 1 / p of the devices shares
+# the experts, and each device gets the rows of p of them from that group. So activations stay what they are.
+
+DEVICE_BYTES = 40e9  # of an A100, section 7.1
+
+
+def packed_bytes(name: str, packed: int) -> float:
+    """What packing adds to a device's state, 16 experts on 16 devices."""
+    model, precision = lina_model(name), TrainingPrecision()
+    biases = model.intermediate_size + model.hidden_size
+    held = BYTES_OF[precision.weights] + BYTES_OF[precision.gradients] + precision.optimizer_bytes
+    return (packed - 1) * model.num_layers * (model.expert_parameters + biases) * held
+
+
 OURS |= {
+    "packing adds": lambda name, packed: packed_bytes(name, packed) / DEVICE_BYTES,
     "speed-up": _speedup,
     "exchange gain": _exchange_gain,
     "layer gain": _layer_gain,

@@ -15,7 +15,7 @@ product each, and backward needs what lies between the products in whole.
 Letters: P rows that arrived, K experts a row, R rows in order of expert, E experts, H hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,8 +131,8 @@ class Arriving(Tiled):
         if multiply is not None:
             made[self.product.makes[0]] = multiply.result(rows_RH)
         parts = parts_of(rows, flight.routes.receive, flight.tile_rows)
-        for tile in flight.arrivals():
-            for expert, part in parts[tile]:
+        for _, of_experts in works(flight.arrivals(), parts, flight.own):
+            for expert, part in of_experts:
                 rows_RH[part] = flight.received.index_select(0, rows.token_R[part])
                 if multiply is not None:
                     multiply(rows_RH, made[self.product.makes[0]], expert, part)
@@ -214,8 +214,8 @@ class Leaving(Tiled):
         y_RH = values.get(self.product.makes[0]) if self.product.makes[0] in self.permutation.saves else None
         grad_weight_R = None if y_RH is None else grad_RH.new_empty(len(rows.order_R))
         parts = parts_of(rows, flight.routes.receive, flight.tile_rows)
-        for tile in flight.arrivals():
-            for expert, part in parts[tile]:
+        for _, of_experts in works(flight.arrivals(), parts, flight.own):
+            for expert, part in of_experts:
                 grad_RH[part] = flight.received.index_select(0, rows.token_R[part])
                 if grad_weight_R is not None and y_RH is not None:
                     grad_weight_R[part] = (grad_RH[part] * y_RH[part]).sum(1)
@@ -266,16 +266,45 @@ def _send_products(
     """[R, O]: the products. Tile by tile they are made, summed by row and sent."""
     out_RO, parts = multiply.result(x_RI), parts_of(rows, flight.routes.send, flight.tile_rows)
     begins = [sum(flight.routes.send[:rank]) for rank in range(len(flight.routes.send))]
-    for tile in flight.to_send:
-        for expert, part in parts[tile]:
+    for tiles, of_experts in works(flight.to_send, parts, flight.own):
+        for expert, part in of_experts:
             multiply(x_RI, out_RO, expert, part)
-        own = slice(begins[tile.rank] + tile.first, begins[tile.rank] + tile.last)
-        sums = sum_rows(out_RO, rows.place_TK[own], None if factors_PK is None else factors_PK[own])
-        flight.send(tile, sums)
+        first = begins[tiles[0].rank]
+        these = slice(first + tiles[0].first, first + tiles[-1].last)
+        sums = sum_rows(out_RO, rows.place_TK[these], None if factors_PK is None else factors_PK[these])
+        for tile in tiles:
+            flight.send(tile, sums[tile.first - tiles[0].first : tile.last - tiles[0].first])
     return out_RO
 
 
-def parts_of(rows: RowMap, by_rank: Sequence[int], tile_rows: int) -> dict[Tile, list[tuple[int, slice]]]:
+Parts = list[tuple[int, slice]]  # experts, and where their rows lie
+
+
+def works(tiles: Iterable[Tile], parts: Mapping[Tile, Parts], own: int) -> Iterator[tuple[list[Tile], Parts]]:
+    """What is multiplied at once: a tile of another rank as it comes or goes; all tiles of this rank's own rows, the
+    one at place `own`, together. These are there without waiting, and products of more rows cost less a row."""
+    mine = [tile for tile in parts if tile.rank == own]
+    left = len(mine)
+    for tile in tiles:
+        if tile.rank != own:
+            yield [tile], parts[tile]
+            continue
+        left -= 1
+        if not left:
+            yield mine, _joined([parts[each] for each in mine])
+
+
+def _joined(parts: Sequence[Parts]) -> Parts:
+    """Rows of one expert in tiles that follow each other lie behind one another."""
+    ends: dict[int, slice] = {}
+    for expert, part in (pair for of_tile in parts for pair in of_tile):
+        before = ends.get(expert)
+        assert before is None or before.stop == part.start, "an expert's rows of one rank lie together"
+        ends[expert] = part if before is None else slice(before.start, part.stop)
+    return list(ends.items())
+
+
+def parts_of(rows: RowMap, by_rank: Sequence[int], tile_rows: int) -> dict[Tile, Parts]:
     """By tile of rows that lie in order of rank: each expert that has some of them, and where these lie in order of
     expert. Within an expert rows are in order of token, so those of a tile are one run."""
     num_tokens, num_experts = rows.place_TK.shape[0], len(rows.counts_E)

@@ -8,7 +8,10 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.bench.balance import BalanceOrder, Case, bench_balance, chosen_cases
-from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
+from antiphon.bench.made_load import SkewedLoad
+from antiphon.models.config import load_model_spec
+from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
+from antiphon.placement.sample_paths import PathProfile
 from tests.serve.engine_harness import save_tiny_model
 
 
@@ -72,6 +75,39 @@ def test_lina_s_measures(model: Path, tmp_path: Path) -> None:
         replace(order(model, "plain", None), policies="off,best").check()
 
 
+def test_a_drawn_load_is_as_skewed_as_asked(model: Path, tmp_path: Path) -> None:
+    """By quarter of the requests, each of which wants other experts; a path says what comes next."""
+    spec, batch, skew = load_model_spec(model), 8, 4.0
+    drawn = SkewedLoad(spec, batch, skew)
+    traces = []
+    for seed in (0, 1):
+        drawn.write(tmp_path / "drawn.trace", 20_000, seed)
+        traces.append(read_routing_trace(tmp_path / "drawn.trace"))
+    ids_LTK, profiled_LTK = (trace.ids_LTK() for trace in traces)
+    assert (ids_LTK[..., 0] != ids_LTK[..., 1]).all()
+    assert (ids_LTK != profiled_LTK).any(), "another seed, other rows"
+    quarters_T, popular = np.arange(20_000) % batch // 2, set()
+    for quarter in range(4):
+        counts_LE = count_rows(ids_LTK[:, quarters_T == quarter], 5)
+        assert counts_LE.max(axis=1) / counts_LE.min(axis=1) == pytest.approx(skew, rel=0.2)
+        popular.add(int(counts_LE[0].argmax()))
+    assert len(popular) > 1
+    forecasts_LTK = traces[0].forecasts_LTK()
+    assert forecasts_LTK is not None
+    assert 0.9 <= (forecasts_LTK == ids_LTK[1:]).mean() < 1
+    expected_TK, _ = PathProfile.of_rows(profiled_LTK, 5, 1).expected(ids_LTK[:1, :, 0], 1)
+    assert (expected_TK[:, 0] == ids_LTK[1, :, 0]).mean() > 0.5
+
+
+def test_skewed_load_is_what_workers_get(model: Path, tmp_path: Path) -> None:
+    chosen = replace(order(model, "skewed", None), path_length=1, skew=50.0)
+    (row,) = bench_balance(chosen, ["paths"], tmp_path)
+    assert (row.case, row.policy) == ("skewed", "paths")
+    assert 0.5 <= row.balancedness < 1
+    with pytest.raises(UserError, match=r"--skew is 0\.5: it must be 1"):
+        replace(chosen, skew=0.5).check()
+
+
 def test_a_record_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the recorded rows choose 2 of 6 experts, this model's 2 of 5"):
         order(model, "recorded", record(tmp_path / "routing.trace", num_experts=6))
@@ -83,8 +119,8 @@ def test_a_record_that_does_not_fit_is_refused(model: Path, tmp_path: Path) -> N
 
 def test_which_cases_are_measured(tmp_path: Path) -> None:
     file = tmp_path / "routing.trace"
-    assert chosen_cases(None, None) == ["plain", "hot", "slow"]
-    assert chosen_cases(None, file) == ["plain", "hot", "slow", "recorded"]
+    assert chosen_cases(None, None) == ["plain", "hot", "slow", "skewed"]
+    assert chosen_cases(None, file) == ["plain", "hot", "slow", "skewed", "recorded"]
     assert chosen_cases("hot, recorded", file) == ["hot", "recorded"]
     with pytest.raises(UserError, match="--cases has 'warm'"):
         chosen_cases("warm", None)

@@ -38,7 +38,7 @@ def test_a_small_run(tmp_path: Path) -> None:
 def test_what_links_of_a_box_carry(tmp_path: Path) -> None:
     """Frames have headers; acknowledgements go the other way."""
     options = ["--tokens", "64", "--hidden", "256", "--experts", "4", "--top-k", "4"]
-    options += ["--mbit", "200", "--calls", "2", "--repetitions", "1"]
+    options += ["--mbit", "200", "--calls", "2", "--repetitions", "1", "--only", "fused,synchronous,expert parallel"]
     CliRunner().invoke(app, ["hybrid", *options, "--json", str(tmp_path / "rows.json")], catch_exceptions=False)
     rows = {row["contestant"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
     for name in ("fused", "synchronous", "expert parallel"):
@@ -58,5 +58,8 @@ def test_sizes_that_do_not_fit() -> None:
         TwoLevelCase(mbit=100, inner_mbit=600).check()
     with pytest.raises(UserError, match="--inner-mbit is 0"):
         TwoLevelCase(mbit=100, inner_mbit=0, inside="tcp").check()
+    with pytest.raises(UserError, match="--only has 'fusd': use some of fused, synchronous"):
+        TwoLevelCase(only="fusd,synchronous").check()
+    assert TwoLevelCase(only="synchronous, fused").contestants == ["fused", "synchronous"]
     with pytest.raises(UserError, match="--across ucx does not exist: use shm, tcp, libfabric"):
         check_limits(TwoLevelCase(across="ucx"))

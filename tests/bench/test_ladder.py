@@ -12,8 +12,8 @@ from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_prediction import BoxLinks, exchanges, predicted_step_s, sums_s
-from antiphon.bench.ladder_variants import LadderCase, variants_of
-from antiphon.bench.training_ladder import VariantRecord, check_losses, configuration
+from antiphon.bench.ladder_variants import LADDERS, LadderCase, variants_of
+from antiphon.bench.training_ladder import VariantRecord, check_losses, configuration, timed_steps
 from antiphon.cli.main import app
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
@@ -127,29 +127,36 @@ def test_sums_beside_backward_hide() -> None:
 
 
 def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
-    for ladder in ("msm", "compression", "lina", "chunks"):
+    for ladder in LADDERS:
         chosen = case(ladder=ladder, rounds=20)
         for number, variant in enumerate(variants_of(chosen)):
             assert configuration(chosen, variant, number, tmp_path).batch == 4
-    first = configuration(case(ladder="chunks"), variants_of(case(ladder="chunks"))[0], 0, tmp_path)
-    assert not first.overlap.beside
     sizes = [
-        each.tables["communication"].get("chunk_bytes") for each in variants_of(case(ladder="chunks", mbit=1e4))[2:-2]
+        each.tables["communication"].get("chunk_bytes") for each in variants_of(case(ladder="chunks", mbit=1e4))[:-1]
     ]
-    assert sizes == [1_000_000, 2_000_000, 3_000_000, 5_000_000, 10_000_000], "a tenth of the paper's links"
+    assert sizes == [3_000_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000], "a tenth of the paper's links"
+    plain, selective, full, used = (
+        configuration(case(ladder="memory"), each, 0, tmp_path).memory for each in variants_of(case(ladder="memory"))
+    )
+    assert (plain.remake, selective.remake, full.remake) == ("none", "selective", "full")
+    assert used.reuse_rows
+    assert not plain.reuse_rows
     names = [each.name for each in variants_of(case(ladder="compression", nodes=4, ranks_per_node=1))]
     assert "+ by levels" not in names  # one rank a node has none
 
 
 def test_some_variants_run_beside_the_first() -> None:
-    few = variants_of(case(ladder="lina", rounds=2, chosen=("priority", "+ partition")))  # too few rounds to pack
+    few = variants_of(case(ladder="lina", chosen=("priority", "+ partition")))
     assert [each.name for each in few] == ["nothing beside", "priority", "+ partition"]
     with pytest.raises(
         UserError, match=r"--variants names 'prioritty', which the ladder lina lacks: did you mean prio"
     ):
         variants_of(case(ladder="lina", rounds=20, chosen=("prioritty",)))
-    with pytest.raises(UserError, match=r"give an even number, and more than 14 --rounds"):
-        variants_of(case(ladder="lina", rounds=2))
+
+
+def test_steps_that_decide_are_not_timed() -> None:
+    chosen = case(ladder="packing", rounds=20)
+    assert [timed_steps(chosen, each) for each in variants_of(chosen)] == [slice(2, 22), slice(2, 22), slice(14, 22)]
 
 
 def test_a_variant_that_trains_otherwise_is_refused() -> None:
@@ -166,12 +173,13 @@ def test_figure_is_well_formed() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ladder", "none"], "use chunks, compression, lina, msm"),
+        (["--ladder", "none"], "use chunks, compression, lina, marks, memory, msm, packing, pairs, tensor"),
         (["--ladder", "msm", "--rank-cores", "9"], "--rank-cores is 9 for 4 ranks, this process may use"),
         (["--rank-cores", "0.5"], "only a ladder"),
         (["--ladder", "msm", "--nodes", "1", "--ranks-per-node", "1"], "two ranks"),
         (["--ladder", "msm", "--batch", "5"], "cannot share"),
-        (["--ladder", "lina", "--rounds", "5"], "more than 14 --rounds"),
+        (["--ladder", "packing", "--rounds", "5"], "more than 14 --rounds"),
+        (["--ladder", "packing", "--nodes", "3", "--ranks-per-node", "1", "--rounds", "20"], "give an even number"),
         (["--ladder", "msm", "--ranks", "2"], "leave them out"),
         (["--mbit", "10"], "only a ladder"),
         (["--ladder", "msm", "--ranks-per-node", "1", "--inner-mbit", "9"], "no links inside a node"),
@@ -194,5 +202,7 @@ def test_a_ladder_runs(tmp_path: Path) -> None:
     assert ended.exception is None
     rows = json.loads(file.read_text())["rows"]
     assert [row["variant"] for row in rows][-2:] == ["DDP", "FSDP2"]
+    assert [row["before_to_this"] is None for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert all(row["processor_s"] > 0 for row in rows)
     assert all(row["step_s_median"] > 0 and row["comm_bytes"] > 0 for row in rows)
     ElementTree.parse(figure)

@@ -269,6 +269,7 @@ def test_layouts_under_load_on_the_nodes_of_a_box(checkpoint: Path, tmp_path: Pa
         ({"rate": "2", "slo_ttft": -1.0}, "--slo-ttft is -1"),
         ({"rate": "2", "burstiness": float("nan")}, "--burstiness is nan"),
         ({"rate": "2", "lengths": "no-such"}, "no-such"),
+        ({"rate": "2", "lengths": "0x4"}, "0x4"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str, checkpoint: Path) -> None:
@@ -285,6 +286,12 @@ def test_requests_fit_the_model(checkpoint: Path) -> None:
     case = load_case(LoadOptions(rate="1", lengths="long-context", requests=5), checkpoint)
     demand = case.demand(1.0, 0)
     assert (demand.input_tokens + demand.output_tokens).max() <= load_model_spec(checkpoint).max_position
+
+
+def test_lengths_may_be_two_numbers(checkpoint: Path) -> None:
+    demand = load_case(LoadOptions(rate="1", lengths="12x3", requests=5), checkpoint).demand(1.0, 0)
+    assert demand.input_tokens.tolist() == [12] * 5
+    assert demand.output_tokens.tolist() == [3] * 5
 
 
 def test_a_server_under_load(
