@@ -52,9 +52,13 @@ class Variant:
 class LadderOptions:
     """Which ladder, and on which box. What is None was left out."""
 
-    ladder: Annotated[str | None, Option(metavar="NAME", help="Variants of a step instead: lina, memory, msm ...")] = (
-        None
-    )
+    ladder: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Variants of a step: msm, tensor, memory, pairs, compression, lina, packing, marks, chunks.",
+        ),
+    ] = None
     nodes: Annotated[int | None, Option(metavar="N", show_default="2", help="Of a ladder: nodes.")] = None
     ranks_per_node: Annotated[
         int | None, Option(metavar="N", show_default="2", help="Of a ladder: ranks of a node.")

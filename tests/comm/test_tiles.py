@@ -19,6 +19,7 @@ from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.tile_flight import launch_in_tiles
 from antiphon.comm.tiles import boundaries, check_tile_rows, in_turns, outgoing, tiles_of
 from antiphon.train.config import OverlapConfig
+from antiphon.train.tiled import Parts, works
 from tests.comm.ranks import on_ranks
 from tests.serve.forking_box import ForkingBox
 
@@ -59,6 +60,20 @@ def test_tiles_of_the_same_rows_take_turns_in_whichever_order_they_come() -> Non
     own = iter(tiles_of(2, 8, 3))
     assert next(in_turns(own, 2, 4)).number == 0
     assert next(own).number == 1, "a tile whose turn it is does not wait for others"
+
+
+def test_own_rows_are_multiplied_together() -> None:
+    """Those of others tile by tile; an expert without rows in one of the own tiles has them in the others."""
+    tiles = [tile for rank in range(2) for tile in tiles_of(rank, 8, 3)]
+    own: list[Parts] = [[(0, slice(4, 6)), (1, slice(20, 21))], [(0, slice(6, 8))], [(1, slice(21, 23))]]
+    parts = dict(zip(tiles, [[(0, slice(0, 1))], [], [(1, slice(10, 12))], *own], strict=True))
+    for order in (outgoing((8, 8), 1, 3), [*tiles[3:], *tiles[:3]]):
+        found = list(works(order, parts, 1))
+        assert [each for each, _ in found if each[0].rank == 0] == [[tile] for tile in tiles[:3]]
+        assert (tiles[3:], [(0, slice(4, 8)), (1, slice(20, 23))]) in found
+        assert len(found) == 4
+    waited = works(iter([*tiles[3:]]), parts, 1)
+    assert next(waited)[0] == tiles[3:], "own rows do not wait for others"
 
 
 @pytest.mark.parametrize("rows", [0, -128, 100, 129])
