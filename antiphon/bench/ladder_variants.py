@@ -144,7 +144,7 @@ def _msm(case: LadderCase) -> tuple[Variant, ...]:
         _tensor(case)[0],
         Variant(name="SP + EP", tables=rows, overlaps=False),
         Variant(name="+ between operators", tables=rows),
-        Variant(name="+ inside operators", tables=rows | INSIDE),
+        Variant(name="+ inside operators", tables={**rows, **INSIDE}),
         *LOOPS,
     )
 
@@ -155,7 +155,7 @@ def _tensor(case: LadderCase) -> tuple[Variant, ...]:
     return (
         Variant(name="TP + TP", tables=tables, overlaps=False),
         Variant(name="+ between operators", tables=tables),
-        Variant(name="+ inside operators", tables=tables | INSIDE),
+        Variant(name="+ inside operators", tables={**tables, **INSIDE}),
     )
 
 
@@ -231,7 +231,7 @@ def _marks(case: LadderCase) -> tuple[Variant, ...]:
     """The order is left to the wire itself, where the M2N library marks rows."""
     tables = {**case.experts, **BESIDE}
     return (
-        Variant(name="in tiles", tables=tables | INSIDE),
+        Variant(name="in tiles", tables={**tables, **INSIDE}),
         Variant(name="+ tiles first", tables=tables | {"overlap": {"inside": True, "tiles_first": True}}),
     )
 
