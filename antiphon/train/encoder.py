@@ -25,6 +25,7 @@ from antiphon.train.chat_texts import ChatTexts, LearnedText
 from antiphon.train.config_data import DataConfig, SourceConfig
 from antiphon.train.documents import Document
 
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_SHOWN = 60  # characters of a text in a message
 
 
@@ -32,8 +33,8 @@ _MOST_SHOWN = 60  # characters of a text in a message
 class EncodedDocument:
     """The ids of a document, which of them are learned, and the bytes of its text."""
 
-    ids: list[int]
-    learned: list[bool]
+    ids: Ids
+    learned: np.ndarray[Any, np.dtype[np.bool_]]
     num_bytes: int
 
 
@@ -87,31 +88,31 @@ class Encoder:
             [document.text] if is_out or not cut else _pieces(document.text, cut, f"{self._seed}/{key.hex()}")
             for (document, _), is_out, key in zip(documents, held_out, keys, strict=True)
         ]
-        encodings = iter(self._tokenizer.encode_batch([each for of in pieces for each in of], add_special_tokens=False))
-        end_id = self._spec.eos_token_ids[0]
+        texts = [each for of in pieces for each in of]
+        encodings = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        end = np.array([self._spec.eos_token_ids[0]], np.int64)
         for (document, path), of_document, is_out in zip(documents, pieces, held_out, strict=True):
-            ids = [
-                token
-                for encoding in islice(encodings, len(of_document))
-                for token in self._checked(encoding, document.text, path)
-            ]
-            yield is_out, EncodedDocument([*ids, end_id], [True] * (len(ids) + 1), len(document.text.encode()))
+            found = zip(of_document, islice(encodings, len(of_document)), strict=True)
+            ids = np.concatenate([*(self._checked(encoding, text, path) for text, encoding in found), end])
+            yield is_out, EncodedDocument(ids, np.ones(len(ids), bool), len(document.text.encode()))
 
     def _chat(self, text: LearnedText, path: Path) -> EncodedDocument:
         """A loss is taken on what the assistant says; where that has no end mark, one follows."""
         encoding = self._tokenizer.encode(text.text, add_special_tokens=False)
         ids = self._checked(encoding, text.text, path)
-        learned = [any(begin < last and end > first for first, last in text.spans) for begin, end in encoding.offsets]
-        if not any(
-            is_learned and token in self._spec.eos_token_ids for token, is_learned in zip(ids, learned, strict=True)
-        ):
-            ids, learned = [*ids, self._spec.eos_token_ids[0]], [*learned, True]
+        learned = np.array(
+            [any(begin < last and end > first for first, last in text.spans) for begin, end in encoding.offsets], bool
+        )
+        if not (learned & np.isin(ids, self._spec.eos_token_ids)).any():
+            ids, learned = np.append(ids, self._spec.eos_token_ids[0]), np.append(learned, True)
         return EncodedDocument(ids, learned, len(text.text.encode()))
 
-    def _checked(self, encoding: Encoding, text: str, path: Path) -> list[int]:
-        ids: list[int] = encoding.ids
-        if ids and max(ids) >= self._spec.vocab_size:
-            place = next(place for place, token in enumerate(ids) if token >= self._spec.vocab_size)
+    def _checked(self, encoding: Encoding, text: str, path: Path) -> Ids:
+        """The ids of `text`."""
+        ids = np.array(encoding.ids, np.int64)
+        if len(ids) and ids.max() >= self._spec.vocab_size:
+            place = int((ids >= self._spec.vocab_size).argmax())
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)  # with offsets
             begin = encoding.offsets[place][0]
             raise UserError(
                 f"{path}: {encoding.tokens[place]!r} in {text[begin : begin + _MOST_SHOWN]!r} is token {ids[place]}, "

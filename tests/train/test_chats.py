@@ -107,8 +107,8 @@ def test_what_is_learned_is_the_mask_of_transformers(tmp_path: Path, template: s
         mask = [bool(each) for each in wanted["assistant_masks"]]
         assert any(mask)
         num = len(mask)
-        assert found.ids[:num] == wanted["input_ids"]
-        assert found.learned[:num] == mask
+        assert found.ids[:num].tolist() == wanted["input_ids"]
+        assert found.learned[:num].tolist() == mask
         assert len(found.ids) - num in (0, 1), "an end mark where the template has none"
 
 
