@@ -202,12 +202,13 @@ class ReduceScatter(_Named):
 
 @dataclass(frozen=True)
 class AllReduce(_Named):
-    """The sum over all ranks, on each of them."""
+    """The sum over all ranks, on each of them; `in_place`: where the input was."""
 
+    in_place: bool = False
     kind = "all_reduce"
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
-        buffer = x.clone()
+        buffer = x if self.in_place else x.clone()
         self.group.ledger.sent(self.name, 2 * (self.group.size - 1) * x.numel() * x.element_size() // self.group.size)
         return buffer, dist.all_reduce(buffer, group=self.group.process_group, async_op=True)
 

@@ -136,10 +136,21 @@ class Replicas:
             place = place * level.group.size + level.group.index
         return place
 
+    @property
+    def sums_at_once(self) -> bool:
+        """Whether `start_sum` does not wait."""
+        return len(self.sums) == 1 and not self.narrow
+
+    def start_sum(self, flat: Tensor) -> Pending | Done:
+        """`sum`, begun where one collective is all it takes."""
+        if self.sums_at_once:
+            return start(AllReduce(self.group_of_sums, "gradients", in_place=True), flat)
+        return Done(self.sum(flat))
+
     def sum(self, flat: Tensor) -> Tensor:
         """The sum over all ranks, on each of them. `flat` is used up."""
-        if len(self.sums) == 1 and not self.narrow:
-            return run(AllReduce(self.group_of_sums, "gradients"), flat)
+        if self.sums_at_once:
+            return self.start_sum(flat).wait()
         count = flat.shape[0]
         sizes = (-(-count // self.size),) * self.size
         padded = torch.cat((flat, flat.new_zeros(sum(sizes) - count))) if sum(sizes) > count else flat

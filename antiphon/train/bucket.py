@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from antiphon.comm.collectives import Done, Pending
 from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_numbers
 from antiphon.comm.launcher import CollectiveLauncher, Submission
 from antiphon.comm.replicas import Replicas
@@ -35,6 +36,7 @@ class Matrices:
         return self.count * self.rows * self.columns
 
 
+ALONE_BYTES = 1 << 20  # a gradient as large is summed where it lies; smaller ones are copied together
 MatricesOf = Callable[[str, tuple[int, ...]], tuple[Matrices, ...]]
 
 
@@ -91,6 +93,7 @@ class Bucket:
         self._zero = zero if replicas.size > 1 else 0
         self._launcher = launcher if replicas.size > 1 else None
         self._submissions: list[Submission] = []
+        self._sums: list[tuple[list[int], Pending | Done]] = []  # of parameters with these places
         self._in_float8 = in_float8
         self._summed = parameters[0].tensor.dtype  # of gradients
         self.is_begun = False
@@ -158,6 +161,9 @@ class Bucket:
             blocks = (_blocks(each, flat) for each, flat in zip(self._parameters, gradients, strict=True))
             self._add([part for parts in blocks for part in parts])
             return
+        if not self._zero and self._launcher is None:
+            self._start_sums(gradients)
+            return
         if self._zero:
             padding = sum(self._sizes) - sum(each.shape[0] for each in gradients)
             gradients.append(gradients[0].new_zeros(padding))
@@ -167,8 +173,30 @@ class Bucket:
         else:
             self._submissions.append(self._begin(self._launcher, flat))
 
+    def _start_sums(self, gradients: Sequence[Tensor]) -> None:
+        """Of whole parameters; `finish` waits."""
+        is_alone = [
+            self._replicas.sums_at_once and each.numel() * each.element_size() >= ALONE_BYTES for each in gradients
+        ]
+        together = [place for place, alone in enumerate(is_alone) if not alone]
+        sets = [[place] for place, alone in enumerate(is_alone) if alone] + ([together] if together else [])
+        for places in sets:
+            flat = gradients[places[0]] if len(places) == 1 else torch.cat([gradients[place] for place in places])
+            self._sums.append((places, self._replicas.start_sum(flat)))
+
+    def _finish_sums(self) -> None:
+        summed: dict[int, Tensor] = {}
+        for places, under_way in self._sums:
+            sizes = [self._parameters[place].tensor.numel() for place in places]
+            summed |= zip(places, torch.split(under_way.wait(), sizes), strict=True)
+        self._sums.clear()
+        blocks = (_blocks(each, summed[place]) for place, each in enumerate(self._parameters))
+        self._add([part for parts in blocks for part in parts])
+
     def finish(self) -> None:
         """Wait until every sum that was begun is in the pieces' gradients."""
+        if self._sums:
+            self._finish_sums()
         began_s = time.perf_counter()
         for submission in self._submissions:
             with self._replicas.group.waiting(f"the gradients of {submission.name}"):
