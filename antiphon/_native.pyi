@@ -3,6 +3,8 @@
 Strides count elements from row to row; consecutive elements of a row are adjacent. Calls that compute release the GIL.
 """
 
+import enum
+
 def load_u32(address: int) -> int: ...
 def wait_u32(address: int, old_value: int, timeout_ns: int, spin_ns: int) -> bool: ...
 def store_wake_u32(address: int, value: int) -> None: ...
@@ -221,3 +223,190 @@ def add_rms_norm(
     out_address: int,
 ) -> None: ...
 def argmax_rows(logits_address: int, num_rows: int, width: int, stride: int, ids_address: int) -> None: ...
+
+class GridRows:
+    """Rows numbered over three axes, the last one fastest; strides count elements."""
+
+    def __init__(
+        self,
+        address: int,
+        first: int,
+        second: int,
+        third: int,
+        first_stride: int,
+        second_stride: int,
+        third_stride: int,
+    ) -> None: ...
+
+def training_norm(
+    is_bf16: bool,
+    x: GridRows,
+    width: int,
+    weight_address: int,
+    eps: float,
+    out_address: int,
+    factors_address: int,
+) -> None: ...
+def training_norm_gradient(
+    is_bf16: bool,
+    x: GridRows,
+    grad: GridRows,
+    width: int,
+    weight_address: int,
+    factors_address: int,
+    grad_x_address: int,
+    grad_weight_address: int,
+) -> None: ...
+
+class Angles:
+    """Of the first two axes of a grid of heads."""
+
+    def __init__(
+        self,
+        cos_address: int,
+        sin_address: int,
+        first_stride: int,
+        second_stride: int,
+        half: int,
+        interleaved: bool,
+    ) -> None: ...
+
+def training_turn(
+    is_bf16: bool,
+    x: GridRows,
+    width: int,
+    angles: Angles,
+    weight_address: int,
+    eps: float,
+    factors_address: int,
+    out_address: int,
+) -> None: ...
+def training_turn_gradient(
+    is_bf16: bool,
+    grad: GridRows,
+    width: int,
+    angles: Angles,
+    x: GridRows,
+    weight_address: int,
+    factors_address: int,
+    out: GridRows,
+    grad_weight_address: int,
+) -> None: ...
+def training_activate(
+    is_bf16: bool,
+    x_address: int,
+    x_stride: int,
+    grad_address: int,
+    grad_stride: int,
+    num_rows: int,
+    width: int,
+    activation: str,
+    alpha: float,
+    limit: float,
+    out_address: int,
+) -> None: ...
+def training_cross_entropy(
+    is_bf16: bool,
+    logits_address: int,
+    num_rows: int,
+    width: int,
+    bias_address: int,
+    targets_address: int,
+    divisor: float,
+    losses_address: int,
+) -> None: ...
+def training_combine_gradient(
+    is_bf16: bool,
+    grad_address: int,
+    grad_stride: int,
+    y_address: int,
+    weights_address: int,
+    order_address: int,
+    num_rows: int,
+    top_k: int,
+    width: int,
+    grad_y_address: int,
+    grad_weights_address: int,
+) -> None: ...
+def training_sum_rows(
+    is_bf16: bool,
+    x_address: int,
+    x_stride: int,
+    places_address: int,
+    weights_address: int,
+    num_tokens: int,
+    top_k: int,
+    width: int,
+    out_address: int,
+) -> None: ...
+def adamw(
+    values_address: int,
+    grad_address: int,
+    mean_address: int,
+    square_address: int,
+    count: int,
+    step: int,
+    scale: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None: ...
+
+class GroupedProduct(enum.Enum):
+    FORWARD = 0
+    INPUT_GRADIENT = 1
+    WEIGHT_GRADIENT = 2
+
+def product(
+    a_address: int,
+    a_row: int,
+    a_step: int,
+    b_address: int,
+    b_step: int,
+    b_column: int,
+    out_address: int,
+    out_row: int,
+    num_rows: int,
+    inner: int,
+    columns: int,
+    adds: bool,
+) -> None: ...
+def grouped_product(
+    kind: GroupedProduct,
+    x_address: int,
+    y_address: int,
+    weight_address: int,
+    counts: list[int],
+    inputs: int,
+    outputs: int,
+) -> None: ...
+def causal_attention(
+    is_bf16: bool,
+    q: GridRows,
+    k: GridRows,
+    v: GridRows,
+    first_keys_address: int,
+    scale: float,
+    key_dim: int,
+    value_dim: int,
+    out_address: int,
+    lse_address: int,
+) -> None: ...
+def causal_gradient(
+    is_bf16: bool,
+    q: GridRows,
+    k: GridRows,
+    v: GridRows,
+    first_keys_address: int,
+    scale: float,
+    key_dim: int,
+    value_dim: int,
+    out_address: int,
+    lse_address: int,
+    grad: GridRows,
+    grad_q_address: int,
+    grad_k_address: int,
+    grad_v_address: int,
+) -> None: ...

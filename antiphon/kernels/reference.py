@@ -186,7 +186,8 @@ def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts:
         touched = [expert for expert in torch.unique(ids_TK).tolist() if expert >= 0]
     for expert in touched:
         rows, slots = torch.where(ids_TK == expert)
-        hidden = activate(F.linear(x_TH[rows], experts.gate_up_of(expert), _of(expert, gate_up_bias_EJ)), experts.shape)
+        gate_up = F.linear(x_TH[rows], experts.gate_up_of(expert), _of(expert, gate_up_bias_EJ))
+        hidden = activate(gate_up, experts.shape, native=False)
         y = F.linear(hidden, experts.down_of(expert), _of(expert, down_bias_EH)).float()
         sums_TH.index_add_(0, rows, y * weights_TK[rows, slots].float().unsqueeze(1))
     return sums_TH.to(x_TH.dtype)
@@ -198,7 +199,11 @@ def every_expert(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Refe
     for expert in range(experts.shape.num_experts):
         chosen_TK = ids_TK == expert
         gate_up_TJ = F.linear(x_TH, experts.gate_up_of(expert), _of(expert, experts.gate_up_bias_EJ))
-        y_TH = F.linear(activate(gate_up_TJ, experts.shape), experts.down_of(expert), _of(expert, experts.down_bias_EH))
+        y_TH = F.linear(
+            activate(gate_up_TJ, experts.shape, native=False),
+            experts.down_of(expert),
+            _of(expert, experts.down_bias_EH),
+        )
         weights_T1 = torch.where(chosen_TK, weights_TK.float(), 0.0).sum(1, keepdim=True)
         sums_TH += torch.where(chosen_TK.any(1, keepdim=True), y_TH.float() * weights_T1, 0.0)
     return sums_TH.to(x_TH.dtype)
@@ -226,7 +231,7 @@ def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: 
     # 2. Both products over the groups. Rows beyond the last group are never written: they are replaced by zeros below.
     x_RH = x_TH.index_select(0, order_R // top_k)
     gate_up_RJ = torch._grouped_mm(x_RH, experts.gate_up_EJH.transpose(1, 2), offs=ends_E)
-    hidden_RI = activate(_add_bias(gate_up_RJ, experts.gate_up_bias_EJ, keys_R), experts.shape)
+    hidden_RI = activate(_add_bias(gate_up_RJ, experts.gate_up_bias_EJ, keys_R), experts.shape, native=False)
     y_RH = torch._grouped_mm(hidden_RI, experts.down_EHI.transpose(1, 2), offs=ends_E)
     y_RH = _add_bias(y_RH, experts.down_bias_EH, keys_R)
     # 3. Back to rows of tokens, summed in a fixed order.
@@ -278,7 +283,7 @@ class ReferenceBackend:
         return torch.addmm(residual_TO, x_TI, weight.weight_OI.t())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, native=False)
 
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TH = x_TH + delta_TH
@@ -302,8 +307,8 @@ class ReferenceBackend:
         if heads.k_norm_D is not None:
             k = self.rms_norm(k, heads.k_norm_D, heads.eps)
         cos, sin = look_up(heads.rotary, batch.positions_T)
-        cache.store(layer, batch.slots_T, rotate(k, cos, sin, heads.rotary.interleaved), v)
-        return rotate(q, cos, sin, heads.rotary.interleaved)
+        cache.store(layer, batch.slots_T, rotate(k, cos, sin, heads.rotary.interleaved, native=False), v)
+        return rotate(q, cos, sin, heads.rotary.interleaved, native=False)
 
     def paged_attention(
         self,

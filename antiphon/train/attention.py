@@ -17,6 +17,7 @@ from torch import Tensor
 from antiphon.comm.collectives import Collective
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.attention import causal_attention
+from antiphon.kernels.ops.heads import heads_of
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
@@ -147,8 +148,8 @@ def attend(here: LayerContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     attention, sequences = here.spec.attention, here.sequences
     sinks_N = here.weights.optional("sinks")
     sinks_N = None if sinks_N is None else sinks_N[slice(*sequences.parallel.heads)]
-    mask = sequences.masks[attention.window_of(here.layer)]
-    return causal_attention(q, k, v, mask, attention.scale, sinks_N)
+    window = attention.window_of(here.layer)
+    return causal_attention(q, k, v, sequences.masks[window], attention.scale, sinks_N, sequences.first_keys[window])
 
 
 def projection_weight(attention: AttentionSpec) -> str:
@@ -167,8 +168,12 @@ def projection_bias(attention: AttentionSpec, weights: Weights) -> Tensor | None
 def _grouped_query(
     spec: AttentionSpec, eps: float, weights: Weights, qkv_BsX: Tensor, sequences: Sequences, *, exchanged: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parallel = sequences.parallel
+    parallel, interleaved = sequences.parallel, spec.rope.interleaved
     q_width, kv_width = (parallel.worked_on if exchanged else parallel.projected)(spec.head_dim)
+    angles = (sequences.cos_BSR, sequences.sin_BSR) if exchanged else sequences.projected_rotations
+    if spec.qk_norm != "full" and spec.clip_qkv is None:
+        norms = (weights["q_norm"], weights["k_norm"]) if spec.qk_norm == "head" else None
+        return heads_of(qkv_BsX, (q_width, kv_width), norms, eps, angles, interleaved, spec.head_dim)
     q, k, v = torch.split(qkv_BsX, [q_width, kv_width, kv_width], dim=-1)
     if spec.qk_norm == "full":
         q = _whole_norm(q, weights["q_norm"], eps, spec.num_heads * spec.head_dim, parallel)
@@ -178,9 +183,7 @@ def _grouped_query(
     q, k, v = (part.view(*part.shape[:2], -1, spec.head_dim) for part in (q, k, v))
     if spec.qk_norm == "head":
         q, k = rms_norm(q, weights["q_norm"], eps), rms_norm(k, weights["k_norm"], eps)
-    cos, sin = (sequences.cos_BSR, sequences.sin_BSR) if exchanged else sequences.projected_rotations
-    interleaved = spec.rope.interleaved
-    return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved), v
+    return rotate(q, *angles, interleaved), rotate(k, *angles, interleaved), v
 
 
 def _whole_norm(x: Tensor, weight: Tensor, eps: float, width: int, parallel: SequenceParallel) -> Tensor:

@@ -300,10 +300,17 @@ class _LayerRun:
         weights = self._here.weights
         with torch.no_grad():
             gradients = operator.weight_gradients(weights, values, grad)
+        whole = weights.whole(operator.weight)
+        weights.take()
         with torch.enable_grad():
-            used = [weights[operator.weight], operator.bias(weights)]
-        pairs = [(tensor, each) for tensor, each in zip(used, gradients, strict=True) if tensor is not None]
+            used = [weights[operator.weight] if whole is None else None, operator.bias(weights)]
+        if whole is not None:
+            self._add_parameter(whole, gradients[0].to(whole.dtype))
+        given = zip(used, gradients, strict=True)
+        pairs = [(tensor, each) for tensor, each in given if tensor is not None and each is not None]
         parameters, _ = weights.take()
+        if not pairs:
+            return
         found = torch.autograd.grad([tensor for tensor, _ in pairs], parameters, [each for _, each in pairs])
         for parameter, each in zip(parameters, found, strict=True):
             self._add_parameter(parameter, each)

@@ -97,10 +97,12 @@ class WeightProduct(Operator):
         counts_E = values[1].counts_E if self.grouped else None
         return weights.products.input_gradient(grad, weights[self.weight], counts_E)
 
-    def weight_gradients(self, weights: Weights, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the weight and of the bias."""
+    def weight_gradients(self, weights: Weights, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the weight, and of the bias if there is one."""
         counts_E = values[1].counts_E if self.grouped else None
         found = weights.products.weight_gradient(grad, values[0], counts_E)
+        if self.bias(weights) is None:
+            return found, None
         if counts_E is not None:
             return found, grouped_bias_gradient(grad, counts_E)
         return found, grad.flatten(0, -2).sum(0)

@@ -25,6 +25,7 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Group, Mesh
+from antiphon.kernels import native_rows
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Matrices, Piece
 from antiphon.train.config import CommunicationConfig
@@ -101,15 +102,22 @@ class Optimizer:
         for piece in self._frozen:
             piece.values.grad = None
 
-    def step(self, rate: float) -> None:
-        """Move every piece along its gradient, AdamW's by `rate`, and forget the gradients."""
+    def step(self, rate: float, scale: Tensor | None = None) -> None:
+        """Move every piece along its gradient times `scale`, AdamW's by `rate`, and forget the gradients. On CPUs
+        AdamW's is one native pass, which scales too."""
+        is_native = not self._muon.state and all(_has_kernel(piece.values) for piece in self._pieces)
+        if scale is not None and not is_native:
+            self._shards.scale(scale)
         numbers = list(self._adamws)
         for number, behind in zip(numbers, [*numbers[1:], -2], strict=False):  # -2: nothing is behind the last
             for parts in self.mapped:
                 parts.fetch(behind)
             for group in self._adamws[number].param_groups:
                 group["lr"] = rate * group["factor"]
-            self._adamws[number].step()
+            if is_native:
+                _step_natively(self._adamws[number], 1.0 if scale is None else float(scale))
+            else:
+                self._adamws[number].step()
             for parts in self.mapped:
                 parts.give_up(number)
         self._muon.step(rate * self._config.muon_scale)
@@ -122,13 +130,7 @@ class Optimizer:
                 self._adamw_state(piece)["step"] += 1
 
     def _adamw_state(self, piece: Piece) -> dict[str, Tensor]:
-        adamw = self._adamws[-1 if self._moments is None else layer_of(piece.name)]
-        state: dict[str, Tensor] = adamw.state[piece.values]
-        if not state:  # before its first step
-            state |= {key: torch.zeros_like(piece.values) for key in ("exp_avg", "exp_avg_sq")}
-            state["step"] = torch.tensor(0.0, device=piece.values.device)
-            adamw.state[piece.values] = state
-        return state
+        return _state_of(self._adamws[-1 if self._moments is None else layer_of(piece.name)], piece.values)
 
     def moments(self, step: int) -> Iterator[tuple[str, Piece, Tensor]]:
         """All that is remembered between steps, `step` of which are done: what it is, whose, and the tensor itself,
@@ -140,6 +142,39 @@ class Optimizer:
                 state = self._adamw_state(piece)
                 state["step"] = torch.tensor(float(step), device=piece.values.device)
             yield from ((key, piece, value) for key, value in state.items() if key != "step")
+
+
+def _state_of(adamw: torch.optim.AdamW, values: Tensor) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = adamw.state[values]
+    if not state:  # before its first step
+        state |= {key: torch.zeros_like(values) for key in ("exp_avg", "exp_avg_sq")}
+        state["step"] = torch.tensor(0.0, device=values.device)
+        adamw.state[values] = state
+    return state
+
+
+def _has_kernel(values: Tensor) -> bool:
+    return values.dtype == torch.float32 and native_rows.takes(values)
+
+
+@torch.no_grad()
+def _step_natively(adamw: torch.optim.AdamW, scale: float) -> None:
+    """As `adamw.step` does it, along gradients times `scale`."""
+    for group in adamw.param_groups:
+        for values in group["params"]:
+            if values.grad is None:
+                continue
+            state = _state_of(adamw, values)
+            state["step"] += 1
+            native_rows.adamw(
+                *(values, values.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]),
+                step=int(state["step"]),
+                scale=scale,
+                rate=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
 
 
 def parameter_names(model: MoeModel) -> list[str]:

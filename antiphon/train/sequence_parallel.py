@@ -26,7 +26,7 @@ from antiphon.base.ranges import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, AllToAll, Collective, MovesRows, ReduceScatter, moving, run
 from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.mesh import Group
-from antiphon.kernels.ops.attention import attention_mask
+from antiphon.kernels.ops.attention import attention_mask, first_keys
 from antiphon.models.shares import Range, Ranges
 from antiphon.specs.model import AttentionSpec, ModelSpec
 from antiphon.train.partition import RankShare
@@ -260,12 +260,14 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Rotations and `masks` are over all positions; masks by sliding window, see `attention_mask`."""
+    """Rotations and `masks` are over all positions; masks by sliding window, see `attention_mask`, and the same as
+    `first_keys`."""
 
     parallel: SequenceParallel
     cos_BSR: Tensor
     sin_BSR: Tensor
     masks: dict[int | None, Tensor | None]
+    first_keys: dict[int | None, Tensor | None]
 
     @staticmethod
     def of(
@@ -278,11 +280,12 @@ class Sequences:
     ) -> "Sequences":
         """`positions_BS` count within documents; `documents_BS` None: one document a sequence."""
         windows = {spec.attention.window_of(layer) for layer in range(spec.num_layers)}
-        masks = {
-            window: attention_mask(documents_BS, positions_BS.shape[1], window, positions_BS.device)
-            for window in windows
-        }
-        return Sequences(parallel, cos_PR[positions_BS], sin_PR[positions_BS], masks)
+        masks, firsts = (
+            {window: make(documents_BS, positions_BS.shape[1], window, positions_BS.device) for window in windows}
+            for make in (attention_mask, first_keys)
+        )
+        whole = {key: None if x is None else x.expand(positions_BS.shape).contiguous() for key, x in firsts.items()}
+        return Sequences(parallel, cos_PR[positions_BS], sin_PR[positions_BS], masks, whole)
 
     @property
     def projected_rotations(self) -> tuple[Tensor, Tensor]:
@@ -293,4 +296,5 @@ class Sequences:
     @property
     def tensors(self) -> list[Tensor]:
         """All of them: not a layer's own."""
-        return [self.cos_BSR, self.sin_BSR, *(mask for mask in self.masks.values() if mask is not None)]
+        of_windows = (*self.masks.values(), *self.first_keys.values())
+        return [self.cos_BSR, self.sin_BSR, *(each for each in of_windows if each is not None)]

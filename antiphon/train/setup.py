@@ -20,6 +20,7 @@ from antiphon.comm.float8 import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
+from antiphon.kernels import native_rows
 from antiphon.kernels.ops.products import Products
 from antiphon.kernels.ops.row_buffers import RowBuffers
 from antiphon.models.config import load_model_spec, read_config
@@ -112,6 +113,7 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
     counted = config if device == HOST else elsewhere
     need = check_memory(held, counted, setup_of(config, sizes), ranks_here=sharing, free_bytes=free_bytes(device))
     mesh = join(sizes, config.communication, device)
+    native_rows.share_threads()
     prepare_data_together(config, spec, mesh)
     samples, held_out, text = open_data(config)
     former.check_text(text)

@@ -110,20 +110,26 @@ class Shards:
         mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float32, device=self._device)
         return run(AllReduce(self._world, "norm"), mine.double().view(1)).sqrt().squeeze(0)
 
-    def clip(self, norm: Tensor, limit: float) -> None:
-        """Scale all gradients so that their norm is at most `limit`; 0 means no limit."""
-        if not limit:
-            return
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients."""
         for piece in self.pieces:
             if piece.values.grad is not None:
-                piece.values.grad.mul_(scale.to(piece.values.dtype))
+                piece.values.grad.mul_(factor.to(piece.values.dtype))
 
     def zero_grad(self) -> None:
         for bucket in self._buckets:
             bucket.finish()
         for piece in self.pieces:
             piece.values.grad = None
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
+    """What brings gradients of this norm to `limit` at most; None: they stay as they are, as they do without a limit
+    (0)."""
+    if not limit:
+        return None
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return None if factor.is_cpu and float(factor) == 1.0 else factor
 
 
 def _buckets(

@@ -36,6 +36,7 @@ from antiphon.train.ranks import sizes_of, world_size
 from antiphon.train.samples import numbers_of_rank
 from antiphon.train.schedule_search import choose_schedules
 from antiphon.train.setup import DTYPES, TrainingRun, build_model
+from antiphon.train.shards import clip_factor
 from antiphon.train.spans import StepSpans, join_parts, share_spans
 from antiphon.train.spikes import SpikeLimit, spike, with_step
 from antiphon.train.stop import StopRequest
@@ -292,8 +293,7 @@ class Trainer:
                 self._shards.zero_grad()
                 self._optimizer.count_step()
             else:
-                self._shards.clip(norm, config.optimizer.clip)
-                self._optimizer.step(rate)
+                self._optimizer.step(rate, clip_factor(norm, config.optimizer.clip))
             self._shards.end_step()
         if not is_left_out:
             self._move_score_biases(passed.counts_LE)

@@ -167,6 +167,11 @@ class Weights:
         value = self.stored(purpose).to(self.dtype)
         return pick(value, part.used_dim, part.used) if part.used else value
 
+    def whole(self, purpose: str) -> nn.Parameter | None:
+        """The parameter, if ``self[purpose]`` is all of it; its gradient is then that of the other, in its own type."""
+        found = self.stored(purpose)
+        return found if isinstance(found, nn.Parameter) and not parts_of(self._module)[purpose].used else None
+
     def stored(self, purpose: str) -> Tensor:
         """The parameter as it is kept, in float32 or wider."""
         found = getattr(self._module, attribute_of(purpose))

@@ -47,5 +47,6 @@ void bind_linear(nanobind::module_& module);  // PackedLinear and the gate that 
 void bind_experts(nanobind::module_& module);
 void bind_kv_cache(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);  // norms and argmax
+void bind_training(nanobind::module_& module);  // row operators with their gradients
 
 }  // namespace antiphon::bind

@@ -52,4 +52,5 @@ NB_MODULE(_native, module) {
     antiphon::bind::bind_experts(module);
     antiphon::bind::bind_kv_cache(module);
     antiphon::bind::bind_rows(module);
+    antiphon::bind::bind_training(module);
 }

@@ -16,7 +16,7 @@ from antiphon.train.config_learning import LossConfig
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
-from antiphon.train.shards import Shards
+from antiphon.train.shards import Shards, clip_factor
 from antiphon.train.spans import StepSpans
 from tests.comm.ranks import begin_anew
 
@@ -99,7 +99,8 @@ class Run:
             self.spoil(model)
             shards.reduce()
             norm = shards.norm()
-            shards.clip(norm, 1.0)
+            if (factor := clip_factor(norm, 1.0)) is not None:
+                shards.scale(factor)
             optimizer.step()
             shards.zero_grad()
             found.append((float(loss), float(norm)))

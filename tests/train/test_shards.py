@@ -23,7 +23,7 @@ from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
-from antiphon.train.shards import Shards
+from antiphon.train.shards import Shards, clip_factor
 from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues
 from tests.comm.ranks import begin_anew, made_once, on_ranks
@@ -132,8 +132,7 @@ def some_steps(
         passed = passes.run(batches)
         shards.reduce()
         norm = shards.norm()
-        shards.clip(norm, settings.clip)
-        optimizer.step(RATE)
+        optimizer.step(RATE, clip_factor(norm, settings.clip))
         shards.end_step()
         numbers += [float(passed.loss), float(norm)]
     return numbers, shards
@@ -258,7 +257,8 @@ def test_steps_are_those_of_one_process(differences_of: DifferencesOf, form: For
             ATTENTION8,
             replace(FLOAT8, activations="float8_permutation"),
         )
-        assert numbers < (0.1 if narrow else 1e-9)
+        by_rows = form.products == "float8"  # scales of groups of rows, which are others on each rank
+        assert numbers < (0.3 if by_rows else 0.1 if narrow else 1e-9)
         assert values < (2 * STEPS * RATE if narrow else 1e-9), name  # AdamW steps by the rate, whatever the gradient
 
 

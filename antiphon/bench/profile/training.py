@@ -29,6 +29,7 @@ from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.point_to_point import start_receive, start_send
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import TrainingLayer, TrainingSum, TrainingTables
+from antiphon.kernels import native_rows
 from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
@@ -37,6 +38,7 @@ from antiphon.train.config_learning import LossConfig, OptimizerConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
+from antiphon.train.shards import clip_factor
 from antiphon.train.spans import Span, StepSpans, share_spans
 from antiphon.train.weights import FirstValues
 
@@ -57,6 +59,7 @@ def time_training(order: TrainingOrder) -> TrainingSeconds:
     """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together:
     PyTorch would name a new one like one that ended, and find its addresses in the store."""
     torch.set_num_threads(order.num_threads)
+    native_rows.share_threads()
     ranks = order.world_size
     if ranks > 1:
         join_gloo(order.store, order.rank, ranks, _TIMEOUT_S)
@@ -206,8 +209,7 @@ def _time_step(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, optimizer: str
         shards.reduce()
         norm_from = time.perf_counter()
         norm = shards.norm()
-        shards.clip(norm, config.clip)
-        updates.step(1e-6)
+        updates.step(1e-6, clip_factor(norm, config.clip))
         shards.end_step()
         updated.append((time.perf_counter() - norm_from) / num_parameters)
         recorded = sum(span.end_ns - span.start_ns - span.inner_ns for span in spans.take())

@@ -1,14 +1,19 @@
 """Causal attention over whole sequences, differentiable; documents packed into one sequence do not see each other.
 
-PyTorch's fused attention where it can say what is wanted; sinks (gpt-oss) are one more column of scores, which it
-does not know, so they go through plain products.
+A native kernel on CPUs, elsewhere PyTorch's fused attention; sinks (gpt-oss) are one more column of scores, which
+neither knows, so they go through plain products.
 
 Letters: B sequences, S positions, N query heads, G KV heads, D head width, V width of a value.
 """
 
+from types import ModuleType
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from antiphon.kernels.ops.choice import kernels_for
 
 
 def attention_mask(
@@ -30,10 +35,38 @@ def attention_mask(
     return (mask_SS & same_BSS).unsqueeze(1)
 
 
+def first_keys(
+    documents_BS: Tensor | None, num_positions: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """The first key that each query sees, int64 [B or 1, S], where each document is one run; None: 0 for all."""
+    if documents_BS is None and (window is None or window >= num_positions):
+        return None
+    positions_1S = torch.arange(num_positions, device=device).unsqueeze(0)
+    first_BS = torch.zeros_like(positions_1S)
+    if documents_BS is not None:
+        begins_BS = torch.zeros_like(documents_BS, dtype=torch.bool)
+        begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+        first_BS = (positions_1S * begins_BS).cummax(1).values
+    return first_BS if window is None else torch.maximum(first_BS, positions_1S - window + 1)
+
+
 def causal_attention(
-    q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, mask_BSS: Tensor | None, scale: float, sinks_N: Tensor | None = None
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    mask_BSS: Tensor | None,
+    scale: float,
+    sinks_N: Tensor | None = None,
+    first_keys_BS: Tensor | None = None,
 ) -> Tensor:
-    """[B, S, N, V]. `mask_BSS` as `attention_mask` gives it. N is a multiple of G."""
+    """[B, S, N, V]. `mask_BSS` as `attention_mask` gives it, `first_keys_BS` the same as `first_keys` does, for kernels
+    that want that. N is a multiple of G."""
+    kernels = kernels_for(q_BSND, "attention")
+    if kernels is not None and sinks_N is None and (mask_BSS is None or first_keys_BS is not None):
+        out_BSNV: Tensor = _Causal.apply(  # type: ignore[no-untyped-call]
+            q_BSND, k_BSGD, v_BSGV, None if mask_BSS is None else first_keys_BS, scale, kernels
+        )
+        return out_BSNV
     q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSGD, v_BSGV))
     if sinks_N is not None:
         out_BNSV = _with_sinks(q, k, v, mask_BSS, scale, sinks_N)
@@ -42,6 +75,32 @@ def causal_attention(
             q, k, v, attn_mask=mask_BSS, is_causal=mask_BSS is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out_BNSV.transpose(1, 2)
+
+
+class _Causal(torch.autograd.Function):
+    """By a kernel; kept is one number a query beside what is read and made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSND: Tensor,
+        k_BSGD: Tensor,
+        v_BSGV: Tensor,
+        first_keys_BS: Tensor | None,
+        scale: float,
+        kernels: ModuleType,
+    ) -> Tensor:
+        if first_keys_BS is not None:
+            first_keys_BS = first_keys_BS.expand(q_BSND.shape[:2]).contiguous()
+        out, lse = kernels.causal_attention(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale)
+        ctx.save_for_backward(q_BSND, k_BSGD, v_BSGV, first_keys_BS, out, lse)
+        ctx.scale, ctx.kernels = scale, kernels
+        return cast(Tensor, out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, first_keys_BS, out, lse = ctx.saved_tensors
+        return *ctx.kernels.causal_gradient(grad, q, k, v, first_keys_BS, ctx.scale, out, lse), None, None, None
 
 
 def _with_sinks(

@@ -6,12 +6,12 @@ hand. What is kept for backward is the gradient of the rows and of the head, not
 Letters: T rows, H width, V vocabulary.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from antiphon.kernels.triton import kernels_for
+from antiphon.kernels.ops.choice import kernels_for
 
 IGNORED = -100
 _CHUNK_ELEMENTS = 1 << 20  # logits at once: 4 MiB in float32, which caches hold
@@ -44,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         grad_x_TH = torch.empty_like(x_TH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide)
+        grad_weight_VH: Tensor | None = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         counted_T1 = (targets_T != IGNORED).to(wide).unsqueeze(1)
         scale_T1 = counted_T1 / (num_targets.to(wide) * divisor)
@@ -53,17 +53,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, x_TH.shape[0], step):
             rows = slice(first, first + step)
             x, scale = x_TH[rows], scale_T1[rows]
-            logits, targets = torch.mm(x, weight_VH.t()), targets_T[rows].clamp(min=0)
+            logits, targets = _product(x, weight_VH.t()), targets_T[rows]
             if kernels is not None:
                 losses = kernels.loss_and_gradient(logits, bias_V, targets, divisor)
             else:
-                losses, logits = _losses_and_gradient(logits.to(wide), bias_V, targets, divisor)
+                losses, logits = _losses_and_gradient(logits.to(wide), bias_V, targets.clamp(min=0), divisor)
             total += (losses * counted_T1[rows, 0]).sum()
             narrow = logits.to(x.dtype)  # the gradient by now
-            torch.mm(narrow, weight_VH, out=grad_x_TH[rows]).mul_(scale)  # the factor is cheaper on the narrow side
-            _add_product(grad_weight_VH, narrow.t(), (x * scale).to(x.dtype))
+            _product(narrow, weight_VH, grad_x_TH[rows]).mul_(scale)  # the factor is cheaper on the narrow side
+            grad_weight_VH = _plus_product(grad_weight_VH, narrow.t(), (x * scale).to(x.dtype), wide)
             if grad_bias_V is not None:
                 grad_bias_V.addmv_(logits.to(wide).t(), scale.squeeze(1))
+        if grad_weight_VH is None:  # no rows
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide)
         ctx.save_for_backward(grad_x_TH, grad_weight_VH, grad_bias_V)
         return total / num_targets.to(wide)
 
@@ -71,6 +73,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
         grad_x_TH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
         narrow = grad_x_TH.dtype
+        if grad.is_cpu and float(grad) == 1.0:  # the end of a graph: no pass over all of them
+            return grad_x_TH, grad_weight_VH.to(narrow), grad_bias_V, None, None, None
         bias = None if grad_bias_V is None else grad_bias_V * grad
         return grad_x_TH * grad.to(narrow), (grad_weight_VH * grad).to(narrow), bias, None, None, None
 
@@ -89,9 +93,16 @@ def _losses_and_gradient(
     return losses, grad.scatter_add_(1, targets, torch.full_like(targets, -1.0, dtype=grad.dtype))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where `total` may be wider."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    if (kernels := kernels_for(left, "products")) is not None:
+        return cast(Tensor, kernels.matrix_product(left, right, out))
+    return torch.mm(left, right, out=out)
+
+
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """total + left @ right in `wide`, in the place of `total`; None: zero."""
+    if total is None:
+        return _product(left, right).to(wide)
+    if (kernels := kernels_for(left, "products")) is not None:
+        return cast(Tensor, kernels.matrix_product(left, right, total, adds=True))
+    return total.addmm_(left, right) if left.dtype == wide else total.add_(left @ right)

@@ -6,6 +6,7 @@ product an expert under autograd (a node and a slice an expert each way).
 Letters: R rows in order of expert, E experts, I inputs of a product, O its outputs, J = 2 * width of gate and up.
 """
 
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -13,19 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.ops.choice import kernels_for
 from antiphon.kernels.ops.row_buffers import RowBuffers
-from antiphon.kernels.triton import kernels_for
 from antiphon.specs.model import FeedForwardSpec
 
 Widths = FeedForwardSpec | ExpertShape  # says which formula, and its numbers
 
 
-def activate(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
-    """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`."""
-    if widths.activation == "silu" and kernels_for(gate_up_RJ, "activation") is None:
+def activate(gate_up_RJ: Tensor, widths: Widths, *, native: bool = True) -> Tensor:
+    """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`. `native`: as in `kernels_for`."""
+    kernels = kernels_for(gate_up_RJ, "activation", native=native)
+    if widths.activation == "silu" and kernels is None:
         hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
     else:
-        hidden = _Again.apply(gate_up_RJ, widths)  # type: ignore[no-untyped-call]
+        hidden = _Again.apply(gate_up_RJ, widths, kernels)  # type: ignore[no-untyped-call]
     return hidden
 
 
@@ -42,22 +44,22 @@ class _Again(torch.autograd.Function):
     derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_RJ: Tensor, widths: Widths) -> Tensor:
+    def forward(ctx: Any, gate_up_RJ: Tensor, widths: Widths, kernels: ModuleType | None) -> Tensor:
         ctx.save_for_backward(gate_up_RJ)
-        ctx.widths = widths
-        if (kernels := kernels_for(gate_up_RJ, "activation")) is not None:
+        ctx.widths, ctx.kernels = widths, kernels
+        if kernels is not None:
             return cast(Tensor, kernels.activate(gate_up_RJ, widths))
         return _formula(gate_up_RJ, widths)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gate_up_RJ,) = ctx.saved_tensors
-        if (kernels := kernels_for(gate_up_RJ, "activation")) is not None:
-            return kernels.activate_gradient(grad, gate_up_RJ, ctx.widths), None
+        if ctx.kernels is not None:
+            return ctx.kernels.activate_gradient(grad, gate_up_RJ, ctx.widths), None, None
         with torch.enable_grad():
             rows = gate_up_RJ.detach().requires_grad_()
             hidden = _formula(rows, ctx.widths)
-        return torch.autograd.grad(hidden, rows, grad)[0], None
+        return torch.autograd.grad(hidden, rows, grad)[0], None, None
 
 
 class _SiluTimesUp(torch.autograd.Function):
@@ -80,6 +82,46 @@ class _SiluTimesUp(torch.autograd.Function):
         return grad_gate_up_RJ
 
 
+def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """[..., O]: each row of x [..., I] times the matrix."""
+    if kernels_for(x, "products") is None or weight_OI.dtype != x.dtype:
+        return F.linear(x, weight_OI)
+    y: Tensor = _Linear.apply(x, weight_OI)  # type: ignore[no-untyped-call]
+    return y
+
+
+def input_gradient(grad: Tensor, weight_OI: Tensor) -> Tensor:
+    """[..., I]: the gradient of `linear`'s rows."""
+    if (kernels := kernels_for(grad, "products")) is None:
+        return grad @ weight_OI
+    rows = kernels.matrix_product(grad.reshape(-1, grad.shape[-1]), weight_OI)
+    return cast(Tensor, rows.view(*grad.shape[:-1], weight_OI.shape[1]))
+
+
+def weight_gradient(grad_RO: Tensor, x_RI: Tensor) -> Tensor:
+    """[O, I]: the gradient of `linear`'s matrix."""
+    if (kernels := kernels_for(grad_RO, "products")) is None:
+        return grad_RO.t() @ x_RI
+    return cast(Tensor, kernels.matrix_product(grad_RO.t(), x_RI))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        kernels = kernels_for(x, "products")
+        assert kernels is not None
+        rows = kernels.matrix_product(x.reshape(-1, x.shape[-1]), weight_OI.t())
+        return cast(Tensor, rows.view(*x.shape[:-1], weight_OI.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        of_x = input_gradient(grad, weight_OI) if needs_x else None
+        return of_x, weight_gradient(grad.flatten(0, -2), x.flatten(0, -2)) if needs_weight else None
+
+
 def grouped_product(
     x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], buffers: RowBuffers | None = None
 ) -> Tensor:
@@ -99,6 +141,8 @@ def grouped_input_gradient(
     if _has_grouped_mm(grad_RO, weight_EOI):
         return torch._grouped_mm(grad_RO, weight_EOI, offs=_ends(counts_E, grad_RO.device))
     grad_x_RI = _empty_rows(grad_RO, weight_EOI.shape[2], buffers)
+    if (kernels := kernels_for(grad_RO, "products")) is not None:
+        return cast(Tensor, kernels.grouped_input_gradient(grad_RO, weight_EOI, counts_E, grad_x_RI))
     for expert, rows in _groups(counts_E):
         torch.mm(grad_RO[rows], weight_EOI[expert], out=grad_x_RI[rows])
     return grad_x_RI
@@ -113,6 +157,8 @@ def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: tuple[int, 
             grad_EOI[[expert for expert, count in enumerate(counts_E) if not count]] = 0
         return grad_EOI
     grad_EOI = grad_RO.new_empty(shape)
+    if (kernels := kernels_for(grad_RO, "products")) is not None:
+        return cast(Tensor, kernels.grouped_weight_gradient(grad_RO, x_RI, counts_E, grad_EOI))
     for expert, count in enumerate(counts_E):
         if not count:
             grad_EOI[expert].zero_()
@@ -136,6 +182,8 @@ class _GroupedProduct(torch.autograd.Function):
         if _has_grouped_mm(x_RI, weight_EOI):
             return torch._grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=_ends(counts_E, x_RI.device))
         y_RO = _empty_rows(x_RI, weight_EOI.shape[1], buffers)
+        if (kernels := kernels_for(x_RI, "products")) is not None:
+            return cast(Tensor, kernels.grouped_forward(x_RI, weight_EOI, counts_E, y_RO))
         for expert, rows in _groups(counts_E):
             torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
         return y_RO

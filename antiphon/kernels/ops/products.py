@@ -27,10 +27,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.ops.feed_forward import grouped_input_gradient, grouped_product, grouped_weight_gradient
+from antiphon.kernels.ops.feed_forward import (
+    grouped_input_gradient,
+    grouped_product,
+    grouped_weight_gradient,
+    input_gradient,
+    linear,
+    weight_gradient,
+)
 from antiphon.kernels.ops.row_buffers import RowBuffers
 
 Kind = Literal["plain", "float8", "hybrid"]
@@ -81,7 +87,7 @@ class Products:
         if self.kind != "plain":
             grad, weight = rounded(grad, -1, self._of_gradients), rounded(weight, -2, by_two=True)
         if counts_E is None:
-            return grad @ weight
+            return input_gradient(grad, weight)
         return grouped_input_gradient(grad.contiguous(), weight, counts_E, self.buffers)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, counts_E: Counts = None) -> Tensor:
@@ -89,12 +95,12 @@ class Products:
         if self.kind != "plain":
             grad, x = rounded_by_groups(grad, self._of_gradients), rounded_by_groups(x)
         if counts_E is None:
-            return grad.t() @ x
+            return weight_gradient(grad, x)
         return grouped_weight_gradient(grad.contiguous(), x, counts_E)
 
 
 def _product(x: Tensor, weight: Tensor, counts_E: Counts, buffers: RowBuffers | None) -> Tensor:
-    return F.linear(x, weight) if counts_E is None else grouped_product(x, weight, counts_E, buffers)
+    return linear(x, weight) if counts_E is None else grouped_product(x, weight, counts_E, buffers)
 
 
 class _Float8Product(torch.autograd.Function):

@@ -3,23 +3,26 @@
 Letters: N heads, D head width, R half the rotated width; the leading axes are any.
 """
 
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from antiphon.kernels.api import RotaryTable
-from antiphon.kernels.triton import kernels_for
+from antiphon.kernels.ops.choice import kernels_for
 
 
-def rotate(x_ND: Tensor, cos_R: Tensor, sin_R: Tensor, interleaved: bool) -> Tensor:
+def rotate(x_ND: Tensor, cos_R: Tensor, sin_R: Tensor, interleaved: bool, *, native: bool = True) -> Tensor:
     """Rotate the first 2R dims of each head, in float32 at least; the rest passes unchanged.
 
-    x [..., N, D]; cos and sin [..., R] for the same leading axes; no gradient reaches these two."""
+    x [..., N, D]; cos and sin [..., R] for the same leading axes; no gradient reaches these two. `native`: as in
+    `kernels_for`."""
     if cos_R.shape[-1] == 0:
         return x_ND
     cos, sin = cos_R.unsqueeze(-2), sin_R.unsqueeze(-2)
-    turned_ND: Tensor = _Rotate.apply(x_ND, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    kernels = kernels_for(x_ND, "rotary", native=native)
+    turned_ND: Tensor = _Rotate.apply(x_ND, cos, sin, interleaved, kernels)  # type: ignore[no-untyped-call]
     return turned_ND
 
 
@@ -27,20 +30,23 @@ class _Rotate(torch.autograd.Function):
     """The gradient is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, kernels: ModuleType | None
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        if (kernels := kernels_for(x_ND, "rotary")) is not None:
+        ctx.interleaved, ctx.kernels = interleaved, kernels
+        if kernels is not None:
             return cast(Tensor, kernels.turn(x_ND, cos.squeeze(-2), sin.squeeze(-2), interleaved))
         return _turn(x_ND, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        if (kernels := kernels_for(grad_ND, "rotary")) is not None:
-            turned = kernels.turn(grad_ND, cos.squeeze(-2), sin.squeeze(-2), ctx.interleaved, back=True)
-            return turned, None, None, None
-        return _turn(grad_ND, cos, -sin, ctx.interleaved), None, None, None
+        if ctx.kernels is not None:
+            turned = ctx.kernels.turn(grad_ND, cos.squeeze(-2), sin.squeeze(-2), ctx.interleaved, back=True)
+        else:
+            turned = _turn(grad_ND, cos, -sin, ctx.interleaved)
+        return turned, None, None, None, None
 
 
 def _turn(x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -46,9 +46,9 @@ def _loss(logits_ptr, bias_ptr, targets_ptr, losses_ptr, vocabulary, inverse, HA
 
 def loss_and_gradient(logits_TV: Tensor, bias_V: Tensor | None, targets_T: Tensor, divisor: float) -> Tensor:
     """The loss -log softmax((logits + bias) / divisor)[target] of each row, float32 [T]. `logits_TV`, contiguous,
-    becomes its gradient times `divisor`. Targets are in the vocabulary."""
+    becomes its gradient times `divisor`. A target below 0 counts as 0."""
     losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
-    vocabulary = logits_TV.shape[1]
+    vocabulary, targets_T = logits_TV.shape[1], targets_T.clamp(min=0)
     launch(
         _loss, (logits_TV.shape[0],), logits_TV, bias_V, targets_T, losses_T, vocabulary,
         1.0 / divisor, HAS_BIAS=bias_V is not None, BLOCK=min(4096, power_of_two(vocabulary)), num_warps=8,

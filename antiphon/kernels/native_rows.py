@@ -1,0 +1,345 @@
+"""Native kernels of the differentiable row operators on CPUs: thin launchers with the functions of Triton's modules.
+
+They compute in float32 and round once. A row's bits depend on that row alone; sums over rows (a norm's weight) go in
+fixed parts, so their bits do not depend on the number of threads. Rejected: `torch.compile` of the same operators. It
+needs a compiler where people train, and half a minute before the first step.
+
+Letters as in `antiphon.kernels.ops`.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon import _native
+from antiphon.kernels.api import ExpertShape
+from antiphon.specs.model import FeedForwardSpec
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether these kernels compute with tensors such as `x`. ANTIPHON_NATIVE_OPERATORS=0 turns them off. A dispatch
+    mode, such as the one that looks for the first NaN, gets PyTorch's operators: it would not see these."""
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    return x.is_cpu and x.dtype in DTYPES and os.environ.get("ANTIPHON_NATIVE_OPERATORS") != "0"
+
+
+def share_threads() -> None:
+    """Have these kernels run on as many threads as PyTorch's operators do. Idle ones sleep at once: PyTorch's own need
+    the same cores."""
+    _native.set_num_threads(torch.get_num_threads())
+    _native.set_spin_ns(0)
+
+
+def norm(x: Tensor, weight_H: Tensor, eps: float) -> tuple[None, Tensor, Tensor]:
+    """(None, x * factor * weight, the factors 1 / sqrt(mean(x²) + eps) of rows [..., 1] in float32)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    factors = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    x, weight_H = _by_rows(x), _like(weight_H, x).contiguous()
+    _native.training_norm(
+        _is_bf16(x), _grid(x), x.shape[-1], weight_H.data_ptr(), eps, out.data_ptr(), factors.data_ptr()
+    )
+    return None, out, factors
+
+
+def norm_gradient(grad: Tensor, x: Tensor, weight_H: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight."""
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums_H = torch.empty(weight_H.shape, dtype=torch.float32, device=x.device)
+    x, grad, own_H = _by_rows(x), _by_rows(_like(grad, x)), _like(weight_H, x).contiguous()
+    _native.training_norm_gradient(
+        *(_is_bf16(x), _grid(x), _grid(grad), x.shape[-1], own_H.data_ptr(), factors.data_ptr()),
+        *(grad_x.data_ptr(), sums_H.data_ptr()),
+    )
+    return grad_x, _like(sums_H, weight_H)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool = False) -> Tensor:
+    """x [..., N, D] rotated, or rotated back; cos and sin [..., R], or to be broadcast to that."""
+    rows = x.reshape(-1, *x.shape[-2:]) if x.dim() > 4 else x
+    table = (*x.shape[:-2], cos.shape[-1])
+    cos, sin = (each.expand(table).reshape(*rows.shape[:-2], table[-1]) for each in (cos, sin))
+    if not back:
+        return turn_normed(rows, None, 0.0, cos, sin, interleaved)[0].view(x.shape)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    turn_normed_gradient(rows, None, None, None, cos, sin, interleaved, out)
+    return out.view(x.shape)
+
+
+def turn_normed(
+    x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Heads x, at most 4 axes [..., N, D], normed (None: not) and rotated; the norm's factors. cos and sin [..., R]."""
+    out, factors = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
+    if weight_D is not None:
+        weight_D = _like(weight_D, x).contiguous()
+        factors = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    x, (cos, sin) = _by_rows(x), _tables(cos, sin)
+    _native.training_turn(
+        *(_is_bf16(x), _grid(x), x.shape[-1], _angles(cos, sin, interleaved), _address(weight_D), eps),
+        *(_address(factors), out.data_ptr()),
+    )
+    return out, factors
+
+
+def turn_normed_gradient(
+    grad: Tensor,
+    x: Tensor | None,
+    weight_D: Tensor | None,
+    factors: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    out: Tensor,
+) -> Tensor | None:
+    """Into `out`, whose rows may lie apart, the gradient of what `turn_normed` was given as `x`; that of the weight."""
+    grad, x, (cos, sin) = _by_rows(_like(grad, out)), None if x is None else _by_rows(x), _tables(cos, sin)
+    own_D = None if weight_D is None else _like(weight_D, out).contiguous()
+    sums_D = None if weight_D is None else torch.empty(weight_D.shape, dtype=torch.float32, device=out.device)
+    _native.training_turn_gradient(
+        *(_is_bf16(out), _grid(grad), out.shape[-1], _angles(cos, sin, interleaved), _grid(grad if x is None else x)),
+        *(_address(own_D), _address(factors), _grid(out), _address(sums_D)),
+    )
+    return None if sums_D is None or weight_D is None else _like(sums_D, weight_D)
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """In float32, each row's numbers adjacent, both in the same way."""
+    cos, sin = cos.float(), sin.float()
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin
+
+
+def _angles(cos: Tensor, sin: Tensor, interleaved: bool) -> _native.Angles:
+    """Of tables that live as long as this is used."""
+    first, second = (0, 0, *cos.stride()[:-1])[-2:]
+    return _native.Angles(cos.data_ptr(), sin.data_ptr(), first, second, cos.shape[-1], interleaved)
+
+
+def activate(x: Tensor, widths: FeedForwardSpec | ExpertShape) -> Tensor:
+    """[..., I] from rows [gate | up] [..., 2 I]."""
+    out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+    _activation(x, None, widths, out)
+    return out
+
+
+def activate_gradient(grad: Tensor, x: Tensor, widths: FeedForwardSpec | ExpertShape) -> Tensor:
+    """The gradient of the rows [gate | up]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _activation(x, _like(grad, x), widths, out)
+    return out
+
+
+def _activation(x: Tensor, grad: Tensor | None, widths: FeedForwardSpec | ExpertShape, out: Tensor) -> None:
+    width = x.shape[-1] // 2
+    x_RJ = x.reshape(-1, 2 * width).contiguous()
+    grad_RI = None if grad is None else grad.reshape(-1, width).contiguous()
+    _native.training_activate(
+        *(_is_bf16(x), x_RJ.data_ptr(), 2 * width, _address(grad_RI), width, x_RJ.shape[0], width),
+        *(widths.activation, widths.alpha, widths.limit, out.data_ptr()),
+    )
+
+
+def loss_and_gradient(logits_TV: Tensor, bias_V: Tensor | None, targets_T: Tensor, divisor: float) -> Tensor:
+    """The loss -log softmax((logits + bias) / divisor)[target] of each row, float32 [T]. `logits_TV`, contiguous,
+    becomes its gradient times `divisor`. A row with a target below 0 has the loss 0 and a gradient of zeros."""
+    assert logits_TV.is_contiguous()
+    losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    bias_V = None if bias_V is None else bias_V.float().contiguous()
+    targets_T = targets_T.long().contiguous()
+    _native.training_cross_entropy(
+        *(_is_bf16(logits_TV), logits_TV.data_ptr(), logits_TV.shape[0], logits_TV.shape[1], _address(bias_V)),
+        *(targets_T.data_ptr(), divisor, losses_T.data_ptr()),
+    )
+    return losses_T
+
+
+def combine_gradient(
+    grad_TH: Tensor, y_RH: Tensor | None, weights_TK: Tensor, order_R: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the rows and, with the rows given, of the weights of `sum_rows`; `order_R` names present ones."""
+    top_k, width = weights_TK.shape[1], grad_TH.shape[1]
+    grad_RH = torch.empty((order_R.shape[0], width), dtype=grad_TH.dtype, device=grad_TH.device)
+    grad_weights_TK = None if y_RH is None else torch.zeros_like(weights_TK, memory_format=torch.contiguous_format)
+    grad_TH, weights_TK, order_R = grad_TH.contiguous(), weights_TK.contiguous(), order_R.contiguous()
+    y_RH = None if y_RH is None else y_RH.contiguous()
+    assert weights_TK.dtype == grad_TH.dtype
+    assert order_R.dtype == torch.int64
+    _native.training_combine_gradient(
+        *(_is_bf16(grad_TH), grad_TH.data_ptr(), width, _address(y_RH), weights_TK.data_ptr(), order_R.data_ptr()),
+        *(order_R.shape[0], top_k, width, grad_RH.data_ptr(), _address(grad_weights_TK)),
+    )
+    return grad_RH, grad_weights_TK
+
+
+def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """[T, H]: the sum over each token's rows, each times its weight, in order of choice."""
+    (num_tokens, top_k), width = places_TK.shape, x_RH.shape[1]
+    out_TH = torch.empty((num_tokens, width), dtype=x_RH.dtype, device=x_RH.device)
+    x_RH, places_TK = x_RH.contiguous(), places_TK.long().contiguous()
+    weights_TK = None if weights_TK is None else _like(weights_TK, x_RH).contiguous()
+    _native.training_sum_rows(
+        *(_is_bf16(x_RH), x_RH.data_ptr(), width, places_TK.data_ptr(), _address(weights_TK)),
+        *(num_tokens, top_k, width, out_TH.data_ptr()),
+    )
+    return out_TH
+
+
+def causal_attention(
+    q_BSND: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, first_keys_BS: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[B, S, N, V]: each query sees the keys from its first one, int64, or from 0, to itself; [B, N, S]: the logarithm
+    of its sum of exponentials, float32."""
+    (batch, length, heads, _), width = q_BSND.shape, v_BSGV.shape[-1]
+    out = torch.empty(batch, length, heads, width, dtype=q_BSND.dtype, device=q_BSND.device)
+    lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q_BSND.device)
+    _native.causal_attention(_is_bf16(out), *_causal(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale, out, lse))
+    return out, lse
+
+
+def causal_gradient(
+    grad: Tensor,
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    first_keys_BS: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; `out` and `lse` as `causal_attention` made them."""
+    grad, out = _by_rows(_like(grad, out)), out.contiguous()
+    made = [torch.empty(each.shape, dtype=out.dtype, device=out.device) for each in (q_BSND, k_BSGD, v_BSGV)]
+    _native.causal_gradient(
+        *(_is_bf16(out), *_causal(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale, out, lse), _grid(grad)),
+        *(each.data_ptr() for each in made),
+    )
+    return made[0], made[1], made[2]
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, first_keys_BS: Tensor | None, scale: float, out: Tensor, lse: Tensor
+) -> tuple[Any, ...]:
+    """What both kernels begin with, of tensors that live as long as this is used."""
+    q, k, v = (_by_rows(each) for each in (q, k, v))
+    assert q.dtype == k.dtype == v.dtype == out.dtype
+    assert q.shape[2] % k.shape[2] == 0
+    if first_keys_BS is not None:
+        assert first_keys_BS.shape == q.shape[:2]
+        assert first_keys_BS.dtype == torch.int64
+        assert first_keys_BS.is_contiguous()
+    grids = _grid(q), _grid(k), _grid(v)
+    sizes = scale, q.shape[-1], v.shape[-1]
+    return *grids, _address(first_keys_BS), *sizes, out.data_ptr(), lse.data_ptr()
+
+
+def matrix_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor:
+    """a @ b of float32 matrices, in `out`, whose columns are adjacent, if there is one; `adds`: added to it."""
+    if out is None:
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    assert a.dtype == b.dtype == out.dtype == torch.float32
+    assert out.shape == (a.shape[0], b.shape[1])
+    assert a.shape[1] == b.shape[0]
+    assert out.stride(1) == 1 or out.shape[1] <= 1
+    a, b = (each if 1 in each.stride() else each.contiguous() for each in (a, b))
+    _native.product(
+        *(a.data_ptr(), a.stride(0), a.stride(1), b.data_ptr(), b.stride(0), b.stride(1)),
+        *(out.data_ptr(), out.stride(0), a.shape[0], a.shape[1], b.shape[1], adds),
+    )
+    return out
+
+
+def grouped_forward(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], out_RO: Tensor) -> Tensor:
+    """Each row times the matrix of its expert, in `out_RO`. All float32."""
+    _grouped(_native.GroupedProduct.FORWARD, x_RI.contiguous(), out_RO, weight_EOI.contiguous(), counts_E)
+    return out_RO
+
+
+def grouped_input_gradient(grad_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], out_RI: Tensor) -> Tensor:
+    """The gradient of the rows of `grouped_forward`, in `out_RI`."""
+    _grouped(_native.GroupedProduct.INPUT_GRADIENT, out_RI, grad_RO.contiguous(), weight_EOI.contiguous(), counts_E)
+    return out_RI
+
+
+def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_E: tuple[int, ...], out_EOI: Tensor) -> Tensor:
+    """The gradient of the matrices of `grouped_forward`, in `out_EOI`; zeros for experts without rows."""
+    _grouped(_native.GroupedProduct.WEIGHT_GRADIENT, x_RI.contiguous(), grad_RO.contiguous(), out_EOI, counts_E)
+    return out_EOI
+
+
+def _grouped(
+    kind: _native.GroupedProduct, x_RI: Tensor, y_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]
+) -> None:
+    for each in (x_RI, y_RO, weight_EOI):
+        assert each.dtype == torch.float32
+        assert each.is_contiguous()
+    assert x_RI.shape[0] == y_RO.shape[0] == sum(counts_E)
+    assert weight_EOI.shape == (len(counts_E), y_RO.shape[1], x_RI.shape[1])
+    addresses = x_RI.data_ptr(), y_RO.data_ptr(), weight_EOI.data_ptr()
+    _native.grouped_product(kind, *addresses, list(counts_E), x_RI.shape[1], y_RO.shape[1])
+
+
+def adamw(
+    values: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    step: int,
+    scale: float,
+    rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Step number `step`, the first is 1, of AdamW as `torch.optim.AdamW` takes it along `grad` times `scale`. All are
+    float32, flat and contiguous; `values` and both moments change."""
+    for each in (values, grad, mean, square):
+        assert each.dtype == torch.float32
+        assert each.is_contiguous()
+        assert each.numel() == values.numel()
+    _native.adamw(
+        values.data_ptr(),
+        grad.data_ptr(),
+        mean.data_ptr(),
+        square.data_ptr(),
+        values.numel(),
+        step,
+        scale,
+        rate,
+        betas[0],
+        betas[1],
+        eps,
+        weight_decay,
+    )
+
+
+def _is_bf16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` in the type of `other`."""
+    return x if x.dtype == other.dtype else x.to(other.dtype)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """`x` with adjacent elements in each row and at most three axes before them."""
+    if x.dim() > 4:
+        x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _grid(x: Tensor) -> _native.GridRows:
+    """Where the rows of `_by_rows` lie."""
+    sizes, strides = (1, 1, 1, *x.shape[:-1])[-3:], (0, 0, 0, *x.stride()[:-1])[-3:]
+    return _native.GridRows(x.data_ptr(), *sizes, *strides)
