@@ -1,20 +1,16 @@
-"""One step of an aggregated server: rows that decode and tokens of prompts in one batch, as engines with chunked
-prefill run it; and from it the times that clients of a closed loop see.
+"""What engines' constants multiply in a step of an aggregated server, and from it the times that clients of a closed
+loop see.
 
-1. Products take all rows of the step together, so weights are read once. Scores over the cache are apart: decoding
-   rows have long contexts, a prompt's tokens see what is before them.
-2. A step's time is linear in an engine's constants (`EngineSpec`). `StepWork` holds what they multiply: seconds by the
+1. A step is `cost.server_step`, as in the planner's search, with the exchange of engines that send no rows.
+2. Its time is linear in an engine's constants (`EngineSpec`). `StepWork` holds what they multiply: seconds by the
    roofline, kernels, collectives. So the constants can be fitted by linear least squares.
 3. Kernels that no roofline counts are counted by the model's structure (`num_small_kernels`): rows brought into a
    narrow format before each product, norms of queries and keys, latent attention's copies, an indexer, a state.
-4. With data-parallel attention, rows are gathered before the experts and reduced and scattered behind them; with one
-   attention group two all-reduces close a layer, whatever the experts' layout is: engines send no rows then.
-5. In steady state every sequence brings `prompt / output` tokens of prompts into each step that decodes it. A prompt
+4. In steady state every sequence brings `prompt / output` tokens of prompts into each step that decodes it. A prompt
    waits for the step that runs and for prompts of requests that began with it: clients of a closed loop begin together,
-   and equal lengths keep them together.
+   and equal lengths keep them together. Arrivals at random are the planner's (`planner.mixed_steps`).
 
-Rejected: a constant efficiency. It cannot be right for one request and for a thousand. Rejected: steps that only decode
-plus a share for prefill by their own times: it charges the reading of weights twice.
+Rejected: a constant efficiency. It cannot be right for one request and for a thousand.
 """
 
 from dataclasses import dataclass, replace
@@ -23,11 +19,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.cost.exchange import Degrees
-from antiphon.cost.layers import attention_mixed, expert_feed_forward, output_head
+from antiphon.cost.exchange import Degrees, summed_exchange
+from antiphon.cost.layers import StepRows
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import FloatArray, Number, Parts
+from antiphon.cost.parts import FloatArray, Number
 from antiphon.cost.roofline import Roofs, roofs, row_bytes_of
+from antiphon.cost.server_step import server_step
 from antiphon.cost.skew import expected_max_rows
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.engine import EngineSpec
@@ -81,47 +78,45 @@ def step_work(
     """A step of the busiest device of a server with these degrees (single numbers). `decoding`: sequences of each
     data-parallel rank that get a token, with `context` tokens each; `prompt_tokens` of each rank belong to prompts of
     `prompt` tokens. Roofs and wires are those of `counting`."""
-    tp, rows = degrees.attention_tp, np.asarray(decoding + prompt_tokens, dtype=np.float64)
-    sequences = np.maximum(decoding + prompt_tokens / np.maximum(prompt, 1.0), 1e-9)
-    row_bytes = model.hidden_size * row_bytes_of(precision)
-    num_dense = model.num_layers - model.num_moe_layers
-
-    def layer(*, moe: bool) -> Parts:
-        return attention_mixed(
-            model, unit_roofs, decoding, context, prompt_tokens, prompt, tp, precision, moe_layer=moe
-        )
-
-    pairs = rows * degrees.attention_dp * model.router.top_k
-    fullest = expected_max_rows(pairs, float(degrees.expert_ep)) if degrees.expert_ep > 1 else pairs
-    held = model.router.num_experts / degrees.expert_ep
-    experts = model.num_moe_layers * expert_feed_forward(
-        model, unit_roofs.gemm, fullest, held, degrees.expert_tp, precision
+    rows = StepRows(
+        decoding=decoding,
+        context=context,
+        prompt_tokens=prompt_tokens,
+        prompt=prompt,
+        sampled=np.maximum(decoding + prompt_tokens / np.maximum(prompt, 1.0), 1e-9),
     )
-    dense = model.num_moe_layers * layer(moe=True) + output_head(model, unit_roofs, sequences, tp, precision)
-    if num_dense:
-        dense = dense + num_dense * layer(moe=False)
-
-    sums = wires.all_reduce(rows * row_bytes, tp)
-    num_sums = float(tp > 1)
-    moe_wire, num_moe = 2.0 * sums, 2 * num_sums
-    if degrees.attention_dp > 1:
-        gathered = wires.all_gather(rows * degrees.attention_dp * row_bytes, tp * degrees.attention_dp)
-        moe_wire, num_moe = sums + 2.0 * gathered, num_sums + 2.0
-    whole_norm = num_sums * (model.attention.qk_norm == "full")  # its mean square is over all heads
+    pairs = rows.total * degrees.attention_dp * model.router.top_k
+    step = server_step(
+        model,
+        unit_roofs,
+        wires,
+        degrees,
+        precision,
+        rows,
+        pairs=expected_max_rows(pairs, float(degrees.expert_ep)) if degrees.expert_ep > 1 else pairs,
+        held=model.router.num_experts / degrees.expert_ep,
+        exchange=summed_exchange(wires, degrees, rows.total * model.hidden_size * row_bytes_of(precision)),
+    )
+    num_moe, num_dense = model.num_moe_layers, model.num_layers - model.num_moe_layers
+    attention, experts = step.attention, num_moe * step.experts
+    dense = num_moe * attention.moe_layer + num_dense * attention.dense_layer + attention.head
+    wire = num_moe * step.exchange + num_dense * step.sums
+    # the mean square of a norm over all heads is a sum over ranks, too
+    whole_norms = model.num_layers * float(degrees.attention_tp > 1) * (model.attention.qk_norm == "full")
     return StepWork(
         dense_s=dense.total_s - dense.fixed_s,
         experts_s=experts.total_s - experts.fixed_s,
-        wire_s=model.num_moe_layers * moe_wire.total_s + num_dense * 2 * sums.total_s,
+        wire_s=wire.total_s - wire.fixed_s,
         num_kernels=dense.fixed_s + experts.fixed_s + model.num_layers * num_small_kernels(model, precision),
-        num_collectives=model.num_moe_layers * num_moe + num_dense * 2 * num_sums + model.num_layers * whole_norm,
+        num_collectives=wire.fixed_s + whole_norms,
     )
 
 
 def counting(cluster: ClusterSpec, precision: PrecisionSpec) -> tuple[Roofs, Network]:
-    """Roofs and network of the cluster's first group for `step_work`: a kernel takes 1 s beside its work, so that fixed
-    times count kernels; nothing else has a fixed time."""
+    """Roofs and network of the cluster's first group for `step_work`: a kernel and a collective take 1 s beside their
+    work, so that fixed times count them; nothing else has a fixed time."""
     efficiency = replace(
-        cluster.efficiency, kernel_s=1.0, layer_overhead_s=0.0, collective_s=0.0, exchange_s=0.0, round_s=0.0
+        cluster.efficiency, kernel_s=1.0, layer_overhead_s=0.0, collective_s=1.0, exchange_s=0.0, round_s=0.0
     )
     cluster = replace(cluster, efficiency=efficiency)
     group = cluster.groups[0]

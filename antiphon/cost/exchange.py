@@ -181,7 +181,7 @@ def layer_exchange(
     row_bytes: Number,
     dispatch_row_bytes: Number | None = None,
     combine_row_bytes: Number | None = None,
-    fused: bool = True,
+    fused: bool | None = True,
     sliced: bool = True,
     per_node: bool = True,
     busiest: Number = 1.0,
@@ -190,23 +190,44 @@ def layer_exchange(
 
     `rows`: new tokens of one DP rank. `row_bytes`: hidden size * bytes, of rows between devices of a TP group; the
     other two of rows between EP ranks (None: the same). `spread`: where a row goes. `fused`: the form, of both ways;
-    either may be the faster one. `sliced` False: every device of an attention TP group sends all its rows (no
-    reduce-scatter; expert TP groups then need no all-gather). `per_node`: rows may travel once per node. `busiest`:
-    rows of the busiest EP rank over the mean."""
+    either may be the faster one; None: the faster one of each. `sliced` False: every device of an attention TP group
+    sends all its rows (no reduce-scatter; expert TP groups then need no all-gather). `per_node`: rows may travel once
+    per node. `busiest`: rows of the busiest EP rank over the mean."""
     sync = network.all_reduce(rows * row_bytes, degrees.attention_tp)
     there = row_bytes if dispatch_row_bytes is None else dispatch_row_bytes
     back = row_bytes if combine_row_bytes is None else combine_row_bytes
     sent = rows * busiest / (degrees.attention_tp if sliced else 1)
     arrived = rows * degrees.attention_dp * spread.ranks_per_row * busiest / degrees.expert_ep
     to_experts = dispatch(network, spread, sent, there, per_node=per_node)
-    from_experts = dispatch(network, spread, sent, back, per_node=per_node)
+    alike = np.array_equal(there, back)
+    from_experts = to_experts if alike else dispatch(network, spread, sent, back, per_node=per_node)
     if not sliced:
         return sync + to_experts + from_experts + network.all_reduce(arrived * row_bytes, degrees.expert_tp)
-    return (
-        sync
-        + _overlapped(network, degrees, spread, to_experts, arrived * there, combine=False, fused=fused)
-        + _overlapped(network, degrees, spread, from_experts, arrived * row_bytes, combine=True, fused=fused)
-    )
+
+    def of_form(fused: bool) -> Parts:
+        return (
+            sync
+            + _overlapped(network, degrees, spread, to_experts, arrived * there, combine=False, fused=fused)
+            + _overlapped(network, degrees, spread, from_experts, arrived * row_bytes, combine=True, fused=fused)
+        )
+
+    if fused is not None or not np.any(np.asarray(degrees.expert_tp) > 1):
+        return of_form(bool(fused))
+    in_rounds, in_turn = of_form(True), of_form(False)
+    return select(np.asarray(in_rounds.total_s <= in_turn.total_s), in_rounds, in_turn)
+
+
+def summed_exchange(network: Network, degrees: Degrees, size_bytes: Number) -> Parts:
+    """All communication of one MoE layer of engines that send no rows, whatever its experts' layout is. `size_bytes`:
+    of one data-parallel rank's rows.
+
+    With one attention group all devices have all rows: two all-reduces. With several, rows are gathered from all before
+    the experts, and reduced and scattered behind them."""
+    sums = network.all_reduce(size_bytes, degrees.attention_tp)
+    if not np.any(np.asarray(degrees.attention_dp) > 1):
+        return 2 * sums
+    ranks = degrees.attention_tp * degrees.attention_dp
+    return sums + 2 * network.all_gather(size_bytes * degrees.attention_dp, ranks)
 
 
 def _overlapped(
@@ -223,7 +244,7 @@ def _overlapped(
     its own latency, messages and fixed time."""
     gather = network.all_gather(arrived_bytes, degrees.expert_tp)
     together = exchange + gather
-    if not fused:
+    if not fused or not np.any(np.asarray(degrees.expert_tp) > 1):
         return together
     num_nodes = spread.num_domains
     num_sends = np.maximum(num_nodes - 1, 1)

@@ -5,7 +5,7 @@ Attention: everything of a layer but the routed experts.
 1. Two norms, projections, scores over the context, output, then the gate and the shared expert, or the dense layer's
    feed-forward, which all run where attention does. The busiest device counts; tp synchronisation is not in here.
 2. Decode: one row per sequence; keys and values of the whole context are read. Latent attention is absorbed: all heads
-   meet the cached latent row, which is on every device.
+   meet the cached latent row, which is on every device. A step may do this and the next point at once (`StepRows`).
 3. Prefill: causal, each row sees the tokens before it. Latent attention is expanded for whole prompts and absorbed for
    chunks with cached context, as the engine does it.
 4. Each kernel by its own roofline, plus `layer_s` once per layer.
@@ -23,6 +23,8 @@ Routed experts: grouped products over the experts that got rows.
 Rejected: reading all held experts' weights always. With few rows per step, as in decode with many experts, it is
 several times too slow.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,6 +47,45 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """What an attention worker computes in a step, or in a micro-batch of it: `decoding` sequences of `context` tokens
+    (mean, the new one included), `queries` rows each, which read the context together (the new token and proposed
+    ones); and `prompt_tokens` of prompts of `prompt` new tokens after `past` cached ones.
+
+    Of prompts of unequal length `prompt` is the mean a *token* sees, E[X^2] / E[X], not the mean length. `halved`:
+    prompts come in two pieces, so that half of their tokens see cached ones. `sampled`: rows whose logits are
+    computed."""
+
+    decoding: Number = 0.0
+    context: Number = 1.0
+    queries: Number = 1
+    prompt_tokens: Number = 0.0
+    prompt: Number = 1.0
+    past: Number = 0.0
+    halved: bool = False
+    sampled: Number = 0.0
+
+    @property
+    def total(self) -> Number:
+        """All rows."""
+        return self.decoding * self.queries + self.prompt_tokens
+
+
+def attended(model: ModelSpec, roofs: Roofs, rows: StepRows, tp: Number, precision: PrecisionSpec) -> Parts:
+    """Projections, scores and values of one layer. Products take all rows together, so weights are read once; scores
+    over the cache are apart for sequences that decode and for prompts."""
+    total = _projections(model, roofs, rows.total, tp, precision)
+    if np.any(rows.decoding):
+        total = total + _decoding_scores(model, roofs, rows.decoding, rows.context, tp, precision, rows.queries)
+    if np.any(rows.prompt_tokens):
+        total = total + prompt_scores(
+            model, roofs, rows.prompt_tokens, rows.prompt, tp, precision, past=rows.past, halved=rows.halved
+        )
+    sequences = rows.decoding + rows.prompt_tokens / np.maximum(rows.prompt, 1e-9)
+    return _mixed(model, roofs, rows.total, sequences, tp, precision, total)
+
+
 def attention_decode(
     model: ModelSpec,
     roofs: Roofs,
@@ -57,15 +98,12 @@ def attention_decode(
     moe_layer: bool = True,
     with_shared: bool = True,
 ) -> Parts:
-    """One layer, one new token for each of `batch` sequences that have `context` tokens (mean, the new one included).
+    """One layer of a step that only decodes: `batch` sequences.
 
-    `queries`: rows of each sequence that read its context together (the new token and proposed ones). `moe_layer`: with
-    gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
-    rows = batch * queries
-    scores = _decoding_scores(model, roofs, batch, context, tp, precision, queries)
-    return _mixed(
-        model, roofs, rows, batch, tp, precision, _projections(model, roofs, rows, tp, precision) + scores
-    ) + _rest(model, roofs, rows, tp, precision, moe_layer, with_shared)
+    `moe_layer`: with gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
+    rows = StepRows(decoding=batch, context=context, queries=queries)
+    beside = beside_experts(model, roofs, rows.total, tp, precision, moe_layer=moe_layer, with_shared=with_shared)
+    return attended(model, roofs, rows, tp, precision) + beside
 
 
 def attention_prefill(
@@ -81,15 +119,11 @@ def attention_prefill(
     moe_layer: bool = True,
     with_shared: bool = True,
 ) -> Parts:
-    """One layer, `tokens` new tokens of several sequences, `context` new ones in each after `past` cached ones.
-
-    Of prompts of unequal length `context` is the mean a *token* sees, E[X^2] / E[X], not the mean length."""
-    num_sequences = tokens / np.maximum(context, 1e-9)
-    scores = prompt_scores(model, roofs, tokens, context, tp, precision, past=past, halved=halved)
-    attended = _projections(model, roofs, tokens, tp, precision) + scores
-    return _mixed(model, roofs, tokens, num_sequences, tp, precision, attended) + _rest(
-        model, roofs, tokens, tp, precision, moe_layer, with_shared
-    )
+    """One layer of a pass of `tokens` new tokens of several sequences, `context` new ones in each after `past` cached
+    ones."""
+    rows = StepRows(prompt_tokens=tokens, prompt=context, past=past, halved=halved)
+    beside = beside_experts(model, roofs, tokens, tp, precision, moe_layer=moe_layer, with_shared=with_shared)
+    return attended(model, roofs, rows, tp, precision) + beside
 
 
 def prompt_scores(
@@ -103,8 +137,7 @@ def prompt_scores(
     past: Number = 0.0,
     halved: bool = False,
 ) -> Parts:
-    """Of `attention_prefill`, what a layer with attention takes over its projections: scores, values, an indexer.
-    `halved`: prompts come in two pieces, so that half of their tokens see cached ones."""
+    """Of `attended`, what prompts take over their projections: scores, values, an indexer."""
     if halved:
         half = context / 2
         first, second = (
@@ -123,39 +156,6 @@ def prompt_scores(
     return select(whole, expanded, absorbed) + indexing(model, roofs, tokens, pairs, cached, precision)
 
 
-def attention_mixed(
-    model: ModelSpec,
-    roofs: Roofs,
-    decoding: Number,
-    context: Number,
-    prompt_tokens: Number,
-    prompt: Number,
-    tp: Number,
-    precision: PrecisionSpec,
-    *,
-    queries: Number = 1,
-    past: Number = 0.0,
-    halved: bool = False,
-    moe_layer: bool = True,
-) -> Parts:
-    """One layer of a step that decodes and computes prompts at once: `decoding` sequences of `context` tokens,
-    `queries` rows each, beside `prompt_tokens` of prompts of `prompt` new tokens after `past` cached ones.
-
-    Products take all rows together, so weights are read once; scores over the cache are apart."""
-    decoding_rows = decoding * queries
-    rows = decoding_rows + np.asarray(prompt_tokens, dtype=np.float64)
-    sequences = decoding + prompt_tokens / np.maximum(prompt, 1.0)
-    scores = _decoding_scores(model, roofs, decoding, context, tp, precision, queries)
-    of_layers = 1 - model.num_state_layers / model.num_layers  # that have attention
-    of_prompts = of_layers * prompt_scores(model, roofs, prompt_tokens, prompt, tp, precision, past=past, halved=halved)
-    projected = _projections(model, roofs, rows, tp, precision)
-    return (
-        _mixed(model, roofs, rows, sequences, tp, precision, projected + scores)
-        + of_prompts
-        + _rest(model, roofs, rows, tp, precision, moe_layer, True)
-    )
-
-
 def _decoding_scores(
     model: ModelSpec,
     roofs: Roofs,
@@ -165,7 +165,7 @@ def _decoding_scores(
     precision: PrecisionSpec,
     queries: Number,
 ) -> Parts:
-    """Of `attention_decode`, what it takes over its projections."""
+    """Of `attended`, what sequences that decode take over their projections."""
     visible, rows = visible_tokens(model.attention, context), batch * queries
     read_bytes = batch * visible * attended_width(model.attention, tp) * precision.kv_bytes
     scores = _scores(model, roofs, rows, rows * visible, read_bytes, tp, precision, absorbed=True, queries=queries)
@@ -283,14 +283,15 @@ def _scores(
     return rotated + kernel(roofs.attention, 2 * pairs * tile * width, read_bytes + rows_bytes)
 
 
-def _rest(
+def beside_experts(
     model: ModelSpec,
     roofs: Roofs,
     rows: Number,
     tp: Number,
     precision: PrecisionSpec,
+    *,
     moe_layer: bool,
-    with_shared: bool,
+    with_shared: bool = True,
 ) -> Parts:
     """Two norms, each adding a residual (4 passes over the rows), and what runs beside the routed experts."""
     norms = 2 * elementwise(roofs, rows * 4 * model.hidden_size, precision)

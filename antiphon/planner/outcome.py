@@ -4,7 +4,7 @@ Decode: the largest batch under memory and promise, then instances for the rate.
 
 1. Throughput does not fall with the batch (every cost grows at most in proportion to it), so the largest batch that
    keeps the promised time per token is the best one. It is found for all candidates at once: by interpolation between
-   a batch that keeps it and one that does not, now and then in the middle.
+   a batch that keeps it and one that does not (regula falsi, Illinois), now and then in the middle.
 2. With a rate, requests in flight are Poisson with mean rate * output * TPOT (Little); instances are added until the
    promise's percentile of that fits into their batches. Without one, as many instances run as fit.
 3. Above the median the promise holds for the percentile's context (`planner.worker_times.decode_context`).
@@ -136,24 +136,30 @@ def largest_batch(setting: Setting, candidates: Candidates, limits: IntArray) ->
     at_one_s = _token_step_s(setting, rest.with_batch(np.ones(len(rest), dtype=np.int64)))
     possible = at_one_s <= target_s
     open_index, rest = open_index[possible], rest.take(possible)
-    low, low_s = np.ones(len(rest), dtype=np.int64), at_one_s[possible]
-    high, high_s = limits[open_index], at_limit_s[open_index]
+    low, below = np.ones(len(rest), dtype=np.int64), target_s - at_one_s[possible]
+    high, above = limits[open_index], at_limit_s[open_index] - target_s
+    stays = np.zeros(len(rest), dtype=np.int8)  # which end the last turn left where it was: -1 low, 1 high
     turn = 0
     while len(rest):
         result[open_index] = low
         going = high - low > (1 if setting.phase != "serve" else np.maximum(low // NEAR, 1))
-        open_index, rest, low, low_s = open_index[going], rest.take(going), low[going], low_s[going]
-        high, high_s = high[going], high_s[going]
+        open_index, rest, stays = open_index[going], rest.take(going), stays[going]
+        low, below, high, above = low[going], below[going], high[going], above[going]
         if not len(rest):
             break
-        guesses = _guesses(low, low_s, high, high_s, target_s, turn)
+        guesses = _guesses(low, below, high, above, turn)
         each = np.repeat(np.arange(len(rest)), len(guesses))
         tried = rest.take(each).with_batch(guesses.T.reshape(-1))
         guesses_s = _token_step_s(setting, tried).reshape(len(rest), -1).T
+        before = stays
         for guess, guess_s in zip(guesses, guesses_s, strict=True):
             rises, falls = (guess_s <= target_s) & (guess > low), (guess_s > target_s) & (guess < high)
-            low, low_s = np.where(rises, guess, low), np.where(rises, guess_s, low_s)
-            high, high_s = np.where(falls, guess, high), np.where(falls, guess_s, high_s)
+            low, below = np.where(rises, guess, low), np.where(rises, target_s - guess_s, below)
+            high, above = np.where(falls, guess, high), np.where(falls, guess_s - target_s, above)
+            stays = np.where(rises, 1, np.where(falls, -1, stays)).astype(np.int8)
+        # an end that stays twice is taken for nearer than it is, so that the line's next guess is beyond the target
+        above = np.where((stays == 1) & (before == 1), above / 2, above)
+        below = np.where((stays == -1) & (before == -1), below / 2, below)
         turn += 1
     return result
 
@@ -166,15 +172,14 @@ def _token_step_s(setting: Setting, candidates: Candidates) -> FloatArray:
     return step.times.step_s * step.late
 
 
-def _guesses(
-    low: IntArray, low_s: FloatArray, high: IntArray, high_s: FloatArray, target_s: float, turn: int
-) -> IntArray:
-    """[guesses, candidates] batches strictly between. Of many candidates one: where a straight line meets the target
-    or, every third turn, the middle. Of few, for which a call costs more than its work, several at once."""
-    share = (target_s - low_s) / np.maximum(high_s - low_s, 1e-15)
+def _guesses(low: IntArray, below: FloatArray, high: IntArray, above: FloatArray, turn: int) -> IntArray:
+    """[guesses, candidates] batches strictly between. `below`, `above`: by how much both miss the target. Of many
+    candidates one: where a straight line meets the target or, every fourth turn, the middle. Of few, for which a call
+    costs more than its work, several at once."""
+    share = below / np.maximum(below + above, 1e-15)
     line, middle = (low + share * (high - low)).astype(np.int64), (low + high) // 2
     if low.size > FEW:
-        guesses = [middle if turn % 3 == 2 else line]
+        guesses = [middle if turn % 4 == 3 else line]
     else:
         guesses = [line - 1, line, line + 1, line + 2, middle, (low + middle) // 2, (middle + high) // 2]
     return np.clip(np.stack(guesses), low + 1, high - 1)

@@ -231,8 +231,8 @@ def _by_kind(setting: Setting, candidates: Candidates, *, attention: bool) -> Fl
     """T_a or T_e of candidates that all have the same pairing of devices."""
     kind = int(candidates.attention_kind[0] if attention else candidates.expert_kind[0])
     if attention:
-        return np.asarray(attention_times(setting, candidates, kind, gathers=True).moe_layer.total_s)
-    return np.asarray(expert_times(setting, candidates, kind, with_sync=True).total_s)
+        return np.asarray(attention_times(setting, candidates, kind, whole=False).moe_layer.total_s)
+    return np.asarray(expert_times(setting, candidates, kind).total_s)
 
 
 def _colocated(setting: Setting) -> list[Candidates]:

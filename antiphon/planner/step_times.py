@@ -12,31 +12,33 @@ Rejected: eq. 5 as the time between two tokens. It starts the pipeline anew each
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from antiphon.cost.exchange import Degrees, Spread, layer_exchange
-from antiphon.cost.network import Link, Side, m2n
+from antiphon.cost.exchange import Degrees, Spread, layer_exchange, summed_exchange
+from antiphon.cost.network import Link, Network, Side, m2n
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s
 from antiphon.cost.profile import profiled_messages
 from antiphon.cost.roofline import row_bytes_of
+from antiphon.cost.server_step import AttentionTimes, ServerStep, server_step
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.measured_steps import OnNetwork, measured_steps
 from antiphon.planner.room import widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
-    AttentionTimes,
+    as_profiled,
     attention_times,
     expert_times,
+    experts_as_profiled,
     rows_each,
     rows_of_fullest,
     rows_received,
     shared_expert_s,
     slowest_rows,
+    step_rows,
 )
 
 
@@ -142,8 +144,8 @@ def step_parts(setting: Setting, candidates: Candidates, group: CandidateGroup) 
 
 
 def _disaggregated(setting: Setting, candidates: Candidates, group: CandidateGroup) -> StepParts:
-    attention = attention_times(setting, candidates, group.attention_kind, gathers=True)
-    experts = expert_times(setting, candidates, group.expert_kind, with_sync=True)
+    attention = attention_times(setting, candidates, group.attention_kind)
+    experts = expert_times(setting, candidates, group.expert_kind)
     dispatch, combine = _exchanges(setting, candidates, group)
     model, m = setting.model, real(candidates.micro_batches)
     moe_layer_s = layer_time(m, attention.moe_layer.total_s, experts.total_s, dispatch.total_s, combine.total_s)
@@ -197,59 +199,95 @@ def _measured_exchange(
 def _colocated(setting: Setting, candidates: Candidates, group: CandidateGroup) -> StepParts:
     kind, model, precision = group.attention_kind, setting.model, setting.precision
     work = _colocated_work(setting, candidates, group)
-    attention, experts, exchange = work
+    dense_layer = work.attention.dense_layer + work.sums
     layer_s, in_halves = _best_schedule(setting, candidates, group, work)
     num_dense = model.num_layers - model.num_moe_layers
-    layers_s = model.num_moe_layers * layer_s + num_dense * attention.dense_layer.total_s
+    layers_s = model.num_moe_layers * layer_s + num_dense * dense_layer.total_s
     pp = real(candidates.pp)
     # the slowest stage has ceil(L / pp) of L layers; the head is on the last one
-    stage_s = layers_s * share_of(model.num_layers, pp) / model.num_layers + attention.head.total_s
+    stage_s = layers_s * share_of(model.num_layers, pp) / model.num_layers + work.attention.head.total_s
     hop_bytes = rows_each(setting, candidates) * model.hidden_size * precision.combine_bytes / candidates.attention_tp
     hop = setting.networks[kind].point_to_point(np.where(pp > 1, hop_bytes, 0.0), across=not group.near)
     # Requests in as many sets as there are stages keep every stage busy. This project's engine gives its next step to
     # all of them at once, so stages fill and empty in each.
     turns = 2 * pp - 1 if setting.limits.servable else pp
     return StepParts(
-        attention=attention,
-        experts=experts,
-        dispatch=exchange,
+        attention=replace(work.attention, dense_layer=dense_layer),
+        experts=work.experts,
+        dispatch=work.exchange,
         combine=Parts(),
         hop=hop,
         step_s=np.asarray(turns * (stage_s + hop.total_s)),
-        exposed_s=layer_s - attention.moe_layer.total_s - experts.total_s,
+        exposed_s=layer_s - work.attention.moe_layer.total_s - work.experts.total_s,
         in_halves=in_halves,
     )
 
 
 def _colocated_work(
-    setting: Setting, candidates: Candidates, group: CandidateGroup
-) -> tuple[AttentionTimes, Parts, Parts]:
-    """Attention, experts and exchange of a micro-batch, each alone."""
-    attention = attention_times(setting, candidates, group.attention_kind, gathers=False)
-    experts = expert_times(setting, candidates, group.attention_kind, with_sync=False)
-    return attention, experts, _layer_exchange(setting, candidates, group)
+    setting: Setting, candidates: Candidates, group: CandidateGroup, *, whole: bool = True
+) -> ServerStep:
+    """Attention, experts and exchange of a micro-batch, each alone; measured where a profile covers it. `whole` False:
+    of a layer with experts only."""
+    net, rows = _stage_network(setting, candidates, group), step_rows(setting, candidates)
+    pairs, held = rows_of_fullest(setting, candidates), real(candidates.slots)
+    step = server_step(
+        setting.model,
+        setting.roofs[group.attention_kind],
+        net,
+        _degrees(candidates),
+        setting.precision,
+        rows,
+        pairs=pairs,
+        held=held,
+        exchange=_layer_exchange(setting, candidates, group, net, pairs),
+        whole=whole,
+    )
+    if setting.profile is None:
+        return step
+    experts = experts_as_profiled(setting, pairs, held, real(candidates.expert_tp), step.experts)
+    return replace(step, attention=as_profiled(setting, candidates, rows, step.attention), experts=experts)
+
+
+def _stage_network(setting: Setting, candidates: Candidates, group: CandidateGroup) -> Network:
+    """A domain holds as many ranks of a stage as its pieces have devices."""
+    pieces: Any = candidates.piece_devices
+    return replace(setting.networks[group.attention_kind], domain=pieces)
+
+
+def _degrees(candidates: Candidates) -> Degrees:
+    return Degrees(
+        attention_tp=real(candidates.attention_tp),
+        attention_dp=real(candidates.attention_dp),
+        expert_tp=real(candidates.expert_tp),
+        expert_ep=real(candidates.expert_ep),
+    )
 
 
 def _best_schedule(
-    setting: Setting, candidates: Candidates, group: CandidateGroup, work: tuple[AttentionTimes, Parts, Parts]
+    setting: Setting, candidates: Candidates, group: CandidateGroup, work: ServerStep
 ) -> tuple[Number, Number]:
     """Time of one layer, and whether its micro-batch is cut in two. Only exchanges of rows are overlapped: layouts
     without expert parallelism have none."""
-    attention, experts, exchange = work
-    computed = attention.moe_layer.total_s + experts.total_s
-    serial = computed + exchange.total_s
+    exchange = work.exchange
+    serial = _computed_s(work) + exchange.total_s
     if not setting.limits.overlapped:
         return serial, np.zeros(len(candidates))
     overlap, has_rows = setting.cluster.efficiency.overlap, _sends_rows(setting, candidates)
     beside = beside_dispatch_s(
         serial, shared_expert_s(setting, candidates, group.attention_kind), exchange.total_s, overlap
     )
-    first, second, third = _colocated_work(setting, _half(candidates), group)
-    half_s = (first.moe_layer.total_s + second.total_s) * _slowed_by_exchange(setting, group)
+    half = _colocated_work(setting, _half(candidates), group, whole=False)
+    half_s = _computed_s(half) * _slowed_by_exchange(setting, group)
     # the fixed part of an exchange is its kernels' own work on the device: only the wire's part can be hidden
-    halves = two_batches_s(half_s + third.fixed_s, third.total_s - third.fixed_s, overlap)
+    fixed_s = half.exchange.fixed_s
+    halves = two_batches_s(half_s + fixed_s, half.exchange.total_s - fixed_s, overlap)
     best = np.where(has_rows, np.minimum(beside, halves), serial)
     return best, np.where(has_rows & (np.asarray(halves) < beside), 1.0, 0.0)
+
+
+def _computed_s(work: ServerStep) -> Number:
+    """A layer with experts, without its exchange."""
+    return work.attention.moe_layer.total_s + work.experts.total_s
 
 
 def _sends_rows(setting: Setting, candidates: Candidates) -> BoolArray:
@@ -270,19 +308,13 @@ def _slowed_by_exchange(setting: Setting, group: CandidateGroup) -> float:
     return num / (num - held) if setting.phase == "prefill" and num > held else 1.0
 
 
-def _layer_exchange(setting: Setting, candidates: Candidates, group: CandidateGroup) -> Parts:
-    """Collectives of one MoE layer, both ways. A domain holds as many ranks of a stage as its pieces have devices."""
-    model, precision = setting.model, setting.precision
-    pieces: Any = candidates.piece_devices
-    degrees = Degrees(
-        attention_tp=real(candidates.attention_tp),
-        attention_dp=real(candidates.attention_dp),
-        expert_tp=real(candidates.expert_tp),
-        expert_ep=real(candidates.expert_ep),
-    )
+def _layer_exchange(
+    setting: Setting, candidates: Candidates, group: CandidateGroup, net: Network, pairs: FloatArray
+) -> Parts:
+    """Collectives of one MoE layer, both ways. `pairs`: of the fullest EP rank."""
+    model, precision, degrees = setting.model, setting.precision, _degrees(candidates)
     tokens_each = rows_each(setting, candidates) * candidates.attention_dp / candidates.expert_ep
     distinct = setting.distinct[candidates.expert_ep]
-    net = replace(setting.networks[group.attention_kind], domain=pieces)
     together = net.ranks_per_domain(degrees.expert_ep, degrees.expert_tp)
     spread = Spread(
         num_ranks=degrees.expert_ep,
@@ -290,9 +322,8 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: CandidateGr
         ranks_per_row=distinct,
         domains_per_row=setting.distinct[np.ceil(candidates.expert_ep / np.asarray(together)).astype(np.int64)],
     )
-    fullest: Number = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
-    of_form = partial(
-        layer_exchange,
+    fullest: Number = rows_received(setting, candidates, pairs)
+    sent = layer_exchange(
         net,
         degrees,
         spread,
@@ -300,17 +331,13 @@ def _layer_exchange(setting: Setting, candidates: Candidates, group: CandidateGr
         row_bytes=model.hidden_size * row_bytes_of(precision),
         dispatch_row_bytes=model.hidden_size * precision.dispatch_bytes,
         combine_row_bytes=model.hidden_size * precision.combine_bytes,
+        fused={"auto": None, "fused": True, "synchronous": False}[setting.limits.collectives],
         sliced=not group.whole_rows,
         per_node=setting.limits.per_node and setting.phase == "prefill",
         busiest=fullest / (tokens_each * distinct),
     )
-    if setting.limits.collectives != "auto":
-        sent = of_form(fused=setting.limits.collectives == "fused")
-    else:
-        fused, synchronous = of_form(fused=True), of_form(fused=False)
-        sent = select(np.asarray(fused.total_s <= synchronous.total_s), fused, synchronous)
     summed = (candidates.expert_ep > 1) & ~_sends_rows(setting, candidates)
     if not summed.any():
         return sent
-    row_bytes = model.hidden_size * row_bytes_of(precision)
-    return select(summed, 2 * net.all_reduce(slowest_rows(setting, candidates) * row_bytes, degrees.attention_tp), sent)
+    size_bytes = slowest_rows(setting, candidates) * model.hidden_size * row_bytes_of(precision)
+    return select(summed, summed_exchange(net, Degrees(attention_tp=degrees.attention_tp), size_bytes), sent)

@@ -11,34 +11,16 @@
 Rejected: times of an average worker. A step waits for the slowest.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import numpy as np
 
-from antiphon.cost.layers import (
-    attention_decode,
-    attention_mixed,
-    attention_prefill,
-    dense_feed_forward,
-    expert_feed_forward,
-    output_head,
-)
+from antiphon.cost.layers import StepRows, dense_feed_forward, expert_feed_forward
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
 from antiphon.cost.roofline import row_bytes_of
+from antiphon.cost.server_step import AttentionTimes, attention_side
 from antiphon.cost.skew import barrier_factor, expected_max_rows
 from antiphon.planner.candidates import Candidates, real
 from antiphon.planner.setting import Setting
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionTimes:
-    """One layer and micro-batch: an MoE layer's attention side, a dense layer, and the head once per step."""
-
-    moe_layer: Parts
-    dense_layer: Parts
-    head: Parts
 
 
 def rows_each(setting: Setting, candidates: Candidates) -> FloatArray:
@@ -60,101 +42,89 @@ def slowest_rows(setting: Setting, candidates: Candidates) -> FloatArray:
     return np.asarray(rows * barrier_factor(real(candidates.attention_dp * candidates.pp), cv))
 
 
-def attention_times(setting: Setting, candidates: Candidates, kind: int, *, gathers: bool) -> AttentionTimes:
-    """All candidates have attention on devices of `kind`. `gathers`: results come back in pieces, one per device of the
-    TP group, and are gathered there (disaggregated); otherwise the exchange's cost holds the synchronisation of MoE
-    layers."""
-    model, net = setting.model, setting.networks[kind]
-    tp, batch = real(candidates.attention_tp), slowest_rows(setting, candidates)
-    if not gathers:
-        pieces: Any = candidates.piece_devices
-        net = replace(net, domain=pieces)  # ranks of a stage that share a domain
-    row_bytes = model.hidden_size * row_bytes_of(setting.precision)
-    sync = net.all_reduce(batch * row_bytes, tp)
-    moe = attention_layer(setting, candidates, kind, "moe")
-    if gathers:
-        moe = moe + sync + net.all_gather(batch * row_bytes, tp)
-    dense = Parts()
-    if model.num_moe_layers < model.num_layers:
-        dense = attention_layer(setting, candidates, kind, "dense") + 2 * sync
-    rows = batch
-    if setting.phase == "prefill":
-        rows = np.maximum(batch / setting.new_tokens(setting.lengths.prompt), 1.0)
-    elif setting.phase == "serve":
-        rows = batch - candidates.longest_chunk * (1 - 1 / max(setting.new_tokens(setting.lengths.prompt), 1.0))
-    return AttentionTimes(moe_layer=moe, dense_layer=dense, head=_head(setting, rows, kind, tp))
-
-
-def attention_layer(setting: Setting, candidates: Candidates, kind: int, layer: LayerKind) -> Parts:
-    """One layer without synchronisation, on the slowest attention worker."""
-    tp, batch, lengths = real(candidates.attention_tp), slowest_rows(setting, candidates), setting.lengths
-    is_moe = layer == "moe"
+def step_rows(setting: Setting, candidates: Candidates) -> StepRows:
+    """What the slowest attention worker computes in one micro-batch."""
+    lengths, batch = setting.lengths, slowest_rows(setting, candidates)
+    new, each = setting.new_tokens(lengths.prompt_by_token), setting.new_tokens(lengths.prompt)
+    of_prompts: Number = batch if setting.phase == "prefill" else 0.0
+    sampled = np.maximum(batch / each, 1.0) if setting.phase == "prefill" else batch
     if setting.phase == "serve":
-        return _serving_layer(setting, candidates, kind, layer)
-    if setting.phase == "decode":
-        context: Number = decode_context(setting, candidates)
-        modelled = attention_decode(
-            setting.model,
-            setting.roofs[kind],
-            real(candidates.batch),
-            context,
-            tp,
-            setting.precision,
-            queries=setting.workload.rows_per_step,
-            moe_layer=is_moe,
-        )
-    else:
-        context = setting.new_tokens(lengths.prompt_by_token)
-        modelled = attention_prefill(
-            setting.model,
-            setting.roofs[kind],
-            batch,
-            context,
-            tp,
-            setting.precision,
-            past=lengths.prompt_by_token - context,
-            halved=setting.cuts_prompts,
-            moe_layer=is_moe,
-        )
-    if setting.profile is None:
-        return modelled
-    for degree in np.unique(tp):
-        table = setting.profile.attention_table(setting.phase, layer, int(degree))
-        if table is not None:
-            measured = profiled_attention(table, batch, np.asarray(context))
-            modelled = select(np.asarray(tp == degree), measured, modelled)
-    return modelled
-
-
-def _serving_layer(setting: Setting, candidates: Candidates, kind: int, layer: LayerKind) -> Parts:
-    """As `attention_layer`, of a step that decodes and computes prompts. A profile knows the two apart."""
-    tp, lengths = real(candidates.attention_tp), setting.lengths
-    context, prompt = decode_context(setting, candidates), setting.new_tokens(lengths.prompt_by_token)
-    modelled = attention_mixed(
-        setting.model,
-        setting.roofs[kind],
-        real(candidates.batch),
-        context,
-        real(candidates.longest_chunk),
-        prompt,
-        tp,
-        setting.precision,
-        queries=setting.workload.rows_per_step,
-        past=lengths.prompt_by_token - prompt,
+        of_prompts = real(candidates.longest_chunk)
+        sampled = batch - of_prompts * (1 - 1 / max(each, 1.0))
+    return StepRows(
+        decoding=real(candidates.batch) if setting.decodes else 0.0,
+        context=decode_context(setting, candidates) if setting.decodes else 1.0,
+        queries=setting.workload.rows_per_step if setting.decodes else 1,
+        prompt_tokens=of_prompts,
+        prompt=new,
+        past=lengths.prompt_by_token - new,
         halved=setting.cuts_prompts,
-        moe_layer=layer == "moe",
+        sampled=sampled,
     )
-    if setting.profile is None:
+
+
+def attention_times(setting: Setting, candidates: Candidates, kind: int, *, whole: bool = True) -> AttentionTimes:
+    """Of attention workers apart from experts, on devices of `kind`: results come back in pieces, one per device of the
+    TP group, and are gathered there. `whole` False: of a layer with experts only."""
+    net, tp, rows = setting.networks[kind], real(candidates.attention_tp), step_rows(setting, candidates)
+    alone = attention_alone(setting, candidates, kind, rows, whole=whole)
+    size_bytes = rows.total * setting.model.hidden_size * row_bytes_of(setting.precision)
+    sync = net.all_reduce(size_bytes, tp)
+    has_dense = whole and setting.model.num_moe_layers < setting.model.num_layers
+    return AttentionTimes(
+        moe_layer=alone.moe_layer + sync + net.all_gather(size_bytes, tp),
+        dense_layer=alone.dense_layer + 2 * sync if has_dense else Parts(),
+        head=alone.head,
+    )
+
+
+def attention_alone(
+    setting: Setting, candidates: Candidates, kind: int, rows: StepRows, *, whole: bool = True
+) -> AttentionTimes:
+    """The slowest attention worker without synchronisation; measured where a profile covers it."""
+    tp = real(candidates.attention_tp)
+    modelled = attention_side(setting.model, setting.roofs[kind], rows, tp, setting.precision, whole=whole)
+    return as_profiled(setting, candidates, rows, modelled)
+
+
+def as_profiled(setting: Setting, candidates: Candidates, rows: StepRows, modelled: AttentionTimes) -> AttentionTimes:
+    """`modelled`, and the profile's times in its place for the TP degrees that were measured."""
+    profile, tp = setting.profile, real(candidates.attention_tp)
+    if profile is None:
         return modelled
+    moe, dense, head = modelled.moe_layer, modelled.dense_layer, modelled.head
     for degree in np.unique(tp):
-        tables = [setting.profile.attention_table(name, layer, int(degree)) for name in ("decode", "prefill")]
-        if tables[0] is not None and tables[1] is not None:
-            measured = profiled_attention(tables[0], real(candidates.batch), context)
-            tokens = np.maximum(real(candidates.longest_chunk), 1.0)
-            of_prompts = profiled_attention(tables[1], tokens, np.minimum(tokens, prompt))
-            measured = measured + np.where(candidates.longest_chunk > 0, 1.0, 0.0) * of_prompts
-            modelled = select(np.asarray(tp == degree), measured, modelled)
-    return modelled
+        here = np.asarray(tp == degree)
+        found = _measured_layer(setting, rows, "moe", int(degree))
+        moe = moe if found is None else select(here, found, moe)
+        if setting.model.num_moe_layers < setting.model.num_layers:
+            found = _measured_layer(setting, rows, "dense", int(degree))
+            dense = dense if found is None else select(here, found, dense)
+    if profile.head is not None:
+        measured = Parts(fixed_s=np.asarray(profile.head.at(np.asarray(rows.sampled, dtype=np.float64))))
+        head = select(np.asarray(tp == 1), measured, head)
+    return AttentionTimes(moe_layer=moe, dense_layer=dense, head=head)
+
+
+def _measured_layer(setting: Setting, rows: StepRows, layer: LayerKind, degree: int) -> Parts | None:
+    """One layer by the profile's tables, which know decoding and prompts apart; None where one is missing."""
+    assert setting.profile is not None
+    total = None
+    if setting.decodes:
+        table = setting.profile.attention_table("decode", layer, degree)
+        if table is None:
+            return None
+        total = profiled_attention(table, np.asarray(rows.decoding), np.asarray(rows.context))
+    if setting.phase != "decode":
+        table = setting.profile.attention_table("prefill", layer, degree)
+        if table is None:
+            return None
+        if total is None:
+            return profiled_attention(table, np.asarray(rows.prompt_tokens), np.asarray(rows.prompt))
+        tokens = np.maximum(np.asarray(rows.prompt_tokens), 1.0)
+        of_prompts = profiled_attention(table, tokens, np.minimum(tokens, rows.prompt))
+        total = total + np.where(np.asarray(rows.prompt_tokens) > 0, 1.0, 0.0) * of_prompts
+    return total
 
 
 def decode_context(setting: Setting, candidates: Candidates) -> FloatArray:
@@ -175,29 +145,31 @@ def rows_of_fullest(setting: Setting, candidates: Candidates) -> FloatArray:
     return np.asarray(expected_max_rows(pairs, 1 / share, setting.workload.expert_spread / np.sqrt(held)))
 
 
-def expert_times(setting: Setting, candidates: Candidates, kind: int, *, with_sync: bool) -> Parts:
-    """One layer and micro-batch of the fullest expert worker, on devices of `kind`. `with_sync`: rows come in pieces,
-    are gathered in the TP group, and partial sums are reduced and scattered there (disaggregated)."""
+def expert_times(setting: Setting, candidates: Candidates, kind: int) -> Parts:
+    """One layer and micro-batch of the fullest expert worker, apart from attention, on devices of `kind`: rows come in
+    pieces, are gathered in the TP group, and partial sums are reduced and scattered there."""
     rows, tp = rows_of_fullest(setting, candidates), real(candidates.expert_tp)
-    total = expert_layer(setting, rows, real(candidates.slots), kind, tp)
-    if not with_sync:
-        return total
     net = setting.networks[kind]
-    row_bytes = setting.model.hidden_size * row_bytes_of(setting.precision)
-    tokens = rows_received(setting, candidates, rows)
-    return total + net.all_gather(tokens * row_bytes, tp) + net.reduce_scatter(tokens * row_bytes, tp)
+    size_bytes = rows_received(setting, candidates, rows) * setting.model.hidden_size * row_bytes_of(setting.precision)
+    alone = expert_layer(setting, rows, real(candidates.slots), kind, tp)
+    return alone + net.all_gather(size_bytes, tp) + net.reduce_scatter(size_bytes, tp)
 
 
 def expert_layer(setting: Setting, rows: FloatArray, held: FloatArray, kind: int, tp: FloatArray) -> Parts:
-    """The grouped products of a worker that holds `held` experts and gets `rows` pairs."""
+    """The grouped products of a worker that holds `held` experts and gets `rows` pairs; measured where a profile covers
+    it."""
     modelled = expert_feed_forward(setting.model, setting.roofs[kind].gemm, rows, held, tp, setting.precision)
+    return experts_as_profiled(setting, rows, held, tp, modelled)
+
+
+def experts_as_profiled(setting: Setting, rows: FloatArray, held: FloatArray, tp: FloatArray, modelled: Parts) -> Parts:
+    """`modelled`, and the profile's times in its place for the TP degrees that were measured."""
     if setting.profile is None:
         return modelled
     for degree in np.unique(tp):
         table = setting.profile.expert_table(int(degree))
         if table is not None:
-            measured = profiled_experts(table, rows, held)
-            modelled = select(np.asarray(tp == degree), measured, modelled)
+            modelled = select(np.asarray(tp == degree), profiled_experts(table, rows, held), modelled)
     return modelled
 
 
@@ -221,11 +193,3 @@ def rows_received(setting: Setting, candidates: Candidates, pairs: FloatArray) -
     per_worker = setting.distinct[candidates.expert_ep] / candidates.expert_ep
     mean_pairs = tokens * setting.model.router.top_k / candidates.expert_ep
     return np.asarray(np.minimum(tokens * per_worker * (pairs / mean_pairs), tokens))
-
-
-def _head(setting: Setting, rows: Number, kind: int, tp: FloatArray) -> Parts:
-    modelled = output_head(setting.model, setting.roofs[kind], rows, tp, setting.precision)
-    if setting.profile is None or setting.profile.head is None:
-        return modelled
-    measured = Parts(fixed_s=np.asarray(setting.profile.head.at(np.asarray(rows, dtype=np.float64))))
-    return select(np.asarray(tp == 1), measured, modelled)

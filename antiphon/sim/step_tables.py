@@ -30,7 +30,7 @@ from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messag
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import CandidateGroup, StepParts, group_of, step_parts
-from antiphon.planner.worker_times import attention_layer, expert_layer, expert_times, rows_of_fullest
+from antiphon.planner.worker_times import attention_alone, expert_layer, expert_times, rows_of_fullest, step_rows
 
 Floats = NDArray[np.float64]
 
@@ -189,8 +189,9 @@ def _attention(
     layer: LayerKind,
 ) -> StepAttention:
     kind = int(one.attention_kind[0])
-    whole = parts.attention.moe_layer if layer == "moe" else parts.attention.dense_layer
-    sync_s = np.asarray(whole.total_s) - np.asarray(attention_layer(setting, grid, kind, layer).total_s)
+    alone = attention_alone(setting, grid, kind, step_rows(setting, grid))
+    whole, own = (each.moe_layer if layer == "moe" else each.dense_layer for each in (parts.attention, alone))
+    sync_s = np.asarray(whole.total_s) - np.asarray(own.total_s)
     alone_s = _decode_s(setting, one, kind, layer, rows, _LEAST_CONTEXT)
 
     def beside_rows(num: FloatArray, context: FloatArray) -> FloatArray:
@@ -269,7 +270,7 @@ def _experts(setting: Setting, one: Candidates, grid: Candidates, pairs: FloatAr
     slots: Any = grid.slots
     degrees: Any = grid.expert_tp
     own = expert_layer(setting, fullest, slots, kind, degrees).total_s
-    sync_s = np.asarray(expert_times(setting, grid, kind, with_sync=True).total_s) - np.asarray(own)
+    sync_s = np.asarray(expert_times(setting, grid, kind).total_s) - np.asarray(own)
     return Line(pairs, alone_s + _extended(fullest, sync_s, pairs))
 
 

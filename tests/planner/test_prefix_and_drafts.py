@@ -86,5 +86,5 @@ def test_verifying_drafts_touches_more_experts() -> None:
     """A few sequences with drafts read the weights of more experts than without."""
     one = candidates(attention_tp=1, attention_dp=1, expert_ep=1, slots=8, batch=np.array([1]))
     drafts = (workload(), workload(draft_tokens=2, accept_rate=0.5))
-    plain, drafted = (expert_times(setting(workload=load), one, 0, with_sync=False).memory_s for load in drafts)
+    plain, drafted = (expert_times(setting(workload=load), one, 0).memory_s for load in drafts)
     assert drafted > 1.5 * plain

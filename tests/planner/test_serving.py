@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.cost.layers import attention_decode, attention_mixed
+from antiphon.cost.layers import StepRows, attended
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.candidates import Candidates, candidates_of
 from antiphon.planner.mixed_steps import mixed_step, with_prompts
@@ -64,12 +64,13 @@ def found() -> PlanResult:
 
 def test_a_step_without_prompts_is_one_of_decode() -> None:
     setting = setting_of()
-    roofs, precision = setting.roofs[0], setting.precision
-    alone = attention_decode(MODEL, roofs, 16.0, 500.0, 2.0, precision)
-    mixed = attention_mixed(MODEL, roofs, 16.0, 500.0, 0.0, 300.0, 2.0, precision)
-    assert float(mixed.total_s - mixed.fixed_s) == pytest.approx(float(alone.total_s - alone.fixed_s))
-    more = attention_mixed(MODEL, roofs, 16.0, 500.0, 400.0, 300.0, 2.0, precision)
-    assert float(more.total_s) > float(mixed.total_s)
+
+    def time_of(**prompts: float) -> float:
+        rows = StepRows(decoding=16.0, context=500.0, **prompts)
+        return float(attended(MODEL, setting.roofs[0], rows, 2.0, setting.precision).total_s)
+
+    assert time_of(prompt_tokens=0.0, prompt=300.0) == time_of()
+    assert time_of(prompt_tokens=400.0, prompt=300.0) > time_of()
 
 
 def test_all_ranks_wait_for_the_one_that_has_a_prompt() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from antiphon.base.errors import UserError
 from antiphon.cost.ping_pong import layer_time
 from antiphon.planner.predict import candidate_of
-from antiphon.planner.worker_times import attention_layer
+from antiphon.planner.worker_times import attention_alone, step_rows
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.sim.arrivals import draw_demand
@@ -130,7 +130,8 @@ def test_tables_hold_the_planners_costs(phase: object) -> None:
     tables = step_tables(one_setting, one, most_rows=500, most_context=1000)
     context = one_setting.lengths.context
     for rows in (1, 5, 64, 333):
-        planned = attention_layer(one_setting, one.with_batch(np.array([rows])), 0, "moe").at(0).total_s
+        at_rows = one.with_batch(np.array([rows]))
+        planned = attention_alone(one_setting, at_rows, 0, step_rows(one_setting, at_rows)).moe_layer.at(0).total_s
         assert tables.moe.rows(rows) + tables.moe.decode_s(rows, rows * context) == pytest.approx(planned, rel=0.03)
     assert tables.moe.chunk_s(64, 0) > 0
     assert tables.moe.chunk_s(64, 512) > tables.moe.chunk_s(64, 16)
