@@ -134,23 +134,16 @@ def _greedy(costs: FloatArray, copies: Sequence[int], num_workers: int, slots: i
     """Copies in falling order of cost, each on the least loaded worker that may take it; a copy that no worker may take
     is left out, and the others of that expert share its rows."""
     held = np.zeros((costs.size, num_workers), dtype=bool)
-    loads, counts = np.zeros(num_workers), np.zeros(num_workers, dtype=np.int64)
-    pieces = sorted(
-        (
-            (float(costs[expert]) / copies[expert], expert)
-            for expert in range(costs.size)
-            for _ in range(copies[expert])
-        ),
-        key=lambda piece: (-piece[0], piece[1]),
-    )
-    for cost, expert in pieces:  # no more pieces than slots, so an expert's first copy always finds one
-        allowed = np.flatnonzero((counts < slots) & ~held[expert])
-        if allowed.size == 0:
-            continue
-        least = allowed[loads[allowed] == loads[allowed].min()]
-        worker = int(least[np.argmin(counts[least])])  # of equal ones the first
-        held[expert, worker] = True
-        loads[worker] += cost
-        counts[worker] += 1
+    workers = [(0.0, 0, worker) for worker in range(num_workers)]  # load, experts held, who; those with a free slot
+    order = sorted(range(costs.size), key=lambda expert: (-float(costs[expert]) / copies[expert], expert))
+    for expert in order:  # no more copies than slots, so an expert's first copy always finds one
+        cost, taken = float(costs[expert]) / copies[expert], []
+        for _ in range(min(copies[expert], len(workers))):
+            load, count, worker = heapq.heappop(workers)  # of equal ones the first
+            held[expert, worker] = True
+            taken.append((load + cost, count + 1, worker))
+        for after in taken:
+            if after[1] < slots:
+                heapq.heappush(workers, after)
     fractions: FloatArray = held / held.sum(axis=1, keepdims=True)
     return fractions

@@ -120,16 +120,18 @@ class _Pairs:
 
 
 def _counted(prefill: _Side, decode: _Side, available: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Without a rate: decode instances from 1 up, and prefill instances that match them, rounded down and up, or as
-    many as there is room for."""
+    """Without a rate: decode instances from 1 up, as many as there are devices for, and prefill instances that match
+    them, rounded down and up, or as many as there is room for."""
     most = int(max(available.sum() // max(int(decode.devices.sum(axis=1).min()), 1), 1))
     counts = np.unique(np.geomspace(1, most, max(48, 8 * most.bit_length())).astype(np.int64))
-    first, second, num_second, up = (
+    of_decode, of_count = np.nonzero((decode.devices[:, None, :] * counts[:, None] <= available).all(axis=2))
+    first, place, up = (
         axis.reshape(-1)
         for axis in np.meshgrid(
-            np.arange(prefill.index.size), np.arange(decode.index.size), counts, np.array([0, 1]), indexing="ij"
+            np.arange(prefill.index.size), np.arange(of_decode.size), np.array([0, 1]), indexing="ij"
         )
     )
+    second, num_second = of_decode[place], counts[of_count[place]]
     exact = num_second * decode.requests_per_s[second] / prefill.requests_per_s[first]
     each = prefill.devices[first]
     left = np.maximum(available - decode.devices[second] * num_second[:, None], 0)

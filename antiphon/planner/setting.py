@@ -15,6 +15,7 @@ Rejected: passing the specs one by one. Ten arguments through ten functions, of 
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
@@ -309,9 +310,7 @@ class Setting:
         """`slots_used` by candidate."""
         if not self.is_skewed:
             return slots
-        pairs, where = np.unique(np.stack([num_workers, slots]), axis=1, return_inverse=True)
-        values = np.array([self.slots_used(int(workers), int(held)) for workers, held in pairs.T], dtype=np.int64)
-        return values[where.reshape(-1)]
+        return np.asarray(self._of_each(self._placements.used_table, self.slots_used, num_workers, slots), np.int64)
 
     def busiest_each(self, num_workers: IntArray, slots: IntArray) -> FloatArray:
         """`busiest` by candidate."""
@@ -320,10 +319,21 @@ class Setting:
         # equal popularity: only copies of experts can level out what does not divide
         placed = (num_workers * slots > experts) & (experts % num_workers > 0) | self.is_skewed
         if placed.any():
-            pairs, where = np.unique(np.stack([num_workers[placed], slots[placed]]), axis=1, return_inverse=True)
-            values = np.array([self.busiest(int(workers), int(held)) for workers, held in pairs.T])
-            shares[placed] = values[where.reshape(-1)]
+            table = self._placements.busiest_table
+            shares[placed] = self._of_each(table, self.busiest, num_workers[placed], slots[placed])
         return shares
+
+    @staticmethod
+    def _of_each(
+        table: FloatArray, value: Callable[[int, int], float], num_workers: IntArray, slots: IntArray
+    ) -> FloatArray:
+        """`value(workers, slots)` of each, looked up; what the table does not have yet is computed once."""
+        found = table[num_workers, slots]
+        if (missing := np.isnan(found)).any():
+            for pair in set(zip(num_workers[missing].tolist(), slots[missing].tolist(), strict=True)):
+                table[pair] = value(*pair)
+            found = table[num_workers, slots]
+        return np.asarray(found)
 
 
 class _Placements:
@@ -332,6 +342,7 @@ class _Placements:
 
     def __init__(self, shares: tuple[float, ...]) -> None:
         self.shares = shares
+        self.busiest_table, self.used_table = np.full((2, most_ranks(len(shares)) + 1, len(shares) + 1), np.nan)
         self._placed: dict[tuple[int, int], tuple[float, int]] = {}
         self._busiest: dict[tuple[int, int], float] = {}
 
