@@ -8,7 +8,7 @@ row is replaced by a long random vector, whose product with a row is as often fa
 the first expert worker computes at half speed: it has half of the part, or the core of a busy neighbour. `recorded`:
 rows go where the rows of a record went (`antiphon serve --record-routing`), with all drift that it has,
 and forecasts are those of the record. `skewed`: the same with a record that is drawn (`made_load`), as skewed as the
-load that Lina measured (Figure 6), each quarter of the requests with popular experts of its own.
+load that Lina measured (Figure 6).
 
 Besides the policies there are Lina's measures of them (section 7.3): `no-estimation` chooses copies only when a layer's
 gate has spoken, `no-fine-tuning` never then; `ideal` has rows that choose all experts alike, so nothing is to balance.
@@ -255,7 +255,7 @@ def _changes(order: BalanceOrder, name: str, folder: Path) -> dict[str, Any]:
         changes["replay_routing"] = order.routing
     if name == "ideal":
         changes["replay_routing"] = folder / "even.trace"
-        write_even_routing(folder / "even.trace", load_model_spec(order.model))
+        write_even_routing(folder / "even.trace", load_model_spec(order.model), order.batch)
     elif name == "paths":
         if order.case not in ("recorded", "skewed"):
             raise UserError(f"--policies has paths: case {order.case} has no record to profile, use --cases recorded")
@@ -279,7 +279,7 @@ def _path_profile(order: BalanceOrder, folder: Path) -> PathProfile:
 
 
 def _drawn(order: BalanceOrder) -> SkewedLoad:
-    return SkewedLoad(load_model_spec(order.model), order.batch, order.skew)
+    return SkewedLoad(load_model_spec(order.model), order.skew)
 
 
 def _row(case: Case, policy: str, passes: list[_ServedPass]) -> BalanceRow:

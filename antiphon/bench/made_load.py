@@ -4,16 +4,16 @@ A skewed load is a record (`placement.routing_trace`) that is drawn:
 
 1. A row is of one of as many kinds as there are experts; each kind has a favourite expert in each layer, another in
    every one. So what a row chose says what it will choose, as Lina found of real text (section 5.1).
-2. Kinds are popular by a Zipf law. A quarter of the requests, one after the other, have one order of popularity, and
-   the next quarter another one: what one batch wants says little of the next one's (section 2.2).
+2. Kinds are popular by a Zipf law, the same one in all requests.
 3. A row's first choice is its favourite's four times of five, else that of a kind drawn anew; its other choices are
    drawn by the same law, without the ones that it has.
-4. The exponent is the one for which the most popular expert of a quarter gets `skew` times the rows of the least.
+4. The exponent is the one for which the most popular expert gets `skew` times the rows of the least.
 5. A forecast is what the row will choose, but for one row of ten, as many as the next router misses of real text
    (docs/placement.md).
 
-Rejected: a Zipf law for each layer alone. Then no estimate says more than the layer's mean, and a window of steps does
-as well. Rejected: real text of a model without a loss for balance. Its skew is what training made of it.
+Rejected: a Zipf law for each layer alone. Then no estimate says more than the layer's mean. Rejected: another order of
+popularity in each quarter of the requests. It changes before a copy has spared as many rows as its load costs, so no
+policy copies anything. Rejected: real text of a model without a loss for balance. Its skew is what training made of it.
 
 Letters: L MoE layers, T rows, K choices of a row, E experts, which are also kinds.
 """
@@ -32,10 +32,10 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.tensors import attention_layer_plan
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader
+from antiphon.placement.split import FloatArray
 from antiphon.specs.model import ModelSpec
 
 LINA_SKEW = 5.56  # of 16 experts, Figure 6
-QUARTERS = 4
 _KEPT, _FORESEEN = 0.8, 0.9
 _CALIBRATING_ROWS, _BISECTIONS = 50_000, 16
 _FAR = 1e3  # times the length of a usual router row
@@ -44,78 +44,57 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SkewedLoad:
-    """What is drawn for requests that run `batch` at once; `skew`: rows of the most popular expert over the least's."""
+    """`skew`: rows of the most popular expert over the least's."""
 
     spec: ModelSpec
-    batch: int
     skew: float
 
     def write(self, file: Path, num_rows: int, seed: int) -> None:
-        """A record of `num_rows` rows; row i is of request i % `batch`. Another seed: other rows of the same kinds."""
-        random = np.random.default_rng([1, seed])
-        quarters_T = np.arange(num_rows) % self.batch * QUARTERS // self.batch
-        ids_LTK = self._draw(quarters_T, self.exponent(), random)
-        again_LTK = self._draw(quarters_T, self.exponent(), random)
-        # A row that is not foreseen gets another one's choices, all of them, so that no expert is there twice.
+        """A record of `num_rows` rows. Another seed: other rows of the same kinds."""
+        random, shares_E = np.random.default_rng([1, seed]), self.shares()
+        kinds_T = random.choice(len(shares_E), size=num_rows, p=shares_E)
+        layers = range(len(self.spec.expert_layers))
+        ids_LTK, again_LTK = (
+            np.stack([self._choose(kinds_T, layer, shares_E, random) for layer in layers]) for _ in range(2)
+        )
+        # A row that is not foreseen gets other choices, all of them, so that no expert is there twice.
         missed_LT1 = random.random((*ids_LTK.shape[:2], 1)) >= _FORESEEN
-        forecasts_LTK = np.where(missed_LT1, again_LTK, ids_LTK)[1:]
-        write_record(file, self.spec, ids_LTK, forecasts_LTK)
+        write_record(file, self.spec, ids_LTK, np.where(missed_LT1, again_LTK, ids_LTK)[1:])
 
-    def exponent(self) -> float:
-        """Of the Zipf law, found by bisection: drawing without replacement levels the shares."""
-        low, high = 0.0, 6.0
+    def shares(self) -> FloatArray:
+        """Of kinds [E], by bisection over the law's exponent: choices without replacement level the shares."""
+        num_experts, low, high = self.spec.router.num_experts, 0.0, 6.0
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._skew_of(middle) < self.skew else (low, middle)
-        return low
+            is_less = self._skew_of(zipf_shares(num_experts, middle)) < self.skew
+            low, high = (middle, high) if is_less else (low, middle)
+        return zipf_shares(num_experts, low)
 
-    def _skew_of(self, exponent: float) -> float:
-        ids_TK = self._choose(np.zeros(_CALIBRATING_ROWS, dtype=np.int64), 0, exponent, np.random.default_rng(0))
-        counts_E = np.bincount(ids_TK.ravel(), minlength=self.spec.router.num_experts)
+    def _skew_of(self, shares_E: FloatArray) -> float:
+        random = np.random.default_rng(0)
+        kinds_T = random.choice(len(shares_E), size=_CALIBRATING_ROWS, p=shares_E)
+        counts_E = np.bincount(self._choose(kinds_T, 0, shares_E, random).ravel(), minlength=len(shares_E))
         return float(counts_E.max() / max(1, counts_E.min()))
 
-    def _draw(self, quarters_T: Ids, exponent: float, random: np.random.Generator) -> Ids:
-        """Choices [L, T, K]."""
-        kinds_T = self._kinds(quarters_T, exponent, random)
-        layers = range(len(self.spec.expert_layers))
-        return np.stack([self._choose(quarters_T, layer, exponent, random, kinds_T) for layer in layers])
-
-    def _choose(
-        self,
-        quarters_T: Ids,
-        layer: int,
-        exponent: float,
-        random: np.random.Generator,
-        kinds_T: Ids | None = None,
-    ) -> Ids:
-        """Choices [T, K] of rows of these kinds; None: of any."""
-        num_experts, top_k = self.spec.router.num_experts, self.spec.router.top_k
-        others_T = self._kinds(quarters_T, exponent, random)
-        first_T = others_T if kinds_T is None else np.where(random.random(len(others_T)) < _KEPT, kinds_T, others_T)
+    def _choose(self, kinds_T: Ids, layer: int, shares_E: FloatArray, random: np.random.Generator) -> Ids:
+        """Choices [T, K] of rows of these kinds."""
+        drawn_T = random.choice(len(shares_E), size=len(kinds_T), p=shares_E)
+        first_T = np.where(random.random(len(kinds_T)) < _KEPT, kinds_T, drawn_T)
         # Kinds with the largest sums of a logarithm and a Gumbel number are drawn by their shares, none twice.
-        scores_TE = np.log(self._shares(exponent))[quarters_T] + random.gumbel(size=(len(quarters_T), num_experts))
+        scores_TE = np.log(shares_E) + random.gumbel(size=(len(kinds_T), len(shares_E)))
         scores_TE[np.arange(len(first_T)), first_T] = np.inf
-        kinds_TK = np.argsort(-scores_TE, axis=1)[:, :top_k]
-        favourites_E = np.random.default_rng([2, layer]).permutation(num_experts)
-        ids_TK: Ids = favourites_E[kinds_TK]
+        kinds_TK = np.argsort(-scores_TE, axis=1)[:, : self.spec.router.top_k]
+        ids_TK: Ids = np.random.default_rng([2, layer]).permutation(len(shares_E))[kinds_TK]
         return ids_TK
 
-    def _kinds(self, quarters_T: Ids, exponent: float, random: np.random.Generator) -> Ids:
-        ends_QE = self._shares(exponent).cumsum(axis=1)
-        kinds_T: Ids = (random.random((len(quarters_T), 1)) * ends_QE[quarters_T, -1:] >= ends_QE[quarters_T]).sum(1)
-        return kinds_T
 
-    def _shares(self, exponent: float) -> NDArray[np.float64]:
-        """Of kinds [quarter, E]."""
-        shares_E = zipf_shares(self.spec.router.num_experts, exponent)
-        orders = [np.random.default_rng([3, quarter]).permutation(len(shares_E)) for quarter in range(QUARTERS)]
-        return np.stack([shares_E[order] for order in orders])
-
-
-def write_even_routing(file: Path, spec: ModelSpec) -> None:
-    """A record in which consecutive rows choose all experts in turn, so that any placement is balanced."""
+def write_even_routing(file: Path, spec: ModelSpec, batch: int) -> None:
+    """A record by which any placement is balanced: at one position the `batch` requests choose all experts in turn, and
+    so does each request at consecutive positions."""
     router = spec.router
-    ids_TK = (np.arange(router.num_experts)[:, None] * router.top_k + np.arange(router.top_k)) % router.num_experts
+    rows_T = np.arange(batch * router.num_experts)
+    firsts_T = rows_T // batch * router.top_k + rows_T % batch
+    ids_TK = (firsts_T[:, None] + np.arange(router.top_k)) % router.num_experts
     write_record(file, spec, np.broadcast_to(ids_TK, (len(spec.expert_layers), *ids_TK.shape)))
 
 

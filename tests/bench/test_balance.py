@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.bench.balance import BalanceOrder, Case, bench_balance, chosen_cases
-from antiphon.bench.made_load import SkewedLoad
+from antiphon.bench.made_load import SkewedLoad, write_even_routing
 from antiphon.models.config import load_model_spec
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
 from antiphon.placement.sample_paths import PathProfile
@@ -76,9 +76,8 @@ def test_lina_s_measures(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_drawn_load_is_as_skewed_as_asked(model: Path, tmp_path: Path) -> None:
-    """By quarter of the requests, each of which wants other experts; a path says what comes next."""
-    spec, batch, skew = load_model_spec(model), 8, 4.0
-    drawn = SkewedLoad(spec, batch, skew)
+    """And a path says what comes next."""
+    drawn = SkewedLoad(load_model_spec(model), 4.0)
     traces = []
     for seed in (0, 1):
         drawn.write(tmp_path / "drawn.trace", 20_000, seed)
@@ -86,17 +85,23 @@ def test_a_drawn_load_is_as_skewed_as_asked(model: Path, tmp_path: Path) -> None
     ids_LTK, profiled_LTK = (trace.ids_LTK() for trace in traces)
     assert (ids_LTK[..., 0] != ids_LTK[..., 1]).all()
     assert (ids_LTK != profiled_LTK).any(), "another seed, other rows"
-    quarters_T, popular = np.arange(20_000) % batch // 2, set()
-    for quarter in range(4):
-        counts_LE = count_rows(ids_LTK[:, quarters_T == quarter], 5)
-        assert counts_LE.max(axis=1) / counts_LE.min(axis=1) == pytest.approx(skew, rel=0.2)
-        popular.add(int(counts_LE[0].argmax()))
-    assert len(popular) > 1
+    counts_LE = count_rows(ids_LTK, 5)
+    assert counts_LE.max(axis=1) / counts_LE.min(axis=1) == pytest.approx(4.0, rel=0.2)
     forecasts_LTK = traces[0].forecasts_LTK()
     assert forecasts_LTK is not None
     assert 0.9 <= (forecasts_LTK == ids_LTK[1:]).mean() < 1
     expected_TK, _ = PathProfile.of_rows(profiled_LTK, 5, 1).expected(ids_LTK[:1, :, 0], 1)
     assert (expected_TK[:, 0] == ids_LTK[1, :, 0]).mean() > 0.5
+
+
+def test_an_even_load_is_even_for_prompts_and_answers(model: Path, tmp_path: Path) -> None:
+    spec, batch = load_model_spec(model), 10
+    write_even_routing(tmp_path / "even.trace", spec, batch)
+    ids_PRK = read_routing_trace(tmp_path / "even.trace").ids_LTK()[0].reshape(5, batch, 2)
+    for position in range(5):
+        assert set(count_rows(ids_PRK[position][None], 5)[0].tolist()) == {4}
+    for request in range(batch):
+        assert set(count_rows(ids_PRK[:, request][None], 5)[0].tolist()) == {2}
 
 
 def test_skewed_load_is_what_workers_get(model: Path, tmp_path: Path) -> None:
