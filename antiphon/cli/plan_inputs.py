@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -39,7 +39,8 @@ TRAIN = "train"
 LINKED_FILE = "these-machines.json"  # of `antiphon profile --listen`
 CLUSTER_FILE, PROFILE_FILE = "this-machine.json", "profile.json"  # of `antiphon profile`, in one folder
 FORMAT_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PRECISION_PARTS = ("weights", "experts", "kv", "wire", "dispatch", "combine", "compute")
+PRECISION_PARTS = ("weights", "experts", "group", "kv", "wire", "dispatch", "combine", "compute")
+MAX_GROUP = 65_536
 _GPUS = Path("/proc/driver/nvidia/gpus")  # one folder for each
 Values = list[str] | None  # an option that may be given several times
 TokenTarget = Annotated[
@@ -333,19 +334,28 @@ def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
     """``["fp8"]`` is fp8 for all; ``["weights=fp8", "kv=fp8"]`` changes these and leaves the rest in bfloat16.
 
     ``wire=`` is dispatch and combine. A format in `WEIGHTS_ONLY` alone is for weights: sending or caching in it
-    takes a part's name. Later entries win."""
-    values: dict[str, str] = {}
+    takes a part's name. ``group=128``: columns of a scale in int8 and int4. Later entries win."""
+    values: dict[str, Any] = {}
     for text in parts:
         part, _, name = text.rpartition("=")
         part = part or "all"
         if part not in (*PRECISION_PARTS, "all"):
             raise UserError(f"--precision {text!r}: {part!r} is none of {', '.join(PRECISION_PARTS)}")
+        if part == "group":
+            values["group"] = _checked_group(text, name)
+            continue
         storage = FORMAT_ALIASES.get(name, name)
         everything = ("weights",) if storage in WEIGHTS_ONLY else ("weights", "kv", "dispatch", "combine", "compute")
         wanted = {"all": everything, "wire": ("dispatch", "combine")}
         for field in wanted.get(part, (part,)):
             values[field] = _checked_format(text, field, storage)
-    return PrecisionSpec(**cast(dict[str, Any], values))
+    return PrecisionSpec(**values)
+
+
+def _checked_group(text: str, count: str) -> int:
+    if not count.isdecimal() or not 1 <= int(count) <= MAX_GROUP:
+        raise UserError(f"--precision {text!r}: group is a number of columns from 1 to {MAX_GROUP}, for example 128")
+    return int(count)
 
 
 def _checked_format(text: str, field: str, name: str) -> str:

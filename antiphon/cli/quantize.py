@@ -14,10 +14,11 @@ from antiphon.cli import options
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.config import load_model_spec
-from antiphon.models.rounding import GROUP, WeightRounding
+from antiphon.models.rounding import WeightRounding
 from antiphon.models.text_loss import text_loss
 from antiphon.models.write_rounded import Errors, write_rounded
 from antiphon.serve.text.tokenizer_reading import TokenizerReader
+from antiphon.specs.precision import WEIGHT_GROUP
 
 _MOST_CHARACTERS = 200_000
 ExpertsOption = Annotated[
@@ -35,7 +36,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; a run that was stopped goes on.")],
     experts: ExpertsOption = "int4",
     dense: DenseOption = "bf16",
-    group: GroupOption = GROUP,
+    group: GroupOption = WEIGHT_GROUP,
     text: TextOption = None,
     json: JsonOption = None,
 ) -> None:

@@ -188,7 +188,7 @@ def dense_feed_forward(
 
 def output_head(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec) -> Parts:
     """The last norm and the logits of `rows` rows; once per iteration, not per layer."""
-    head = Matrix(inner=model.hidden_size, outputs=share_of(model.vocab_size, tp))
+    head = Matrix(inner=model.hidden_size, outputs=share_of(model.vocab_size, tp), stays_plain=True)
     return elementwise(roofs, rows * 2 * model.hidden_size, precision) + _apply(roofs, head, rows, precision)
 
 
@@ -212,7 +212,7 @@ def _apply(roofs: Roofs, matrix: Matrix, rows: Number, precision: PrecisionSpec)
         rows,
         matrix.inner,
         matrix.outputs,
-        precision.weight_bytes,
+        precision.plain_bytes if matrix.stays_plain else precision.weight_bytes,
         row_bytes_of(precision),
         matrix.count,
     )
@@ -300,7 +300,8 @@ def beside_experts(
         return (
             norms + fixed + dense_feed_forward(model, roofs, rows, model.feed_forward.dense_intermediate, tp, precision)
         )
-    gate = _apply(roofs, Matrix(inner=model.hidden_size, outputs=model.router.num_experts), rows, precision)
+    router = Matrix(inner=model.hidden_size, outputs=model.router.num_experts, stays_plain=True)
+    gate = _apply(roofs, router, rows, precision)
     if not with_shared:
         return norms + fixed + gate
     return (

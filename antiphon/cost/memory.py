@@ -67,21 +67,23 @@ def attention_weight_bytes(
     layers = share_of(model.num_layers, pp) / model.num_layers
     hidden, widths = model.hidden_size, model.feed_forward
     num_state = model.num_state_layers
-    elements = (model.num_layers - num_state) * _elements(attention_matrices(model, tp))
+    projections = attention_matrices(model, tp)
+    absorbed = tuple(matrix for matrix in projections if matrix.stays_plain)
+    elements = (model.num_layers - num_state) * (_elements(projections) - _elements(absorbed))
     elements = elements - borrowed_elements(model, tp) + num_state * _elements(state_matrices(model, tp))
-    elements = elements + model.num_layers * _norm_elements(model)
-    router = model.router
-    gate = (hidden + router.has_score_bias) * router.num_experts
-    elements = elements + model.num_moe_layers * gate
     elements = elements + model.num_moe_layers * _elements(gated_matrices(hidden, widths.shared_intermediate, tp))
     num_dense = model.num_layers - model.num_moe_layers
     elements = elements + num_dense * _elements(gated_matrices(hidden, widths.dense_intermediate, tp))
+    router = model.router
+    gate = (hidden + router.has_score_bias) * router.num_experts
+    plain = (model.num_layers - num_state) * _elements(absorbed) + model.num_layers * _norm_elements(model)
+    plain = layers * (plain + model.num_moe_layers * gate)
     if with_embeddings:
         table = share_of(model.vocab_size, tp) * hidden
         one_stage = np.asarray(pp) == 1
         tables = np.where(one_stage, 1 if model.tie_embeddings else 2, 1)
-        return (layers * elements + tables * table + hidden) * precision.weight_bytes
-    return layers * elements * precision.weight_bytes
+        plain = plain + tables * table + hidden
+    return layers * elements * precision.weight_bytes + plain * precision.plain_bytes
 
 
 def expert_weight_bytes(

@@ -17,11 +17,13 @@ from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """`count` equal weights [inner, outputs] that one kernel applies."""
+    """`count` equal weights [inner, outputs] that one kernel applies. `stays_plain`: in floats, when others are
+    rounded to few bits."""
 
     inner: Number
     outputs: Number
     count: Number = 1
+    stays_plain: bool = False
 
     @property
     def num_elements(self) -> Number:
@@ -118,8 +120,8 @@ def _latent_matrices(attention: AttentionSpec, latent: LatentSpec, hidden: int, 
         first = (*first, Matrix(inner=rank or hidden, outputs=sparse.heads * sparse.dim), weights)
     return (
         *first,
-        Matrix(inner=latent.qk_nope_head_dim, outputs=latent.kv_lora_rank, count=heads),
-        Matrix(inner=latent.kv_lora_rank, outputs=latent.v_head_dim, count=heads),
+        Matrix(inner=latent.qk_nope_head_dim, outputs=latent.kv_lora_rank, count=heads, stays_plain=True),
+        Matrix(inner=latent.kv_lora_rank, outputs=latent.v_head_dim, count=heads, stays_plain=True),
         Matrix(inner=heads * latent.v_head_dim, outputs=hidden),
     )
 

@@ -111,10 +111,12 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFormats:
-    """How experts are stored: gates and up projections in one format, down projections in another. None: as floats."""
+    """How experts are stored: gates and up projections in one format, down projections in another. None: as floats.
+    `ordered`: gate and up of an expert may have columns in an order (`QuantizedWeight.order`), one for both."""
 
     gate_up: WeightFormat | None = None
     down: WeightFormat | None = None
+    ordered: bool = False
 
 
 class PackedExperts(Protocol):
@@ -193,6 +195,8 @@ class KernelBackend(Protocol):
     asks_host: bool
     """Operations may wait for the device and read values back. False while a step is captured: none may, and no shape
     may depend on a value."""
+    orders_columns: bool
+    """Takes weights with a `QuantizedWeight.order`: of linear layers, and of experts' gate and up projections."""
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lay out weight [out, in]; the source tensor may be dropped afterwards."""

@@ -121,6 +121,7 @@ class CpuBackend:
     """`KernelBackend` on packed weights, for bfloat16 and float32."""
 
     name = "cpu"
+    orders_columns = True
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         if dtype not in {torch.bfloat16, torch.float32}:
@@ -147,6 +148,8 @@ class CpuBackend:
     ) -> Tensor:
         assert isinstance(weight, CpuLinear)
         x_TI = self._rows(x_TI, weight.in_features)
+        if weight.order is not None:
+            x_TI = x_TI.index_select(1, weight.order)
         num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
         out = torch.empty((num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype)
         residual, residual_stride = 0, 0

@@ -53,7 +53,7 @@ class CpuSource:
             codes = matrix if matrix.stride(1) == 1 or shape[1] <= 1 else matrix.contiguous()
             scales, offsets = None, None
         else:
-            codes, scales, offsets = _readable_parts(name, matrix)
+            codes, scales, offsets = _readable_parts(name, matrix.in_stored_order())
         self._parts = codes, scales, offsets
         self.addresses = _native.SourceAddresses(
             codes.data_ptr(),
@@ -96,18 +96,21 @@ class CpuLinear:
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
         form = None if isinstance(weight, Tensor) else weight.format
+        order = None if isinstance(weight, Tensor) else weight.order
+        self.order = None if order is None else order.clamp(min=0).to(torch.int32)  # fillers meet zeros in the weight
+        num_columns = self.in_features if order is None else order.numel()
         source = CpuSource("weight", weight, (self.out_features, self.in_features), form, dtype)
         if bias is not None:
             bias = checked_bias("bias", bias, self.out_features, dtype)
         self.native = _native.PackedLinear(
             dtype == torch.bfloat16,
-            packed_format(form, self.in_features, dtype),
+            packed_format(form, num_columns, dtype),
             self.out_features,
-            self.in_features,
+            num_columns,
             source.addresses,
             address(bias),
         )
-        self.num_bytes = self.native.num_bytes
+        self.num_bytes = self.native.num_bytes + (0 if self.order is None else self.order.nbytes)
 
 
 class CpuExperts:
@@ -128,6 +131,7 @@ class CpuExperts:
             shape.alpha,
             shape.limit,
             shape.has_bias,
+            formats.ordered,
         )
         self.num_bytes = self.native.num_bytes
 
@@ -140,10 +144,22 @@ class CpuExperts:
     ) -> None:
         self._check_index(index)
         wide = self.shape.intermediate, self.shape.hidden
+        self._check_orders(gate_IH, up_IH, down_HI)
         gate = CpuSource("gate", gate_IH, wide, self.formats.gate_up, self.dtype)
         up = CpuSource("up", up_IH, wide, self.formats.gate_up, self.dtype)
         down = CpuSource("down", down_HI, wide[::-1], self.formats.down, self.dtype)
         self.native.set_expert(index, gate.addresses, up.addresses, down.addresses)
+        if self.formats.ordered:
+            self.native.set_order(index, self._order(gate_IH, up_IH).data_ptr())
+
+    def _order(self, gate: Tensor | QuantizedWeight, up: Tensor | QuantizedWeight) -> Tensor:
+        """Of the columns of both, int32."""
+        orders = [None if isinstance(matrix, Tensor) else matrix.order for matrix in (gate, up)]
+        hidden = self.shape.hidden
+        first, second = (torch.arange(hidden) if order is None else order for order in orders)
+        if not torch.equal(first, second):
+            raise ValueError("gate and up have their columns in different orders")
+        return first.to(torch.int32)
 
     def set_bias(self, index: int, gate_I: Tensor, up_I: Tensor, down_H: Tensor) -> None:
         self._check_index(index)
@@ -151,6 +167,14 @@ class CpuExperts:
         up = checked_bias("up bias", up_I, self.shape.intermediate, self.dtype)
         down = checked_bias("down bias", down_H, self.shape.hidden, self.dtype)
         self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
+
+    def _check_orders(self, *matrices: Tensor | QuantizedWeight) -> None:
+        """`ValueError` for an order that there is no room for."""
+        ordered = self.formats.ordered
+        for name, matrix, taken in zip(("gate", "up", "down"), matrices, (ordered, ordered, False), strict=True):
+            order = None if isinstance(matrix, Tensor) else matrix.order
+            if order is not None and (not taken or order.numel() != self.shape.hidden):
+                raise ValueError(f"{name} has its columns in an order of its own, which these experts do not take")
 
     def _check_index(self, index: int) -> None:
         if not 0 <= index < self.shape.num_experts:

@@ -10,6 +10,9 @@ of one row, of several rows or of all. The value of a code q is exact in float32
     offset="zeros"    scale * (q - zero)   int8 and int4, a zero point for each scale
     offset="offsets"  scale * q + offset   int8 and int4, a float for each scale (GGUF's minimums, negated)
 
+Where a file's groups are not of neighbouring columns (GPTQ's `desc_act`, act-order), codes lie group by group, and
+`order` says which column each is of: products read their rows in that order.
+
 Checkpoint readers make such matrices, back-ends lay them out (`KernelBackend.pack_linear`, `PackedExperts.set_expert`).
 Rejected: a class for each format; readers, slices and tests would be written several times over.
 """
@@ -82,6 +85,9 @@ class QuantizedWeight:
     """One matrix [num_rows, num_columns]. `codes` is [R, C], or uint8 [R, ceil(C / 2)] with the even column in the low
     nibble. `scales` is `format.scale_shape(R, C)`; so are `zeros` (int8 for int8 codes, uint8 for int4) and `offsets`
     (float32). Tensors may be views; a back-end copies what it keeps. `ValueError` if a part does not fit.
+
+    `order` (int64 [C]): the column that each stored one is of, or -1 for one of zeros that fills a group; C is then
+    `stored_columns`, at least `num_columns`. None: as they are.
     """
 
     format: WeightFormat
@@ -90,12 +96,13 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     offsets: Tensor | None = None
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
-        form = self.format
-        width = math.ceil(self.num_columns / 2) if form.nibbles else self.num_columns
+        form, columns = self.format, self.stored_columns
+        width = math.ceil(columns / 2) if form.nibbles else columns
         _check("codes", self.codes, (self.num_rows, width), CODE_DTYPES[form.codes])
-        scale_shape = form.scale_shape(*self.shape)
+        scale_shape = form.scale_shape(self.num_rows, columns)
         _check("scales", self.scales, scale_shape, form.scale_dtype)
         zero_dtype = torch.uint8 if form.codes == "int4" else torch.int8
         for kind, tensor, dtype in (("zeros", self.zeros, zero_dtype), ("offsets", self.offsets, torch.float32)):
@@ -115,6 +122,11 @@ class QuantizedWeight:
         return self.num_rows, self.num_columns
 
     @property
+    def stored_columns(self) -> int:
+        """Columns of codes."""
+        return self.num_columns if self.order is None else self.order.numel()
+
+    @property
     def num_bytes(self) -> int:
         parts = (self.codes, self.scales, self.zeros, self.offsets)
         return sum(part.nbytes for part in parts if part is not None)
@@ -130,9 +142,19 @@ class QuantizedWeight:
             return self._with_scales(self.format, self.codes[start:end], slice(first, last))
         return self.with_scale_per_row().rows(start, end)
 
+    def rows_at(self, places: Tensor) -> "QuantizedWeight":
+        """The rows at these places, int64 [n]; only with scales of single rows."""
+        assert self.format.rows_per_scale == 1
+        return self._with_scales(self.format, self.codes[places], places)
+
     def columns(self, start: int, end: int) -> "QuantizedWeight":
         """Columns [start, end). A group that straddles `start` is cut into equal smaller groups with the same scale;
-        their width divides `start`."""
+        their width divides `start`. Of columns with an `order` groups keep what they have of these, and are filled up
+        with zeros."""
+        if self.order is not None:
+            kept = ((self.order >= start) & (self.order < end)).nonzero().flatten()
+            groups = kept // (self.format.columns_per_scale or max(1, self.stored_columns))
+            return self.in_stored_order().grouped(groups, kept, self.order[kept] - start, end - start)
         count, form = end - start, self.format
         per_scale = form.columns_per_scale
         codes = _nibble_columns(self.codes, start, end) if form.nibbles else self.codes[:, start:end]
@@ -148,6 +170,54 @@ class QuantizedWeight:
         assert parts["scales"] is not None
         return QuantizedWeight(format=cut, num_columns=count, codes=codes, **parts)  # type: ignore[arg-type]
 
+    def in_stored_order(self) -> "QuantizedWeight":
+        """The matrix whose columns are those of `codes`, as they lie there."""
+        return replace(self, num_columns=self.stored_columns, order=None)
+
+    def grouped(self, groups: Tensor, places: Tensor, columns: Tensor, num_columns: int) -> "QuantizedWeight":
+        """The stored columns at `places` (int64 [n]) laid group by group, as a matrix of `num_columns` that has them at
+        `columns`. `groups`: whose scale each has. Groups become as wide as takes the fewest bytes; all but the last
+        one are filled up with columns of zeros."""
+        form = self.format
+        counts = torch.bincount(groups, minlength=max(1, self.scales.shape[1]))
+        width = _best_width(counts, form)
+        room = _filled_up(counts, width)
+        by_group = groups.argsort(stable=True)
+        groups, places, columns = groups[by_group], places[by_group], columns[by_group]
+        target = torch.arange(len(groups)) + (room - counts).cumsum(0)[groups] - (room - counts)[groups]
+        order = torch.full((int(room.sum()),), -1)
+        order[target] = columns
+        group_of_stored = torch.arange(len(room)).repeat_interleave(room)
+        new_groups = group_of_stored[::width]
+        scales, zeros, offsets = (
+            None if part is None else _bits(part)[:, new_groups].view(part.dtype)
+            for part in (self.scales, self.zeros, self.offsets)
+        )
+        assert scales is not None
+        codes = self._neutral_codes()[:, group_of_stored]
+        codes[:, target] = (unpack_nibbles(self.codes) if form.nibbles else self.codes)[:, places]
+        return QuantizedWeight(
+            format=replace(form, columns_per_scale=width),
+            num_columns=num_columns,
+            codes=pack_nibbles(codes) if form.nibbles else codes,
+            scales=scales,
+            zeros=zeros,
+            offsets=offsets,
+            order=order,
+        )
+
+    def _neutral_codes(self) -> Tensor:
+        """The code of zero in every row and group."""
+        if self.zeros is not None:
+            return self.zeros
+        if self.offsets is not None:  # minus a whole number of scales
+            least, most = (0, 15) if self.format.nibbles else (-128, 127)
+            safe = self.scales.float().masked_fill(self.scales.float() == 0, 1.0)
+            units = (-self.offsets / safe).round().clamp(least, most)
+            return units.to(CODE_DTYPES[self.format.codes])
+        neutral = 8 if self.format.codes == "int4" else 0
+        return torch.full(self.scales.shape, neutral, dtype=CODE_DTYPES[self.format.codes])
+
     def with_scale_per_row(self) -> "QuantizedWeight":
         """The same values, with scales repeated for every row."""
         per_scale = self.format.rows_per_scale
@@ -160,7 +230,7 @@ class QuantizedWeight:
         """The matrix multiplied out, [R, C]: computed in float32, rounded once to `dtype`."""
         weight = self.with_scale_per_row()
         scales = weight._spread(weight.scales.float())
-        codes = _code_values(self.format.codes, self.codes)[:, : self.num_columns]
+        codes = _code_values(self.format.codes, self.codes)[:, : self.stored_columns]
         if weight.zeros is not None:
             codes = codes - weight._spread(weight.zeros.float())
         elif self.format.codes == "int4" and weight.offsets is None:
@@ -168,6 +238,11 @@ class QuantizedWeight:
         values = codes * scales
         if weight.offsets is not None:
             values += weight._spread(weight.offsets)
+        if self.order is not None:
+            stored = self.order.to(values.device)
+            in_place = values.new_zeros(self.shape)
+            in_place[:, stored[stored >= 0]] = values[:, stored >= 0]
+            values = in_place
         return values.to(dtype)
 
     def in_bytes(self) -> "QuantizedWeight":
@@ -178,7 +253,7 @@ class QuantizedWeight:
         else:
             values = unpack_nibbles(self.codes)
             zeros = torch.full_like(_bits(self.scales), 8) if form.offset == "none" else zeros
-        codes = values[:, : self.num_columns].to(torch.int8)
+        codes = values[:, : self.stored_columns].to(torch.int8)
         zeros = None if zeros is None else zeros.to(torch.int8)
         return replace(self, format=form.in_bytes(), codes=codes, scales=scales, zeros=zeros)
 
@@ -198,7 +273,8 @@ class QuantizedWeight:
         codes, scales = copy(self.codes), copy(self.scales)
         assert codes is not None
         assert scales is not None
-        return replace(self, codes=codes, scales=scales, zeros=copy(self.zeros), offsets=copy(self.offsets))
+        zeros, offsets, order = copy(self.zeros), copy(self.offsets), copy(self.order)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, offsets=offsets, order=order)
 
     def _with_scales(self, form: WeightFormat, codes: Tensor, chosen: slice | Tensor) -> "QuantizedWeight":
         """The chosen rows of scales, zero points and offsets."""
@@ -212,7 +288,28 @@ class QuantizedWeight:
     def _spread(self, per_group: Tensor) -> Tensor:
         """One value a group [R, G] as one value a column: broadcastable where the group is the whole row."""
         width = self.format.columns_per_scale
-        return per_group if width is None else per_group.repeat_interleave(width, dim=1)[:, : self.num_columns]
+        return per_group if width is None else per_group.repeat_interleave(width, dim=1)[:, : self.stored_columns]
+
+
+def _best_width(counts: Tensor, form: WeightFormat) -> int:
+    """Columns of a group, of those that divide the format's, with which these many columns of each take the fewest
+    bytes; kernels want multiples of 8."""
+    widest = form.columns_per_scale or max(8, int(counts.sum()))
+    widths = [width for width in range(8, widest, 8) if widest % width == 0] + [widest]
+
+    def num_bytes(width: int) -> int:
+        return replace(form, columns_per_scale=width).num_bytes(1, int(_filled_up(counts, width).sum()))
+
+    return min(reversed(widths), key=num_bytes)
+
+
+def _filled_up(counts: Tensor, width: int) -> Tensor:
+    """Stored columns of each group: whole groups of that width, but for the last one that is not empty."""
+    room = (counts + width - 1) // width * width
+    last = counts.nonzero()
+    if len(last):
+        room[last[-1]] = counts[last[-1]]
+    return room
 
 
 def _check(name: str, part: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -251,6 +251,7 @@ class ReferenceBackend:
     """`KernelBackend` in plain PyTorch. `dtype` is that of weights, activations and cache."""
 
     name = "reference"
+    orders_columns = True
 
     def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)

@@ -57,6 +57,7 @@ class StackedWeight:
             return
         assert self.scales is not None
         assert self.format is not None
+        assert matrix.order is None, "this back-end orders no columns"
         self.codes[expert, part].copy_(matrix.codes.view(torch.uint8))
         is_byte = self.scales.dtype == torch.uint8
         self.scales[expert, part].copy_(matrix.scales.view(torch.uint8) if is_byte else matrix.scales)

@@ -127,6 +127,10 @@ class MadeTensor(Protocol):
     @property
     def parts(self) -> tuple[str, ...]: ...
 
+    @property
+    def column_groups(self) -> Tensor | None:
+        """The group of every column, where groups are not in order; its matrix then has a `QuantizedWeight.order`."""
+
     def matrices(self, rows: Rows) -> list[QuantizedWeight] | None:
         """Some rows of its first axis in few bits: one matrix, or one for each of them; None where it has floats."""
 
@@ -182,6 +186,11 @@ class Checkpoint:
     def is_packed(self, name: str) -> bool:
         """Whether the stored tensor is one of those that make a matrix in 4 or 8 bits; float8 is none."""
         return name.endswith((*PACKED_SUFFIXES, BLOCKS_SUFFIX)) or name in self._made
+
+    def column_groups(self, name: str) -> Tensor | None:
+        """The group of every column, where the groups of a matrix in few bits are not in order; then it has a
+        `QuantizedWeight.order`."""
+        return self._made[name].column_groups if name in self._made else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._made[name].shape if name in self._made else self.stored_shape(name)

@@ -10,12 +10,13 @@
                          0, 2, 4, 6, 1, 3, 5, 7
 
 Two nibbles of a byte are neighbours in the first two, low half first, which is how `kernels/quantized` has them: bytes
-are copied, nothing is unpacked. A matrix whose groups are not in order comes back with a scale for every column; its
-reader multiplies it out, because the order would have to be applied to activations. Rejected: sorting columns at load.
-Only a down projection's order can be moved into the rows of the matrices before it, and all three have one.
+are copied, nothing is unpacked. A matrix whose groups are not in order is laid group by group, and comes back with the
+order of its columns (`QuantizedWeight.order`), in which products read their rows. Rejected: a scale for every column,
+which takes four times the bytes of the codes.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,19 @@ class PackedMatrix:
     @property
     def parts(self) -> tuple[str, ...]:
         return tuple(self.named.values())
+
+    @cached_property
+    def column_groups(self) -> Tensor | None:
+        """The group of every column, int64 [columns], where they are not in order."""
+        suffix = "_g_idx" if self.packing.method == "compressed-tensors" else "g_idx"
+        if suffix not in self.named:
+            return None
+        num_columns = self.shape[1]
+        groups = self.part(suffix, num_columns).long()
+        for size in self.packing.group_sizes:
+            if torch.equal(groups, torch.arange(num_columns) // (size or max(num_columns, 1))):
+                return None
+        return None if suffix == "_g_idx" and bool((groups < 0).all()) else groups
 
     def matrices(self, rows: Rows) -> list[QuantizedWeight]:
         """The matrix, or some rows of it. `CheckpointError` where parts do not fit together."""
@@ -162,7 +176,7 @@ def _compressed(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
         _codes(codes[:, : -(-num_columns * bits // 8)], bits),
         None if zeros is None else _signed(zeros, bits),
     )
-    return _grouped(matrix, codes, scales, zeros, bits, "_g_idx")
+    return _grouped(matrix, codes, scales, zeros, bits)
 
 
 def _mxfp4(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
@@ -197,7 +211,7 @@ def _gptq(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
         raise matrix.error(
             f"its zero points are {int(zeros.min())} to {int(zeros.max())}, sym in config.json asks for {half}"
         )
-    return _grouped(matrix, _codes(codes, bits), _scales(matrix, scales), kept, bits, "g_idx")
+    return _grouped(matrix, _codes(codes, bits), _scales(matrix, scales), kept, bits)
 
 
 def _awq(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
@@ -212,7 +226,7 @@ def _awq(matrix: PackedMatrix, first: int, last: int) -> QuantizedWeight:
 
     scales = _scales(matrix, matrix.part("scales", num_groups, num_rows)[:, first:last].t())
     codes = pack_nibbles(rows_of("qweight", num_columns))
-    return _grouped(matrix, codes, scales, rows_of("qzeros", num_groups), 4, "")
+    return _grouped(matrix, codes, scales, rows_of("qzeros", num_groups), 4)
 
 
 _READERS: dict[str, Callable[[PackedMatrix, int, int], QuantizedWeight]] = {
@@ -222,19 +236,13 @@ _READERS: dict[str, Callable[[PackedMatrix, int, int], QuantizedWeight]] = {
 }
 
 
-def _grouped(
-    matrix: PackedMatrix, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: str
-) -> QuantizedWeight:
-    """From parts [rows, ...]; a scale a column where `order`, if it is stored, is not that of the columns."""
+def _grouped(matrix: PackedMatrix, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> QuantizedWeight:
+    """From parts [rows, ...], group by group."""
     num_columns = matrix.shape[1]
     size = matrix.group_size(scales.shape[1])
-    if order in matrix.named:
-        groups = matrix.part(order, num_columns).long()
-        in_order = torch.arange(num_columns) // (size or max(num_columns, 1))
-        if not torch.equal(groups, in_order) and not (order == "_g_idx" and bool((groups < 0).all())):
-            if num_columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
-                raise matrix.error(f"{order.lstrip('_')} names groups that are not there")
-            scales, zeros, size = scales[:, groups], None if zeros is None else zeros[:, groups], 1
+    groups = matrix.column_groups
+    if groups is not None and num_columns and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
+        raise matrix.error("g_idx names groups that are not there")
     parts: dict[str, Any] = {}
     if zeros is not None and bits == 8:
         parts = {"offsets": -scales.float() * zeros.float()}
@@ -246,7 +254,11 @@ def _grouped(
         scale_dtype=scales.dtype,
         offset=next(iter(parts), "none"),  # type: ignore[arg-type]
     )
-    return QuantizedWeight(format=form, num_columns=num_columns, codes=codes, scales=scales.contiguous(), **parts)
+    weight = QuantizedWeight(format=form, num_columns=num_columns, codes=codes, scales=scales.contiguous(), **parts)
+    if groups is None:
+        return weight
+    columns = torch.arange(num_columns)
+    return weight.grouped(groups, columns, columns, num_columns)
 
 
 def _codes(packed: Tensor, bits: int) -> Tensor:

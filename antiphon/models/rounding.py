@@ -15,6 +15,7 @@ from torch import Tensor
 
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, quantize
 from antiphon.models.dequantize import SCALE_BLOCK
+from antiphon.specs.precision import WEIGHT_GROUP
 
 RoundedFormat = Literal["int8", "int4", "mxfp4"]
 FRACTIONS: dict[RoundedFormat, tuple[float, ...]] = {
@@ -22,7 +23,6 @@ FRACTIONS: dict[RoundedFormat, tuple[float, ...]] = {
     "int4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65),
     "mxfp4": (1.0, 0.5),
 }
-GROUP = 32
 _NUMBERS_AT_A_TIME = 1 << 18  # so that they stay in the cache
 
 
@@ -33,7 +33,7 @@ class WeightRounding:
 
     experts: RoundedFormat | None = None
     dense: RoundedFormat | None = None
-    group: int = GROUP
+    group: int = WEIGHT_GROUP
 
 
 AS_STORED = WeightRounding()
@@ -46,7 +46,10 @@ def rounding_of(weights: str) -> WeightRounding:
     return WeightRounding(experts=weights, dense="int8")  # type: ignore[arg-type]
 
 
-def format_of(kind: RoundedFormat, group: int, scale_dtype: torch.dtype = torch.float32) -> WeightFormat:
+def format_of(kind: RoundedFormat, group: int, dtype: torch.dtype) -> WeightFormat:
+    """The format that weights of this dtype are rounded to: scales have its 16 bits (what `specs/precision` counts), or
+    32."""
+    scale_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     if kind == "mxfp4":
         return WeightFormat(codes="mxfp4", columns_per_scale=32, scale_dtype=torch.float8_e8m0fnu)
     return WeightFormat(codes=kind, columns_per_scale=group, scale_dtype=scale_dtype)

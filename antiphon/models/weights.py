@@ -7,8 +7,13 @@ All but the experts' matrices is looked through for NaN and infinity on the way.
 A matrix in few bits stays as it is stored if the back-end can compute with it; `WeightReader.kept` says in words what
 stayed and what did not, for the log. What does not stay is multiplied out to the back-end's dtype:
 - norms, the embedding, routers, the up projection of latent attention: back-ends want them as floats;
-- matrices with a scale for every column (GPTQ's `desc_act`): their order would have to be applied to activations;
-- projections that are stacked and not all in one format.
+- projections that are stacked, or gate and up of an expert, and not all in one format;
+- matrices with an order of columns (GPTQ's `desc_act`), where a back-end or a layout of experts takes none.
+
+The order of an expert's down projection needs no work later: its gate and up projections get their rows in it, so
+activations come out in the order in which they are multiplied. A rank's part is then a part of that order, the same
+numbers of columns as ever. Rejected: the columns that a rank has in other files. Each group has another number of them
+in every expert.
 """
 
 from collections import Counter
@@ -70,12 +75,13 @@ class WeightReader:
         """The matrix in few bits, if it may stay so, or rounded to `to`; valid until its pages are given back
         (`_done`)."""
         weight = self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut)
-        if weight is not None and weight.format.columns_per_scale != 1:
+        if weight is not None and (weight.order is None or self.backend.orders_columns):
             return weight
         return None if to is None else self._rounded(self._floats(ref), to)
 
     def _rounded(self, weight: Tensor, to: RoundedFormat) -> QuantizedWeight:
-        return rounded(_matrix(weight), format_of(to, self.checkpoint.rounding.group))
+        dtype = self.backend.dtype if weight.dtype == torch.float32 else weight.dtype
+        return rounded(_matrix(weight), format_of(to, self.checkpoint.rounding.group, dtype))
 
     def log_formats(self, what: str) -> None:
         """One line about `what` was read, if any of it is in few bits in the checkpoint or here."""
@@ -105,7 +111,7 @@ class WeightReader:
                 packed = self.backend.pack_linear(whole, bias)
             for ref in refs:
                 self._done(ref, packed=True)
-            self._note(whole.format, refs, to)
+            self._note(whole.format, refs, to, ordered=whole.order is not None)
             return packed
         self._note(None, refs, to)
         if len(refs) == 1:
@@ -117,11 +123,14 @@ class WeightReader:
         self, shape: ExpertShape, plan: Sequence[ExpertRefs], like: ExpertRefs, to: RoundedFormat | None
     ) -> PackedExperts:
         """Room for experts in the formats of `like`, as stored or rounded to `to`, filled with those in `plan`."""
-        gate_up, down = self._gate_up(like, to), self._down(like, to)
-        if gate_up is not None and gate_up[0].format != gate_up[1].format:
+        gate_up, down, _ = self._matrices(like, to)
+        orders = [self._column_groups(refs) for refs in (like, *plan)]
+        if any(not _equal(first, last) for first, last in orders):
             gate_up = None
         formats = ExpertFormats(
-            gate_up=None if gate_up is None else gate_up[0].format, down=None if down is None else down.format
+            gate_up=None if gate_up is None else gate_up[0].format,
+            down=None if down is None else down.format,
+            ordered=gate_up is not None and any(first is not None for first, _ in orders),
         )
         experts = self.backend.new_experts(shape, formats)
         for refs in plan[:EXPERTS_AHEAD]:
@@ -131,8 +140,14 @@ class WeightReader:
                 self._will_need(later)
             self.expert(experts, index, refs, to)
         for form, ref in ((formats.gate_up, like.gate_up[0]), (formats.down, like.down)):
-            self._note(form, [ref], to, len(plan))
+            ordered = self.checkpoint.column_groups(ref.name) is not None
+            self._note(form, [ref], to, len(plan), ordered=ordered)
         return experts
+
+    def _column_groups(self, refs: ExpertRefs) -> tuple[Tensor | None, Tensor | None]:
+        """Of gate and up, where they are not in order."""
+        groups = [self.checkpoint.column_groups(ref.name) for ref in refs.gate_up]
+        return groups[0], groups[-1]
 
     def _will_need(self, refs: ExpertRefs) -> None:
         """The disk reads while the experts before it are unpacked."""
@@ -144,9 +159,9 @@ class WeightReader:
 
         `CheckpointError` if it is not in the formats that the experts of its layer have."""
         formats = experts.formats
-        pair = None if formats.gate_up is None else self._gate_up(refs, to)
-        gate, up = pair or self._gate_up_floats(refs)
-        down = self._down(refs, to) if formats.down is not None else None
+        pair, down, rows = self._matrices(refs, to)
+        pair, down = None if formats.gate_up is None else pair, None if formats.down is None else down
+        gate, up = pair or self._gate_up_floats(refs, rows)
         with self._named(refs.down):
             experts.set_expert(index, gate, up, self._down_floats(refs) if down is None else down)
         for ref in refs.gate_up:
@@ -159,8 +174,44 @@ class WeightReader:
             with self.stored(refs.biases[0]) as gate_bias, self.stored(refs.biases[1]) as up_bias:
                 experts.set_bias(index, gate_bias[0], up_bias[0], self._down_bias(experts, refs))
 
-    def _gate_up(self, refs: ExpertRefs, to: RoundedFormat | None) -> tuple[QuantizedWeight, QuantizedWeight] | None:
+    def _matrices(
+        self, refs: ExpertRefs, to: RoundedFormat | None
+    ) -> tuple[tuple[QuantizedWeight, QuantizedWeight] | None, QuantizedWeight | None, Tensor | None]:
+        """Gate and up in few bits, and down; None where one is not stored so and not to be rounded, or gate and up
+        differ. And the order of the down projection's columns, in which gate and up have their rows."""
+        is_ordered = self.checkpoint.column_groups(refs.down.name) is not None
+        if is_ordered and refs.layout == "separate" and not refs.biases and self.backend.orders_columns:
+            down, rows = self._ordered_down(refs.down)
+        else:
+            down, rows = self._down(refs, to), None
+        pair = self._gate_up(refs, to, rows)
+        if pair is not None and (pair[0].format != pair[1].format or not _equal(pair[0].order, pair[1].order)):
+            pair = None
+        return pair, down, rows
+
+    def _ordered_down(self, ref: TensorRef) -> tuple[QuantizedWeight, Tensor]:
+        """This rank's part of the columns as they are stored, and which they are. `CheckpointError` if groups are not
+        full, since experts would differ in size."""
+        whole = self.checkpoint.packed(ref.name, rows=ref.rows)
+        assert whole is not None
+        assert whole.order is not None
+        if whole.stored_columns != whole.num_columns:
+            raise CheckpointError(
+                f"{self.checkpoint.file_of(ref.name)}: tensor {ref.name}: g_idx has groups of different sizes: use "
+                f"another checkpoint of the model"
+            )
+        start, stop = (0, whole.num_columns) if ref.cut is None else ref.cut[1:]
+        return whole.in_stored_order().columns(start, stop), whole.order[start:stop]
+
+    def _gate_up(
+        self, refs: ExpertRefs, to: RoundedFormat | None, rows: Tensor | None
+    ) -> tuple[QuantizedWeight, QuantizedWeight] | None:
         """Both in few bits; None where one is not stored so, and not to be rounded."""
+        if rows is not None:
+            whole = [self.checkpoint.packed(ref.name) for ref in refs.gate_up]
+            if len(whole) == 2 and whole[0] is not None and whole[1] is not None:
+                return whole[0].rows_at(rows), whole[1].rows_at(rows)
+            return None
         parts = [self.packed(ref) for ref in refs.gate_up]
         first, last = parts[0], parts[-1]
         if first is not None and last is not None and refs.layout not in ("rows", "columns"):
@@ -169,10 +220,13 @@ class WeightReader:
             return _turns(first) if refs.layout == "mxfp4" else _halves(first)
         if to is None:
             return None
-        gate, up = self._gate_up_floats(refs)
+        gate, up = self._gate_up_floats(refs, None)
         return self._rounded(gate, to), self._rounded(up, to)
 
-    def _gate_up_floats(self, refs: ExpertRefs) -> tuple[Tensor, Tensor]:
+    def _gate_up_floats(self, refs: ExpertRefs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        if rows is not None:
+            gate, up = (self._floats(replace(ref, rows=None, cut=None)) for ref in refs.gate_up)
+            return gate[rows], up[rows]
         first = self._floats(refs.gate_up[0])
         if refs.layout in ("separate", "rows"):
             return _matrix(first), _matrix(self._floats(refs.gate_up[1]))
@@ -184,6 +238,8 @@ class WeightReader:
 
     def _down(self, refs: ExpertRefs, to: RoundedFormat | None) -> QuantizedWeight | None:
         stored = None if refs.layout in ("rows", "columns") else self.packed(refs.down)
+        if stored is not None and stored.order is not None:
+            stored = None
         return self._rounded(self._down_floats(refs), to) if stored is None and to is not None else stored
 
     def _down_floats(self, refs: ExpertRefs) -> Tensor:
@@ -203,11 +259,17 @@ class WeightReader:
             raise CheckpointError(f"{file}: tensor {ref.name}: {error}: use another checkpoint of the model") from error
 
     def _note(
-        self, kept: WeightFormat | None, refs: Sequence[TensorRef], to: RoundedFormat | None, count: int = 1
+        self,
+        kept: WeightFormat | None,
+        refs: Sequence[TensorRef],
+        to: RoundedFormat | None,
+        count: int = 1,
+        *,
+        ordered: bool = False,
     ) -> None:
         """Count how matrices stayed; refs of matrices that did not stay in few bits, though stored so, say why."""
         if kept is not None and to is None:  # as stored: reading it once more would say nothing new
-            self.kept[words_of(kept)] += count
+            self.kept[words_of(kept) + (" in act order" if ordered else "")] += count
             return
         stored = [self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut) for ref in refs]
         if kept is not None:
@@ -253,7 +315,7 @@ def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
         return given[0]
     by_row = [part.with_scale_per_row() for part in given]
     form = by_row[0].format
-    if any(part.format != form for part in by_row):
+    if any(part.format != form or not _equal(part.order, by_row[0].order) for part in by_row):
         return None
 
     def together(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -265,6 +327,10 @@ def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
     assert scales is not None
     zeros, offsets = together([part.zeros for part in by_row]), together([part.offsets for part in by_row])
     return replace(by_row[0], codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -154,8 +154,7 @@ def _write_shard(
             tensors[name] = source
             continue
         layer, kind, form = kinds[name]
-        scale_dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.float32
-        weight = rounded(source, format_of(form, wanted.group, scale_dtype))
+        weight = rounded(source, format_of(form, wanted.group, source.dtype))
         error, total = _squares(source, weight)
         before = errors.get(f"{layer} {kind}", (0.0, 0.0))
         errors[f"{layer} {kind}"] = before[0] + error, before[1] + total
@@ -213,11 +212,15 @@ def _write_rest(
 
 
 def quantization_config(kinds: Kinds, wanted: WeightRounding, weight_map: dict[str, str]) -> dict[str, Any]:
-    """What compressed-tensors wants to know: which modules are in which format, and which linear ones are in none."""
-    targets: dict[tuple[str, RoundedFormat], set[str]] = defaultdict(set)
+    """What compressed-tensors wants to know: which modules are in which format, and which linear ones are in none.
+
+    transformers takes the first group that names `experts` for the routed ones, and the first that does not for all
+    other matrices: so routed experts come first, and shared ones have a group of their own."""
+    targets: dict[tuple[bool, bool, RoundedFormat], set[str]] = defaultdict(set)
     for name, (_, kind, form) in kinds.items():
         parts = (r"\d+" if part.isdigit() else re.escape(part) for part in name.removesuffix(".weight").split("."))
-        targets[kind, form].add("re:" + r"\.".join(parts) + "$")
+        is_dense = kind == "dense"
+        targets[is_dense, is_dense and "experts" in name, form].add("re:" + r"\.".join(parts) + "$")
     groups = {
         f"group_{number}": {
             "targets": sorted(modules),
@@ -226,7 +229,7 @@ def quantization_config(kinds: Kinds, wanted: WeightRounding, weight_map: dict[s
             "output_activations": None,
             "format": _form(form),
         }
-        for number, ((_, form), modules) in enumerate(sorted(targets.items()))
+        for number, ((*_, form), modules) in enumerate(sorted(targets.items()))
     }
     forms = {group["format"] for group in groups.values()}
     plain = [name.removesuffix(".weight") for name in weight_map if name.endswith(".weight")]

@@ -16,6 +16,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of, kv_cache_block_bytes
+from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint_folder import model_folder, model_name
 from antiphon.models.config import load_model_spec, read_config, with_tokenizer_ending
@@ -31,6 +32,7 @@ from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row, count_parameters, logprob_row_cost
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.precision import PrecisionSpec
 
 _log = get_logger("launch")
 # Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.
@@ -39,7 +41,6 @@ _KNEE_ROWS = {"cpu": 8, "gpu": 128}
 _LOAD_ROWS = {"cpu": 512, "gpu": 8192}
 # Measured on CPUs: to rank a vocabulary of 32,000 to 152,000 takes as long as a head of 420 to 600 columns.
 _RANKING_COLUMNS = 512
-_ROUNDED_BITS = {"int8": 8, "int4": 4, "mxfp4": 4}  # of --weights
 _EXPRESS_SLOTS = 8
 _LEAST_BLOCKS = 64  # of a worker with an express lane
 
@@ -317,8 +318,7 @@ def num_kv_blocks(config: ServeConfig, spec: ModelSpec, context_length: int) -> 
 
 
 def _check_all_fits(run: PreparedEngine, stored_bytes: int) -> None:
-    """`ResourceError` if weights and KV caches of all pools are more than this machine's free memory. Weights that are
-    stored in fewer bits are counted as stored, which is the least that they can take."""
+    """`ResourceError` if weights and KV caches of all pools are more than this machine's free memory."""
     free_bytes = free_memory_bytes("cpu")
     weights = {pool.config.pool: _weight_bytes(pool, stored_bytes) for pool in run.pools if pool.config.device == "cpu"}
     kv_bytes = sum(
@@ -371,18 +371,27 @@ def _check_gpu_memory(run: PreparedEngine, stored_bytes: int) -> None:
             )
 
 
-def _kept_weight_bytes(pool: PreparedEngine, role: Role, stored_bytes: int) -> int:
-    """What one process of that role keeps at least: quantized weights are counted as stored."""
-    config, counts = pool.config, count_parameters(pool.spec)
-    experts = pool.spec.num_moe_layers * pool.spec.router.num_experts * counts.expert
+def _weights_kept(pool: PreparedEngine, stored_bytes: int) -> tuple[float, float]:
+    """Bytes of all weights but the routed experts', and of these. Weights that are stored in few bits are counted as
+    stored, which is the least that they take; others as they are rounded at load."""
+    spec, counts, weights = pool.spec, count_parameters(pool.spec), pool.config.weights
+    experts = spec.num_moe_layers * spec.router.num_experts * counts.expert
     per_element = min(_itemsize(pool), stored_bytes / counts.total)
-    if config.weights in _ROUNDED_BITS:
-        experts_bytes = experts * min(per_element, _ROUNDED_BITS[config.weights] / 8)
-    else:
-        experts_bytes = experts * per_element
+    rest_bytes, experts_bytes = (counts.total - experts) * per_element, experts * per_element
+    if weights == "as-stored":
+        return rest_bytes, experts_bytes
+    rounded = PrecisionSpec(weights="int8", experts=weights)
+    return (
+        min(rest_bytes, float(attention_weight_bytes(spec, 1, rounded))),
+        min(experts_bytes, float(expert_weight_bytes(spec, spec.router.num_experts, 1, rounded))),
+    )
+
+
+def _kept_weight_bytes(pool: PreparedEngine, role: Role, stored_bytes: int) -> int:
+    """What one process of that role keeps at least."""
+    config, (rest_bytes, experts_bytes) = pool.config, _weights_kept(pool, stored_bytes)
     if role == "experts":
         return int(experts_bytes / config.num_experts / config.expert_tp)
-    rest_bytes = (counts.total - experts) * per_element
     return int((rest_bytes + (experts_bytes if role == "replica" else 0)) / config.attention_ranks)
 
 
@@ -392,23 +401,20 @@ def _itemsize(pool: PreparedEngine) -> int:
 
 def _weight_bytes(pool: PreparedEngine, stored_bytes: int) -> int:
     """What the workers of this machine load: replicas all, attention workers all but the experts."""
-    config, counts = pool.config, count_parameters(pool.spec)
-    experts = pool.spec.num_moe_layers * pool.spec.router.num_experts * counts.expert
-    per_element = min(_itemsize(pool), stored_bytes / counts.total)
+    config, (rest_bytes, experts_bytes) = pool.config, _weights_kept(pool, stored_bytes)
     num_attention = config.num_instances * (config.num_attention - config.joined_attention)
     if config.layout == "colocated":
-        experts_bytes = experts * per_element
         if config.expert_bytes is not None:  # the others stay in the file
             experts_bytes = min(experts_bytes, config.expert_bytes)
-        return int(num_attention * ((counts.total - experts) * per_element + experts_bytes))
+        return int(num_attention * (rest_bytes + experts_bytes))
     if config.layout == "hybrid":
         of_experts = num_attention / config.num_attention
     else:
         of_experts = config.num_instances * (config.num_experts - config.joined_experts) / config.num_experts
         if config.expert_bytes is not None:
             pools_bytes = of_experts * config.num_experts * config.expert_tp * config.expert_bytes
-            of_experts = min(of_experts, pools_bytes / (experts * per_element))
-    return int((num_attention * (counts.total - experts) + of_experts * experts) * per_element)
+            of_experts = min(of_experts, pools_bytes / experts_bytes)
+    return int(num_attention * rest_bytes + of_experts * experts_bytes)
 
 
 def split_for_lane(config: ServeConfig, num_blocks: int, context_length: int) -> LaneSplit:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from antiphon.specs.checked import checked
+from antiphon.specs.checked import Count, checked
 from antiphon.specs.device import ComputeDtype
 
 StorageDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
@@ -11,10 +11,14 @@ WEIGHTS_ONLY: tuple[StorageDtype, ...] = ("int8", "int4", "mxfp4", "nvfp4")  # c
 # How an engine keeps keys and values: in the model's dtype, or in 8 bits with a float32 scale for each key and value.
 KVStorage = Literal["auto", "int8", "fp8"]
 KV_SCALE_BYTES = 4
+WEIGHT_GROUP = 32
+"""Columns that share a scale in int8 and int4, unless another number is given: of `serve --weights` and `antiphon
+quantize`, which pack weights so, of plans, and of GGUF's Q8_0 and Q4_0."""
+WEIGHT_SCALE_BYTES = 2  # a scale has the 16 bits of the weights that were rounded
 BYTES_OF: dict[StorageDtype, float] = {
     **{"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1},
-    "int8": 1 + 2 / 32,  # groups of 32, as `antiphon quantize` writes and GGUF's Q8_0 has them
-    "int4": 0.5 + 2 / 128,  # GPTQ's and AWQ's usual group: a 16-bit scale for 128 weights
+    "int8": 1 + WEIGHT_SCALE_BYTES / WEIGHT_GROUP,
+    "int4": 0.5 + WEIGHT_SCALE_BYTES / WEIGHT_GROUP,
     "mxfp4": 0.5 + 1 / 32,  # OCP Microscaling Formats 1.0, section 5.2: an 8-bit scale for 32
     "nvfp4": 0.5 + 1 / 16,  # an 8-bit scale for 16
 }
@@ -24,7 +28,7 @@ BYTES_OF: dict[StorageDtype, float] = {
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
     """`dispatch` is the format of rows on their way to the experts, `combine` of what comes back. `experts`: of the
-    routed experts' weights, where it is not that of all others (None)."""
+    routed experts' weights, where it is not that of all others (None). `group`: columns of a scale in int8 and int4."""
 
     weights: StorageDtype = "bfloat16"
     kv: StorageDtype = "bfloat16"
@@ -32,15 +36,22 @@ class PrecisionSpec:
     combine: StorageDtype = "bfloat16"
     compute: ComputeDtype = "bfloat16"
     experts: StorageDtype | None = None
+    group: Count = WEIGHT_GROUP
 
     @property
     def weight_bytes(self) -> float:
-        return BYTES_OF[self.weights]
+        return self._weight_bytes(self.weights)
 
     @property
     def expert_bytes(self) -> float:
         """Bytes of one element of a routed expert."""
-        return BYTES_OF[self.experts or self.weights]
+        return self._weight_bytes(self.experts or self.weights)
+
+    @property
+    def plain_bytes(self) -> float:
+        """Bytes of one element of what stays in floats when weights are rounded: embedding, head, norms, routers, and
+        the up projections of latent attention."""
+        return BYTES_OF["bfloat16" if self.weights in WEIGHTS_ONLY else self.weights]
 
     @property
     def kv_bytes(self) -> float:
@@ -53,3 +64,8 @@ class PrecisionSpec:
     @property
     def combine_bytes(self) -> float:
         return BYTES_OF[self.combine]
+
+    def _weight_bytes(self, storage: StorageDtype) -> float:
+        if storage in ("int8", "int4"):
+            return BYTES_OF[storage] + WEIGHT_SCALE_BYTES * (1 / self.group - 1 / WEIGHT_GROUP)
+        return BYTES_OF[storage]

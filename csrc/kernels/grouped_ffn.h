@@ -60,7 +60,7 @@ inline ExpertPairs sort_pairs(const GroupedFfnCall& call) {
     return {num_pairs, num_touched, touched, starts, tokens, weights};
 }
 
-// The rows of every pair, in the type that gate and up projections are multiplied in.
+// The rows of every pair, in the type that gate and up projections are multiplied in, and in the order of its expert.
 template <class V, class E, class To>
 Rows gather_pairs(const GroupedFfnCall& call, const ExpertPairs& pairs, ThreadPool& pool) {
     const PackedFormat& format = call.experts.gate_up_format;
@@ -70,8 +70,16 @@ Rows gather_pairs(const GroupedFfnCall& call, const ExpertPairs& pairs, ThreadPo
     To* gathered = Scratch::get<To>(ScratchUse::padded_rows, static_cast<size_t>(pairs.num_pairs * stride));
     pool.for_each(divide_up(pairs.num_pairs, rows_worth_a_thread), [&](int64_t item) {
         const int64_t end = smaller(pairs.num_pairs, (item + 1) * rows_worth_a_thread);
+        int64_t index = 0;
         for (int64_t pair = item * rows_worth_a_thread; pair < end; ++pair) {
-            copy_row<V>(row_at<E>(call.x, pairs.tokens[pair]), width, padded, gathered + pair * stride);
+            const auto* row = row_at<E>(call.x, pairs.tokens[pair]);
+            if (call.experts.order == nullptr) {
+                copy_row<V>(row, width, padded, gathered + pair * stride);
+                continue;
+            }
+            while (pairs.starts[index + 1] <= pair) ++index;
+            const int32_t* order = call.experts.order + pairs.touched[index] * width;
+            copy_row_in_order<V>(row, order, width, padded, gathered + pair * stride);
         }
     });
     return {gathered, pairs.num_pairs, stride};

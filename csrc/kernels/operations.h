@@ -43,6 +43,7 @@ struct ExpertWeights {
     int64_t intermediate;
     const char* data;   // all gate_up matrices, then all down matrices
     const float* bias;  // of each expert gate_up, then down; null: none
+    const int32_t* order;  // [num_experts][hidden], the element of a row for each column of gate_up; null: as they are
 
     int64_t gate_up_outputs() const { return 2 * round_up(intermediate, panel_width); }
     int64_t num_gate_up_groups() const { return divide_up(intermediate, group_width / 2); }

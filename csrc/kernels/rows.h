@@ -56,6 +56,21 @@ ANTIPHON_INLINE void copy_row(const From* from, int64_t width, int64_t padded, T
     std::memset(to + width, 0, static_cast<size_t>(padded - width) * sizeof(To));
 }
 
+// The same with column i of the copy from column order[i].
+template <class V, class From, class To>
+ANTIPHON_INLINE void copy_row_in_order(const From* from, const int32_t* order, int64_t width, int64_t padded, To* to) {
+    if constexpr (sizeof(From) == sizeof(To)) {
+        for (int64_t i = 0; i < width; ++i) to[i] = from[order[i]];
+    } else {
+        for_lanes(width, [&](int64_t i, int lanes) {
+            From gathered[panel_width];
+            for (int n = 0; n < lanes; ++n) gathered[n] = from[order[i + n]];
+            store_lanes<V>(to + i, load_lanes<V>(gathered, lanes), lanes);
+        });
+    }
+    std::memset(to + width, 0, static_cast<size_t>(padded - width) * sizeof(To));
+}
+
 // The rows themselves, or a copy in the caller's scratch where the kernels could not read them well: of another type than
 // the weight's, of a width to be padded with zeros, or more rows than one narrow tile side by side at a stride that makes
 // them collide in the cache.

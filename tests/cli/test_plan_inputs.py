@@ -63,6 +63,7 @@ def test_prices_that_are_none(text: str) -> None:
         (["kv=fp8"], PrecisionSpec(kv="fp8")),
         (["int4"], PrecisionSpec(weights="int4")),
         (["int8", "experts=int4"], PrecisionSpec(weights="int8", experts="int4")),
+        (["experts=int4", "group=128"], PrecisionSpec(experts="int4", group=128)),
         (
             ["fp8", "experts=nvfp4"],
             replace(parse_precision(["fp8"]), experts="nvfp4"),
@@ -84,8 +85,9 @@ def test_formats(parts: list[str], expected: PrecisionSpec) -> None:
         ),
         (
             "cache=fp8",
-            "--precision 'cache=fp8': 'cache' is none of weights, experts, kv, wire, dispatch, combine, compute",
+            "--precision 'cache=fp8': 'cache' is none of weights, experts, group, kv, wire, dispatch, combine, compute",
         ),
+        ("group=0", "--precision 'group=0': group is a number of columns from 1 to 65536, for example 128"),
         ("compute=int4", "--precision 'compute=int4': compute must be one of float32, bfloat16, fp8"),
     ],
 )

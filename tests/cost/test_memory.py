@@ -53,7 +53,11 @@ def test_weights_under_tensor_parallelism_by_hand() -> None:
     assert attention_weight_bytes(model, 3, BF16, with_embeddings=False) == 2 * 3 * 152
     # Experts of width 6 in tp 4: 2 each, 3 * 8 * 2 = 48; 2 held, 3 layers.
     assert expert_weight_bytes(model, 2, 4, BF16) == 2 * 3 * 2 * 48
-    assert expert_weight_bytes(model, 2, 4, PrecisionSpec(weights="int4")) == (0.5 + 2 / 128) * 3 * 2 * 48
+    assert expert_weight_bytes(model, 2, 4, PrecisionSpec(weights="int4")) == (0.5 + 2 / 32) * 3 * 2 * 48
+    assert expert_weight_bytes(model, 2, 4, PrecisionSpec(experts="int4", group=128)) == (0.5 + 2 / 128) * 3 * 2 * 48
+    # In few bits are the projections, 96 a layer; norms, gates, tables and the last norm are not.
+    few_bits = 3 * 96 * (1 + 2 / 32) + 2 * (3 * 56 + 2 * 32 + 8)
+    assert attention_weight_bytes(model, 3, PrecisionSpec(weights="int8")) == few_bits
 
 
 def test_stages_that_do_not_divide_are_as_full_as_the_fullest() -> None:

@@ -184,3 +184,42 @@ def test_damaged_weights_are_refused() -> None:
     weight.scales.view(torch.uint8)[0] = 255
     with pytest.raises(ValueError, match="weight holds values that are not finite numbers"):
         backend.pack_linear(weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int8 g32", "int4 g32", "int4 g64 zeros"])
+def test_experts_with_columns_in_orders_of_their_own(isa: str, name: str, dtype: torch.dtype) -> None:
+    """Each expert another; one has none."""
+    torch.manual_seed(4)
+    backend, exact, form = CpuBackend(dtype), ReferenceBackend(dtype=torch.float64), FORMATS[name]
+    shape = ExpertShape(4, 96, 64, "silu")
+    held = backend.new_experts(shape, ExpertFormats(gate_up=form, down=form, ordered=True))
+    expected = exact.new_experts(shape)
+    for index in range(4):
+        order = None if index == 2 else torch.randperm(96)
+        gate, up = (replace(stored(64, 96, form), order=order) for _ in range(2))
+        down = stored(96, 64, form)
+        held.set_expert(index, gate, up, down)
+        expected.set_expert(index, gate.dequantize(), up.dequantize(), down.dequantize())
+    for rows in (0, 1, 5, 70):
+        ids = torch.rand(rows, 4).argsort(1)[:, :2].int()
+        x, weights = torch.randn(rows, 96).to(dtype), torch.rand(rows, 2)
+        y = backend.grouped_ffn(x, ids, weights, held)
+        assert_near(y, exact.grouped_ffn(x.double(), ids, weights, expected), dtype)
+        for row in range(min(rows, 5)):
+            alone = backend.grouped_ffn(x[row : row + 1], ids[row : row + 1], weights[row : row + 1], held)
+            assert torch.equal(alone[0], y[row])
+
+
+def test_orders_that_do_not_fit() -> None:
+    form = FORMATS["int4 g32"]
+    gate, up, down = (stored(*size, form) for size in ((32, 64), (32, 64), (64, 32)))
+    shape, order = ExpertShape(1, 64, 32, "silu"), torch.randperm(64)
+    ordered = CpuBackend().new_experts(shape, ExpertFormats(gate_up=form, down=form, ordered=True))
+    plain = CpuBackend().new_experts(shape, ExpertFormats(gate_up=form, down=form))
+    with pytest.raises(ValueError, match="gate and up have their columns in different orders"):
+        ordered.set_expert(0, replace(gate, order=order), up, down)
+    with pytest.raises(ValueError, match="down has its columns in an order of its own"):
+        ordered.set_expert(0, gate, up, replace(down, order=torch.randperm(32)))
+    with pytest.raises(ValueError, match="gate has its columns in an order of its own"):
+        plain.set_expert(0, replace(gate, order=order), replace(up, order=order), down)

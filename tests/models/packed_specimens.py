@@ -137,6 +137,7 @@ def compressed_words(bits: int, group: int, form: str = "pack-quantized", kind: 
     }
 
 
+ORDERED, ORDERED_BYTES = "int4 in groups of 16 in act order", "int8 in groups of 16 in act order"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "desc_act": False}
 
 
@@ -156,7 +157,7 @@ PACKED = {
         compressed(4, 16, False), compressed_words(4, 16, symmetric=False), "int4 in groups of 16"
     ),
     "compressed-tensors int4, act-order": PackedForm(
-        compressed(4, 16, mixed=True), compressed_words(4, 16, actorder="group"), "multiplied out"
+        compressed(4, 16, mixed=True), compressed_words(4, 16, actorder="group"), "int4 in groups of 16 in act order"
     ),
     "compressed-tensors int8": PackedForm(compressed(8, 16), compressed_words(8, 16), "int8 in groups of 16"),
     "compressed-tensors int8, zero points": PackedForm(
@@ -171,7 +172,10 @@ PACKED = {
     "GPTQ": PackedForm(gptq(4, 16, symmetric=True), GPTQ, "int4 in groups of 16"),
     "GPTQ, zero points": PackedForm(gptq(4, 16, symmetric=False), GPTQ | {"sym": False}, "int4 in groups of 16"),
     "GPTQ, desc_act": PackedForm(
-        gptq(4, 16, symmetric=False, mixed=True), GPTQ | {"sym": False, "desc_act": True}, "multiplied out"
+        gptq(4, 16, symmetric=False, mixed=True), GPTQ | {"sym": False, "desc_act": True}, ORDERED
+    ),
+    "GPTQ int8, desc_act": PackedForm(
+        gptq(8, 16, symmetric=False, mixed=True), GPTQ | {"bits": 8, "sym": False, "desc_act": True}, ORDERED_BYTES
     ),
     "GPTQ version 2": PackedForm(
         gptq(4, 16, symmetric=False, less=0), GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}

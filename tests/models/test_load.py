@@ -13,11 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
+from antiphon.kernels.api import RotaryTable
+from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.specs.placement import contiguous_placement
+from antiphon.specs.precision import PrecisionSpec
 
 Tensors = dict[str, Tensor]
 
@@ -185,6 +190,19 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def measured_alone(folder: Path, *role: str) -> dict[str, float]:
+    """What `measure_loading` prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("measure_loading.py")), str(folder), *role],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": ""},
+    )
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
 @pytest.mark.parametrize(
     ("role", "largest"),
     [
@@ -195,14 +213,57 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_peak_memory_is_what_is_kept_plus_one_tensor(role: list[str], largest: int, large_checkpoint: Path) -> None:
-    script = Path(__file__).with_name("measure_loading.py")
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, str(script), str(large_checkpoint), *role],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PATH": ""},
-    )
-    measured = json.loads(done.stdout)
+    measured = measured_alone(large_checkpoint, *role)
     assert measured["peak"] <= 1.1 * measured["read"] + largest
+
+
+def weight_bytes_in(part: Any, seen: set[int]) -> int:
+    """Of everything that an object holds: packed weights and tensors, each once."""
+    if id(part) in seen or isinstance(part, RotaryTable):
+        return 0
+    seen.add(id(part))
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(num_bytes := getattr(part, "num_bytes", None), int):
+        return num_bytes
+    inside = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    inside = vars(part).values() if type(part).__module__.startswith("antiphon.models") else inside
+    return sum(weight_bytes_in(each, seen) for each in inside)
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256, "vocab_size": 2048}
+LATENT = {"kv_lora_rank": 128, "q_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+PLANNED: dict[str, PrecisionSpec] = {
+    "as-stored": PrecisionSpec(),
+    "int8": PrecisionSpec(weights="int8", experts="int8"),
+    "int4": PrecisionSpec(weights="int8", experts="int4"),
+    "mxfp4": PrecisionSpec(weights="int8", experts="mxfp4"),
+}
+
+
+@pytest.mark.parametrize("weights", PLANNED)
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", {"head_dim": 128}), ("deepseek_v3", LATENT)])
+def test_plans_count_what_is_packed(
+    family: str, sizes: dict[str, int], weights: str, save_model: Any, tools: Any
+) -> None:
+    """Of each role; what is more are biases, norms of heads, and pages that are not full."""
+    folder = save_model(tools.config(family, **WIDE | sizes)).folder
+    spec, checkpoint, backend = load_model_spec(folder), open_weights(folder, weights), CpuBackend(torch.bfloat16)
+    half = load_attention_half(checkpoint, spec, backend)
+    planned = float(attention_weight_bytes(spec, 1, PLANNED[weights]))
+    assert weight_bytes_in(half, set()) == pytest.approx(planned, rel=0.05)
+    experts = load_expert_half(checkpoint, spec, backend)
+    planned = float(expert_weight_bytes(spec, spec.router.num_experts, 1, PLANNED[weights]))
+    assert experts.num_bytes == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", PLANNED)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_what_is_resident_is_what_a_plan_counts(weights: str, save_model: Any, tools: Any) -> None:
+    """Of a model of 200 million weights in a process of its own."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "vocab_size": 16_384, "head_dim": 128}
+    config = tools.config("qwen3_moe", **sizes, num_experts=16, decoder_sparse_step=1, num_hidden_layers=6)
+    measured = measured_alone(save_model(config, max_shard_size="50MB").folder, "whole", weights)
+    assert measured["planned"] > 1e8
+    assert measured["resident"] == pytest.approx(measured["planned"], rel=0.05)

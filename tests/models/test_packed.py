@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from antiphon.base.errors import CheckpointError
+from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_expert, load_expert_half
 from antiphon.models.shares import share_of
 from tests.models.packed_specimens import PACKED, pack_checkpoint
+from tests.models.test_shares import logits_of_ranks
 
 SIZES = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32, "head_dim": 16}
 
@@ -71,8 +74,77 @@ def test_rows_that_are_no_whole_groups(form: str, tmp_path: Path) -> None:
     torch.testing.assert_close(Checkpoint(tmp_path).read("a.weight"), wide, rtol=1e-5, atol=1e-6)
 
 
+ACT_ORDER = [form for form in PACKED if "act-order" in form or "desc_act" in form]
+
+
+@pytest.mark.parametrize("form", ACT_ORDER)
+def test_act_order_in_the_native_kernels(
+    form: str, save_model: Any, tools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every matrix stays packed: attention, experts, and dense layers."""
+    folder, wide_folder = saved(save_model, tools, form)
+    token_ids, backend = tools.ids(17), CpuBackend(torch.float32)
+    expected = tools.run(tools.load(wide_folder, backend), token_ids, [17])
+    with caplog.at_level(logging.INFO, "antiphon"):
+        decoder = tools.load(folder, backend)
+    assert "multiplied out" not in caplog.text
+    torch.testing.assert_close(tools.run(decoder, token_ids, [17]), expected, rtol=1e-4, atol=1e-4)
+    for packed in decoder.expert_half.experts.values():
+        assert packed.formats.ordered
+        assert packed.formats.down is not None
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int4, zero points", "GPTQ", "AWQ"])
+@pytest.mark.parametrize("form", ACT_ORDER)
+def test_ranks_in_act_order(form: str, num_ranks: int, save_model: Any, tools: Any) -> None:
+    """Attention, dense layers and experts: two ranks have a KV head each, three share them."""
+    folder, wide_folder = saved(save_model, tools, form)
+    token_ids = tools.ids(17)
+    expected = tools.run(tools.load(wide_folder), token_ids, [17])
+    packed = SimpleNamespace(folder=folder)
+    found = logits_of_ranks(packed, num_ranks, token_ids, [16, 1], backend=CpuBackend(torch.float32))
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gate_and_up_in_different_orders_are_multiplied_out(
+    save_model: Any, tools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = saved(save_model, tools, "GPTQ, desc_act")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("experts.1.up_proj.g_idx")]:
+        tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, file)
+    token_ids = tools.ids(17)
+    with caplog.at_level(logging.INFO, "antiphon"):
+        ours = tools.run(tools.load(folder, CpuBackend(torch.float32)), token_ids, [17])
+    assert "multiplied out" in caplog.text
+    torch.testing.assert_close(ours, tools.run(tools.load(folder), token_ids, [17]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(0, 64), (0, 24), (24, 64), (5, 23)])
+@pytest.mark.parametrize("form", ACT_ORDER)
+def test_columns_of_a_matrix_in_act_order(form: str, first: int, last: int, native: bool, tmp_path: Path) -> None:
+    """What a rank has of an output projection: groups with holes, computed as they are packed."""
+    torch.manual_seed(2)
+    tensors, wide = PACKED[form].write(torch.randn(72, 64))
+    save_alone(tmp_path, form, {"a." + suffix: tensor.contiguous() for suffix, tensor in tensors.items()})
+    weight = Checkpoint(tmp_path).packed("a.weight", cut=(1, first, last))
+    assert weight is not None
+    assert weight.order is not None
+    assert weight.shape == (72, last - first)
+    backend = CpuBackend(torch.float32) if native else ReferenceBackend()
+    for num_rows in (1, 9, 40):
+        x_TI = torch.randn(num_rows, last - first)
+        expected = x_TI @ wide[:, first:last].t()
+        torch.testing.assert_close(backend.linear(x_TI, backend.pack_linear(weight)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    "form", ["compressed-tensors int4", "compressed-tensors int4, zero points", "GPTQ", "AWQ", *ACT_ORDER]
+)
 def test_ranks_add_up_where_groups_straddle_their_border(
     form: str, num_ranks: int, save_model: Any, tools: Any
 ) -> None:
@@ -82,10 +154,11 @@ def test_ranks_add_up_where_groups_straddle_their_border(
     layer = spec.moe_layers.index(True)
     x_TH, ids_T1 = torch.randn(5, spec.hidden_size), torch.tensor([[0], [1], [2], [3], [4]], dtype=torch.int32)
     whole = load_expert_half(Checkpoint(wide_folder), spec, ReferenceBackend())
+    backend = CpuBackend(torch.float32) if form in ACT_ORDER else ReferenceBackend()
     parts = [
-        load_expert_half(checkpoint, spec, ReferenceBackend(), share=share_of(spec, rank, num_ranks))
-        for rank in range(num_ranks)
+        load_expert_half(checkpoint, spec, backend, share=share_of(spec, rank, num_ranks)) for rank in range(num_ranks)
     ]
+    assert all(packed.formats.gate_up and packed.formats.down for part in parts for packed in part.experts.values())
     total = torch.stack([part.forward(layer, x_TH, ids_T1, torch.ones(5, 1)) for part in parts]).sum(0)
     expected = whole.forward(layer, x_TH, ids_T1, torch.ones(5, 1))
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from antiphon.base.errors import UserError
 from antiphon.kernels.quantized import quantize
@@ -22,6 +23,13 @@ from antiphon.models.write_rounded import write_rounded
 from tests.models.decoder import Decoder
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32}
+
+WIDER = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2},
+}
 
 
 def silent(done: float, total: float | None) -> None:
@@ -75,6 +83,42 @@ def test_the_library_reads_what_is_written(
     assert torch.isfinite(tools.run(tools.load(out), token_ids, [9])).all()
 
 
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize(
+    ("family", "experts", "dense", "group"),
+    [
+        ("qwen3_moe", "int4", "int8", 32),
+        ("qwen3_moe", "int4", None, 128),
+        ("qwen3_moe", "int8", "int8", 32),
+        ("qwen3_moe", "mxfp4", None, 32),
+        ("qwen3_moe", "mxfp4", "int8", 32),
+        ("deepseek_v3", "int4", "int8", 32),
+        ("mixtral", "int4", "int8", 32),
+        ("qwen2_moe", "int4", "int8", 32),
+    ],
+)
+def test_transformers_loads_what_is_written(
+    family: str, experts: Any, dense: Any, group: int, dequantize: bool, save_model: Any, tools: Any, tmp_path: Path
+) -> None:
+    """Its logits of the folder are ours: by its own loading, which multiplies out at load or in the first pass."""
+    saved = save_model(tools.config(family, **WIDER | OF_FAMILY.get(family, {})))
+    out = tmp_path / "out"
+    write_rounded(saved.folder, out, WeightRounding(experts=experts, dense=dense, group=group), silent)
+    token_ids = tools.ids(9)
+    ours = tools.run(tools.load(out), token_ids, [9])
+    model = AutoModelForCausalLM.from_pretrained(
+        out,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        quantization_config=CompressedTensorsConfig(dequantize=dequantize),
+    ).eval()
+    with torch.inference_mode():
+        theirs = model(token_ids[None]).logits[0]
+    assert (ours - saved.logits(token_ids)).norm() > 0.01 * ours.norm()
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
 def test_a_run_that_was_stopped_goes_on(save_model: Any, tools: Any, tmp_path: Path) -> None:
     saved = save_model(tools.config("qwen3_moe", **SIZES), max_shard_size="60KB")
     assert len(list(saved.folder.glob("*.safetensors"))) > 3
@@ -115,7 +159,7 @@ def test_what_cannot_be_written(save_model: Any, tools: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4"])
 def test_the_best_clip_errs_least(kind: Any) -> None:
     torch.manual_seed(1)
-    weight, form = torch.randn(40, 96) ** 3, format_of(kind, 32)
+    weight, form = torch.randn(40, 96) ** 3, format_of(kind, 32, torch.float32)
     best = (rounded(weight, form).dequantize() - weight).square().view(40, 3, 32).sum(2)
     plain = (quantize(weight, form).dequantize() - weight).square().view(40, 3, 32).sum(2)
     assert (best <= plain).all()

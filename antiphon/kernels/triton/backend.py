@@ -41,6 +41,7 @@ class TritonBackend(ReferenceBackend):
     """`KernelBackend` in Triton. `dtype` is that of weights, activations and cache."""
 
     name = "triton"
+    orders_columns = False
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
