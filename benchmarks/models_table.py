@@ -52,10 +52,11 @@ Weights in 4 to 8 bits stay as they are stored, in memory and in every worker. `
 | MXFP4 | gpt-oss as published | |
 | GGUF | Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, F16, BF16, F32 | Q2_K, Q3_K, IQ*, TQ*, NVFP4 |
 
-Scales may be of groups or rows, with and without zero points, and one file may mix types. Multiplied out to the dtype
-of the rest are: norms, embedding and router; the up projection of latent attention; matrices whose groups are not in
-order (GPTQ's `desc_act`, act-order); projections that are stacked here and stored in different formats (q, k and v of
-some GGUF mixes). A line of the log counts the matrices by format.
+Scales may be of groups or rows, with and without zero points, and one file may mix types. Groups need not be of
+neighbouring columns (GPTQ's `desc_act`, act-order): their codes are laid group by group at load, and products read rows
+in that order, on CPUs. Multiplied out to the dtype of the rest are: norms, embedding and router; the up projection of
+latent attention; projections that are stacked here and stored in different formats or orders (q, k and v of some GGUF
+mixes); on GPUs, matrices with an order of columns. A line of the log counts the matrices by format.
 
 bitsandbytes, NVFP4 and whatever else is quantised is refused by name.
 
@@ -85,8 +86,10 @@ antiphon serve MODEL --weights int4
 ```
 
 The first writes a folder in the form of compressed-tensors (`pack-quantized`, `mxfp4-pack-quantized`), the format that
-vLLM and transformers read: `tests/models/test_write_rounded.py` compares with that library's own decompression. Neither
-engine has loaded one yet. It rounds to the nearest code with the best clip of every group, shard by shard, prints the
+vLLM and transformers read. Tests compare with that library's own decompression, and logits with those of transformers,
+which loads the folder (`CompressedTensorsConfig(dequantize=True)`, or without, then it multiplies out in its first
+pass). VLLM_LINE
+It rounds to the nearest code with the best clip of every group, shard by shard, prints the
 error of every layer and the change of the loss, and goes on where it was stopped. Router, embedding, head and norms
 stay as they are. The second rounds at load and writes nothing: experts in the format named, other matrices in int8, the
 head as stored. What is in few bits

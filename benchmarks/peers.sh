@@ -99,17 +99,19 @@ check() {
 }
 
 # From its source package, as all of llama.cpp's users on CPUs have it: with the instructions of this processor. It runs
-# under our interpreter (numpy is there), so no environment is made. Takes about ten minutes on two cores.
+# under our interpreter (numpy is there), so no environment is made. Takes about ten minutes on two cores. Without pip's
+# cache: it would hand out a build with other options.
 build_llama_cpp() {
   local stamp=$LLAMA_CPP/.complete-$LLAMA_CPP_VERSION python=.venv/bin/python
+  [[ -x $python ]] || fail "there is no $python: run make setup first"
   if [[ -e $stamp ]]; then
     say "$LLAMA_CPP is complete"
     return
   fi
   say "llama-cpp-python $LLAMA_CPP_VERSION, compiled here"
   rm -rf "$LLAMA_CPP"
-  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" "$python" -m pip --disable-pip-version-check install --quiet \
-    --target "$LLAMA_CPP" --no-deps --no-binary llama-cpp-python "llama-cpp-python==$LLAMA_CPP_VERSION" diskcache
+  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" "$python" -m pip --disable-pip-version-check --no-cache-dir install \
+    --quiet --target "$LLAMA_CPP" --no-deps --no-binary llama-cpp-python "llama-cpp-python==$LLAMA_CPP_VERSION" diskcache
   PYTHONPATH=$LLAMA_CPP "$python" -c 'import llama_cpp' || fail "llama.cpp does not import from $LLAMA_CPP"
   touch "$stamp"
 }

@@ -33,6 +33,7 @@ from antiphon.sim.promise import checked, is_checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import LATENCIES, Plan, plan_to_json, read_plan
+from antiphon.specs.precision import WEIGHT_GROUP, PrecisionSpec
 from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
@@ -76,9 +77,17 @@ def served_path(inputs: PlanInputs) -> str:
 def launch(found: Plan, inputs: PlanInputs) -> list[tuple[str, str]]:
     """(what starts the plan, its commands), this engine first; those that cannot run it, and why, come last."""
     note = "# starts, or names what of the plan this engine does not run"
-    own = f"{note}\nantiphon serve {served_path(inputs)} --plan plan.json"
+    own = f"{note}\nantiphon serve {served_path(inputs)} --plan plan.json{rounded_at_load(inputs.precision)}"
     ways = [("This engine", own), *((TITLES[name], _or_why_not(name, found, inputs)) for name in TITLES)]
     return sorted(ways, key=lambda way: all(line.startswith("#") for line in way[1].splitlines()))
+
+
+def rounded_at_load(precision: PrecisionSpec) -> str:
+    """The option of `serve` with which weights in floats become those that were planned, where it has one."""
+    if precision.weights != "int8" or precision.group != WEIGHT_GROUP:
+        return ""
+    experts = precision.experts or precision.weights
+    return f" --weights {experts}" if experts in ("int8", "int4", "mxfp4") else ""
 
 
 def _or_why_not(name: Emitter, found: Plan, inputs: PlanInputs) -> str:

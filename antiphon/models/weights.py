@@ -180,7 +180,8 @@ class WeightReader:
         """Gate and up in few bits, and down; None where one is not stored so and not to be rounded, or gate and up
         differ. And the order of the down projection's columns, in which gate and up have their rows."""
         is_ordered = self.checkpoint.column_groups(refs.down.name) is not None
-        if is_ordered and refs.layout == "separate" and not refs.biases and self.backend.orders_columns:
+        apart = refs.layout == "separate" and refs.gate_up[0].name != refs.gate_up[1].name and not refs.biases
+        if is_ordered and apart and self.backend.orders_columns:
             down, rows = self._ordered_down(refs.down)
         else:
             down, rows = self._down(refs, to), None

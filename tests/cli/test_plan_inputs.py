@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.cli.plan import rounded_at_load
 from antiphon.cli.plan_inputs import (
     OverrideOptions,
     SearchOptions,
@@ -129,3 +130,19 @@ def test_inputs_know_where_the_model_came_from() -> None:
     assert inputs.model_name == "mixtral-8x22b"
     assert inputs.model.router.num_experts == inputs.config["num_local_experts"] == 8
     assert inputs.phases == ("prefill", "decode")
+
+
+@pytest.mark.parametrize(
+    ("parts", "option"),
+    [
+        ([], ""),
+        (["fp8"], ""),
+        (["int4"], ""),  # all in 4 bits: rounding at load has no such form
+        (["int8"], " --weights int8"),
+        (["int8", "experts=int4"], " --weights int4"),
+        (["weights=int8", "experts=mxfp4"], " --weights mxfp4"),
+        (["weights=int8", "experts=int4", "group=128"], ""),
+    ],
+)
+def test_what_a_server_rounds_at_load(parts: list[str], option: str) -> None:
+    assert rounded_at_load(parse_precision(parts)) == option
