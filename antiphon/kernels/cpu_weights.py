@@ -150,7 +150,8 @@ class CpuExperts:
         down = CpuSource("down", down_HI, wide[::-1], self.formats.down, self.dtype)
         self.native.set_expert(index, gate.addresses, up.addresses, down.addresses)
         if self.formats.ordered:
-            self.native.set_order(index, self._order(gate_IH, up_IH).data_ptr())
+            order = self._order(gate_IH, up_IH)
+            self.native.set_order(index, order.data_ptr())
 
     def _order(self, gate: Tensor | QuantizedWeight, up: Tensor | QuantizedWeight) -> Tensor:
         """Of the columns of both, int32."""

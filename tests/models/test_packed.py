@@ -84,11 +84,11 @@ def test_act_order_in_the_native_kernels(
     """Every matrix stays packed: attention, experts, and dense layers."""
     folder, wide_folder = saved(save_model, tools, form)
     token_ids, backend = tools.ids(17), CpuBackend(torch.float32)
-    expected = tools.run(tools.load(wide_folder, backend), token_ids, [17])
+    expected = tools.run(tools.load(wide_folder, backend), token_ids, [17], 16)
     with caplog.at_level(logging.INFO, "antiphon"):
         decoder = tools.load(folder, backend)
     assert "multiplied out" not in caplog.text
-    torch.testing.assert_close(tools.run(decoder, token_ids, [17]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tools.run(decoder, token_ids, [17], 16), expected, rtol=1e-4, atol=1e-4)
     for packed in decoder.expert_half.experts.values():
         assert packed.formats.ordered
         assert packed.formats.down is not None
@@ -117,7 +117,7 @@ def test_gate_and_up_in_different_orders_are_multiplied_out(
     save_file(tensors, file)
     token_ids = tools.ids(17)
     with caplog.at_level(logging.INFO, "antiphon"):
-        ours = tools.run(tools.load(folder, CpuBackend(torch.float32)), token_ids, [17])
+        ours = tools.run(tools.load(folder, CpuBackend(torch.float32)), token_ids, [17], 16)
     assert "multiplied out" in caplog.text
     torch.testing.assert_close(ours, tools.run(tools.load(folder), token_ids, [17]), rtol=1e-4, atol=1e-4)
 
@@ -162,7 +162,7 @@ def test_ranks_add_up_where_groups_straddle_their_border(
     total = torch.stack([part.forward(layer, x_TH, ids_T1, torch.ones(5, 1)) for part in parts]).sum(0)
     expected = whole.forward(layer, x_TH, ids_T1, torch.ones(5, 1))
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
-    if num_ranks == 2:
+    if num_ranks == 2 and form not in ACT_ORDER:  # native ones have pages that are not full
         assert sum(part.num_bytes for part in parts) < whole.num_bytes / 2
 
 
