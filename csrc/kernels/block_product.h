@@ -58,9 +58,9 @@ void multiply_block(const Block& block) {
     } else {
         const int single = single_pass_panels<Arch, E>(block.num_rows);
         const int max_panels = single > 0 ? single : Arch::tile_panels;
-        const int64_t passes = divide_up(block.num_rows, tile_rows<Arch, E>(max_panels));
         for (int panel = 0; panel < block.num_panels; panel += max_panels) {
             const int num_panels = static_cast<int>(smaller(max_panels, block.num_panels - panel));
+            const int64_t passes = divide_up(block.num_rows, tile_rows<Arch, E>(num_panels));
             for (int64_t pass = 0; pass < passes; ++pass) {
                 const int64_t row = block.num_rows * pass / passes;
                 const int64_t end_row = block.num_rows * (pass + 1) / passes;
