@@ -7,7 +7,8 @@ Method
 2. Ours, PyTorch's and a plain read of memory run in turn, one short call each a round after a pause and a call that
    wakes the threads; best and median of many rounds are printed. On a shared machine single rounds mean nothing, and
    only neighbours in time compare.
-3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB.
+3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB; of
+   the roofline: the longer of that and of the operations at the rate of the call with most rows, over the time.
 4. Formats: the same experts in 4 and 8 bits, beside bfloat16 in the same round; GB/s are of packed bytes.
 5. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
 """
@@ -72,17 +73,18 @@ def rates(work: float, seconds: tuple[float, float]) -> str:
 
 
 def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
-    """GB/s of cold expert weights for M rows an expert."""
+    """GB/s of cold expert weights for M rows an expert, and how much of the roofline that is."""
     experts = backend.new_experts(ExpertShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE, "silu"))
     gate_up = (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5).bfloat16()
     down = (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5).bfloat16()
     for e in range(NUM_EXPERTS):
         experts.set_expert(e, gate_up[e, :INTERMEDIATE], gate_up[e, INTERMEDIATE:], down[e])
     read = cold_read()
-    table = Table("rows an expert", "ours GB/s", "PyTorch GB/s", "read GB/s", "of read", "ours GFLOP/s",
+    table = Table("rows an expert", "ours GB/s", "PyTorch GB/s", "read GB/s", "of read", "ours GFLOP/s", "of roofline",
                   title="grouped experts, cold; best / median")  # fmt: skip
     num_calls = NUM_EXPERTS // EXPERTS_PER_CALL
-    for num_rows in (1, 2, 4, 8, 12, 16, 32, 64, 256):
+    peak = 0.0  # operations a second
+    for num_rows in (256, 64, 32, 24, 20, 16, 13, 12, 11, 10, 8, 7, 6, 4, 2, 1):
         x = torch.randn(num_rows, HIDDEN).bfloat16()
         ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).view(num_calls, 1, -1).repeat(1, num_rows, 1)
         weights = torch.full((num_rows, EXPERTS_PER_CALL), 0.25)
@@ -102,9 +104,12 @@ def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
         seconds = interleaved({"ours": ours, "theirs": theirs, "read": read}, repeat)
         work = EXPERTS_PER_CALL * EXPERT_BYTES
         fraction = (work / seconds["ours"][0]) / (READ_BYTES / seconds["read"][0])
+        peak = max(peak, work * num_rows / seconds["ours"][0])
+        least_s = [max(work / READ_BYTES * read_s, work * num_rows / peak) for read_s in seconds["read"]]
+        roofline = " / ".join(f"{least / s:.0%}" for least, s in zip(least_s, seconds["ours"], strict=True))
         table.add_row(str(num_rows), rates(work, seconds["ours"]), rates(work, seconds["theirs"]),
                       rates(READ_BYTES, seconds["read"]), f"{fraction:.0%}",
-                      rates(work * num_rows, seconds["ours"]))  # fmt: skip
+                      rates(work * num_rows, seconds["ours"]), roofline)  # fmt: skip
     console.print(table)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the engines that `antiphon bench serve` compares with under .peers: vLLM for CPUs in an environment of its own
-# (.peers/vllm, about 4 GB), and llama.cpp, compiled for this machine, as a folder of packages (.peers/llama.cpp, 20 MB).
+# (.peers/vllm, about 4 GB), and llama.cpp, compiled for this machine, as a folder of packages (.peers/llama.cpp, 53 MB).
 # A second run does nothing; remove a folder to start over.
 #
 # PYTHON       the Python to build from (default: the one in .venv, else python3)
