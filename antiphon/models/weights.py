@@ -181,10 +181,12 @@ class WeightReader:
         differ. And the order of the down projection's columns, in which gate and up have their rows."""
         is_ordered = self.checkpoint.column_groups(refs.down.name) is not None
         apart = refs.layout == "separate" and refs.gate_up[0].name != refs.gate_up[1].name and not refs.biases
+        down: QuantizedWeight | None
+        rows: Tensor | None = None
         if is_ordered and apart and self.backend.orders_columns:
             down, rows = self._ordered_down(refs.down)
         else:
-            down, rows = self._down(refs, to), None
+            down = self._down(refs, to)
         pair = self._gate_up(refs, to, rows)
         if pair is not None and (pair[0].format != pair[1].format or not _equal(pair[0].order, pair[1].order)):
             pair = None

@@ -31,7 +31,7 @@ _KEY_UP, _VALUE_UP, _BOTH_UP = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.
 class _StoredTensor:
     """A tensor that is stored in blocks, or in another order or shape than it is read."""
 
-    column_groups = None
+    column_groups: Tensor | None = None
 
     def __init__(
         self, file: SafetensorsFile, name: str, kind: BlockType, shape: tuple[int, ...], order: Tensor | None
@@ -62,7 +62,7 @@ class _StoredTensor:
 class _LatentUp:
     """Head by head the rows of `attn_k_b` [heads, rank, keys], transposed, and of `attn_v_b` [heads, values, rank]."""
 
-    column_groups = None
+    column_groups: Tensor | None = None
 
     def __init__(self, key: MadeTensor, value: MadeTensor) -> None:
         self.key = key
