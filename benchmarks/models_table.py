@@ -85,14 +85,15 @@ antiphon quantize MODEL OUT --experts int4 --dense int8 --group 32 --text held_o
 antiphon serve MODEL --weights int4
 ```
 
-The first writes a folder in the form of compressed-tensors (`pack-quantized`, `mxfp4-pack-quantized`). transformers loads
-it, with `CompressedTensorsConfig(dequantize=True)` or without; then it multiplies out in its first pass. Tests compare its
-logits with ours, and the weights with compressed-tensors' own decompression. MXFP4 experts it loads in bfloat16 only. vLLM
-has not loaded one here. It rounds to the nearest code with the best clip of every group, shard by shard, prints the error
-of every layer and the change of the loss, and goes on where it was stopped. Router, embedding, head and norms stay as they
-are. The second rounds at load and writes nothing: experts in the format named, other matrices in int8, the head as stored,
-with a 16-bit scale for 32 columns. `antiphon plan --precision weights=int8,experts=int4` counts these bytes: tests hold
-what a process keeps to within 5% of them. What is in few bits already stays so."""
+The first writes a folder in the form of compressed-tensors (`pack-quantized`, `mxfp4-pack-quantized`). transformers
+loads it, with `CompressedTensorsConfig(dequantize=True)` or without; then it multiplies out in its first pass. Tests
+compare its logits with ours, and the weights with compressed-tensors' own decompression. MXFP4 experts it loads in
+bfloat16 only. vLLM has not loaded one here. It rounds to the nearest code with the best clip of every group, shard by
+shard, prints the error of every layer and the change of the loss, and goes on where it was stopped. Router,
+embedding, head and norms stay as they are. The second rounds at load and writes nothing: experts in the format named,
+other matrices in int8, the head as stored, with a 16-bit scale for 32 columns. `antiphon plan --precision
+weights=int8,experts=int4` counts these bytes: tests hold what a process keeps to within 5% of them. What is in few
+bits already stays so."""
 FORMATS_HEAD = "## Formats of weights"
 RESULT_ROW = re.compile(r"\| `?([^|`]+?)`? \| [^|]+ \| ([\d.e-]+) \| (\d+) of (\d+) \| (\d+) of \4 \|")
 LAYOUTS = {"colocated": "1", "disaggregated": "1+2/m2"}
