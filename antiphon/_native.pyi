@@ -362,6 +362,7 @@ class GroupedProduct(enum.Enum):
     WEIGHT_GRADIENT = 2
 
 def product(
+    is_bf16: bool,
     a_address: int,
     a_row: int,
     a_step: int,
@@ -374,8 +375,10 @@ def product(
     inner: int,
     columns: int,
     adds: bool,
+    out_fp32: bool,
 ) -> None: ...
 def grouped_product(
+    is_bf16: bool,
     kind: GroupedProduct,
     x_address: int,
     y_address: int,

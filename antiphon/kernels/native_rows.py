@@ -28,6 +28,11 @@ def takes(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in DTYPES and os.environ.get("ANTIPHON_NATIVE_OPERATORS") != "0"
 
 
+def isa() -> str:
+    """The instruction set of these kernels."""
+    return _native.isa()
+
+
 def share_threads() -> None:
     """Have these kernels run on as many threads as PyTorch's operators do. Idle ones sleep at once: PyTorch's own need
     the same cores."""
@@ -239,23 +244,25 @@ def _causal(
 
 
 def matrix_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor:
-    """a @ b of float32 matrices, in `out`, whose columns are adjacent, if there is one; `adds`: added to it."""
+    """a @ b, in `out`, whose columns are adjacent, if there is one; `adds`: added to it. `out` has the factors' type or
+    is float32."""
     if out is None:
         out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    assert a.dtype == b.dtype == out.dtype == torch.float32
+    assert a.dtype == b.dtype
+    assert out.dtype in (a.dtype, torch.float32)
     assert out.shape == (a.shape[0], b.shape[1])
     assert a.shape[1] == b.shape[0]
     assert out.stride(1) == 1 or out.shape[1] <= 1
     a, b = (each if 1 in each.stride() else each.contiguous() for each in (a, b))
     _native.product(
-        *(a.data_ptr(), a.stride(0), a.stride(1), b.data_ptr(), b.stride(0), b.stride(1)),
-        *(out.data_ptr(), out.stride(0), a.shape[0], a.shape[1], b.shape[1], adds),
+        *(_is_bf16(a), a.data_ptr(), a.stride(0), a.stride(1), b.data_ptr(), b.stride(0), b.stride(1)),
+        *(out.data_ptr(), out.stride(0), a.shape[0], a.shape[1], b.shape[1], adds, out.dtype == torch.float32),
     )
     return out
 
 
 def grouped_forward(x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], out_RO: Tensor) -> Tensor:
-    """Each row times the matrix of its expert, in `out_RO`. All float32."""
+    """Each row times the matrix of its expert, in `out_RO`."""
     _grouped(_native.GroupedProduct.FORWARD, x_RI.contiguous(), out_RO, weight_EOI.contiguous(), counts_E)
     return out_RO
 
@@ -276,12 +283,12 @@ def _grouped(
     kind: _native.GroupedProduct, x_RI: Tensor, y_RO: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...]
 ) -> None:
     for each in (x_RI, y_RO, weight_EOI):
-        assert each.dtype == torch.float32
+        assert each.dtype == x_RI.dtype
         assert each.is_contiguous()
     assert x_RI.shape[0] == y_RO.shape[0] == sum(counts_E)
     assert weight_EOI.shape == (len(counts_E), y_RO.shape[1], x_RI.shape[1])
     addresses = x_RI.data_ptr(), y_RO.data_ptr(), weight_EOI.data_ptr()
-    _native.grouped_product(kind, *addresses, list(counts_E), x_RI.shape[1], y_RO.shape[1])
+    _native.grouped_product(_is_bf16(x_RI), kind, *addresses, list(counts_E), x_RI.shape[1], y_RO.shape[1])
 
 
 def adamw(

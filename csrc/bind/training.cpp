@@ -116,38 +116,40 @@ void causal_gradient(bool is_bf16, const GridRows& q, const GridRows& k, const G
                                       ThreadPool::instance());
 }
 
-void product(uintptr_t a, int64_t a_row, int64_t a_step, uintptr_t b, int64_t b_step, int64_t b_column, uintptr_t out,
-             int64_t out_row, int64_t num_rows, int64_t inner, int64_t columns, bool adds) {
+void product(bool is_bf16, uintptr_t a, int64_t a_row, int64_t a_step, uintptr_t b, int64_t b_step, int64_t b_column,
+             uintptr_t out, int64_t out_row, int64_t num_rows, int64_t inner, int64_t columns, bool adds,
+             bool out_fp32) {
     const nb::gil_scoped_release released;
-    kernels::training_table().products({{pointer<const float>(a), a_row, a_step, pointer<const float>(b), b_step, b_column,
-                                  pointer<float>(out), out_row, num_rows, inner, columns, adds}},
-                                ThreadPool::instance());
+    training(is_bf16).products({{pointer<const void>(a), a_row, a_step, pointer<const void>(b), b_step, b_column,
+                                 pointer<void>(out), out_row, num_rows, inner, columns, adds, out_fp32}},
+                               ThreadPool::instance());
 }
 
 // What the matrices of experts [experts][outputs][inputs] are multiplied with, or what becomes of them.
 enum class GroupedProduct { forward, input_gradient, weight_gradient };
 
 // `x` [rows][inputs] and `y` [rows][outputs] are rows in order of expert; one of the three is made.
-void grouped_product(GroupedProduct kind, uintptr_t x, uintptr_t y, uintptr_t weight,
+void grouped_product(bool is_bf16, GroupedProduct kind, uintptr_t x, uintptr_t y, uintptr_t weight,
                      const std::vector<int64_t>& counts, int64_t inputs, int64_t outputs) {
     const nb::gil_scoped_release released;
     std::vector<kernels::ProductCall> calls;
-    auto* x_rows = pointer<float>(x);
-    auto* y_rows = pointer<float>(y);
-    auto* matrix = pointer<float>(weight);
-    for (const int64_t count : counts) {
+    const auto size = static_cast<int64_t>(kernels::element_bytes(element_type(is_bf16)));
+    char* x_rows = pointer<char>(x);
+    char* y_rows = pointer<char>(y);
+    char* matrix = pointer<char>(weight);
+    for (const int64_t rows : counts) {
         if (kind == GroupedProduct::weight_gradient) {
-            calls.push_back({y_rows, 1, outputs, x_rows, inputs, 1, matrix, inputs, outputs, count, inputs, false});
-        } else if (count > 0 && kind == GroupedProduct::forward) {
-            calls.push_back({x_rows, inputs, 1, matrix, 1, inputs, y_rows, outputs, count, inputs, outputs, false});
-        } else if (count > 0) {
-            calls.push_back({y_rows, outputs, 1, matrix, inputs, 1, x_rows, inputs, count, outputs, inputs, false});
+            calls.push_back({y_rows, 1, outputs, x_rows, inputs, 1, matrix, inputs, outputs, rows, inputs, false, false});
+        } else if (rows > 0 && kind == GroupedProduct::forward) {
+            calls.push_back({x_rows, inputs, 1, matrix, 1, inputs, y_rows, outputs, rows, inputs, outputs, false, false});
+        } else if (rows > 0) {
+            calls.push_back({y_rows, outputs, 1, matrix, inputs, 1, x_rows, inputs, rows, outputs, inputs, false, false});
         }
-        x_rows += count * inputs;
-        y_rows += count * outputs;
-        matrix += inputs * outputs;
+        x_rows += rows * inputs * size;
+        y_rows += rows * outputs * size;
+        matrix += inputs * outputs * size;
     }
-    kernels::training_table().products(calls, ThreadPool::instance());
+    training(is_bf16).products(calls, ThreadPool::instance());
 }
 
 void adamw(uintptr_t values, uintptr_t grad, uintptr_t mean, uintptr_t square, int64_t count, int64_t step, float scale,
@@ -226,10 +228,10 @@ void bind_training(nb::module_& module) {
         .value("FORWARD", GroupedProduct::forward)
         .value("INPUT_GRADIENT", GroupedProduct::input_gradient)
         .value("WEIGHT_GRADIENT", GroupedProduct::weight_gradient);
-    module.def("product", &product, nb::arg("a_address"), nb::arg("a_row"), nb::arg("a_step"), nb::arg("b_address"),
+    module.def("product", &product, nb::arg("is_bf16"), nb::arg("a_address"), nb::arg("a_row"), nb::arg("a_step"), nb::arg("b_address"),
                nb::arg("b_step"), nb::arg("b_column"), nb::arg("out_address"), nb::arg("out_row"), nb::arg("num_rows"),
-               nb::arg("inner"), nb::arg("columns"), nb::arg("adds"));
-    module.def("grouped_product", &grouped_product, nb::arg("kind"), nb::arg("x_address"), nb::arg("y_address"),
+               nb::arg("inner"), nb::arg("columns"), nb::arg("adds"), nb::arg("out_fp32"));
+    module.def("grouped_product", &grouped_product, nb::arg("is_bf16"), nb::arg("kind"), nb::arg("x_address"), nb::arg("y_address"),
                nb::arg("weight_address"), nb::arg("counts"), nb::arg("inputs"), nb::arg("outputs"));
     module.def("adamw", &adamw, nb::arg("values_address"), nb::arg("grad_address"), nb::arg("mean_address"),
                nb::arg("square_address"), nb::arg("count"), nb::arg("step"), nb::arg("scale"), nb::arg("rate"),

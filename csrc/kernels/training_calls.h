@@ -160,20 +160,21 @@ struct AdamwCall {
 };
 
 // out = a b, or added to it: [rows][inner] times [inner][columns]. Strides count elements; in each factor one of the
-// two is 1, in `out` columns are adjacent.
+// two is 1, in `out` columns are adjacent. Factors are of the element type, `out` is float32 if out_fp32.
 struct ProductCall {
-    const float* a;
+    const void* a;
     int64_t a_row;
     int64_t a_step;
-    const float* b;
+    const void* b;
     int64_t b_step;
     int64_t b_column;
-    float* out;
+    void* out;
     int64_t out_row;
     int64_t rows;
     int64_t inner;
     int64_t columns;
     bool adds;
+    bool out_fp32;
 };
 
 // Rows of heads: sizes are sequences, positions, heads; k and v have as many heads, q a multiple of them.
@@ -208,6 +209,7 @@ struct TrainingKernels {
     void (*sum_rows)(const SumRowsCall&, ThreadPool&);
     void (*causal_attention)(const CausalCall&, ThreadPool&);
     void (*causal_gradient)(const CausalGradientCall&, ThreadPool&);
+    void (*products)(const std::vector<ProductCall>&, ThreadPool&);
 };
 
 // One instruction set's kernels for training.
@@ -215,7 +217,6 @@ struct TrainingTable {
     TrainingKernels bf16;
     TrainingKernels fp32;
     void (*adamw)(const AdamwCall&, ThreadPool&);
-    void (*products)(const std::vector<ProductCall>&, ThreadPool&);
 
     const TrainingKernels& of(ElementType type) const { return type == ElementType::bf16 ? bf16 : fp32; }
 };

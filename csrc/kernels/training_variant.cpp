@@ -33,13 +33,12 @@ template <class Arch, class E>
 constexpr TrainingKernels training_kernels() {
     return {&norm<Arch, E>,     &norm_gradient<Arch, E>, &turn<Arch, E>,             &turn_gradient<Arch, E>,
             &activate<Arch, E>, &cross_entropy<Arch, E>, &combine_gradient<Arch, E>, &sum_rows<Arch, E>,
-            &causal_attention<Arch, E>, &causal_gradient<Arch, E>};
+            &causal_attention<Arch, E>, &causal_gradient<Arch, E>, &products<Arch, E>};
 }
 
 const TrainingTable* ANTIPHON_TRAINING_TABLE() {
     static constexpr TrainingTable table = {training_kernels<TrainingArch, Bf16>(),
-                                            training_kernels<TrainingArch, Fp32>(), &adamw<TrainingArch>,
-                                            &products<TrainingArch>};
+                                            training_kernels<TrainingArch, Fp32>(), &adamw<TrainingArch>};
     return &table;
 }
 

@@ -257,17 +257,21 @@ PRODUCT_SIZES = [(1, 1, 1), (5, 3, 16), (13, 70, 65), (130, 300, 48), (2, 600, 1
 
 @pytest.mark.parametrize("size", PRODUCT_SIZES)
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-def test_product(isa: str, size: tuple[int, int, int], layout: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product(isa: str, dtype: torch.dtype, size: tuple[int, int, int], layout: str) -> None:
     """Either factor lies as it is or turned; made anew, into columns of something wider, and added to."""
     torch.manual_seed(0)
     rows, inner, columns = size
-    a = torch.randn(rows, inner) if layout[0] == "n" else torch.randn(inner, rows).t()
-    b = torch.randn(inner, columns) if layout[1] == "n" else torch.randn(columns, inner).t()
+    a = torch.randn(rows, inner).to(dtype) if layout[0] == "n" else torch.randn(inner, rows).to(dtype).t()
+    b = torch.randn(inner, columns).to(dtype) if layout[1] == "n" else torch.randn(columns, inner).to(dtype).t()
     expected = a.double() @ b.double()
-    torch.testing.assert_close(native_rows.matrix_product(a, b).double(), expected, rtol=1e-5, atol=1e-4)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    found = native_rows.matrix_product(a, b)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
     wider = torch.ones(rows, columns + 5)
     native_rows.matrix_product(a, b, wider[:, 2 : columns + 2], adds=True)
-    torch.testing.assert_close(wider[:, 2 : columns + 2].double(), expected + 1, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(wider[:, 2 : columns + 2].double(), expected + 1, rtol=1e-4, atol=1e-3)
     assert (wider[:, :2] == 1).all()
     assert (wider[:, columns + 2 :] == 1).all()
 
@@ -278,14 +282,15 @@ def test_product_of_nothing(isa: str) -> None:
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 0), (3, 0, 14), (1, 40, 300)])
-def test_products_of_experts(isa: str, num_threads: int, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_experts(isa: str, num_threads: int, dtype: torch.dtype, counts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     num_rows = sum(counts)
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
         return feed_forward.grouped_product(x, weight, counts)
 
-    compare(run, [torch.randn(num_rows, 20), torch.randn(3, 35, 20)], torch.float32, factor=5)
+    compare(run, [torch.randn(num_rows, 20), torch.randn(3, 35, 20)], dtype, factor=5)
 
 
 def test_a_row_of_a_product_has_its_bits_alone(isa: str) -> None:

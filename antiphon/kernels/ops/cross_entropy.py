@@ -101,8 +101,10 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     """total + left @ right in `wide`, in the place of `total`; None: zero."""
-    if total is None:
-        return _product(left, right).to(wide)
     if (kernels := kernels_for(left, "products")) is not None:
-        return cast(Tensor, kernels.matrix_product(left, right, total, adds=True))
+        shape = left.shape[0], right.shape[1]
+        out = torch.empty(shape, dtype=wide, device=left.device) if total is None else total
+        return cast(Tensor, kernels.matrix_product(left, right, out, adds=total is not None))
+    if total is None:
+        return (left @ right).to(wide)
     return total.addmm_(left, right) if left.dtype == wide else total.add_(left @ right)
