@@ -21,8 +21,10 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any, Protocol
 
 from antiphon.base.allowance import allowance
+from antiphon.base.errors import ResourceError
 from antiphon.base.progress import Report
 from antiphon.base.system import python_module
+from antiphon.base.units import format_bytes
 from antiphon.bench.box import Box, NodeProcess
 from antiphon.bench.box.run import plan_ranks
 from antiphon.bench.harness import child
@@ -36,8 +38,9 @@ from antiphon.bench.plain_loop import PlainLoop
 from antiphon.bench.train import TEXT, EnoughError, kept_for_backward, samples_of, write_text
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, config_of
+from antiphon.train.memory import memory_need, setup_of
 from antiphon.train.model import Batch
-from antiphon.train.ranks import leave
+from antiphon.train.ranks import leave, sizes_of
 from antiphon.train.row_budget import part_over_budget
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
@@ -233,6 +236,7 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
     num_variants, num_steps = len(variants_of(case)), WARM + case.rounds + 1  # the last one is not recorded
     with TemporaryDirectory(prefix="antiphon-ladder-") as name:
         workplace = Path(name)
+        check_room(case, workplace)
         write_text(workplace / TEXT, case.tokens_per_step * (WARM + case.rounds + 2))
         watch = CpuWatch()
         with _box_of(case) as box, Children() as ranks, ExitStack() as quotas:
@@ -245,6 +249,25 @@ def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dic
                 report(done + 1, num_steps * num_variants)
             rows: list[dict[str, Any]] = ranks.ask("end", timeout_s=max(END_S, deadline - time.monotonic()))[0]
     return [row | {"foreign_cpu_share": watch.foreign_share()} for row in rows]
+
+
+def check_room(case: LadderCase, workplace: Path, free_bytes: int | None = None) -> None:
+    """`ResourceError` if all variants do not fit beside each other: each keeps its parameters and moments from turn to
+    turn. `free_bytes` None: what this process may take."""
+    free = allowance().memory.left_bytes if free_bytes is None else free_bytes
+    spec, variants = load_model_spec(case.folder), variants_of(case)
+    kept = turn = 0.0
+    for number, variant in enumerate(variants):
+        config = configuration(case, variant, number, workplace)
+        need = memory_need(spec, config, setup_of(config, sizes_of(config, spec, case.ranks)))
+        held = need.parameters + need.gradients + need.optimizer
+        kept += held / case.ranks if variant.kind == "fsdp2" else held
+        turn = max(turn, need.activations + need.head)
+    if case.ranks * (kept + turn) > free:
+        raise ResourceError(
+            f"the {len(variants)} variants of the ladder {case.ladder} need {format_bytes(case.ranks * (kept + turn))} "
+            f"in {case.ranks} ranks, all at once, {format_bytes(free)} are free: name fewer with --variants"
+        )
 
 
 def _box_of(case: LadderCase) -> Box:

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_prediction import BoxLinks, exchanges, predicted_step_s, sums_s
 from antiphon.bench.ladder_variants import LADDERS, LadderCase, variants_of
-from antiphon.bench.training_ladder import VariantRecord, check_losses, configuration, timed_steps
+from antiphon.bench.training_ladder import VariantRecord, check_losses, check_room, configuration, timed_steps
 from antiphon.cli.main import app
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
@@ -152,6 +152,15 @@ def test_some_variants_run_beside_the_first() -> None:
         UserError, match=r"--variants names 'prioritty', which the ladder lina lacks: did you mean prio"
     ):
         variants_of(case(ladder="lina", rounds=20, chosen=("prioritty",)))
+
+
+def test_variants_that_do_not_fit_beside_each_other_are_refused() -> None:
+    every = case(ladder="chunks", ranks_per_node=1)
+    with pytest.raises(
+        ResourceError, match=r"variants of the ladder chunks need .* in 2 ranks, all at once, .* --vari"
+    ):
+        check_room(every, Path("/nowhere"), free_bytes=600 << 20)
+    check_room(replace(every, chosen=("whole sums",)), Path("/nowhere"), free_bytes=600 << 20)
 
 
 def test_steps_that_decide_are_not_timed() -> None:
