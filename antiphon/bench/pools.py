@@ -85,14 +85,13 @@ class PoolsCase:
 
 @dataclass
 class _PoolRun:
-    """One engine under one mix. `prompts_s`: how long long prompts kept coming, `sent_s`: when each was sent;
-    `exposed_s`: of their prefill, what was waiting for keys and values to leave."""
+    """One engine under one mix. `prompts_s`: how long long prompts kept coming; `exposed_s`: of their prefill, what was
+    waiting for keys and values to leave."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     took_s: float = 0.0
     prompts_s: float = 0.0
-    sent_s: list[float] = field(default_factory=list)
     exposed_s: float = 0.0
 
 
@@ -160,8 +159,7 @@ def _contest(
             say(f"{case.answers} answers of {case.output_tokens} tokens, prompts of {tokens}")
             runs = turns.take({name: partial(_run_alone, engine, tokens, case) for name, engine in engines.items()})
             rows += [
-                _row(name, configs[name], tokens, runs[name], case)
-                | _predicted(configs[name], machine, tokens, runs[name], case)
+                _row(name, configs[name], tokens, runs[name], case) | _predicted(configs[name], machine, tokens, case)
                 for name in engines
             ]
     return rows
@@ -271,7 +269,6 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             first_long_s = first_long_s if num_long else now_s
             num_long, long_id = num_long + 1, f"prompt-{num_long}"
             sent_s[long_id] = now_s
-            found.sent_s.append(now_s - started_s)
             engine.submit_to(sink, long_id, next(prompts)(tokens), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
     found.prompts_s = time.perf_counter() - first_long_s
@@ -326,14 +323,11 @@ def _row(name: str, config: ServeConfig, tokens: int, runs: Repetitions[_PoolRun
     }
 
 
-def _predicted(
-    config: ServeConfig, machine: MeasuredMachine | None, tokens: int, runs: Repetitions[_PoolRun], case: PoolsCase
-) -> dict[str, Any]:
-    """What the simulator says of the last run that counted."""
+def _predicted(config: ServeConfig, machine: MeasuredMachine | None, tokens: int, case: PoolsCase) -> dict[str, Any]:
+    """What the simulator says."""
     if machine is None:
         return {}
-    prompts = [(sent_s, tokens) for sent_s in runs.counted[-1].value.sent_s]
-    found = predict_mix(config, machine, (case.answers, _SHORT_TOKENS, case.output_tokens), prompts)
+    found = predict_mix(config, machine, (case.answers, _SHORT_TOKENS, case.output_tokens), tokens)
     return {f"predicted_{name}": value for name, value in found.items()}
 
 

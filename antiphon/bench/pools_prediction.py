@@ -1,8 +1,7 @@
-"""What the simulator says of a run of `antiphon bench pools`: the same requests at the same times, on the same layouts.
+"""What the simulator says of a run of `antiphon bench pools`: the same requests in the same order on the same layouts.
 
-Layouts become a plan, and steps cost what `antiphon profile` measured on this machine. Long prompts come when they came
-in the run that was measured, for the next one is sent when the one before has its first token. They end with that
-token: what is compared is the answers' time between tokens and the prompts' time to the first one.
+Layouts become a plan, and steps cost what `antiphon profile` measured on this machine. Long prompts end with their
+first token: what is compared is the answers' time between tokens and the prompts' time to the first one.
 
 Rejected: the planner's formulas. They know a steady state, and here one prompt follows the other.
 """
@@ -10,6 +9,7 @@ Rejected: the planner's formulas. They know a steady state, and here one prompt 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan,
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 
 _CLUSTER_FILE = "this-machine.json"
+_MOST_PROMPTS = 64  # of a prediction
 _HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
 
 
@@ -61,45 +62,55 @@ class MeasuredMachine:
 
 
 def predict_mix(
-    config: ServeConfig, machine: MeasuredMachine, answers: tuple[int, int, int], prompts: Sequence[tuple[float, int]]
+    config: ServeConfig, machine: MeasuredMachine, answers: tuple[int, int, int], prompt_tokens: int
 ) -> dict[str, float]:
     """`itl_s_p99`, `ttft_s_median`, and with two pools `exposed_share` of the prefill workers' steps. `answers`: how
-    many, tokens of their prompts, tokens of each; they come at time 0. `prompts`: (seconds, tokens) of the long
-    ones."""
-    num_answers, short, output = answers
-    inputs = [short] * num_answers + [tokens for _, tokens in prompts]
-    outputs = [output] * num_answers + [1] * len(prompts)
-    demand = Demand(
-        arrivals_s=np.asarray([0.0] * num_answers + [seconds for seconds, _ in prompts]),
-        input_tokens=np.asarray(inputs, dtype=np.int64),
-        output_tokens=np.asarray(outputs, dtype=np.int64),
-    )
-    workload = WorkloadSpec(name="pools", input_tokens=_trace(inputs), output_tokens=_trace(outputs))
+    many, tokens of their prompts, tokens of each; they come at time 0. Long prompts come one at a time: the first when
+    all answers have begun, the next when the one before has its first token, while answers run."""
     phases = _phases(config, machine.cluster.groups[0].device.name)
     spec = load_model_spec(config.model)
-    model = replace(spec, max_position=config.context_length(spec))
     setting = Setting(
-        model=model,
+        model=replace(spec, max_position=config.context_length(spec)),
         cluster=machine.cluster,
-        workload=workload,
+        workload=_workload([answers[1], prompt_tokens], [answers[2], 1]),
         phase=next(reversed(phases)),
         profile=machine.profile,
     )
     plan = Plan(
         model=config.model.name,
         cluster=machine.cluster.name,
-        workload=workload.name,
+        workload=setting.workload.name,
         objective="per-gpu",
         phases=phases,
         model_config=read_config(config.model),
     )
-    run = simulate_serving(pools_of(plan, setting, demand), demand, ServingOptions(hand_over=config.hand_over))
+    options, sent_s = ServingOptions(hand_over=config.hand_over), list[float]()
+    while True:
+        demand = _demand(answers, prompt_tokens, sent_s)
+        run = simulate_serving(pools_of(plan, setting, demand), demand, options)
+        own, prompts = run.records[: answers[0]], run.records[answers[0] :]
+        begun_s = [record.first_token_s or 0.0 for record in prompts[-1:] or own]
+        if len(prompts) == _MOST_PROMPTS or max(begun_s) >= max(record.finished_s or 0.0 for record in own):
+            break
+        sent_s.append(max(begun_s))  # what comes later changes nothing before it
     result = serving_result(run, SloSpec())
-    ttft_s = [record.ttft_s for record in run.records[num_answers:] if record.ttft_s is not None]
-    found = {"itl_s_p99": result.itl_s["p99"], "ttft_s_median": float(np.median(ttft_s))}
+    found = {"itl_s_p99": result.itl_s["p99"], "ttft_s_median": median(record.ttft_s or 0.0 for record in prompts)}
     if result.handovers is not None:
         found["exposed_share"] = result.handovers["exposed_share"]
     return found
+
+
+def _demand(answers: tuple[int, int, int], prompt_tokens: int, sent_s: Sequence[float]) -> Demand:
+    num, short, output = answers
+    return Demand(
+        arrivals_s=np.asarray([0.0] * num + list(sent_s)),
+        input_tokens=np.asarray([short] * num + [prompt_tokens] * len(sent_s), dtype=np.int64),
+        output_tokens=np.asarray([output] * num + [1] * len(sent_s), dtype=np.int64),
+    )
+
+
+def _workload(inputs: Sequence[int], outputs: Sequence[int]) -> WorkloadSpec:
+    return WorkloadSpec(name="pools", input_tokens=_trace(inputs), output_tokens=_trace(outputs))
 
 
 def _trace(values: Sequence[int]) -> LengthSpec:
