@@ -7,6 +7,8 @@ the engine starts (MegaScale-Infer 4.1).
 2. A layer then takes max(m T_f, T_a + T_e + 2 T_c), and at least what all workers on CPUs compute over the cores they
    share, and those on GPUs over the GPUs.
 3. The least m within 3% of the best one is taken: each further micro-batch reads the experts' weights again.
+4. Several attention workers that step each for itself, and fewer cores than processes: one. The other workers' steps
+   keep the experts busy, and twice as many steps of half as many rows take half as much processor time again.
 
 Rejected: m = 3 or 4, as the paper's conditions say. They hold for a constant micro-batch; a batch that is cut into
 more parts is not computed in as much less time where reading weights is most of it.
@@ -80,6 +82,13 @@ def choose_micro_batches(config: ServeConfig) -> ServeConfig:
         what = "other machines" if elsewhere else "workers on GPUs alone"
         _log.info("%d micro-batches: %s are not measured here, --micro-batches says another number", UNMEASURED, what)
         return replace(config, num_micro_batches=UNMEASURED)
+    if config.stepping == "free" and config.num_attention > 1 and all(on_cpu) and config.num_workers > _num_cores():
+        _log.info(
+            "1 micro-batch: %d processes share %d cores, attention workers' steps take turns with each other's",
+            config.num_workers,
+            _num_cores(),
+        )
+        return replace(config, num_micro_batches=1)
     times = measure_layer(config)
     layers_s = {m: predicted_layer_s(config, m, of_m) for m, of_m in times.items()}
     chosen = best_micro_batches(layers_s)

@@ -113,6 +113,20 @@ def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, t
     assert (pools.prefill.num_micro_batches, pools.num_micro_batches) == (4, 3)
 
 
+def test_steps_of_several_workers_on_too_few_cores_are_not_cut(
+    tiny_model: TinyModel, times: dict[int, TurnTimes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention workers step each for itself: more steps of fewer rows would only take more processor time."""
+
+    def chosen(layout: str) -> int:
+        return choose_micro_batches(config(tiny_model, layout)).num_micro_batches
+
+    assert chosen("3+1/m2 free") == 1
+    assert all(chosen(layout) > 1 for layout in ("3+1/m2", "1+3/m2 free", "1+1/m2 free"))
+    monkeypatch.setattr(micro_batch_choice, "_num_cores", lambda: 4)
+    assert chosen("3+1/m2 free") > 1
+
+
 def test_other_machines_are_not_measured(tiny_model: TinyModel, times: dict[int, TurnTimes]) -> None:
     here = config(tiny_model, "1+1/m2")
     joined = replace(here, joined_experts=1, join_address="127.0.0.1:7000", join_secret=b"s", num_micro_batches=4)
