@@ -92,3 +92,16 @@ def test_errors_name_what_was_given() -> None:
         backend.pack_linear(torch.randn(8, 4), torch.randn(7))
     with pytest.raises(ValueError, match="float16 is not known to the cpu back-end: use bfloat16 or float32"):
         CpuBackend(torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("outputs", [16, 33, 48, 64, 130])
+def test_heights_of_tiles_give_the_same_bits(isa: str, outputs: int, dtype: torch.dtype) -> None:
+    """Around the borders of one tile, two passes over pairs of panels, and blocks; panels that are no whole group."""
+    backend = CpuBackend(dtype)
+    torch.manual_seed(6)
+    inner = 1100  # more than a block of steps, and no whole one
+    packed, x = backend.pack_linear(torch.randn(outputs, inner) * inner**-0.5), torch.randn(26, inner).to(dtype)
+    alone = torch.cat([backend.linear(x[row : row + 1], packed) for row in range(26)])
+    for count in (6, 7, 8, 10, 11, 12, 13, 16, 18, 24, 25, 26):
+        assert torch.equal(backend.linear(x[:count], packed), alone[:count]), count
