@@ -5,6 +5,10 @@
 //   s = scale * q k^T;  m' = max(m, max s);  p = exp(s - m');  l = l exp(m - m') + sum p;  o = o exp(m - m') + p v
 // A sink (gpt-oss) is a key of score `sink` without a value, taken before all others: m = sink, l = 1.
 // All query heads of a group share one pass over keys and values, which are fetched one tile ahead.
+//
+// With AMX both products run in its tiles, for one row as for many, so that a row has the same bits in a prompt and in
+// decoding. Rows are padded to 16. Keys lie in the cache as tiles. A tile of values is of 32 tokens, more than a block of
+// 16 holds, so the values of 64 tokens are copied together first. Rejected: tiles of 16 tokens, which are half empty.
 #pragma once
 
 #include <limits>
@@ -20,7 +24,11 @@ namespace antiphon::kernels {
 constexpr int64_t tile_keys = group_width;
 constexpr float lowest_score = -1e30f;  // finite, so that "nothing seen yet" never makes inf - inf
 
-// Working memory of one item.
+// Whether products of these operands run in AMX tiles.
+template <class Arch, class E>
+constexpr bool in_tiles = Arch::has_tiles && E::type == ElementType::bf16;
+
+// Working memory of one item. `rows` of the arrays: as many as are multiplied, a multiple of 16 in AMX tiles.
 template <class E>
 struct AttentionState {
     typename E::Storage* q;        // [rows][padded key_dim]
@@ -29,11 +37,11 @@ struct AttentionState {
     float* out;                    // [rows][out_stride]
     float* max;                    // [rows]
     float* sums;                   // [rows][16], lane by lane
-    char* tail;                    // values of the last, partly filled panel
-    int64_t num_rows, q_stride, out_stride;
+    char* copied;                  // values of the last, partly filled panel; in AMX tiles those of all 64 tokens
+    int64_t num_rows, multiplied_rows, q_stride, out_stride;
 
-    AttentionState(const KVLayout& cache, int64_t rows)
-        : num_rows(rows), q_stride(padded_inner(E::type, cache.key_dim)),
+    AttentionState(const KVLayout& cache, int64_t num_rows, int64_t rows, int64_t copied_tokens)
+        : num_rows(num_rows), multiplied_rows(rows), q_stride(padded_inner(E::type, cache.key_dim)),
           out_stride(cache.value_panels() * panel_width) {
         const size_t element = sizeof(typename E::Storage);
         size_t end = 0;
@@ -45,7 +53,7 @@ struct AttentionState {
         const size_t at[] = {reserve(rows * q_stride, element), reserve(rows * tile_keys, element),
                              reserve(rows * tile_keys, 4),      reserve(rows * out_stride, 4),
                              reserve(rows, 4),                  reserve(rows * panel_width, 4),
-                             reserve(cache.value_panels() * cache.panel_steps(), panel_bytes)};
+                             reserve(cache.value_panels() * copied_tokens / E::per_step, panel_bytes)};
         char* memory = Scratch::get<char>(ScratchUse::attention, end);
         q = reinterpret_cast<typename E::Storage*>(memory + at[0]);
         weights = reinterpret_cast<typename E::Storage*>(memory + at[1]);
@@ -53,7 +61,7 @@ struct AttentionState {
         out = reinterpret_cast<float*>(memory + at[3]);
         max = reinterpret_cast<float*>(memory + at[4]);
         sums = reinterpret_cast<float*>(memory + at[5]);
-        tail = memory + at[6];
+        copied = memory + at[6];
     }
 };
 
@@ -145,7 +153,11 @@ void start_item(const AttentionCall& call, const AttentionItem& item, AttentionS
         copy_row<V>(q, dim, state.q_stride, state.q + r * state.q_stride);
         state.max[r] = lowest_score;
     }
-    std::memset(state.out, 0, static_cast<size_t>(state.num_rows * state.out_stride) * 4);
+    const int64_t padding = state.multiplied_rows - state.num_rows;
+    constexpr size_t element = sizeof(typename C::Storage);
+    std::memset(state.q + state.num_rows * state.q_stride, 0, static_cast<size_t>(padding * state.q_stride) * element);
+    std::memset(state.weights + state.num_rows * tile_keys, 0, static_cast<size_t>(padding * tile_keys) * element);
+    std::memset(state.out, 0, static_cast<size_t>(state.multiplied_rows * state.out_stride) * 4);
     std::memset(state.sums, 0, static_cast<size_t>(state.num_rows * panel_width) * 4);
     for (int64_t r = 0; call.sinks != nullptr && r < state.num_rows; ++r) {
         const float sink = call.sinks[item.kv_head * group + r % group];
@@ -155,8 +167,17 @@ void start_item(const AttentionCall& call, const AttentionItem& item, AttentionS
     }
 }
 
+template <class Arch, class E>
+void multiply_rows(const Block& block, int num_prefetch) {
+    if constexpr (in_tiles<Arch, E>) {
+        multiply_whole_tiles<typename Arch::Tiles>(block, num_prefetch);
+    } else {
+        multiply_block<typename Arch::Vector, E>(block);
+    }
+}
+
 // scores = q k^T for keys [first, first + count).
-template <class V, class E>
+template <class Arch, class E>
 void score_tile(const SequenceCache& sequence, const AttentionState<E>& state, int64_t first, int64_t count,
                 int64_t num_keys) {
     Segment segment;
@@ -167,10 +188,10 @@ void score_tile(const SequenceCache& sequence, const AttentionState<E>& state, i
         segment.panel[n] = sequence.key_operands(first + n * panel_width, n);
         segment.prefetch[n] = ahead < num_keys ? sequence.key_operands(ahead, n) : segment.panel[n];
     }
-    multiply_block<V, E>({
+    const Block block{
         .rows = reinterpret_cast<const char*>(state.q),
         .row_bytes = static_cast<size_t>(state.q_stride) * sizeof(typename E::Storage),
-        .num_rows = state.num_rows,
+        .num_rows = state.multiplied_rows,
         .segments = &segment,
         .num_segments = 1,
         .num_panels = num_panels,
@@ -178,7 +199,8 @@ void score_tile(const SequenceCache& sequence, const AttentionState<E>& state, i
         .sums = state.scores,
         .sums_stride = tile_keys,
         .accumulate = false,
-    });
+    };
+    multiply_rows<Arch, E>(block, num_panels);
 }
 
 // One row's scores become weights; keys [visible, end_visible) of the tile count, the rest weighs exactly nothing.
@@ -209,22 +231,62 @@ void weigh_row(AttentionState<E>& state, int64_t row, int num_panels, int64_t vi
         sums = V::add(sums, weight);
         V::store(state.weights + row * tile_keys + n * panel_width, weight);
     }
+    for (int n = num_panels; n < group_panels; ++n) {
+        V::store(state.weights + row * tile_keys + n * panel_width, V::zero());
+    }
     V::store(state.sums + row * panel_width, sums);
 }
 
-// The panel's first `valid` tokens; stale values beyond them could be infinite, and 0 * inf is not 0.
+// The values of a panel's first `valid` tokens, and zeros: stale ones could be infinite, and 0 * inf is not 0.
+// `to_bytes`: from one panel of 16 dims to the next.
 template <class E>
-void copy_tail(const KVLayout& cache, const char* values, int64_t valid, char* tail) {
+void copy_values(const KVLayout& cache, const char* values, int64_t valid, char* to, int64_t to_bytes) {
     const int64_t steps = cache.panel_steps();
     const int64_t whole = valid / E::per_step;
-    for (int64_t panel = 0; panel < cache.value_panels(); ++panel) {
+    for (int64_t panel = 0; panel < cache.value_panels(); ++panel, to += to_bytes) {
         const char* from = values + panel * cache.block_steps() * panel_bytes;
-        char* to = tail + panel * steps * panel_bytes;
         std::memcpy(to, from, static_cast<size_t>(whole * panel_bytes));
         std::memset(to + whole * panel_bytes, 0, static_cast<size_t>((steps - whole) * panel_bytes));
         for (int n = 0; valid % E::per_step != 0 && n < panel_width; ++n) {
             std::memcpy(to + whole * panel_bytes + n * 4, from + whole * panel_bytes + n * 4, 2);
         }
+    }
+}
+
+// out += weights v in AMX tiles, from a copy of the values of keys [first, first + count) and zeros up to 64.
+template <class Arch, class E>
+void add_values_in_tiles(const SequenceCache& sequence, const AttentionState<E>& state, int64_t first, int64_t count,
+                         int64_t num_keys) {
+    const KVLayout& cache = sequence.cache;
+    const int64_t steps = tile_keys / E::per_step;
+    for (int64_t token = 0; token < tile_keys; token += panel_width) {
+        const int64_t valid = larger(0, smaller(panel_width, count - token));
+        const char* values = sequence.values(valid > 0 ? first + token : first);
+        const char* ahead = first + token + tile_keys < num_keys ? sequence.values(first + token + tile_keys) : nullptr;
+        for (int64_t panel = 0; ahead != nullptr && panel < cache.value_panels(); ++panel) {
+            const char* next = ahead + panel * cache.block_steps() * panel_bytes;
+            for (int64_t step = 0; step < cache.panel_steps(); ++step) __builtin_prefetch(next + step * panel_bytes);
+        }
+        copy_values<E>(cache, values, valid, state.copied + token / E::per_step * panel_bytes, steps * panel_bytes);
+    }
+    for (int64_t dims = 0; dims < cache.value_panels(); dims += group_panels) {
+        Segment segment;
+        segment.steps = steps;
+        const int num_panels = static_cast<int>(smaller(group_panels, cache.value_panels() - dims));
+        for (int n = 0; n < num_panels; ++n) segment.panel[n] = state.copied + (dims + n) * steps * panel_bytes;
+        const Block block{
+            .rows = reinterpret_cast<const char*>(state.weights),
+            .row_bytes = tile_keys * sizeof(typename E::Storage),
+            .num_rows = state.multiplied_rows,
+            .segments = &segment,
+            .num_segments = 1,
+            .num_panels = num_panels,
+            .step_bytes = panel_bytes,
+            .sums = state.out + dims * panel_width,
+            .sums_stride = static_cast<size_t>(state.out_stride),
+            .accumulate = true,
+        };
+        multiply_whole_tiles<typename Arch::Tiles>(block, 0);
     }
 }
 
@@ -235,13 +297,17 @@ void add_values(const SequenceCache& sequence, const AttentionState<E>& state, i
     const KVLayout& cache = sequence.cache;
     const int num_token_panels = static_cast<int>(divide_up(count, panel_width));
     const int64_t stride = sequence.value_stride();
+    if (const int64_t valid = count % panel_width; valid != 0 && !cache.is_quantized()) {
+        const char* values = sequence.values(first + count - valid);
+        copy_values<E>(cache, values, valid, state.copied, cache.panel_steps() * panel_bytes);
+    }
     for (int64_t dims = 0; dims < cache.value_panels(); dims += group_panels) {
         const int num_panels = static_cast<int>(smaller(group_panels, cache.value_panels() - dims));
         Segment segments[group_panels];
         for (int t = 0; t < num_token_panels; ++t) {
             const int64_t position = first + t * panel_width;
             const bool is_tail = first + count - position < panel_width && !cache.is_quantized();
-            const char* values = is_tail ? state.tail : sequence.value_operands(position, t);
+            const char* values = is_tail ? state.copied : sequence.value_operands(position, t);
             const int64_t panel_stride = is_tail ? cache.panel_steps() * panel_bytes : stride;
             const bool more = position + tile_keys < num_keys;
             const char* ahead = more ? sequence.value_operands(position + tile_keys, t) : nullptr;
@@ -283,30 +349,35 @@ void finish_item(const AttentionCall& call, const AttentionItem& item, const Att
 }
 
 // E: rows in and out; C: operands.
-template <class V, class E, class C>
+template <class Arch, class E, class C>
 void attend(const AttentionCall& call, const AttentionItem& item) {
+    using V = typename Arch::Vector;
+    constexpr bool tiles = in_tiles<Arch, C>;
     const int64_t group = call.num_heads / call.cache.num_kv_heads;
     const SequenceCache sequence(call, item);
     const int64_t first_position = item.num_keys - item.num_queries;
     const int64_t window = call.sliding_window > 0 ? call.sliding_window : item.num_keys;
     int64_t first = larger(0, first_position - window + 1) / tile_keys * tile_keys;
     prefetch_first_tile(sequence, first, item.num_keys);
-    AttentionState<C> state(call.cache, item.num_queries * group);
+    const int64_t num_rows = item.num_queries * group;
+    AttentionState<C> state(call.cache, num_rows, tiles ? round_up(num_rows, tile_height) : num_rows,
+                            tiles ? tile_keys : panel_width);
     start_item<V, E>(call, item, state);
+    if constexpr (tiles) configure_tiles<typename Arch::Tiles>(tile_height, tile_height);
     for (; first < item.num_keys; first += tile_keys) {
         const int64_t count = smaller(tile_keys, item.num_keys - first);
         if (call.cache.is_quantized()) sequence.unpack_tile<V>(first, count);
-        score_tile<V, C>(sequence, state, first, count, item.num_keys);
+        score_tile<Arch, C>(sequence, state, first, count, item.num_keys);
         const int num_panels = static_cast<int>(divide_up(count, panel_width));
         for (int64_t r = 0; r < state.num_rows; ++r) {
             const int64_t position = first_position + r / group;
             weigh_row<V, C>(state, r, num_panels, position - window + 1 - first, position + 1 - first, call.scale);
         }
-        if (count % panel_width != 0 && !call.cache.is_quantized()) {
-            const int64_t valid = count % panel_width;
-            copy_tail<C>(call.cache, sequence.values(first + count - valid), valid, state.tail);
+        if constexpr (tiles) {
+            add_values_in_tiles<Arch, C>(sequence, state, first, count, item.num_keys);
+        } else {
+            add_values<V, C>(sequence, state, first, count, item.num_keys);
         }
-        add_values<V, C>(sequence, state, first, count, item.num_keys);
     }
     finish_item<V, E>(call, item, state);
 }
@@ -316,9 +387,9 @@ void paged_attention(const AttentionCall& call, ThreadPool& pool) {
     const AttentionPlan plan = plan_attention(call);
     pool.for_each_in_order(plan.num_items, [&](int64_t index) {
         if (call.cache.is_quantized()) {
-            attend<typename Arch::Vector, E, Fp32>(call, plan.items[index]);
+            attend<Arch, E, Fp32>(call, plan.items[index]);
         } else {
-            attend<typename Arch::Vector, E, E>(call, plan.items[index]);
+            attend<Arch, E, E>(call, plan.items[index]);
         }
     });
 }

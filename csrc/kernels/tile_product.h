@@ -130,40 +130,53 @@ void multiply_two_high(const Block& block, const TileSpan& span) {
     }
 }
 
+// Rows [32 pass, 32 pass + 32) as far as there are any, in configured tiles, with its share of `num_prefetch` panels.
+template <class Tiles>
+void multiply_pass(const Block& block, int64_t pass, int64_t passes, int num_prefetch) {
+    const int64_t first = pass * 2 * tile_height;
+    TileSpan span{block.rows + first * block.row_bytes, block.sums + first * block.sums_stride, 0,
+                  static_cast<int>(num_prefetch * pass / passes), static_cast<int>(num_prefetch * (pass + 1) / passes)};
+    if (block.num_rows - first <= tile_height) {
+        if (block.num_panels == 1) multiply_one_high<Tiles, 1>(block, span);
+        if (block.num_panels == 2) multiply_one_high<Tiles, 2>(block, span);
+        if (block.num_panels == 3) multiply_one_high<Tiles, 3>(block, span);
+        if (block.num_panels == 4) multiply_one_high<Tiles, 4>(block, span);
+        return;
+    }
+    const int end_prefetch = span.end_prefetch;
+    for (; span.panel < block.num_panels; span.panel += 2) {
+        // Each pair of panels fetches its own part of this pass's share.
+        const int middle = static_cast<int>(smaller(end_prefetch, span.first_prefetch + 2));
+        span.end_prefetch = span.panel + 2 < block.num_panels ? middle : end_prefetch;
+        if (block.num_panels - span.panel > 1) {
+            multiply_two_high<Tiles, 2>(block, span);
+        } else {
+            multiply_two_high<Tiles, 1>(block, span);
+        }
+        span.first_prefetch = span.end_prefetch;
+    }
+}
+
 template <class Tiles>
 void multiply_block_in_tiles(const Block& block) {
     const int64_t passes = divide_up(block.num_rows, 2 * tile_height);
     int configured = -1;
     for (int64_t pass = 0; pass < passes; ++pass) {
-        const int64_t first = pass * 2 * tile_height;
-        const int height = static_cast<int>(smaller(2 * tile_height, block.num_rows - first));
-        TileSpan span{block.rows + first * block.row_bytes, block.sums + first * block.sums_stride, 0,
-                      static_cast<int>(block.num_panels * pass / passes),
-                      static_cast<int>(block.num_panels * (pass + 1) / passes)};
-        if (height <= tile_height) {
-            configure_tiles<Tiles>(height, 0);
-            configured = -1;
-            if (block.num_panels == 1) multiply_one_high<Tiles, 1>(block, span);
-            if (block.num_panels == 2) multiply_one_high<Tiles, 2>(block, span);
-            if (block.num_panels == 3) multiply_one_high<Tiles, 3>(block, span);
-            if (block.num_panels == 4) multiply_one_high<Tiles, 4>(block, span);
-            continue;
+        const int height = static_cast<int>(smaller(2 * tile_height, block.num_rows - pass * 2 * tile_height));
+        if (configured != height) {
+            configure_tiles<Tiles>(static_cast<int>(smaller(height, tile_height)),
+                                   static_cast<int>(larger(height - tile_height, 0)));
         }
-        if (configured != height) configure_tiles<Tiles>(tile_height, height - tile_height);
         configured = height;
-        const int end_prefetch = span.end_prefetch;
-        for (; span.panel < block.num_panels; span.panel += 2) {
-            // Each pair of panels fetches its own part of this pass's share.
-            const int middle = static_cast<int>(smaller(end_prefetch, span.first_prefetch + 2));
-            span.end_prefetch = span.panel + 2 < block.num_panels ? middle : end_prefetch;
-            if (block.num_panels - span.panel > 1) {
-                multiply_two_high<Tiles, 2>(block, span);
-            } else {
-                multiply_two_high<Tiles, 1>(block, span);
-            }
-            span.first_prefetch = span.end_prefetch;
-        }
+        multiply_pass<Tiles>(block, pass, passes, block.num_panels);
     }
+}
+
+// A multiple of 16 rows, after configure_tiles(16, 16): who multiplies many small blocks in a row configures once.
+template <class Tiles>
+void multiply_whole_tiles(const Block& block, int num_prefetch) {
+    const int64_t passes = divide_up(block.num_rows, 2 * tile_height);
+    for (int64_t pass = 0; pass < passes; ++pass) multiply_pass<Tiles>(block, pass, passes, num_prefetch);
 }
 
 }  // namespace antiphon::kernels
