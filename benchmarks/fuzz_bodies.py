@@ -1,6 +1,6 @@
 """Send hostile request bodies, then mixes of much work, to a server and watch what they do to others.
 
-    python benchmarks/fuzz_bodies.py MODEL [--bodies 10000] [--seed 0] [--only bodies|mixes]
+    python benchmarks/fuzz_bodies.py MODEL [--bodies 10000] [--seed 0] [--only bodies|mixes] [--mix TEXT]
 
 Method
 1. `antiphon serve MODEL` runs in a process of its own, attention and experts apart.
@@ -148,12 +148,12 @@ def run_mix(url: str, pid: int, requests: list[Request]) -> Findings:
     return findings
 
 
-def run_mixes(url: str, pid: int, seed: int) -> list[str]:
-    """Print the table of all mixes; every promise that was broken, one line each."""
+def run_mixes(url: str, pid: int, seed: int, wanted: str = "") -> list[str]:
+    """Print the table of mixes with `wanted` in their names; every promise that was broken, one line each."""
     problems: list[str] = []
     growth_bytes = 0
     print("| mix | answers | median | p99 | longest | memory |\n|---|---|---|---|---|---|")
-    for name, make in MIXES.items():
+    for name, make in ((name, make) for name, make in MIXES.items() if wanted in name):
         findings = run_mix(url, pid, make(random.Random(f"{seed} {name}")))
         print(findings.row(name), flush=True)
         growth_bytes += findings.growth_bytes
@@ -266,6 +266,7 @@ def main() -> int:
     parser.add_argument("--bodies", type=int, default=10_000, help="how many; the first seed's number counts up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("bodies", "mixes"), help="default: both")
+    parser.add_argument("--mix", default="", metavar="TEXT", help="only mixes with this in their names, no bodies")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
@@ -275,12 +276,12 @@ def main() -> int:
             try:
                 facts = _wait_until_ready(server, ready)
                 problems: list[str] = []
-                if arguments.only != "mixes":
+                if arguments.only != "mixes" and not arguments.mix:
                     findings = fuzz(facts["url"], server.pid, arguments.bodies, arguments.seed)
                     print(findings.summary())
                     problems += findings.problems()
                 if arguments.only != "bodies":
-                    problems += run_mixes(facts["url"], server.pid, arguments.seed)
+                    problems += run_mixes(facts["url"], server.pid, arguments.seed, arguments.mix)
             finally:
                 server.terminate()
     for problem in problems:

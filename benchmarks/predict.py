@@ -14,8 +14,9 @@
 4. With `--plans` the points are layouts of `antiphon plan --pin`, and each is served as users serve a plan, over HTTP,
    on this machine or on nodes that the others join from (`bench/served_plans`).
 5. With `--rates` each rate has a plan of prefill and decode (`antiphon plan --phase both`), which is served while
-   `--requests` requests come at that rate. What `antiphon simulate` says of the plan stands beside what was measured:
-   medians of the time to the first token and per token, and tokens a second.
+   `--requests` requests come at that rate. What `antiphon simulate --client-here` says of the plan stands beside what
+   was measured: medians of the time to the first token and per token, and tokens a second. The profile has what HTTP
+   and the client take, so the client of this benchmark is in both.
 """
 
 import argparse
@@ -58,6 +59,7 @@ from antiphon.cost.profile import read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalPrediction, predict_decode
 from antiphon.serve.served_plan import ServedPlan
+from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.workload import load_workload
 
 DEFAULT_GRID = (
@@ -229,12 +231,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     try:
-        if arguments.rates is not None:
-            run_rates(arguments, parse_rates(arguments.rates))
-        elif arguments.plans is not None:
-            run_plans(arguments)
-        else:
-            run(arguments, parse_grid(arguments.grid or DEFAULT_GRID))
+        with sigterm_exits():  # servers that were started are ended
+            if arguments.rates is not None:
+                run_rates(arguments, parse_rates(arguments.rates))
+            elif arguments.plans is not None:
+                run_plans(arguments)
+            else:
+                run(arguments, parse_grid(arguments.grid or DEFAULT_GRID))
     except UserError as error:
         sys.exit(f"error: {error}")
 

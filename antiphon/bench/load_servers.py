@@ -25,7 +25,7 @@ from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
 from antiphon.bench.load import LoadCase, LoadOptions
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import parse_contestant
-from antiphon.bench.served_plans import ANTIPHON, SECRET, START_S, Process, end_process, wait_for
+from antiphon.bench.served_plans import ANTIPHON, SECRET, START_S, Process, end_process, start_here, wait_for
 from antiphon.planner.local_prediction import LocalChoice
 
 _Result = TypeVar("_Result")
@@ -56,7 +56,7 @@ def own_servers(
             if case.workload.max_batch is not None:
                 command += ["--max-running", str(case.workload.max_batch)]
             if box is None or spread_over is None:
-                server = _run_here(command, log)
+                server = start_here(command, log)
                 stack.callback(end_process, server)
             else:
                 address = f"{box.address(0)}:{_FIRST_PORT + index}"
@@ -69,11 +69,6 @@ def own_servers(
 
 def _is_written(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
-
-
-def _run_here(command: Sequence[str], log: Path) -> Process:
-    with log.open("wb") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
 
 @dataclass(frozen=True, kw_only=True)

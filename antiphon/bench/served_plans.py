@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from antiphon.base.errors import UserError
 from antiphon.base.system import python_module
 from antiphon.bench.box import Box
+from antiphon.bench.harness.child import ending_with_us
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.models.config import load_model_spec
@@ -117,16 +118,24 @@ class Machines:
     address: str = ""
 
 
+def start_here(arguments: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """A server on this machine, which ends when this process does, even by SIGKILL; what it prints goes to `log`."""
+    with log.open("wb") as output:
+        command = ending_with_us(arguments)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
+
 @contextmanager
 def this_machine(cluster: dict[str, Any]) -> Iterator[Machines]:
     """All cores of the machine that `cluster`, a file of `antiphon profile`, describes."""
 
-    def start(node: int, arguments: Sequence[str], log: Path) -> Process:
-        with log.open("wb") as output:
-            return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-
     cores = int(cluster["groups"][0]["devices_per_node"])
-    yield Machines(start=start, cluster=(), num_devices=cores, devices_per_node=cores)
+    yield Machines(
+        start=lambda _node, arguments, log: start_here(arguments, log),
+        cluster=(),
+        num_devices=cores,
+        devices_per_node=cores,
+    )
 
 
 @contextmanager
@@ -203,7 +212,8 @@ def make_two_phase_plan(
     options = ["--profile", str(profile), "--workload", str(workload), "--phase", "both", "--rate", str(rate), *_LOOSE]
     _run(*ANTIPHON, "plan", str(model), "--runnable-here", *options, "--json", str(file))
     promised = folder / "promised.json"
-    options = ["--rate", str(rate), "--requests", str(size.concurrency), "--seed", "0", "--profile", str(profile)]
+    options = ["--rate", str(rate), "--requests", str(size.concurrency), "--seed", "0"]
+    options += ["--profile", str(profile), "--client-here"]
     _run(*ANTIPHON, "simulate", str(file), *options, "--json", str(promised))
     return served_plan_of(read_plan(file), load_model_spec(model), file), json.loads(promised.read_text())
 

@@ -15,17 +15,19 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
+from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
 from antiphon.bench.profile.orders import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
 from antiphon.bench.profile.training import WantedTraining, measure_training
+from antiphon.bench.serving_peers import PeerError
 from antiphon.cli import options
 from antiphon.cli.commands import given_options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, LINKED_FILE, PROFILE_FILE
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import Profile, TrainingTables, read_profile
+from antiphon.cost.profile import HostTimes, Profile, TrainingTables, read_profile
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
@@ -119,15 +121,21 @@ def _serve(wanted: Wanted, folder: Path | None, json: str | None) -> None:
     with progress("measuring") as report:
         times = measure(wanted, report)
     spec = load_model_spec(wanted.model)
+    host, lacks = None, []
+    with progress("measuring HTTP") as report:
+        try:
+            host = host_times(wanted.model, times, spec, wanted.effort, report)
+        except (UserError, PeerError) as error:
+            lacks = [f"what HTTP takes was not measured, so simulations leave it out: {error}"]
     former = _former(folder, times.model)
-    measured = cost_profile(times, spec, _command())
+    measured = cost_profile(times, spec, _command(), host)
     measured = replace(measured, training=None if former is None else former.training)
     if folder is not None:
         _write(folder, CLUSTER_FILE, cluster_to_json(this_cluster(times, spec)))
         _write(folder, PROFILE_FILE, asdict(measured))
     show(workers_table(times), json=json)
     show(exchange_table(times), json=json)
-    for line in remarks(times, folder):
+    for line in host_remarks(host) + lacks + remarks(times, folder):
         show(line, json=json)
     emit_json(json, asdict(measured))
 
@@ -329,6 +337,17 @@ def exchange_table(times: LocalTimes) -> Any:
         calls = (exchange.dispatch_s, exchange.receive_s, exchange.reply_s, exchange.combine_s, exchange.one_way_s)
         cells.append((int(count), format_bytes(size), *(format_seconds(call.value(count)) for call in calls)))
     return table(("rows", "message", "dispatch", "receive", "reply", "combine", "one way"), cells)
+
+
+def host_remarks(host: HostTimes | None) -> list[str]:
+    """What serving over HTTP takes."""
+    if host is None:
+        return []
+    at = host.token_s.sizes[-1]
+    server = f"{format_seconds(host.request_s)} a request, {format_seconds(host.token_s.value(at))} a token"
+    client = f"{format_seconds(host.client_request_s)} and {format_seconds(host.client_token_s.value(at))}"
+    waits = f"waiting {format_seconds(host.wait_s)}, a prompt handed over {format_seconds(host.handover_s)}"
+    return [f"HTTP with {at:.0f} streams, of a core: {server}; the client {client}; {waits}"]
 
 
 def remarks(times: LocalTimes, folder: Path | None) -> list[str]:

@@ -74,7 +74,8 @@ def serve(
     setting = system.setting(plan, workload)
     requests = demand.draw(workload)
     pools = system.pools(plan, setting, requests)
-    options = events.serving(pools, seed=demand.seed, shared_prefix=system.shared_prefix)
+    shared, here = system.shared_prefix, system.client_here
+    options = events.serving(pools, seed=demand.seed, shared_prefix=shared, client_here=here)
     with progress("simulating") as report:
         run = simulate_serving(pools, requests, options, record_steps=perfetto is not None, on_progress=report)
     result = serving_result(run, workload.slo, num_cut=requests.num_cut)

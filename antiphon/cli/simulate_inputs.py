@@ -118,6 +118,9 @@ class SystemOptions:
         int | None, typer.Option(metavar="N", min=1, show_default="2048", help="Rows of a mixed step of a worker.")
     ] = None
     shared_prefix: Annotated[int, typer.Option(metavar="N", min=0, help="Equal first tokens of all prompts.")] = 0
+    client_here: Annotated[
+        bool, typer.Option("--client-here", help="Clients take cores of the serving machine (--profile).")
+    ] = False
 
     def setting(self, plan: Plan, workload: WorkloadSpec) -> Setting:
         """The setting of the decode phase, or of the only one."""
@@ -164,7 +167,7 @@ class EventOptions:
         typer.Option(metavar="WHEN", show_default="layers", help="Of two pools: by layers, or at the end."),
     ] = None
 
-    def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int) -> ServingOptions:
+    def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int, client_here: bool) -> ServingOptions:
         counts = [pool.counts for pool in pools]
         if not math.isfinite(self.restart_s):
             raise UserError(f"--restart-s is {self.restart_s:g}: it must be a finite number of seconds")
@@ -178,6 +181,7 @@ class EventOptions:
             rebalance_every_s=self.rebalance_every,
             shift_every_s=self.shift_every,
             hand_over=self.hand_over or "layers",
+            client_here=client_here,
         )
 
 

@@ -82,6 +82,21 @@ class TrainingTables:
     message: Curve | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """What serving takes beside the model's steps, on a machine with a server and a client. Seconds of a core:
+    `request_s` and `token_s` of the server's event loop, `client_*` of the client; of tokens by how many come out of
+    one step. Seconds on the clock: `wait_s` of a request until the engine has it, beside that; `handover_s`: what its
+    first token takes longer if another pool of workers computes the prompt."""
+
+    request_s: NotNegative
+    token_s: Curve
+    client_request_s: NotNegative
+    client_token_s: Curve
+    wait_s: NotNegative
+    handover_s: NotNegative = 0.0
+
+
 PROFILE_VERSION = 1
 Bound = Literal["compute", "memory"]
 AttentionPhase = Literal["decode", "prefill"]
@@ -139,7 +154,8 @@ class Profile:
     `head`: seconds of the last norm, logits and sampling by rows. `step_s`, `step_per_sequence_s`: what the engine
     itself takes per step and per running sequence (scheduling, messages, detokenizing). `engine`: the
     pieces of its decode steps, from which `planner.local_prediction` puts steps together; the tables before it are for
-    what the engine does not run so. `training` None, or `attention` empty: not measured."""
+    what the engine does not run so. `host`: HTTP, for simulations. `training`, `host` None, or `attention` empty: not
+    measured."""
 
     version: Count = PROFILE_VERSION
     command: str
@@ -155,6 +171,7 @@ class Profile:
     step_per_sequence_s: NotNegative = 0.0
     model_config: dict[str, object] = field(default_factory=dict)
     engine: LocalTimes | None = None
+    host: HostTimes | None = None
     training: TrainingTables | None = None
 
     def __post_init__(self) -> None:

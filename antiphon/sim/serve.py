@@ -4,16 +4,19 @@
    chooses.
 2. Instances step (`sim.instances`); a step's tokens are delivered at its end.
 3. With two pools requests go to the decode pool, whose workers have prompts computed for them (`sim.handovers`).
-4. Failures, re-placement of experts and shifts of popularity happen at their times.
-5. All events of one moment are handled before any instance begins a step. Same seed, same run.
+4. Where the profile has what HTTP and processes take, they share the machine's cores with the steps (`sim.host`).
+5. Failures, re-placement of experts and shifts of popularity happen at their times.
+6. All events of one moment are handled before any instance begins a step. Same seed, same run.
 
 Rejected: one event per token or layer. A step's sequences share its end, so 10,000 requests take seconds.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
@@ -22,6 +25,7 @@ from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.arrivals import Demand
 from antiphon.sim.handovers import SimulatedHandovers
+from antiphon.sim.host import serving_host
 from antiphon.sim.instances import Instance, LivePool, start_pool
 from antiphon.sim.pools import Pool
 from antiphon.sim.request_records import Gaps, Record
@@ -87,6 +91,13 @@ class _ServingSimulation:
         self._num_done = 0
         self._most_in_flight = pools[0].setting.workload.max_batch
         self._gaps = Gaps()
+        self._host = serving_host(
+            pools[0].setting,
+            lambda: self._now_s,
+            self._at,
+            has_client=options.client_here,
+            hands_over=len(pools) > 1,
+        )
 
     def run(self) -> ServingRun:
         self._at(float(self._demand.arrivals_s[0]), self._arrive, 0)
@@ -99,8 +110,10 @@ class _ServingSimulation:
             if every_s is not None:
                 self._at(every_s, what, every_s)
         while self._num_done < len(self._demand):
-            assert self._heap, "requests are left, but nothing will happen any more"
-            self._now_s = self._heap[0][0]
+            self._now_s = min(self._heap[0][0] if self._heap else math.inf, self._next_of_host_s())
+            assert self._now_s < math.inf, "requests are left, but nothing will happen any more"
+            for then in () if self._host is None else self._host.cores.done(self._now_s):
+                then()
             while self._heap and self._heap[0][0] == self._now_s:
                 _, _, handler, arguments = heapq.heappop(self._heap)
                 handler(*arguments)
@@ -121,6 +134,9 @@ class _ServingSimulation:
             handovers=None if self._handovers is None else self._handovers.counts,
         )
 
+    def _next_of_host_s(self) -> float:
+        return math.inf if self._host is None else self._host.cores.next_s()
+
     def _at(self, time_s: float, handler: Callable[..., None], *arguments: Any) -> None:
         self._num_events += 1
         heapq.heappush(self._heap, (time_s, self._num_events, handler, arguments))
@@ -138,6 +154,13 @@ class _ServingSimulation:
         self._records.append(record)
         if index + 1 < len(demand):
             self._at(float(demand.arrivals_s[index + 1]), self._arrive, index + 1)
+        if self._host is None:
+            self._knock(record)
+        else:
+            self._host.request(partial(self._knock, record))
+
+    def _knock(self, record: Record) -> None:
+        """The engine has the request."""
         self._door.append(record)
         self._open_door()
 
@@ -220,14 +243,22 @@ class _ServingSimulation:
         step = instance.begin(self._now_s)
         if self._handovers is not None and pool == len(self._pools) - 1:
             self._handovers.admit(self._now_s, instance)
-        if step is not None:
-            self._at(step.end_s, self._step_ends, pool, instance, instance.version)
+        if step is None:
+            return
+        ends = partial(self._step_ends, pool, instance, instance.version)
+        if self._host is None or step.price is None:
+            self._at(step.end_s, ends)
+        else:
+            phase, turn_s = instance.pool.phase, step.price.turn_s
+            devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
+            name = f"{instance.pool.name} {instance.index}"
+            self._host.step(name, devices, step.end_s - step.start_s - turn_s, turn_s, ends)
 
     def _step_ends(self, pool: int, instance: Instance, version: int) -> None:
         if version != instance.version:
             return  # given up meanwhile
         assert instance.step is not None
-        self._log.step(instance, instance.step)
+        self._log.step(instance, replace(instance.step, end_s=self._now_s))
         exposed_s = instance.step.exposed_s
         progress = instance.finish()
         self._dirty[pool, instance.index] = instance
@@ -240,28 +271,35 @@ class _ServingSimulation:
 
     def _deliver(self, progress: list[Request]) -> None:
         """Tokens of a step to their requests."""
-        records = self._record_of
-        gaps: dict[float, int] = {}
+        tokens = []
         for request in progress:
-            record = records[request.request_id]
-            self._count_token(record, gaps)
+            record = self._record_of[request.request_id]
+            record.num_output += 1
             if request.finish_reason is not None:
+                del self._record_of[request.request_id]
+            tokens.append((record, request.finish_reason is not None))
+        if self._host is None or not tokens:
+            self._arrived(tokens)
+        else:
+            self._host.tokens(len(tokens), partial(self._arrived, tokens))
+
+    def _arrived(self, tokens: list[tuple[Record, bool]]) -> None:
+        """One token of each request is with its client; some are the last ones."""
+        gaps: dict[float, int] = {}
+        for record, is_last in tokens:
+            if record.last_token_s is None:
+                record.first_token_s = self._now_s
+            else:
+                gap = self._now_s - record.last_token_s
+                gaps[gap] = gaps.get(gap, 0) + 1
+            record.last_token_s = self._now_s
+            if is_last:
                 record.finished_s = self._now_s
-                del records[request.request_id]
                 self._num_in_flight -= 1
                 self._done()
         self._gaps.add(gaps)
-        self._log.num_output += len(progress)
+        self._log.num_output += len(tokens)
         self._open_door()
-
-    def _count_token(self, record: Record, gaps: dict[float, int]) -> None:
-        record.num_output += 1
-        if record.last_token_s is None:
-            record.first_token_s = self._now_s
-        else:
-            gap = self._now_s - record.last_token_s
-            gaps[gap] = gaps.get(gap, 0) + 1
-        record.last_token_s = self._now_s
 
     # --- what else happens -----------------------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """`t_*_s`: means over micro-batches of one layer (T_c: the slower way; colocated: half of the exchange). Busy times
-    are means over workers; colocated devices do both kinds of work, and both numbers are the sum."""
+    are means over workers; colocated devices do both kinds of work, and both numbers are the sum. `turn_s`: the
+    engine's part of the duration."""
 
     duration_s: float
     t_a_s: float
@@ -52,6 +53,7 @@ class StepPrice:
     t_c_s: float
     attention_busy_s: float
     experts_busy_s: float
+    turn_s: float = 0.0
 
 
 def rows_of(
@@ -187,9 +189,11 @@ class StepPricer:
         else:
             layers_s, t_c = self._apart(t_a, t_e, rows, most_rows, fullest)
             duration_s = layers_s + sum(dense_s) + sum(head_s)
+        turn_s = 0.0
         if self._profile is not None:
             most = max(sum(_num_sequences(batch) for batch in batches) for batches in workers.values())
-            duration_s += float(self._profile.turn_s(most))
+            turn_s = float(self._profile.turn_s(most))
+        duration_s += turn_s
         return StepPrice(
             duration_s=duration_s,
             t_a_s=sum(t_a) / num_micro_batches,
@@ -197,6 +201,7 @@ class StepPricer:
             t_c_s=sum(t_c) / num_micro_batches,
             attention_busy_s=min(attention_busy_s, duration_s),
             experts_busy_s=min(experts_busy_s, duration_s),
+            turn_s=turn_s,
         )
 
     def _apart(

@@ -13,13 +13,25 @@ from antiphon.bench.profile.orders import QUICK
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.commands import single_command
 from antiphon.cli.profile import parse_counts, profile
+from antiphon.cost.curves import Curve
 from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import read_profile
+from antiphon.cost.profile import HostTimes, read_profile
 from antiphon.specs.cluster import load_cluster
 from tests.cost.training.specimens import training_tables
 from tests.planner.local_times_harness import local_times
 
+HOST = HostTimes(
+    request_s=1e-3,
+    token_s=Curve((1.0, 8.0), (4e-4, 3e-4), may_fall=True),
+    client_request_s=2e-3,
+    client_token_s=Curve((1.0,), (5e-5,), may_fall=True),
+    wait_s=4e-4,
+)
 SERVED = local_times(read_bytes_per_s={1: 2e10, 2: 4e10}, gemm_flops_per_s={1: 4e11, 2: 8e11})
+
+
+def no_server(*arguments: object) -> HostTimes:
+    raise UserError("the server ended: no memory")
 
 
 def test_profile_writes_what_plan_and_predict_read(
@@ -34,6 +46,7 @@ def test_profile_writes_what_plan_and_predict_read(
         return SERVED
 
     monkeypatch.setattr("antiphon.cli.profile.measure", measure)
+    monkeypatch.setattr("antiphon.cli.profile.host_times", lambda *arguments: HOST)
     folder, out = tmp_path / "measured", tmp_path / "profile.json"
     arguments = [str(checkpoint), "--quick", "--max-rows", "4", "--folder", str(folder), "--json", str(out)]
     result = CliRunner().invoke(single_command(profile), arguments)
@@ -44,6 +57,8 @@ def test_profile_writes_what_plan_and_predict_read(
     assert asked == [Wanted(model=checkpoint, effort=QUICK, max_rows=4)]
     assert json.loads(out.read_text()) == json.loads((folder / "profile.json").read_text())
     assert read_profile(out).machine.num_cores == times.num_cores
+    assert read_profile(out).host == HOST
+    assert "HTTP with 8 streams, of a core: 1.00 ms a request, 300.00 µs a token" in result.output
     assert load_cluster(folder / "this-machine.json").num_devices == times.num_cores
     assert "reads 40.0 GB/s, multiplies 800 GFLOP/s" in result.output
     lines = result.output.splitlines()
@@ -55,6 +70,7 @@ def test_profile_writes_what_plan_and_predict_read(
 def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = training_tables(256)
     monkeypatch.setattr("antiphon.cli.profile.measure", lambda wanted, report: replace(SERVED, model=checkpoint.name))
+    monkeypatch.setattr("antiphon.cli.profile.host_times", no_server)
     monkeypatch.setattr("antiphon.cli.profile.measure_training", lambda wanted, report: tables)
     command = [str(checkpoint), "--quick", "--folder", str(tmp_path)]
     for more in (["--phase", "train"], [], ["--phase", "train"]):
@@ -62,6 +78,7 @@ def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monk
         assert result.exit_code == 0, result.output
     found = read_profile(tmp_path / "profile.json")
     assert (found.training, bool(found.attention), found.engine is None) == (tables, True, False)
+    assert found.host is None
     assert {"sequence,", "expert,", "all_to_all"} <= set(result.output.split())  # lines may be broken in between
 
 

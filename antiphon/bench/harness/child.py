@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -29,6 +29,22 @@ def end_with_parent() -> None:
     """Be killed when the thread that started this process ends (Linux): a stopped child would keep its memory."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """The same command, which gets SIGTERM when the thread that starts it ends, however that is (Linux). It is for
+    servers, which then end their workers."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-P", "-c", _END_WITH_PARENT, str(os.getpid()), *command]
 
 
 def answer_calls(socket: str, number: int) -> None:

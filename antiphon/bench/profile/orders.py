@@ -12,7 +12,8 @@ class Effort:
     """`rows`: requests of a micro-batch; `prompts`: tokens of a prompt; `contexts`: a short and a long one, in tokens;
     `beside_rows`: sizes at which two workers run beside each other. Of training: `sequences` of a micro-batch,
     `training_steps` of each, `sum_bytes` that are summed over ranks. `point_s`: time for one figure. `together`:
-    whether an engine of several workers is started, to see what each further one adds to the engine's turn."""
+    whether an engine of several workers is started, to see what each further one adds to the engine's turn.
+    `host_requests` over HTTP at each of `host_streams` at once."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (32, 128, 512, 2048)
@@ -27,6 +28,8 @@ class Effort:
     min_repetitions: int = 3
     exchange_rounds: int = 20
     engine_steps: int = 24
+    host_requests: int = 96
+    host_streams: tuple[int, ...] = (1, 8, 32)
     limit_passes: int = 3
     together: bool = True
 
@@ -67,6 +70,8 @@ QUICK = Effort(
     min_repetitions=3,
     exchange_rounds=5,
     engine_steps=12,
+    host_requests=24,
+    host_streams=(1, 8),
     limit_passes=1,
     together=False,
 )

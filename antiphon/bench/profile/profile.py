@@ -39,6 +39,7 @@ from antiphon.cost.local_times import EngineTimes, LocalTimes, Slowdowns, Thread
 from antiphon.cost.profile import (
     AttentionTable,
     ExpertTable,
+    HostTimes,
     MachineFacts,
     MessageTable,
     Profile,
@@ -226,7 +227,7 @@ ASSUMED_WATTS_PER_CORE = 10.0
 _POWER_LIMIT = Path("/sys/class/powercap/intel-rapl:0/constraint_0_power_limit_uw")
 
 
-def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
+def cost_profile(times: LocalTimes, model: ModelSpec, command: str, host: HostTimes | None = None) -> Profile:
     """The tables of the cost model; the fewest threads come first, because that is what a device here has."""
     ascending = sorted(times.threads, key=lambda each: each.num_threads)
     attention = [_decode_table(each) for each in ascending] + [_prefill_table(each) for each in ascending]
@@ -252,6 +253,7 @@ def cost_profile(times: LocalTimes, model: ModelSpec, command: str) -> Profile:
         step_per_sequence_s=max(0.0, per_sequence),
         model_config=dict(times.model_config),
         engine=replace(times, model_config={}),
+        host=host,
     )
 
 

@@ -1,0 +1,173 @@
+"""What serving takes beside the model's steps: a server of this machine, asked over HTTP by this process.
+
+1. `antiphon serve MODEL` with one thread, and once more with prompts in a pool of their own. The client is that of
+   `bench.load`.
+2. Processor time is of the server's main thread, which is its event loop, with that of processes that read texts for
+   it, and of this thread. It hardly depends on what else the machine does. Requests of one token give what a request
+   takes, longer ones what a token takes, by how many streams there are: a step's tokens share the way.
+3. The time to the first token, less all that and less the step, is waiting: for sockets, threads and processes to wake
+   up. It is of the clock, and only as good as the machine is quiet.
+
+Rejected: a profiler in the server. It would be part of what it measures, and see neither the kernel nor the client.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import httpx
+import numpy as np
+import psutil
+
+from antiphon.base.errors import UserError
+from antiphon.base.progress import Report
+from antiphon.base.system import python_module
+from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer
+from antiphon.bench.profile.orders import Effort
+from antiphon.bench.served_plans import START_S, end_process, start_here, wait_for
+from antiphon.cost.curves import Curve
+from antiphon.cost.local_times import LocalTimes
+from antiphon.cost.profile import HostTimes
+from antiphon.specs.model import ModelSpec
+
+_PROMPT_TOKENS = 16
+_OUTPUT_TOKENS = 33
+_SCHEDULER_FILE = "schedstat"  # of a thread, in /proc: nanoseconds on a processor come first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A number of requests: processor seconds of the server's event loop and of the client, and each one's time to the
+    first token."""
+
+    server_s: float
+    client_s: float
+    ttft_s: list[float]
+
+
+class HostServer:
+    """A server that is ready. `facts`: what it says of itself."""
+
+    def __init__(self, facts: dict[str, object], vocab_size: int) -> None:
+        self._pid = int(str(facts["pid"]))
+        workers = facts["workers"]
+        assert isinstance(workers, list)
+        self._workers = {int(worker["pid"]) for worker in workers}
+        self._vocab_size = vocab_size
+        self._peer = OpenAIPeer(str(facts["url"]))
+        self._generator = np.random.default_rng(0)
+
+    def start(self) -> None:
+        """Learn the model's name."""
+        self._peer.start()
+
+    def ask(self, num_requests: int, output_tokens: int, streams: int = 1) -> Asked:
+        """`streams` of them at a time. All prompts differ."""
+        sizes = (num_requests, _PROMPT_TOKENS)
+        prompts = [row.tolist() for row in self._generator.integers(self._vocab_size, size=sizes)]
+        return asyncio.run(self._ask(prompts, output_tokens, streams))
+
+    async def _ask(self, prompts: list[list[int]], output_tokens: int, streams: int) -> Asked:
+        times: list[float] = []
+        async with httpx.AsyncClient(timeout=START_S, trust_env=False) as client:
+            server_s, client_s = self._server_s(), time.thread_time()  # a client that is made reads certificates
+
+            async def one(prompt: list[int]) -> None:
+                begin = time.perf_counter()
+                answer: StreamedAnswer = await self._peer.stream(client, prompt, output_tokens)
+                times.append(answer.arrivals_s[0] - begin)
+
+            for first in range(0, len(prompts), streams):
+                await asyncio.gather(*map(one, prompts[first : first + streams]))
+            client_s = time.thread_time() - client_s
+            return Asked(server_s=self._server_s() - server_s, client_s=client_s, ttft_s=times)
+
+    def _server_s(self) -> float:
+        """Of the main thread, and of all threads of children that are not workers."""
+        try:
+            total = _processor_s(Path(f"/proc/{self._pid}/task/{self._pid}"))
+        except OSError as error:
+            raise UserError(f"this system does not say how long a thread was on a processor: {error}") from error
+        for child in psutil.Process(self._pid).children():
+            if child.pid not in self._workers:
+                with suppress(OSError):  # it ended
+                    total += sum(map(_processor_s, Path(f"/proc/{child.pid}/task").iterdir()))
+        return total
+
+
+def _processor_s(folder: Path) -> float:
+    return int((folder / _SCHEDULER_FILE).read_text(encoding="ascii").split()[0]) * 1e-9
+
+
+@contextmanager
+def _serving(model: Path, vocab_size: int, *options: str) -> Iterator[HostServer]:
+    with TemporaryDirectory(prefix="host-") as name:
+        ready, log = Path(name) / "ready.json", Path(name) / "server.log"
+        command = python_module("antiphon.cli.main", "serve", str(model), "--threads", "1", "--port", "0")
+        server = start_here([*command, "--json", str(ready), *options], log)
+        try:
+            wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, log, START_S)
+            found = HostServer(json.loads(ready.read_text(encoding="utf-8")), vocab_size)
+            found.start()
+            yield found
+        finally:
+            end_process(server)
+
+
+def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, report: Report) -> HostTimes:
+    """Blocks for half a minute. `UserError` if no server can be started here."""
+    done, num_parts = count(1), len(effort.host_streams) + 2
+    dtype = ("--dtype", times.dtype)
+    with _serving(model, spec.vocab_size, *dtype) as server:
+        server.ask(effort.host_requests, 2)  # to warm up
+        single = server.ask(effort.host_requests, 1)
+        report(next(done), num_parts)
+        server_s, client_s = {}, {}
+        for streams in effort.host_streams:
+            num_requests = -(-effort.host_requests // streams) * streams
+            more = server.ask(num_requests, _OUTPUT_TOKENS, streams)
+            for found, longer, short in (
+                (server_s, more.server_s, single.server_s),
+                (client_s, more.client_s, single.client_s),
+            ):
+                extra_s = longer - short * num_requests / effort.host_requests
+                found[streams] = max(extra_s, 0.0) / (num_requests * (_OUTPUT_TOKENS - 1))
+            report(next(done), num_parts)
+    each = [seconds / effort.host_requests for seconds in (single.server_s, single.client_s)]
+    first = effort.host_streams[0]
+    beside = sum(each) + _step_s(times, spec)
+    ttft_s = median(single.ttft_s)
+    pooled_s = ttft_s
+    if times.num_cores > 1:
+        with _serving(model, spec.vocab_size, *dtype, "--prefill", "1", "--decode", "1") as server:
+            server.ask(effort.host_requests, 2)
+            pooled_s = median(server.ask(effort.host_requests, 2).ttft_s)
+    report(next(done), num_parts)
+    return HostTimes(
+        request_s=max(each[0] - server_s[first], 0.0),
+        token_s=_curve(server_s),
+        client_request_s=max(each[1] - client_s[first], 0.0),
+        client_token_s=_curve(client_s),
+        wait_s=max(ttft_s - beside, 0.0),
+        handover_s=max(pooled_s - ttft_s, 0.0),
+    )
+
+
+def _curve(seconds: dict[int, float]) -> Curve:
+    return Curve(tuple(map(float, seconds)), tuple(seconds.values()), may_fall=True)
+
+
+def _step_s(times: LocalTimes, spec: ModelSpec) -> float:
+    """The step of one prompt alone, and the engine's turn: as a simulation prices them."""
+    worker = min(times.threads, key=lambda each: each.num_threads)
+    experts = worker.experts_s[spec.router.num_experts]
+    layers = spec.num_layers * worker.prompt_attention_s.value(_PROMPT_TOKENS)
+    turn_s = times.engine.alone_s.seconds[0] + times.engine.bookkeeping_s.seconds[0]
+    return layers + spec.num_moe_layers * experts.value(_PROMPT_TOKENS) + worker.head_s.value(1) + turn_s
