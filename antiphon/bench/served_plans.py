@@ -118,7 +118,7 @@ class Machines:
     address: str = ""
 
 
-def start_here(arguments: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+def start_here(arguments: Sequence[str], log: Path) -> Process:
     """A server on this machine, which ends when this process does, even by SIGKILL; what it prints goes to `log`."""
     with log.open("wb") as output:
         command = ending_with_us(arguments)

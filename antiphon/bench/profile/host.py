@@ -129,7 +129,8 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
         server.ask(effort.host_requests, 2)  # to warm up
         single = server.ask(effort.host_requests, 1)
         report(next(done), num_parts)
-        server_s, client_s = {}, {}
+        server_s: dict[int, float] = {}
+        client_s: dict[int, float] = {}
         for streams in effort.host_streams:
             num_requests = -(-effort.host_requests // streams) * streams
             more = server.ask(num_requests, _OUTPUT_TOKENS, streams)
