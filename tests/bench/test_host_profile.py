@@ -52,13 +52,13 @@ def test_parts_of_requests_and_tokens(checkpoint: Path, monkeypatch: pytest.Monk
     spec = load_model_spec(checkpoint)
     worker = replace(thread_times(1), experts_s={spec.router.num_experts: flat(1e-6)})
     times = local_times(num_cores=2, dtype=spec.dtype, threads=(worker,))
-    effort = replace(QUICK, host_requests=4, host_streams=(1, 4))
+    effort = replace(QUICK, host_requests=8, host_streams=(1, 4))
     seen: list[tuple[float, float | None]] = []
     host = host_times(checkpoint, times, spec, effort, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert seen == [(1, 3), (2, 3), (3, 3)]
     assert host.token_s.sizes == host.client_token_s.sizes == (1.0, 4.0)
     # processor seconds, so a loaded machine does not change them much
     assert 0.0 < host.request_s < 0.1
     assert 0.0 < host.client_request_s < 0.1
-    assert 0.0 < host.token_s.value(1) < 0.05
-    assert 0.0 < host.client_token_s.value(4) < 0.05
+    assert 0.0 <= host.token_s.value(1) < 0.05
+    assert 0.0 <= host.client_token_s.value(4) < 0.05

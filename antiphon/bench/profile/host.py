@@ -4,7 +4,7 @@
    `bench.load`.
 2. Processor time is of the server's main thread, which is its event loop, with that of processes that read texts for
    it, and of this thread. It hardly depends on what else the machine does. Requests of one token give what a request
-   takes, longer ones what a token takes, by how many streams there are: a step's tokens share the way.
+   takes, longer ones what a token takes, by how many streams there are: tokens of a step share a part of the way.
 3. The time to the first token, less all that and less the step, is waiting: for sockets, threads and processes to wake
    up. It is of the clock, and only as good as the machine is quiet.
 
@@ -123,26 +123,24 @@ def _serving(model: Path, vocab_size: int, *options: str) -> Iterator[HostServer
 
 def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, report: Report) -> HostTimes:
     """Blocks for half a minute. `UserError` if no server can be started here."""
-    done, num_parts = count(1), len(effort.host_streams) + 2
+    done, num_parts = count(1), len(effort.host_streams) + 1
     dtype = ("--dtype", times.dtype)
+    server_s: dict[int, float] = {}
+    client_s: dict[int, float] = {}
+    short: dict[int, Asked] = {}
     with _serving(model, spec.vocab_size, *dtype) as server:
         server.ask(effort.host_requests, 2)  # to warm up
-        single = server.ask(effort.host_requests, 1)
-        report(next(done), num_parts)
-        server_s: dict[int, float] = {}
-        client_s: dict[int, float] = {}
         for streams in effort.host_streams:
             num_requests = -(-effort.host_requests // streams) * streams
-            more = server.ask(num_requests, _OUTPUT_TOKENS, streams)
-            for found, longer, short in (
-                (server_s, more.server_s, single.server_s),
-                (client_s, more.client_s, single.client_s),
-            ):
-                extra_s = longer - short * num_requests / effort.host_requests
-                found[streams] = max(extra_s, 0.0) / (num_requests * (_OUTPUT_TOKENS - 1))
+            short[streams] = server.ask(num_requests, 1, streams)
+            whole = server.ask(num_requests, _OUTPUT_TOKENS, streams)
+            num_tokens = num_requests * (_OUTPUT_TOKENS - 1)
+            server_s[streams] = max(whole.server_s - short[streams].server_s, 0.0) / num_tokens
+            client_s[streams] = max(whole.client_s - short[streams].client_s, 0.0) / num_tokens
             report(next(done), num_parts)
-    each = [seconds / effort.host_requests for seconds in (single.server_s, single.client_s)]
     first = effort.host_streams[0]
+    single = short[first]
+    each = [seconds / len(single.ttft_s) for seconds in (single.server_s, single.client_s)]
     beside = sum(each) + _step_s(times, spec)
     ttft_s = median(single.ttft_s)
     pooled_s = ttft_s
