@@ -212,6 +212,7 @@ def rms_norm(
     weight_address: int,
     eps: float,
     out_address: int,
+    out_stride: int,
 ) -> None: ...
 def add_rms_norm(
     is_bf16: bool,
@@ -223,6 +224,14 @@ def add_rms_norm(
     eps: float,
     sum_address: int,
     out_address: int,
+) -> None: ...
+def add_rows(
+    is_bf16: bool,
+    x_address: int,
+    delta_address: int,
+    num_rows: int,
+    width: int,
+    sum_address: int,
 ) -> None: ...
 def argmax_rows(logits_address: int, num_rows: int, width: int, stride: int, ids_address: int) -> None: ...
 
@@ -415,3 +424,24 @@ def causal_gradient(
     grad_k_address: int,
     grad_v_address: int,
 ) -> None: ...
+def choose_rows(
+    logits_address: int,
+    num_rows: int,
+    width: int,
+    stride: int,
+    temperatures_address: int,
+    uniforms_address: int,
+    ids_address: int,
+) -> None: ...
+
+class CallList:
+    def __init__(self) -> None: ...
+    def begin(self) -> None: ...
+    @staticmethod
+    def end() -> None: ...
+    def mark(self) -> None: ...
+    def __len__(self) -> int: ...
+    def run(self, num_rows: int, times_address: int) -> None: ...
+
+def count_kernel_time(counts: bool) -> None: ...
+def kernel_time() -> tuple[int, int, int]: ...

@@ -397,20 +397,19 @@ class AntiphonEngine:
 
     def _pass(self, prompts: list[list[int]], output_tokens: int) -> TimedAnswers:
         self._runs += 1
-        vocab_size = self._running().info.vocab_size
-        fresh = [[(prompt[0] + self._runs) % vocab_size, *prompt[1:]] for prompt in prompts]
-        return timed_answers(self._running(), fresh, output_tokens, self.name)
+        fresh = [[(prompt[0] + self._runs) % self.engine.info.vocab_size, *prompt[1:]] for prompt in prompts]
+        return timed_answers(self.engine, fresh, output_tokens, self.name)
 
     def fill_prefix_cache(self, workload: Workload) -> None:
         """Compute the prompts once, so that later runs of the very same prompts begin with decoding."""
-        timed_answers(self._running(), workload.prompts, 1, self.name)
+        timed_answers(self.engine, workload.prompts, 1, self.name)
 
     def steady_decode_tokens_per_s(self, workload: Workload, *, workers: Collection[WorkerName] = ()) -> float:
         """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again. `workers`: count
         the requests of these attention workers alone."""
         arrivals_s: dict[str, list[float]] = {}
-        counted = {name: self._running().workforce.schedulers[name].requests for name in workers}
-        for output in greedy_outputs(self._running(), workload.prompts, workload.output_tokens, self.name):
+        counted = {name: self.engine.workforce.schedulers[name].requests for name in workers}
+        for output in greedy_outputs(self.engine, workload.prompts, workload.output_tokens, self.name):
             if not workers or any(output.request_id in requests for requests in counted.values()):
                 arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
         rate = steady_rate(list(arrivals_s.values()))
@@ -418,30 +417,31 @@ class AntiphonEngine:
             raise UserError(f"{workload.output_tokens} output tokens are too few: never did all decode at once")
         return rate
 
-    def _running(self) -> Engine:
+    @property
+    def engine(self) -> Engine:
         assert self._engine is not None, "start() comes first"
         return self._engine
 
     def take_spans(self) -> dict[WorkerName, Spans]:
         """What the workers recorded since the last call (with `trace`)."""
-        return self._running().take_spans()
+        return self.engine.take_spans()
 
     def stats(self) -> EngineStats:
         """What the engine has counted so far."""
-        return self._running().stats()
+        return self.engine.stats()
 
     def worker_pid(self, name: WorkerName) -> int:
         """Process id of one worker."""
-        return self._running().worker_pid(name)
+        return self.engine.worker_pid(name)
 
     def _rss_bytes(self) -> int:
-        return sum(psutil.Process(pid).memory_info().rss for pid in self._running().worker_pids())
+        return sum(psutil.Process(pid).memory_info().rss for pid in self.engine.worker_pids())
 
     def pause(self) -> None:
-        self._running().pause_workers()
+        self.engine.pause_workers()
 
     def resume(self) -> None:
-        self._running().resume_workers()
+        self.engine.resume_workers()
 
     def close(self) -> None:
         if self._engine is not None:

@@ -42,6 +42,7 @@ from antiphon.cli.bench_serve import (
     serve_load,
     workload_sizes,
 )
+from antiphon.cli.bench_step import step
 from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
 from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
 from antiphon.cli.output import JsonOption, check_output_file, show, whole_file, write_whole
@@ -393,6 +394,7 @@ for command in (  # in the order of the help
     balance,
     hybrid,
     serve,
+    step,
     pools,
     ping_pong,
     apart,

@@ -214,6 +214,9 @@ class KernelBackend(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis: x / sqrt(mean(x²) + eps) * weight, statistics in float32."""
 
+    def rms_norm_(self, x_TH: Tensor, weight: Tensor, eps: float) -> None:
+        """The same in place, for rows that may be parts of wider ones."""
+
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + delta rounded to dtype, its RMS norm): the residual step at the head of each half-layer."""
 
@@ -247,6 +250,10 @@ class KernelBackend(Protocol):
         self, x_TH: Tensor, weight: PackedLinear, bias_E: Tensor | None, router: RouterSpec
     ) -> tuple[Tensor, Tensor]:
         """Router scores and choice: (expert ids int32 [T, K], weights float32 [T, K]), best first."""
+
+    def shared_gate(self, x_TH: Tensor, weight: PackedLinear, scaling: float) -> tuple[Tensor, Tensor]:
+        """How much a gate [1, in] lets through of an expert that every row passes: (its id 0 int32 [T, 1], the logit's
+        sigmoid times `scaling` float32 [T, 1])."""
 
     def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> PackedExperts:
         """Room for the weights of gated feed-forwards, as floats or in the formats given."""

@@ -9,6 +9,8 @@ more than a small kernel).
 Letters as in `antiphon.kernels.api`; O output width, I inner width of a plain linear.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -134,6 +136,7 @@ class CpuBackend:
         self._addresses = BatchAddresses()
         self._router: RouterSpec | None = None
         self._gate_options = _native.GateOptions()
+        self._shared_gates: dict[float, _native.GateOptions] = {}
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> CpuLinear:
         return CpuLinear(weight, bias, self.dtype)
@@ -177,8 +180,17 @@ class CpuBackend:
             weight.data_ptr(),
             eps,
             out.data_ptr(),
+            width,
         )
         return out
+
+    def rms_norm_(self, x_TH: Tensor, weight: Tensor, eps: float) -> None:
+        num_rows, width = x_TH.shape
+        self._check(x_TH, weight, width)
+        if x_TH.stride(1) != 1 and width > 1:
+            raise ValueError(f"rows of stride {x_TH.stride(1)}: their elements must be consecutive")
+        at, stride = x_TH.data_ptr(), x_TH.stride(0)
+        _native.rms_norm(self._is_bf16, at, num_rows, stride, width, weight.data_ptr(), eps, at, stride)
 
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         num_rows, width = x_TH.shape
@@ -199,6 +211,16 @@ class CpuBackend:
             out.data_ptr(),
         )
         return total, out
+
+    def add_rows(self, x_TH: Tensor, delta_TH: Tensor) -> Tensor:
+        """x + delta, rounded to dtype: the bits of PyTorch's sum."""
+        num_rows, width = x_TH.shape
+        x_TH, delta_TH = x_TH.contiguous(), delta_TH.contiguous()
+        if not (x_TH.dtype == delta_TH.dtype == self.dtype and delta_TH.shape == x_TH.shape):
+            raise ValueError(f"{x_TH.dtype} {tuple(x_TH.shape)} and {delta_TH.dtype} {tuple(delta_TH.shape)}")
+        total_TH = torch.empty_like(x_TH)
+        _native.add_rows(self._is_bf16, x_TH.data_ptr(), delta_TH.data_ptr(), num_rows, width, total_TH.data_ptr())
+        return total_TH
 
     def new_kv_cache(self, spec: KVCacheSpec) -> KVCache:
         return self._reference.new_kv_cache(spec) if spec.values_in_keys else CpuKVCache(spec, self.dtype)
@@ -273,15 +295,20 @@ class CpuBackend:
             return choose_experts(self.linear(x_TH, weight, out_dtype=torch.float32), bias_E, router)
         if router is not self._router:
             self._gate_options, self._router = _gate_options(router), router
+        return self._choose_experts(x_TH, weight, bias_E, self._gate_options)
+
+    def _choose_experts(
+        self, x_TH: Tensor, weight: CpuLinear, bias_E: Tensor | None, options: _native.GateOptions
+    ) -> tuple[Tensor, Tensor]:
         x_TH = self._rows(x_TH, weight.in_features)
         num_rows = x_TH.shape[0]
-        ids = torch.empty((num_rows, router.top_k), dtype=torch.int32)
-        weights = torch.empty((num_rows, router.top_k), dtype=torch.float32)
+        ids = torch.empty((num_rows, options.top_k), dtype=torch.int32)
+        weights = torch.empty((num_rows, options.top_k), dtype=torch.float32)
         if bias_E is not None:
             bias_E = bias_E.float().contiguous()
         _native.gate(
             weight.native,
-            self._gate_options,
+            options,
             x_TH.data_ptr(),
             num_rows,
             x_TH.stride(0),
@@ -290,6 +317,13 @@ class CpuBackend:
             weights.data_ptr(),
         )
         return ids, weights
+
+    def shared_gate(self, x_TH: Tensor, weight: PackedLinear, scaling: float) -> tuple[Tensor, Tensor]:
+        assert isinstance(weight, CpuLinear)
+        if (options := self._shared_gates.get(scaling)) is None:
+            router = RouterSpec(num_experts=1, top_k=1, scoring="sigmoid", normalize=False, scaling=scaling)
+            options = self._shared_gates[scaling] = _gate_options(router)
+        return self._choose_experts(x_TH, weight, None, options)
 
     def new_experts(self, shape: ExpertShape, formats: ExpertFormats | None = None) -> CpuExperts:
         return CpuExperts(shape, formats or FLOATS, self.dtype)
@@ -320,6 +354,28 @@ class CpuBackend:
         ids = torch.empty(logits_TV.shape[0], dtype=torch.int64)
         num_rows, width = logits_TV.shape
         _native.argmax_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), ids.data_ptr())
+        return ids
+
+    def choose_rows(self, logits_TV: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
+        """A token of each row of float32 logits, int64 [T]: drawn with its uniform from the softmax of logits over
+        temperature; where that is 0 the first largest."""
+        if logits_TV.dtype != torch.float32 or logits_TV.stride(-1) != 1:
+            raise ValueError(f"logits must be float32 with consecutive columns, got {logits_TV.dtype}")
+        num_rows, width = logits_TV.shape
+        if not len(temperatures) == len(uniforms) == num_rows:
+            raise ValueError(f"{num_rows} rows, {len(temperatures)} temperatures and {len(uniforms)} uniforms")
+        temperatures_T = torch.tensor(temperatures, dtype=torch.float32)
+        uniforms_T = torch.tensor(uniforms, dtype=torch.float64)
+        ids = torch.empty(num_rows, dtype=torch.int64)
+        _native.choose_rows(
+            logits_TV.data_ptr(),
+            num_rows,
+            width,
+            logits_TV.stride(0),
+            temperatures_T.data_ptr(),
+            uniforms_T.data_ptr(),
+            ids.data_ptr(),
+        )
         return ids
 
     def _rows(self, x: Tensor, width: int) -> Tensor:

@@ -286,6 +286,13 @@ class ReferenceBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, native=False)
 
+    def rms_norm_(self, x_TH: Tensor, weight: Tensor, eps: float) -> None:
+        x_TH.copy_(self.rms_norm(x_TH.contiguous(), weight, eps))
+
+    def shared_gate(self, x_TH: Tensor, weight: PackedLinear, scaling: float) -> tuple[Tensor, Tensor]:
+        weights_T1 = self.linear(x_TH, weight, out_dtype=torch.float32).sigmoid().mul_(scaling)
+        return torch.zeros_like(weights_T1, dtype=torch.int32), weights_T1
+
     def add_rms_norm(self, x_TH: Tensor, delta_TH: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TH = x_TH + delta_TH
         return x_TH, self.rms_norm(x_TH, weight, eps)

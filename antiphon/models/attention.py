@@ -117,7 +117,7 @@ class GroupedQueryAttention:
             self._norm_over_ranks(q_TX, k_TX, self.norms)
             return
         for part, weight in ((q_TX, self.q_norm), (k_TX, self.k_norm)):
-            part.copy_(self.backend.rms_norm(part.contiguous(), weight, self.eps))
+            self.backend.rms_norm_(part, weight, self.eps)
 
     def _norm_over_ranks(self, q_TX: Tensor, k_TX: Tensor, norms: WholeNorms) -> None:
         """The same where the ranks have some heads each: their sums of squares are added first."""

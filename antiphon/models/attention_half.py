@@ -88,12 +88,11 @@ class LocalFeedForward:
     residual_multiplier: float = 1.0
 
     def __call__(self, y_TH: Tensor) -> Tensor:
-        ids_T1 = torch.zeros((y_TH.shape[0], 1), dtype=torch.int32, device=y_TH.device)
         if self.shared_gate is None:
+            ids_T1 = torch.zeros((y_TH.shape[0], 1), dtype=torch.int32, device=y_TH.device)
             weights_T1 = torch.full_like(ids_T1, self.residual_multiplier, dtype=torch.float32)
         else:
-            weights_T1 = self.backend.linear(y_TH, self.shared_gate, out_dtype=torch.float32).sigmoid()
-            weights_T1.mul_(self.residual_multiplier)
+            ids_T1, weights_T1 = self.backend.shared_gate(y_TH, self.shared_gate, self.residual_multiplier)
         return self.backend.grouped_ffn(y_TH, ids_T1, weights_T1, self.expert)
 
 

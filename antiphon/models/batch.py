@@ -55,6 +55,20 @@ class BlockTables:
             first = sequence.first_new_block
             self._table[sequence.slot, first : first + len(sequence.new_blocks)] = sequence.new_blocks
 
+    @property
+    def most_blocks(self) -> int:
+        """Of one request."""
+        return self._table.shape[1]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one request."""
+        return self.most_blocks * self._block_size
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """That hold so many tokens."""
+        return -(-num_tokens // self._block_size)
+
     def blocks(self, slot: int, num_tokens: int) -> Tensor:
         """The blocks of the first tokens in that slot, int32 in host memory; a copy."""
         return torch.from_numpy(self._table[slot, : -(-num_tokens // self._block_size)].copy())

@@ -374,6 +374,14 @@ class ServeConfig:
         return self.stepping == "free" and is_simple
 
     @property
+    def plans_ahead(self) -> bool:
+        """Whether a replica's next step waits at the replica, planned before its tokens are known. Not where a record
+        of routing is by step, micro-batches take turns, or other ranks follow each step."""
+        is_recorded = self.record_routing is not None or self.replay_routing is not None
+        is_simple = self.attention_ranks == 1 and self.num_micro_batches == 1 and not is_recorded
+        return self.layout == "colocated" and is_simple
+
+    @property
     def topology(self) -> TwoLevel:
         """The ranks of one stage of a hybrid instance."""
         return TwoLevel.of_ranks(self.num_attention * self.attention_tp, self.attention_tp, self.expert_tp)

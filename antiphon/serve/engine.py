@@ -3,8 +3,9 @@
     loop:  take new requests and aborts
            take the masks of grammars that have come                (computed by other threads: `mask_pool`)
            start a step in every group that stands still            (policy, microseconds to milliseconds)
-           wait for messages and deaths                             (workers compute)
-           commit results, hand outputs to their sinks
+           hand outputs to their sinks                              (workers compute)
+           wait for messages and deaths
+           commit results
 
 Requests live here (`request_router`): prompt, sampled tokens, grammar state. Workers (`workforce`) hold what can be
 computed again from them, so the loss of any worker loses no request and repeats no token. Rejected: asyncio for this
@@ -306,6 +307,7 @@ class Engine:
             self._handovers.begin()
         for group in self.workforce.groups if self._handovers else ():  # of those, some may compute for others now
             group.start_steps()
+        self._router.tracked.hand_out()
         self._router.note_first_schedules()
         self._router.count_waiting()
         self._events.extend(self._fleet.poll(0.0 if self._events else self._router.tracked.mask_patience_s or _TICK_S))
@@ -379,6 +381,7 @@ class Engine:
         self._take_orders()
         for request_id in self._router.tracked.ids():
             self._router.end(request_id, reason, error)
+        self._router.tracked.hand_out()
         self._router.count_waiting()
         self._spans.forget(self.workforce.names)
 

@@ -3,7 +3,8 @@
 A request is here from its submission until its last output, with what must survive any worker: sink, grammar state,
 reported log-probabilities. Only the engine's thread writes; other threads may ask whether an id is known.
 
-Outputs of one step travel together: one wake-up of the event loop per step, not one per token.
+Outputs of one step travel together: one wake-up of the event loop per step, not one per token. They are handed out once
+the next step is on its way: the loop that they wake takes the interpreter's lock from the engine's thread.
 
 A request with a grammar has one mask at a time (`mask_pool`): asked for when its last token is out, kept until the next
 one is, because a step that failed is sent again with the same masks.
@@ -131,7 +132,6 @@ class TrackedRequest:
     submitted: float = field(default_factory=time.monotonic)
     mask: MaskJob | None = None
     prompt_logprobs: list[PackedLogprobs] = field(default_factory=list)
-    scheduled: bool = False
 
 
 class TrackedRequests:
@@ -143,6 +143,8 @@ class TrackedRequests:
         self._awaited: dict[str, MaskJob] = {}  # the masks that are asked for
         self._patience_s: dict[str, float] = {}  # how long masks that will come soon are still worth waiting for
         self._masks = MaskPool(wake)
+        self._outgoing: dict[int, tuple[Sink, list[EngineOutput]]] = {}
+        self._unscheduled: dict[str, TrackedRequest] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -155,11 +157,21 @@ class TrackedRequests:
 
     def add(self, tracked: TrackedRequest) -> None:
         self._by_id[tracked.request.request_id] = tracked
+        self._unscheduled[tracked.request.request_id] = tracked
         if tracked.mask is not None:
             self._ask({tracked: tracked.mask})
 
     def get(self, request_id: str) -> TrackedRequest | None:
         return self._by_id.get(request_id)
+
+    @property
+    def has_unscheduled(self) -> bool:
+        """Some request has been in no step yet."""
+        return bool(self._unscheduled)
+
+    def note_scheduled(self, request_id: str) -> TrackedRequest | None:
+        """It is in a step. The request, if that is its first one."""
+        return self._unscheduled.pop(request_id, None)
 
     # --- masks -----------------------------------------------------------------------------------------------------
 
@@ -210,9 +222,8 @@ class TrackedRequests:
     # --- outputs ---------------------------------------------------------------------------------------------------
 
     def publish(self, progress: list[Request], sampled: dict[str, Sampled]) -> None:
-        """Turn what a step did, and what the worker said of each request, into outputs: one delivery per sink. Asks for
-        the masks of the next tokens."""
-        outputs: dict[int, tuple[Sink, list[EngineOutput]]] = {}
+        """Turn what a step did, and what the worker said of each request, into outputs, which wait for `hand_out`. Asks
+        for the masks of the next tokens."""
         jobs: dict[TrackedRequest, MaskJob] = {}
         for request_id, entry in sampled.items():
             if entry.prompt_logprobs and (tracked := self._by_id.get(request_id)) is not None:
@@ -226,24 +237,32 @@ class TrackedRequests:
                 self._forget(request_id)
             elif tracked.mask is not None and token_id is not None:
                 jobs[tracked] = MaskJob(tracked.mask.matcher, token_id)
-            output = _output(tracked, sampled.get(request_id))
-            outputs.setdefault(id(tracked.sink), (tracked.sink, []))[1].append(output)
+            self._send(tracked.sink, _output(tracked, sampled.get(request_id)))
         if jobs:
             self._ask(jobs)
-        for sink, batch in outputs.values():
-            sink.deliver(batch)
+
+    def _send(self, sink: Sink, output: EngineOutput) -> None:
+        self._outgoing.setdefault(id(sink), (sink, []))[1].append(output)
+
+    def hand_out(self) -> None:
+        """Deliver what waits, once to each sink."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for sink, outputs in outgoing.values():
+            sink.deliver(outputs)
 
     def _forget(self, request_id: str) -> TrackedRequest | None:
         if (job := self._awaited.pop(request_id, None)) is not None:
             job.cancelled = True
+        self._unscheduled.pop(request_id, None)
         return self._by_id.pop(request_id, None)
 
     def end(self, request_id: str, reason: FinishReason, error: str | None) -> bool:
-        """Forget a request and tell its sink. False: it is not known (any more)."""
+        """Forget a request and tell its sink, with the next `hand_out`. False: it is not known (any more)."""
         tracked = self._forget(request_id)
         if tracked is None:
             return False
-        tracked.sink.deliver([EngineOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)])
+        output = EngineOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)
+        self._send(tracked.sink, output)
         return True
 
 

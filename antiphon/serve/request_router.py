@@ -83,11 +83,11 @@ class RequestRouter:
 
     def note_first_schedules(self) -> None:
         """Queue times of requests that left the queue since the last look."""
-        for scheduler in self._workforce.schedulers.values():
+        for scheduler in self._workforce.schedulers.values() if self.tracked.has_unscheduled else ():
             for request in scheduler.book.running:
-                tracked = self.tracked.get(request.tracked_id)
-                if tracked is not None and not tracked.scheduled and not request.arrives:
-                    tracked.scheduled = True
+                if request.arrives:
+                    continue
+                if (tracked := self.tracked.note_scheduled(request.tracked_id)) is not None:
                     self._statistics.prompt_tokens += request.num_prompt
                     self._statistics.record_queue_time(time.monotonic() - tracked.submitted)
 

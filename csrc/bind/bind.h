@@ -46,7 +46,8 @@ void bind_formats(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);  // PackedLinear and the gate that uses it
 void bind_experts(nanobind::module_& module);
 void bind_kv_cache(nanobind::module_& module);
-void bind_rows(nanobind::module_& module);  // norms and argmax
+void bind_rows(nanobind::module_& module);  // norms, sums and argmax
+void bind_calls(nanobind::module_& module);
 void bind_training(nanobind::module_& module);  // row operators with their gradients
 
 }  // namespace antiphon::bind

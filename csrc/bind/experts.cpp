@@ -1,6 +1,6 @@
 #include "base/huge_buffer.h"
 #include "bind/bind.h"
-#include "kernels/isa.h"
+#include "kernels/calls.h"
 #include "kernels/operations.h"
 
 #include <nanobind/stl/string.h>
@@ -84,7 +84,7 @@ class PackedExperts {
                                            pointer<const float>(weights),
                                            top_k,
                                            pointer<void>(out)};
-        kernels::kernels().of(weights_.type).grouped_ffn(call, ThreadPool::instance());
+        kernels::perform(weights_.type, call);
     }
 
   private:

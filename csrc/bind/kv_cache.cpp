@@ -1,6 +1,6 @@
 #include "base/huge_buffer.h"
 #include "bind/bind.h"
-#include "kernels/isa.h"
+#include "kernels/calls.h"
 #include "kernels/kv_copy.h"
 
 #include <nanobind/stl/string.h>
@@ -15,7 +15,6 @@ namespace antiphon::bind {
 namespace {
 
 using kernels::BatchView;
-using kernels::ThreadPool;
 
 // Addresses of an AttentionBatch's int32 arrays. The arrays must outlive it.
 struct BatchAddresses {
@@ -77,7 +76,7 @@ class KVCache {
             .eps = eps,
             .q = pointer<void>(q),
         };
-        kernels::kernels().of(type_).rotate_and_store(call, ThreadPool::instance());
+        kernels::perform(type_, call);
     }
 
     void paged_attention(int64_t layer, const BatchAddresses& batch, uintptr_t q, int64_t num_heads, float scale,
@@ -94,7 +93,7 @@ class KVCache {
             .sinks = pointer<const float>(sinks),
             .out = pointer<void>(out),
         };
-        kernels::kernels().of(type_).paged_attention(call, ThreadPool::instance());
+        kernels::perform(type_, call);
     }
 
     // Addresses of int32 arrays, and of as many bytes as the run has rows of; the caller has checked all ranges.

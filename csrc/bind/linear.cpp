@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "base/huge_buffer.h"
-#include "kernels/isa.h"
+#include "kernels/calls.h"
 #include "kernels/operations.h"
 
 namespace nb = nanobind;
@@ -39,7 +39,7 @@ class PackedLinear {
         call.residual = rows(residual, num_rows, residual_stride);
         call.out = pointer<void>(out);
         call.out_fp32 = out_fp32;
-        kernels::kernels().of(type_).linear(call, ThreadPool::instance());
+        kernels::perform(type_, call);
     }
 
     // Product without residual and output.
@@ -85,7 +85,7 @@ void gate(const PackedLinear& weight, const GateOptions& options, uintptr_t x, i
         .ids = pointer<int32_t>(ids),
         .weights = pointer<float>(weights),
     };
-    kernels::kernels().of(weight.type()).gate(call, ThreadPool::instance());
+    kernels::perform(weight.type(), call);
 }
 
 }  // namespace
@@ -115,14 +115,14 @@ void bind_linear(nb::module_& module) {
 namespace {
 
 using kernels::RmsNormCall;
-using kernels::ThreadPool;
 
+// x and out may be the same.
 void rms_norm(bool is_bf16, uintptr_t x, int64_t num_rows, int64_t stride, int64_t width, uintptr_t weight, float eps,
-              uintptr_t out) {
+              uintptr_t out, int64_t out_stride) {
     const nb::gil_scoped_release released;
     const RmsNormCall call{rows(x, num_rows, stride), {},    pointer<const void>(weight), nullptr,
-                           pointer<void>(out),        width, eps};
-    kernels::kernels().of(element_type(is_bf16)).rms_norm(call, ThreadPool::instance());
+                           pointer<void>(out),        width, eps,                         out_stride};
+    kernels::perform(element_type(is_bf16), call);
 }
 
 // x, delta, sum and out are contiguous.
@@ -131,26 +131,47 @@ void add_rms_norm(bool is_bf16, uintptr_t x, uintptr_t delta, int64_t num_rows, 
     const nb::gil_scoped_release released;
     const RmsNormCall call{rows(x, num_rows, width), rows(delta, num_rows, width), pointer<const void>(weight),
                            pointer<void>(sum),       pointer<void>(out),           width,
-                           eps};
-    kernels::kernels().of(element_type(is_bf16)).rms_norm(call, ThreadPool::instance());
+                           eps,                      width};
+    kernels::perform(element_type(is_bf16), call);
+}
+
+// x, delta and sum are contiguous.
+void add_rows(bool is_bf16, uintptr_t x, uintptr_t delta, int64_t num_rows, int64_t width, uintptr_t sum) {
+    const nb::gil_scoped_release released;
+    const RmsNormCall call{rows(x, num_rows, width), rows(delta, num_rows, width), nullptr, pointer<void>(sum), nullptr,
+                           width,                    0.0f,                         width};
+    kernels::perform(element_type(is_bf16), call);
 }
 
 void argmax_rows(uintptr_t logits, int64_t num_rows, int64_t width, int64_t stride, uintptr_t ids) {
     const nb::gil_scoped_release released;
-    kernels::kernels().argmax({pointer<const float>(logits), num_rows, width, stride, pointer<int64_t>(ids)},
-                              ThreadPool::instance());
+    kernels::perform(ElementType::fp32, kernels::ArgmaxCall{pointer<const float>(logits), num_rows, width, stride,
+                                                            pointer<int64_t>(ids)});
+}
+
+void choose_rows(uintptr_t logits, int64_t num_rows, int64_t width, int64_t stride, uintptr_t temperatures,
+                 uintptr_t uniforms, uintptr_t ids) {
+    const nb::gil_scoped_release released;
+    kernels::perform(ElementType::fp32, kernels::ChooseCall{pointer<const float>(logits), num_rows, width, stride,
+                                                            pointer<const float>(temperatures),
+                                                            pointer<const double>(uniforms), pointer<int64_t>(ids)});
 }
 
 }  // namespace
 
 void bind_rows(nb::module_& module) {
     module.def("rms_norm", &rms_norm, nb::arg("is_bf16"), nb::arg("x_address"), nb::arg("num_rows"), nb::arg("stride"),
-               nb::arg("width"), nb::arg("weight_address"), nb::arg("eps"), nb::arg("out_address"));
+               nb::arg("width"), nb::arg("weight_address"), nb::arg("eps"), nb::arg("out_address"),
+               nb::arg("out_stride"));
     module.def("add_rms_norm", &add_rms_norm, nb::arg("is_bf16"), nb::arg("x_address"), nb::arg("delta_address"),
                nb::arg("num_rows"), nb::arg("width"), nb::arg("weight_address"), nb::arg("eps"),
                nb::arg("sum_address"), nb::arg("out_address"));
+    module.def("add_rows", &add_rows, nb::arg("is_bf16"), nb::arg("x_address"), nb::arg("delta_address"),
+               nb::arg("num_rows"), nb::arg("width"), nb::arg("sum_address"));
     module.def("argmax_rows", &argmax_rows, nb::arg("logits_address"), nb::arg("num_rows"), nb::arg("width"),
                nb::arg("stride"), nb::arg("ids_address"));
+    module.def("choose_rows", &choose_rows, nb::arg("logits_address"), nb::arg("num_rows"), nb::arg("width"),
+               nb::arg("stride"), nb::arg("temperatures_address"), nb::arg("uniforms_address"), nb::arg("ids_address"));
 }
 
 }  // namespace antiphon::bind

@@ -53,4 +53,5 @@ NB_MODULE(_native, module) {
     antiphon::bind::bind_kv_cache(module);
     antiphon::bind::bind_rows(module);
     antiphon::bind::bind_training(module);
+    antiphon::bind::bind_calls(module);
 }

@@ -3,6 +3,7 @@
 
 #include "kernels/argmax.h"
 #include "kernels/attention.h"
+#include "kernels/draw.h"
 #include "kernels/gate.h"
 #include "kernels/grouped_ffn.h"
 #include "kernels/linear.h"
@@ -19,7 +20,7 @@ constexpr ElementKernels element_kernels() {
 
 template <class Arch>
 constexpr KernelTable kernel_table(const char* name) {
-    return {name, element_kernels<Arch, Bf16>(), element_kernels<Arch, Fp32>(), &argmax<Arch>};
+    return {name, element_kernels<Arch, Bf16>(), element_kernels<Arch, Fp32>(), &argmax<Arch>, &choose<Arch>};
 }
 
 }  // namespace antiphon::kernels

@@ -24,9 +24,10 @@ struct RmsNormCall {
     Rows delta;  // added to x first; data null if there is none
     const void* weight;
     void* sum;  // [rows][width], x + delta rounded; only with delta
-    void* out;  // [rows][width]
+    void* out;  // [rows][out_stride]; null: only the sum is wanted
     int64_t width;
     float eps;
+    int64_t out_stride;
 };
 
 // Packed weights of the experts of one layer. Gate and up share one matrix: groups of two gate and two up panels. Biases
@@ -146,6 +147,16 @@ struct ArgmaxCall {
     int64_t* ids;  // [rows]
 };
 
+struct ChooseCall {
+    const float* logits;  // [rows][width]
+    int64_t num_rows;
+    int64_t width;
+    int64_t stride;
+    const float* temperatures;  // [rows], 0: the largest logit
+    const double* uniforms;     // [rows], in [0, 1)
+    int64_t* ids;               // [rows]
+};
+
 // One instruction set's kernels for one element type.
 struct ElementKernels {
     void (*linear)(const LinearCall&, ThreadPool&);
@@ -161,6 +172,7 @@ struct KernelTable {
     ElementKernels bf16;
     ElementKernels fp32;
     void (*argmax)(const ArgmaxCall&, ThreadPool&);
+    void (*choose)(const ChooseCall&, ThreadPool&);
 
     const ElementKernels& of(ElementType type) const { return type == ElementType::bf16 ? bf16 : fp32; }
 };

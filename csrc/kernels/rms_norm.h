@@ -1,4 +1,5 @@
-// RMS norm of rows, optionally after adding a residual stream: x / sqrt(mean(x^2) + eps), rounded, times the weight.
+// RMS norm of rows, optionally after adding a residual stream: x / sqrt(mean(x^2) + eps), rounded, times the weight. Or
+// the sum alone, where no norm is wanted.
 // The rounding before the weight is what Hugging Face's RMSNorm modules do.
 #pragma once
 
@@ -56,7 +57,8 @@ void rms_norm(const RmsNormCall& call, ThreadPool& pool) {
                 });
                 x = sum;
             }
-            rms_norm_row<V, E>(x, static_cast<const T*>(call.weight), static_cast<T*>(call.out) + row * call.width,
+            if (call.out == nullptr) continue;
+            rms_norm_row<V, E>(x, static_cast<const T*>(call.weight), static_cast<T*>(call.out) + row * call.out_stride,
                                call.width, call.eps);
         }
     });

@@ -42,6 +42,19 @@ def test_choice_and_weights(isa: str, num_threads: int, router: RouterSpec, rows
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scaling", [1.0, 0.22])
+def test_a_shared_experts_gate(isa: str, scaling: float) -> None:
+    torch.manual_seed(0)
+    backend, weight = CpuBackend(torch.float32), torch.randn(1, 96)
+    packed, x = backend.pack_linear(weight), torch.randn(9, 96)
+    backend.gate(x, backend.pack_linear(torch.randn(8, 96)), None, ROUTERS["mixtral"])  # a router before it
+    ids, weights = backend.shared_gate(x, packed, scaling)
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    assert ids.tolist() == [[0]] * 9
+    torch.testing.assert_close(weights, (x @ weight.t()).sigmoid() * scaling, atol=1e-6, rtol=1e-5)
+    assert torch.equal(backend.shared_gate(x[3:4], packed, scaling)[1], weights[3:4])
+
+
 def test_no_rows(isa: str) -> None:
     backend = CpuBackend(torch.bfloat16)
     ids, weights = backend.gate(torch.empty(0, 32).bfloat16(), backend.pack_linear(torch.zeros(40, 32)), None,

@@ -58,6 +58,8 @@ def test_a_request_awaits_its_masks_and_ends_with_a_broken_one() -> None:
     request.token_ids.append(3)
     tracked.publish([request], {})
     assert request.awaits_mask
+    assert not sink.outputs, "they wait until the next step is on its way"
+    tracked.hand_out()
     assert [output.token_ids for output in sink.outputs] == [[3]], "the token was drawn under a good mask"
     assert woken.wait(60)
     broken: list[tuple[str, str]] = []
@@ -65,6 +67,7 @@ def test_a_request_awaits_its_masks_and_ends_with_a_broken_one() -> None:
     assert broken == [("a", "structured output broke off: too many items")]
     assert request.awaits_mask, "nothing may be drawn under this mask"
     assert tracked.end(*broken[0][:1], "grammar", broken[0][1])
+    tracked.hand_out()
     assert [output.finish_reason for output in sink.outputs] == [None, "grammar"]
     assert matcher.accepted == [3]
     tracked.close()

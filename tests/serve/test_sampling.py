@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.serve.worker.row_sampler import prompt_logprobs, sample_tokens, token_logprobs
+from antiphon.kernels.cpu import CpuBackend
+from antiphon.serve.worker.row_sampler import RowOperations, prompt_logprobs, sample_tokens, token_logprobs
 from antiphon.serve.worker.sampling import (
     GrammarMask,
     SamplingState,
@@ -279,10 +280,31 @@ def test_plain_greedy_is_one_argmax_and_nothing_else() -> None:
 
     logits = random_logits(4)
     states = [state(temperature=0.0) for _ in range(4)]
-    sampled = sample_tokens(logits, states, [0] * 4, argmax_rows=counting_argmax)
+    sampled = sample_tokens(logits, states, [0] * 4, operations=RowOperations(counting_argmax))
     assert sampled.token_ids == logits.argmax(-1).tolist()
     assert sampled.logprobs is None
     assert calls == [(4, VOCAB)]
+
+
+def test_native_draws_stand_beside_filtered_edited_and_greedy_rows() -> None:
+    """Each row as if it were alone; those without filters as the native draw has it, the others as ever."""
+    native = RowOperations.of(CpuBackend(torch.float32))
+    states = [
+        state(temperature=0.8, seed=1),
+        state(temperature=0.8, top_k=5, seed=2),
+        state(temperature=0.0),
+        state(temperature=1.3, logit_bias={3: 5.0}, seed=4),
+        state(temperature=0.8, top_p=0.7, seed=5),
+    ]
+    logits, indices = random_logits(5), [3, 1, 4, 1, 5]
+    together = sample_tokens(logits, states, indices, operations=native).token_ids
+    alone = [
+        sample_tokens(logits[row : row + 1], [each], [index], operations=native).token_ids[0]
+        for row, (each, index) in enumerate(zip(states, indices, strict=True))
+    ]
+    assert together == alone
+    plain = sample_tokens(logits, states, indices).token_ids
+    assert together == plain, "PyTorch's draws, but where a uniform lies within rounding of a border"
 
 
 def test_equal_logits_go_to_the_lowest_token() -> None:

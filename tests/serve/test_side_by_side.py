@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.row_sampler import rows_with_logits
 from antiphon.serve.worker.side_by_side import SideBySide, _Step, pieces_of
 from antiphon.serve.worker.spans import SpanRecorder
@@ -88,11 +89,11 @@ def test_after_a_failure_nothing_begins_until_all_begins_anew(monkeypatch: pytes
         order: Any = SimpleNamespace(step=number, first_micro_batch=0)
         steps.begin(order)
 
-    steps._newest[0] = {"a": 7}
+    steps._sampled[0] = [Sampled("a", 7)]
     begin(1)
     steps.fail()
     assert flushed == [1]
-    assert not steps._newest
+    assert not steps._sampled
     begin(2)
     assert (started, steps.num_running) == ([1], 0)
     steps.forget()

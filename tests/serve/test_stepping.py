@@ -10,6 +10,9 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.cli.main import app
+from antiphon.serve.fleet import Fleet
+from antiphon.serve.policy.step import PENDING
+from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
@@ -80,6 +83,29 @@ def test_a_stopped_attention_worker_delays_no_other(
         assert 0 < len(held) < len(run.ids)
         assert [texts[request_id] for request_id in run.ids] == reference
         assert engine.stats().num_worker_restarts == 0
+
+
+def test_the_next_step_of_a_replica_waits_for_it(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned before the tokens are known that it begins with: nearly all steps of these requests."""
+    ahead: list[bool] = []
+    send = Fleet.send
+
+    def watched(self: Fleet, worker: Any, message: Any) -> bool:
+        if isinstance(message, RunStep):
+            ahead.append(message.micro_batches[0][0].token_ids == (PENDING,))
+        return send(self, worker, message)
+
+    monkeypatch.setattr(Fleet, "send", watched)
+    with running(config(tiny_model, "1")) as engine:
+        assert complete(engine, prompts[:8]) == reference[:8]
+        wait_until_idle(engine)
+    assert sum(ahead) > len(ahead) // 2
+    with running(config(tiny_model, "1t2")) as engine:
+        ahead.clear()
+        assert complete(engine, prompts[:8]) == reference[:8]
+    assert not any(ahead), "several ranks follow each step"
 
 
 def test_a_server_that_steps_freely_answers_alike(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Spans, the trace and the four numbers, on examples small enough to work out by hand."""
 
 import json
+from array import array
 from pathlib import Path
 
 import pytest
 
 from antiphon.serve.timeline import summarise, write_trace
 from antiphon.serve.worker import spans as span_module
-from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, RECEIVE, STEP, SpanRecorder, Spans
+from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, RECEIVE, SAMPLE, STEP, SpanRecorder, Spans
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.span_examples import recorded
 
@@ -83,6 +84,22 @@ def test_a_recorder_gives_each_span_once() -> None:
     assert (taken.name_index, taken.layers, taken.micro_batches) == ([ATTENTION, STEP], [2, -1], [1, -1])
     assert (taken.rows, taken.steps, taken.starts_ns) == ([9, 0], [5, 5], [100, 50])
     assert all(end > 100 for end in taken.ends_ns)
+    assert recorder.take().starts_ns == []
+
+
+def test_parts_of_a_native_call_are_spans_one_after_the_other() -> None:
+    recorder = SpanRecorder(keeps_all=False)
+    recorder.step = 3
+    recorder.add_all([(ATTENTION, 4), (SAMPLE, -1)], array("q", [10, 30, 70]).tobytes(), rows=6)
+    recorder.add(STEP, 5)
+    assert recorder.take(last_steps=1).starts_ns == [10, 30, 5]
+    taken = recorder.take()
+    assert (taken.name_index, taken.layers, taken.micro_batches) == (
+        [ATTENTION, SAMPLE, STEP],
+        [4, -1, -1],
+        [0, -1, -1],
+    )
+    assert (taken.rows, taken.steps, taken.ends_ns[:2]) == ([6, 6, 0], [3, 3, 3], [30, 70])
     assert recorder.take().starts_ns == []
 
 

@@ -1,9 +1,15 @@
 """Which rows get logits, and that each report comes from its row: whole prompts, chunks, and pieces of chunks."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from antiphon.kernels.api import KernelBackend
+from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.serve.policy.step import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
@@ -131,3 +137,40 @@ def test_a_request_that_is_removed_is_forgotten() -> None:
     made.remove("a")
     assert not made._states
     assert not made._prompts
+
+
+@pytest.mark.parametrize("kernels", [ReferenceBackend, partial(CpuBackend, torch.float32)], ids=["reference", "cpu"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        [SamplingParams(temperature=0.7, top_p=0.9)],
+        [SamplingParams(temperature=0.0, min_tokens=9)],
+        [SamplingParams(temperature=0.0, logprobs=2)],
+        [SamplingParams(temperature=0.0, presence_penalty=0.5)],
+    ],
+    ids=["plain", "filtered", "banned", "reported", "edited"],
+)
+def test_a_plain_rows_token_is_the_same_beside_others(
+    kernels: Callable[[], KernelBackend], others: list[SamplingParams]
+) -> None:
+    """Whether or not all rows of the step are chosen in one operation."""
+    plain = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.1), SamplingParams(temperature=0.4)]
+    made = RowSampler(kernels())
+    steps = []
+    for row, params in enumerate([*plain, *others]):
+        made.add(SequenceStart(str(row), row, (5, 6), 2, params, row, (3,)))
+        steps.append(SequenceStep(str(row), row, (6,), 1, 0, (), True, 0, 0))
+    torch.manual_seed(1)
+    logits = 2.0 * torch.randn(len(steps), VOCAB_SIZE)
+    together = by_id(made.sample(logits, steps, {}))
+    for row in range(len(plain)):
+        alone = made.sample(logits[row : row + 1], steps[row : row + 1], {})
+        assert alone == [together[str(row)]]
+    mask = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
+    mask[1] = 1
+    masked = by_id(made.sample(logits, steps, {"1": mask.tobytes()}))
+    assert masked["1"].token_id == 32, "the only one that its grammar allows"
+    assert {name: each for name, each in masked.items() if name != "1"} == {
+        name: each for name, each in together.items() if name != "1"
+    }

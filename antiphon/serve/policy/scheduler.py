@@ -87,8 +87,8 @@ class Scheduler:
         """The step behind `before`, which is in flight: the same requests, with the tokens that it samples for them
         (`PENDING`). One that ends with such a token has a row for nothing, which `commit` drops.
 
-        None where a step that knows more is better: requests wait for a place, are in the middle of their prompts or
-        in the express lane, blocks are scarce, or the step has more than its share of requests."""
+        None where a step that knows more is better: requests wait for a place or are in the middle of their prompts,
+        blocks are scarce, or the step has more than its share of requests."""
         book, size = self.book, self.config.block_size
         if not self.may_plan_ahead or book.waiting or not all(step.samples for step in before.sequences):
             return None
@@ -97,9 +97,11 @@ class Scheduler:
         going_on = [self.requests[step.request_id] for step in before.sequences]
         going_on = [request for request in going_on if self._may_go_on(request)]
         growing = [request for request in going_on if len(request.token_ids) == len(request.block_table) * size]
-        is_crowded = len(going_on) > -(-len(book.running) // num_side_by_side) or len(growing) > book.num_free_blocks
-        if not going_on or is_crowded or any(request.num_promised_blocks for request in going_on):
+        num_promised = sum(1 for request in growing if request.num_promised_blocks)
+        is_scarce = len(growing) - num_promised > book.num_free_blocks
+        if not going_on or is_scarce or len(going_on) > -(-len(book.running) // num_side_by_side):
             return None
+        book.lane.num_kept -= num_promised
         for request in growing:
             request.block_table.append(book.pool.allocate_one())
         sequences = tuple(self._pending_step(request) for request in going_on)

@@ -23,14 +23,15 @@ from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.step import PENDING, SequenceStep
 from antiphon.serve.worker.captured_step import CapturedSteps
 from antiphon.serve.worker.endpoints import hear_leader
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
+from antiphon.serve.worker.native_step import NativeSteps
 from antiphon.serve.worker.routing import RowRouting
-from antiphon.serve.worker.spans import ATTENTION, HAND_OVER, SAMPLE, STEP, SpanRecorder
+from antiphon.serve.worker.spans import ATTENTION, HAND_OVER, INPUTS, SAMPLE, STEP, SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, MicroBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -51,10 +52,10 @@ class AttentionRunner:
         routing: RowRouting,
         recorder: SpanRecorder,
         sender: KVSender | None = None,
-        captured: CapturedSteps | None = None,
+        captured: CapturedSteps | NativeSteps | None = None,
     ) -> None:
         """`sender`: takes keys and values that other workers are to have, layer by layer. `captured`: runs the steps
-        that need no host between the first layer and the tokens."""
+        that need no host, or no Python, between the first layer and the logits."""
         self._half = half
         self._sender = sender
         self._captured = captured
@@ -64,11 +65,24 @@ class AttentionRunner:
         self._stage = stage
         self._routing = routing
         self._recorder = recorder
+        self._newest: list[Sampled] = []  # what the last step sampled
 
     @torch.inference_mode()
-    def run(self, step: RunStep) -> StepResult:
+    def run(self, step: RunStep) -> StepResult | None:
         """Compute all micro-batches of the step and sample. Raises `StepAborted` or `PeerTimeout` from the exchange;
-        the same step may then be run again. Nothing reads the step's pages afterwards."""
+        the same step may then be run again. Nothing reads the step's pages afterwards. None, and nothing has happened:
+        it was planned behind a step that failed, and the engine sends both again."""
+        newest, self._newest = self._newest, []
+        known = []
+        for sequences in step.micro_batches:
+            if (found := with_sampled(sequences, newest)) is None:
+                return None
+            known.append(found)
+        result = self._run_known(msgspec.structs.replace(step, micro_batches=known))
+        self._newest = result.requests
+        return result
+
+    def _run_known(self, step: RunStep) -> StepResult:
         if self._sender is None:
             return self._run(step)
         self._sender.open(step.offers)
@@ -136,10 +150,12 @@ class AttentionRunner:
     def _begin(self, sequences: list[SequenceStep]) -> MicroBatch | None:
         if not sequences:
             return None
+        start_ns = time.monotonic_ns()
         for sequence in sequences:
             self._tables.update(sequence)
         batch = self._tables.attention_batch(sequences)
         x_TH = self._stage.rows([token for sequence in sequences for token in sequence.token_ids])
+        self._recorder.add(INPUTS, start_ns, rows=batch.num_tokens)
         return MicroBatch(
             sequences,
             batch,
@@ -205,6 +221,21 @@ class AttentionRunner:
         micro_batch.local_TH, micro_batch.in_flight = None, None
 
 
+def with_sampled(sequences: list[SequenceStep], newest: list[Sampled]) -> list[SequenceStep] | None:
+    """A micro-batch with the tokens that the step before it sampled in the place of `PENDING`: in all of its sequences
+    or in none. None if that step sampled nothing for one of them."""
+    if not sequences or sequences[0].token_ids != (PENDING,):
+        return sequences
+    tokens = {each.request_id: each.token_id for each in newest}
+    known = []
+    for each in sequences:
+        if (token_id := tokens.get(each.request_id)) is None:
+            return None
+        where, reported = each[3:6], each[6:]  # `_replace` takes twice as long
+        known.append(SequenceStep(each.request_id, each.slot, (token_id,), *where, *reported))
+    return known
+
+
 class LeadingAttention:
     """Runs the engine's steps with several ranks. A worker of one rank uses `AttentionRunner` alone."""
 
@@ -212,7 +243,7 @@ class LeadingAttention:
         self._ranks = ranks
         self._runner = runner
 
-    def run(self, step: RunStep) -> StepResult:
+    def run(self, step: RunStep) -> StepResult | None:
         """See `AttentionRunner.run`. Followers do not sample, so they get nothing of what that takes."""
         passed_on = msgspec.structs.replace(step, released=[], starts=[], bitmasks={})
         self._ranks.broadcast_bytes(_ENCODER.encode(passed_on))

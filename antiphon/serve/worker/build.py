@@ -29,6 +29,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half, load_offloaded_experts
+from antiphon.models.noted_half import NotedHalf
 from antiphon.models.offloaded_experts import OffloadedExperts, OffloadedHalf
 from antiphon.models.shares import share_of
 from antiphon.models.warm_up import warm_up_attention
@@ -37,6 +38,7 @@ from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, read_path_profile
 from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
 from antiphon.serve.worker.captured_step import CapturedSteps
+from antiphon.serve.worker.counting_recorder import CountingRecorder
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.exchange import BlockExchange, LeadersExperts, LocalExperts, OffloadingExchange, StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
@@ -50,6 +52,7 @@ from antiphon.serve.worker.hybrid import (
 )
 from antiphon.serve.worker.kv_transfer import KVLinks, KVSender, Say, cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure
+from antiphon.serve.worker.native_step import NativeSteps, native_steps
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchingExchange
 from antiphon.serve.worker.routing import RoutingReplay, RowRouting
 from antiphon.serve.worker.row_sampler import NoSampler, RowSampler
@@ -146,7 +149,7 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
         backend=backend,
         spec=load_model_spec(configure.model, configure.rope_scaling),
         checkpoint=open_weights(configure.model, configure.weights),
-        recorder=SpanRecorder(configure.trace),
+        recorder=CountingRecorder() if configure.trace else SpanRecorder(keeps_all=False),
         progress=progress,
         say=say,
     )
@@ -232,6 +235,8 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
     configure, recorder, kernels = source.configure, source.recorder, source.backend.name
     seat = _take_seat(source)
     half = _load_attention(source, seat)
+    if configure.role == "attention" or seat.levels or seat.stages:  # a replica's whole step is one call
+        half = NotedHalf.of(half, configure.max_running, configure.max_model_len, configure.block_size)
     exchange: AttentionExchange
     moves, counters = None, None
     if configure.role == "replica":
@@ -370,7 +375,7 @@ def _attention_runner(
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     sampler = RowSampler(backend) if leads else NoSampler()
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
-    captured = None
+    captured: CapturedSteps | NativeSteps | None = None
     if configure.graphs:
         assert isinstance(exchange, LocalExperts), "only a worker with all experts runs without the host"
         assert isinstance(exchange.half, ExpertHalf), "in its memory"
@@ -380,6 +385,8 @@ def _attention_runner(
         )
         if _compiles(backend) or backend.device.type == "cuda":
             captured.warm_up(configure.max_running)
+    elif not (configure.record_routing or configure.replay_routing):
+        captured = native_steps(half, exchange, cache, tables, sampler, recorder, most_rows=configure.max_running)
     stage = PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler)
     routing = RowRouting(
         half,

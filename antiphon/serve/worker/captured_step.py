@@ -98,10 +98,8 @@ class CapturedSteps:
     def run(self, step: RunStep) -> list[Sampled] | None:
         """The step's tokens, or None if it does not qualify: nothing has happened then. Its `released` and `starts`
         have been obeyed."""
-        filled = [each for each in step.micro_batches if each]
-        if len(filled) != 1 or not all(map(_decodes, filled[0])):
+        if (sequences := decoding_sequences(step)) is None:
             return None
-        sequences = filled[0]
         for sequence in sequences:
             self._tables.update(sequence)
         bucket = self._bucket_of(sequences)
@@ -240,9 +238,15 @@ class CapturedSteps:
         bucket.valid_T1.copy_((bucket.integers[2 * rows : 3 * rows] != pad_slot).unsqueeze(1))
 
 
-def _decodes(sequence: SequenceStep) -> bool:
-    """One row that samples, and no prompt to report."""
-    return len(sequence.token_ids) == 1 and sequence.samples and sequence.logprob_begin == sequence.logprob_end
+def decoding_sequences(step: RunStep) -> list[SequenceStep] | None:
+    """Its sequences if all are in one micro-batch, and have one row each, which samples and reports no prompt."""
+    filled = [each for each in step.micro_batches if each]
+    if len(filled) != 1:
+        return None
+    for sequence in filled[0]:
+        if len(sequence.token_ids) != 1 or not sequence.samples or sequence.logprob_begin != sequence.logprob_end:
+            return None
+    return filled[0]
 
 
 def _rounded(count: int) -> int:

@@ -47,6 +47,7 @@ from antiphon.serve.worker.messages import (
     WorkerReady,
 )
 from antiphon.serve.worker.side_by_side import SideBySide
+from antiphon.serve.worker.spans import ANSWER
 
 _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
@@ -71,8 +72,12 @@ class Orders:
         self.on_abort: Callable[[int], None] | None = None
         self.on_kv: Callable[[ExpectKV | WithdrawKV], None] | None = None
 
-    def start(self) -> None:
-        threading.Thread(target=self._read, name="orders", daemon=True).start()
+    def start(self) -> int:
+        """Returns the thread."""
+        thread = threading.Thread(target=self._read, name="orders", daemon=True)
+        thread.start()
+        assert thread.ident is not None, "it has started"
+        return thread.ident
 
     def _read(self) -> None:
         try:
@@ -127,7 +132,10 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
             channel.send(Prepared(*ended))
         message = orders.next(_IDLE_S if moves is not None and moves.under_way else None)
         if isinstance(message, RunStep):
-            channel.send(_run_step(worker, message))
+            if (result := _run_step(worker, message)) is not None:
+                start_ns = time.monotonic_ns()
+                channel.send(result)
+                worker.recorder.add(ANSWER, start_ns)
             if time.monotonic() - last_report > _REPORT_S and (traffic := worker.exchange.traffic()).pairs:
                 last_report = time.monotonic()
                 channel.send(ExchangeReport(traffic))
@@ -181,7 +189,7 @@ def _report_experts(worker: LoadedWorker, channel: Channel) -> bool:
     return True
 
 
-def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed:
+def _run_step(worker: AttentionWorker, step: RunStep) -> StepResult | StepFailed | None:
     assert not isinstance(worker.runner, SideBySide), "it has a loop of its own"
     try:
         return worker.runner.run(step)
@@ -315,9 +323,10 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
         configure = channel.receive(_FOREVER_S)
         assert isinstance(configure, Configure), "the first message configures the worker"
         orders = Orders(channel)
-        orders.start()
+        thread = orders.start()
         try:
             worker = _start(channel, adapt(configure))
+            worker.recorder.watch("orders", thread)
             orders.on_abort = worker.links.abort
             orders.on_kv = None if isinstance(worker, ExpertWorker) or worker.kv is None else worker.kv.heard
             channel.send(_ready(worker))

@@ -1,6 +1,7 @@
 """From a step's rows of logits to its tokens: which rows need logits, whose state applies, what is reported.
 
-1. If every row is plain greedy, one argmax is all (`argmax_rows`, where a native operator can be put in).
+1. If no row is edited, filtered or reported, one operation is all: the argmax, or a draw (`RowOperations`, where a
+   back-end may have native ones).
 2. Otherwise copy the logits and apply each request's edits (`sampling.py`).
 3. Greedy rows take the argmax; the others are filtered and drawn with the uniform that belongs to their
    (seed, output index). A row of which nothing is allowed (all minus infinity) falls back to the argmax.
@@ -35,6 +36,7 @@ from antiphon.serve.worker.sampling import (
 from antiphon.specs.sampling import PackedLogprobs
 
 ArgmaxRows = Callable[[Tensor], Tensor]
+ChooseRows = Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]  # logits, temperatures, uniforms
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
 _ROWS_AT_ONCE = 256  # whose log-probabilities are reported
@@ -81,6 +83,19 @@ def argmax_of_rows(logits_RV: Tensor) -> Tensor:
     return logits_RV.argmax(dim=-1)
 
 
+@dataclass(frozen=True)
+class RowOperations:
+    """What a back-end does with whole rows of logits. `choose` draws from rows without filters, and takes the argmax
+    where the temperature is 0; None: they are drawn as filtered ones are. Which way a row takes depends on it alone."""
+
+    argmax: ArgmaxRows = argmax_of_rows
+    choose: ChooseRows | None = None
+
+    @staticmethod
+    def of(backend: KernelBackend) -> "RowOperations":
+        return RowOperations(getattr(backend, "argmax_rows", argmax_of_rows), getattr(backend, "choose_rows", None))
+
+
 class NoSampler:
     """In the place of a `RowSampler` on a rank that leaves sampling to its leader."""
 
@@ -99,7 +114,7 @@ class RowSampler:
     """Sampling state of all requests on this worker."""
 
     def __init__(self, backend: KernelBackend) -> None:
-        self._argmax: ArgmaxRows = getattr(backend, "argmax_rows", argmax_of_rows)
+        self._operations = RowOperations.of(backend)
         self._states: dict[str, SamplingState] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
 
@@ -121,6 +136,11 @@ class RowSampler:
 
     def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
+        if (
+            len(steps) == logits_RV.shape[0]
+            and (chosen_R := self._plainly_chosen(logits_RV, steps, bitmasks)) is not None
+        ):
+            return [Sampled(step.request_id, token) for step, token in zip(steps, chosen_R.tolist(), strict=True)]
         prompt_reports: dict[str, list[PackedLogprobs]] = {}
         sampling: list[SequenceStep] = []
         rows: list[int] = []
@@ -145,6 +165,35 @@ class RowSampler:
             result.append(Sampled(request_id, token_id, logprob, prompt_reports.get(request_id)))
         return result
 
+    def _plainly_chosen(
+        self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]
+    ) -> Tensor | None:
+        """Step 1, where each sequence has one row. None if a row needs more. The states of such requests need not learn
+        of tokens."""
+        temperatures: list[float] = []
+        uniforms: list[float] = []
+        vocab_size = logits_RV.shape[1]
+        for step in steps:
+            state = self._states[step.request_id]
+            params, index = state.params, step.start + len(step.token_ids) - state.num_prompt
+            if not (state.only_drawn and step.samples) or step.logprob_end > step.logprob_begin:
+                return None
+            if params.min_tokens and state.bans_stop_ids(index):
+                return None
+            if params.greedy:
+                temperatures.append(0.0)
+                uniforms.append(0.0)
+            elif self._operations.choose is None or state.is_filtered(vocab_size):
+                return None
+            else:
+                temperatures.append(params.temperature)
+                uniforms.append(counter_uniform(state.seed, index))
+        if bitmasks and any(step.request_id in bitmasks for step in steps):
+            return None
+        if self._operations.choose is None or not any(temperatures):
+            return self._operations.argmax(logits_RV)
+        return self._operations.choose(logits_RV, temperatures, uniforms)
+
     def _choose(
         self, logits_RV: Tensor, sampling: list[SequenceStep], rows: list[int], bitmasks: dict[str, bytes]
     ) -> dict[str, tuple[int, PackedLogprobs | None]]:
@@ -155,7 +204,7 @@ class RowSampler:
             indices.append(step.start + len(step.token_ids) - state.num_prompt)
         picked_RV = logits_RV if len(rows) == logits_RV.shape[0] else logits_RV[rows]
         grammar = self._grammar(sampling, bitmasks)
-        sampled = sample_tokens(picked_RV, states, indices, grammar=grammar, argmax_rows=self._argmax)
+        sampled = sample_tokens(picked_RV, states, indices, grammar=grammar, operations=self._operations)
         logprobs = sampled.logprobs or [None] * len(sampling)
         return {
             step.request_id: (token_id, logprob)
@@ -197,7 +246,7 @@ def sample_tokens(
     output_indices: Sequence[int],
     *,
     grammar: GrammarMask | None = None,
-    argmax_rows: ArgmaxRows = argmax_of_rows,
+    operations: RowOperations = RowOperations(),
 ) -> SampledTokens:
     """Choose output token number `output_indices[i]` of request `states[i]` from row i of `logits_RV` (float32).
 
@@ -207,10 +256,10 @@ def sample_tokens(
     if not states:
         return SampledTokens([], None)
     if _all_plain_greedy(states, output_indices, grammar):
-        return SampledTokens(argmax_rows(logits_RV).tolist(), None)
+        return SampledTokens(operations.argmax(logits_RV).tolist(), None)
     edited_RV = logits_RV.clone()
     edit_logits(edited_RV, states, output_indices, grammar)
-    token_ids = _choose(edited_RV, states, output_indices, argmax_rows)
+    token_ids = _choose(edited_RV, states, output_indices, operations)
     return SampledTokens(token_ids, _report(logits_RV, states, token_ids))
 
 
@@ -226,11 +275,20 @@ def _all_plain_greedy(
 
 
 def _choose(
-    edited_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int], argmax_rows: ArgmaxRows
+    edited_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int], operations: RowOperations
 ) -> list[int]:
     """Step 3."""
     token_ids: list[int] = [-1] * len(states)
     drawn = [row for row, state in enumerate(states) if not state.params.greedy]
+    if operations.choose is not None:
+        plain = [row for row in drawn if not states[row].is_filtered(edited_RV.shape[1])]
+        if plain:
+            temperatures = [states[row].params.temperature for row in plain]
+            uniforms = [counter_uniform(states[row].seed, output_indices[row]) for row in plain]
+            chosen = operations.choose(edited_RV[plain], temperatures, uniforms).tolist()
+            for row, token_id in zip(plain, chosen, strict=True):
+                token_ids[row] = token_id
+        drawn = [row for row in drawn if token_ids[row] < 0]
     if drawn:
         logits_NV = edited_RV if len(drawn) == len(states) else edited_RV[drawn]
         params = [states[row].params for row in drawn]
@@ -246,7 +304,7 @@ def _choose(
             token_ids[row] = token_id
     others = [row for row, token_id in enumerate(token_ids) if token_id < 0]
     if others:
-        for row, token_id in zip(others, argmax_rows(edited_RV[others]).tolist(), strict=True):
+        for row, token_id in zip(others, operations.argmax(edited_RV[others]).tolist(), strict=True):
             token_ids[row] = token_id
     return token_ids
 

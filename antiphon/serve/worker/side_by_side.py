@@ -30,8 +30,8 @@ from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
-from antiphon.serve.policy.step import PENDING, SequenceStep
-from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.worker.attention import AttentionRunner, with_sampled
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
@@ -118,7 +118,7 @@ class SideBySide(AttentionRunner):
         super().__init__(half, exchange, cache, tables, stage, routing, recorder, sender)
         self._steps: list[_Step] = []  # by their last piece of work, the oldest first
         self._behind: dict[int, RunStep] = {}  # by micro-batch: begins when the one before it has its tokens
-        self._newest: dict[int, dict[str, int]] = {}  # by micro-batch: the tokens that its last step sampled
+        self._sampled: dict[int, list[Sampled]] = {}  # by micro-batch: what its last step sampled
         self._counted_until_ns = 0
         self._is_void = False  # until all begins anew
 
@@ -148,12 +148,8 @@ class SideBySide(AttentionRunner):
         self._exchange.begin_step(order)
         if self._sender is not None:
             self._sender.open(order.offers)
-        newest = self._newest.get(order.first_micro_batch, {})
-        (sequences,) = order.micro_batches
-        sequences = [
-            each._replace(token_ids=(newest[each.request_id],)) if each.token_ids == (PENDING,) else each
-            for each in sequences
-        ]
+        sequences = with_sampled(order.micro_batches[0], self._sampled.get(order.first_micro_batch, []))
+        assert sequences is not None, "the step before it has ended, or nothing begins"
         micro_batch = self._begin(sequences)
         assert micro_batch is not None, "a step has rows"
         names = {each.request_id for each in sequences}
@@ -173,7 +169,7 @@ class SideBySide(AttentionRunner):
         self._is_void = True
         self._steps.clear()
         self._behind.clear()
-        self._newest.clear()
+        self._sampled.clear()
         self._flush()
 
     def forget(self) -> None:
@@ -230,8 +226,7 @@ class SideBySide(AttentionRunner):
 
     def _end(self, step: _Step) -> StepResult:
         flushed_s = self._flush()
-        sampled = ((each.request_id, each.token_id) for each in step.sampled)
-        self._newest[step.order.first_micro_batch] = {name: token for name, token in sampled if token is not None}
+        self._sampled[step.order.first_micro_batch] = step.sampled
         started_ns, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
         result = self._result(step.sampled, started_ns, step.micro_batch.batch.num_tokens)
         self._exchange.count_from_here()
