@@ -5,14 +5,15 @@ Usage: `python benchmarks/gpu_check.py [--parts NAME,NAME] [--minutes N] [--list
 Method
 1. Each part is a program of its own with a limit of its own, so a crash, a hang or a wrong result ends that part and no
    other. What the driver of a broken part leaves behind dies with its process.
-2. Parts that check come before parts that time, and the newest code first: kernels, graphs, streams, families, layouts,
-   kills, training; then the machine's limits, the kernels' times, serving.
+2. Parts that check come before parts that time, and the newest code first: kernels, graphs, streams, landing, sums,
+   packages, families, layouts, kills, training; then the machine's limits, the kernels' times, serving.
 3. After every part `gpu_check.json` and `gpu_check.md` are written anew, in the folder that $OUT names or in ./out. So
    what was seen is there whatever happens next.
 
 All of it ends within the given minutes (default 9.5): a part that would not is stopped, later ones are "not run", and
-the exit code is 1, as it is for a part that failed. `--device cpu` runs the parts that time at tiny sizes: it tries
-this program, not the machine.
+the exit code is 1, as it is for a part that failed. `--device cpu` runs the parts that time at tiny sizes, and of those
+that check the ones that have a form for CPUs (gloo in place of NCCL, a driver and a card without a device, packages'
+CPU code or stand-ins): it tries this program, not the machine.
 """
 
 import argparse
@@ -85,10 +86,13 @@ def parts_of(device: str) -> list[GpuPart]:
     no_gpu = why_no_gpu()
     tiny = device == "cpu"
 
-    def tests(name: str, what: str, limit_s: float, *chosen: str) -> GpuPart:
-        pytest = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-n0", "--junit-xml={junit}", *chosen]
-        skip = no_gpu or ("--device cpu tries the parts that time" if tiny else "")
-        return GpuPart(name=name, what=what, commands=[pytest], limit_s=limit_s, skip=skip)
+    def tests(name: str, what: str, limit_s: float, *chosen: str, on_cpu: Sequence[str] = ()) -> GpuPart:
+        """`on_cpu`: what `--device cpu` runs in the place of the chosen tests."""
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "--junit-xml={junit}"]
+        if tiny:
+            skip = "" if on_cpu else "it has no form for CPUs"
+            return GpuPart(name=name, what=what, commands=[[*pytest, *on_cpu]], limit_s=limit_s, skip=skip)
+        return GpuPart(name=name, what=what, commands=[[*pytest, "-m", "gpu", *chosen]], limit_s=limit_s, skip=no_gpu)
 
     def times(name: str, what: str, limit_s: float, *commands: Sequence[str]) -> GpuPart:
         return GpuPart(name=name, what=what, commands=commands, limit_s=limit_s, skip="" if tiny else no_gpu)
@@ -100,6 +104,27 @@ def parts_of(device: str) -> list[GpuPart]:
         tests("kernels", "every kernel against its reference", 120, "tests/kernels/triton", reference),
         tests("graphs", "a recorded decode step against an eager one", 60, "tests/serve/test_captured_step.py"),
         tests("streams", "rows exchanged in stream order", 60, "tests/gpu/test_gpu_streams.py"),
+        tests(
+            "landing",
+            "rows that arrive in the GPU's memory, registered and flushed",
+            60,
+            "tests/gpu/test_gpu_landing.py",
+            on_cpu=("tests/comm/m2n/test_streams.py", "-k", "devices_memory or flush or staged"),
+        ),
+        tests(
+            "sums",
+            "sums of ranks by NCCL, with the bits of the host's",
+            60,
+            "tests/gpu/test_gpu_sums.py",
+            on_cpu=("tests/comm/test_device_group.py",),
+        ),
+        tests(
+            "packages",
+            "grouped_mm, DeepGEMM, FlashAttention and FlashInfer, where installed",
+            60,
+            "tests/gpu/test_gpu_packages.py",
+            on_cpu=("tests/kernels/test_packages.py",),
+        ),
         tests("families", "logits of all families", 90, parity, "-k", "family or agree"),
         tests("layouts", "tokens in every layout, and the server", 120, parity, "-k", "layout or server"),
         tests("kills", "a killed worker costs no token", 60, "tests/gpu/test_gpu_kills.py"),

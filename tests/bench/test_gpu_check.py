@@ -111,15 +111,16 @@ def test_without_a_gpu_every_part_says_why_it_skips(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert len(written["parts"]) == 11
+    assert len(written["parts"]) == 14
     for each in written["parts"]:
         assert each["outcome"] == "skipped"
         assert "CUDA" in each["reason"]
 
 
-def test_what_times_runs_at_tiny_sizes(tmp_path: Path) -> None:
+def test_parts_have_forms_for_cpus(tmp_path: Path) -> None:
+    """What times runs at tiny sizes, sums of ranks over gloo; what needs the device says so."""
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--parts", "kernel-times"],
+        [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--parts", "graphs,sums,kernel-times"],
         cwd=ROOT,
         env={"OUT": str(tmp_path), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -128,6 +129,9 @@ def test_what_times_runs_at_tiny_sizes(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + (tmp_path / "gpu_check.md").read_text()
-    (times,) = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
+    graphs, sums, times = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
+    assert (graphs["outcome"], graphs["reason"]) == ("skipped", "it has no form for CPUs")
+    assert sums["outcome"] == "passed"
+    assert sums["tests"]["tests"] >= 5
     assert {row["kernel"] for row in times["rows"]} == {"gate with its product", "experts", "decode attention, 48 keys"}
     assert all(row["us"] > 0 for row in times["rows"])

@@ -21,7 +21,7 @@ from tests.comm.m2n.backends import BACKENDS, Backend
 
 TIMEOUT_S = 30.0
 LAYERS = range(5)
-CPU = torch.device("cpu")
+KINDS = ("cpu", "cuda")
 
 
 @dataclass
@@ -136,16 +136,17 @@ class Exchange:
     def new_attention(self, index: int) -> NativeAttentionExchange:
         endpoint = self.backend.endpoint(f"attention[{index}]")
         if driver := self.backend.streams:
-            return StreamAttentionExchange(
-                endpoint, self.shape, index, self.placement, TIMEOUT_S, CPU, "" if driver == "cpu" else driver
-            )
+            device, driver = torch.device("cuda" if driver == "cuda" else "cpu"), "" if driver in KINDS else driver
+            return StreamAttentionExchange(endpoint, self.shape, index, self.placement, TIMEOUT_S, device, driver)
         return NativeAttentionExchange(endpoint, self.shape, index, self.placement, TIMEOUT_S)
 
     def new_experts(self, index: int) -> NativeExpertExchange:
         endpoint = self.backend.endpoint(f"experts[{index}]")
         if driver := self.backend.streams:
-            driver = "" if driver == "cpu" else driver
-            return StreamExpertExchange(endpoint, self.shape, index, TIMEOUT_S, CPU, merges=self.merges, driver=driver)
+            device, driver = torch.device("cuda" if driver == "cuda" else "cpu"), "" if driver in KINDS else driver
+            return StreamExpertExchange(
+                endpoint, self.shape, index, TIMEOUT_S, device, merges=self.merges, driver=driver
+            )
         return NativeExpertExchange(endpoint, self.shape, index, merges=self.merges)
 
     def replace_attention(self, index: int, *, farewell: bool) -> None:
@@ -181,7 +182,7 @@ class Exchange:
         for position in range(self.shape.top_k):
             for row in range(total.shape[0]):
                 if (expert := int(batch.ids_RK[row, position])) >= 0:
-                    output = expert_output(expert, batch.layer, batch.rows_RH[row].float())
+                    output = expert_output(expert, batch.layer, batch.rows_RH[row].cpu().float())
                     total[row] += batch.weights_RK[row, position] * output
         return total.to(self.shape.dtype)
 

@@ -60,26 +60,41 @@ def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def every_collective(end: NativeRankGroup, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """What each gives one of any number of ranks whose tensors are on `device`; ranks have 2, 0, 3, 1, ... rows."""
+    size, rank = end.size, end.rank
+    rows = [(2, 0, 3, 1)[other % 4] for other in range(size)]
+    found = []
+    for elements in (0, 1, 2, 7, 1000):
+        total = random((elements,), rank, dtype).to(device)
+        end.all_reduce(total)
+        found.append(total)
+    found.append(end.all_gather(random((rows[rank], 5), rank, dtype).to(device), rows))
+    found.append(end.reduce_scatter(random((sum(rows), 4), rank, dtype).to(device), rows))
+    # from one rank to another: as many rows as the difference of their numbers says, at most two
+    to = [(other - rank) % size % 3 for other in range(size)]
+    source = [(rank - other) % size % 3 for other in range(size)]
+    found.append(end.all_to_all(random((sum(to), 3), rank, dtype).to(device), to, source))
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_collectives_give_the_bits_of_the_hosts_form(both: tuple[Ranks, Ranks], dtype: torch.dtype) -> None:
-    rows = [2, 0, 3]
-
-    def run(end: NativeRankGroup) -> list[Tensor]:
-        found = []
-        for elements in (0, 1, 2, 7, 1000):
-            total = random((elements,), end.rank, dtype)
-            end.all_reduce(total)
-            found.append(total)
-        found.append(end.all_gather(random((rows[end.rank], 5), end.rank, dtype), rows))
-        found.append(end.reduce_scatter(random((5, 4), end.rank, dtype), rows))
-        to = [1, 2, 0] if end.rank == 0 else [0, 1, 1]
-        source = [[1, 0, 0], [2, 1, 1], [0, 1, 1]][end.rank]
-        found.append(end.all_to_all(random((sum(to), 3), end.rank, dtype), to, source))
-        return found
-
-    by_device, by_host = (each.each(run) for each in both)
+    by_device, by_host = (each.each(lambda end: every_collective(end, CPU, dtype)) for each in both)
     for ours, theirs in zip(by_device, by_host, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_rank_alone_has_its_own_sums() -> None:
+    """What `make gpu-check` can run on a machine with one GPU."""
+    ends = DeviceRanks(1, ["a"])
+    try:
+        ends.reset(0)
+        (found,) = ends.each(lambda end: every_collective(end, CPU, torch.bfloat16))
+        assert torch.equal(found[4], random((1000,), 0, torch.bfloat16))
+        assert torch.equal(found[5], random((2, 5), 0, torch.bfloat16))
+    finally:
+        ends.close()
 
 
 def test_an_epoch_has_a_process_group_of_its_own(both: tuple[Ranks, Ranks]) -> None:

@@ -44,12 +44,25 @@ def multiplied(rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: 
         out[row] = w[owners[row]] @ x[row]
 
 
-def fp8_experts(num_experts: int) -> tuple[Any, Any]:
+def bfloat16_experts(num_experts: int, device: torch.device = CPU) -> tuple[Any, Any]:
     """The same in the layout of Triton's back-end and in the reference's."""
     torch.manual_seed(1)
+    shape = ExpertShape(num_experts, 256, 128, "silu")
+    mine = TritonExperts(shape, ExpertFormats(), device, torch.bfloat16)
+    theirs = ReferenceBackend(device, torch.bfloat16).new_experts(shape, ExpertFormats())
+    for index in range(num_experts):
+        matrices = [torch.randn(size).bfloat16() / 16 for size in ((128, 256), (128, 256), (256, 128))]
+        for each in (mine, theirs):
+            each.set_expert(index, *matrices)
+    return mine, theirs
+
+
+def fp8_experts(num_experts: int, device: torch.device = CPU) -> tuple[Any, Any]:
+    """As `bfloat16_experts`."""
+    torch.manual_seed(1)
     shape, formats = ExpertShape(num_experts, 256, 128, "silu"), ExpertFormats(gate_up=FP8, down=FP8)
-    mine = TritonExperts(shape, formats, CPU, torch.bfloat16)
-    theirs = ReferenceBackend(CPU, torch.bfloat16).new_experts(shape, formats)
+    mine = TritonExperts(shape, formats, device, torch.bfloat16)
+    theirs = ReferenceBackend(device, torch.bfloat16).new_experts(shape, formats)
     for index in range(num_experts):
         matrices = [
             QuantizedWeight(
@@ -65,22 +78,34 @@ def fp8_experts(num_experts: int) -> tuple[Any, Any]:
     return mine, theirs
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 37])
-def test_deep_gemm(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums as the reference's up to float8 of the rows; choices of -1 add nothing; a row alone has the same bits."""
-    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=multiplied))
-    mine, theirs = fp8_experts(3)
-    x = torch.randn(num_tokens, 256).bfloat16()
-    ids = torch.randint(-1, 2, (num_tokens, 2)).int()  # expert 2 has no row
-    weights = torch.rand(num_tokens, 2)
-    found = packages.products("deep_gemm", x, ids, weights, mine)
-    expected = ReferenceBackend(CPU, torch.bfloat16).grouped_ffn(x, ids, weights, theirs)
+def check_products(
+    name: str, num_tokens: int, experts: tuple[Any, Any], tolerance: float, device: torch.device
+) -> None:
+    """Sums as the reference's; choices of -1 add nothing; a row alone has the same bits."""
+    mine, theirs = experts
+    x = torch.randn(num_tokens, 256).bfloat16().to(device)
+    ids = torch.randint(-1, 2, (num_tokens, 2)).int().to(device)  # expert 2 has no row
+    weights = torch.rand(num_tokens, 2).to(device)
+    found = packages.products(name, x, ids, weights, mine)
+    expected = ReferenceBackend(device, torch.bfloat16).grouped_ffn(x, ids, weights, theirs)
     assert found.shape == expected.shape
     if num_tokens:
         scale = expected.float().abs().max().clamp(min=1e-6)
-        assert ((found.float() - expected.float()).abs().max() / scale) < 0.1
-        alone = packages.products("deep_gemm", x[-1:], ids[-1:], weights[-1:], mine)
+        assert ((found.float() - expected.float()).abs().max() / scale) < tolerance
+        alone = packages.products(name, x[-1:], ids[-1:], weights[-1:], mine)
         assert torch.equal(alone[0], found[-1])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_deep_gemm(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to float8 of the rows."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=multiplied))
+    check_products("deep_gemm", num_tokens, fp8_experts(3), 0.1, CPU)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37])
+def test_grouped_mm(num_tokens: int) -> None:
+    check_products("grouped_mm", num_tokens, bfloat16_experts(3), 0.02, CPU)
 
 
 def dense(q_SND: Tensor, cache: ReferenceCache, tables: Tensor, contexts: Tensor, window: int | None) -> Tensor:

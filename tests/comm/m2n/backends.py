@@ -18,7 +18,8 @@ SECRET = b"tests only"
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """One back-end under test. `scale`: the share of the usual number of messages that it is given. `streams`:
-    exchanges go in stream order, over the CPU's form ("cpu") or over this driver of CUDA. `library`: of libfabric."""
+    exchanges go in stream order, over the CPU's form ("cpu"), a GPU's ("cuda"), or on the CPU over this driver of
+    CUDA. `library`: of libfabric. `provider`: of libfabric; the default is the one that every machine has."""
 
     name: str
     transport: str
@@ -26,13 +27,14 @@ class Backend:
     scale: float = 1.0
     streams: str = ""
     library: str = ""
+    provider: str = "tcp"
 
     def options(self) -> _m2n.TransportOptions:
         """What makes a transport one of this kind."""
         options = _m2n.TransportOptions()
         options.shuffle_seed = self.shuffle_seed
         if self.transport == "libfabric":
-            options.provider = "tcp"  # the one that every machine has
+            options.provider = self.provider
             options.library = self.library
         return options
 

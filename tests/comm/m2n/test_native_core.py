@@ -35,3 +35,4 @@ def test_native_core(native_build: Callable[[str], Build], sanitizer: str) -> No
     assert {"lies_in_headers", "comings_and_goings[shm]", "many_to_many[tcp]", "dispatch_and_combine[shuffled]"} <= {
         *ended
     }
+    assert {"ends_that_are_dropped", "dispatch_and_combine_in_streams[shm]"} <= {*ended}  # csrc/m2n/stream_core.h

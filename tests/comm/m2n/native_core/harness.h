@@ -49,6 +49,7 @@ std::vector<Case> life_cases();      // for each back-end
 std::vector<Case> exchange_cases();  // for each back-end
 std::vector<Case> rogue_cases();     // peers that lie, over shared memory
 std::vector<Case> piece_cases();     // without any back-end
+std::vector<Case> stream_cases();    // without any back-end
 
 constexpr int64_t millisecond_ns = 1'000'000;
 inline Deadline soon() { return Deadline::after_ns(60'000 * millisecond_ns); }  // what a test never waits for in vain

@@ -32,7 +32,7 @@ void run(const Case& test, const Backend& backend, const std::string& name, cons
 
 int main(int count, char** arguments) {
     const std::string part = count > 1 ? arguments[1] : "";
-    for (const auto& cases : {piece_cases(), rogue_cases()}) {
+    for (const auto& cases : {piece_cases(), stream_cases(), rogue_cases()}) {
         for (const Case& test : cases) run(test, backends[0], test.name, part);
     }
     for (const auto& cases : {flood_cases(), life_cases(), exchange_cases()}) {
