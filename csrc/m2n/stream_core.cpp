@@ -121,15 +121,17 @@ void StreamCore::serve() {
             continue;
         }
         const Pace rests = has_job ? pace() : Pace{false, long_slice_ns};
+        bool is_over = false;
         if (urgent != nullptr) {
-            try_urgent(*urgent, rests.nap_ns);
+            is_over = try_urgent(*urgent, rests.nap_ns);
         } else if (rests.looks) {
             std::this_thread::yield();
         } else {
             sleep_ns(rests.nap_ns);
         }
         lock.lock();
-        if (urgent != nullptr && urgent->over) {
+        if (is_over) {  // only now: its caller may wake for any reason, and takes it away when it is over
+            urgent->over = true;
             urgent_ = nullptr;
             changed_.notify_all();
         }
@@ -173,20 +175,21 @@ void StreamCore::make(const Job& job) {
     }
 }
 
-void StreamCore::try_urgent(Urgent& urgent, int64_t slice_ns) {
+// Whether it is over.
+bool StreamCore::try_urgent(Urgent& urgent, int64_t slice_ns) {
     const Deadline slice = Deadline::after_ns(slice_ns);
     try {
         if (aborted()) throw Error(Code::interrupted, name_ + ": the step was given up");
-        urgent.over = urgent.call(slice);
-        if (!urgent.over) sleep_ns(std::min(slice.left_ns(), longest_nap_ns));
-        return;
+        if (urgent.call(slice)) return true;
+        sleep_ns(std::min(slice.left_ns(), longest_nap_ns));
+        return false;
     } catch (const Error& error) {
-        if (error.code == Code::interrupted && !aborted()) return;
+        if (error.code == Code::interrupted && !aborted()) return false;
         urgent.error = error;
     } catch (const std::exception& error) {
         urgent.error = Error(Code::system, name_ + ": " + error.what());
     }
-    urgent.over = true;
+    return true;
 }
 
 void StreamCore::fail(const Error& error) {

@@ -73,7 +73,7 @@ class StreamCore {
     struct Urgent {
         std::function<bool(Deadline)> call;
         std::optional<Error> error;
-        bool over = false;
+        bool over = false;  // set with the mutex held
     };
 
     struct Pace {
@@ -85,7 +85,7 @@ class StreamCore {
     bool drops();  // calls are dropped, not made
     void serve();
     void make(const Job& job);
-    void try_urgent(Urgent& urgent, int64_t slice_ns);
+    bool try_urgent(Urgent& urgent, int64_t slice_ns);
     bool look_at_gate(const Job& job);
     Pace pace() const;  // while the first job's stream is waited for
     void fail(const Error& error);
