@@ -63,7 +63,7 @@ def roof(
     fraction = efficiency.gemm if kind == "gemm" else efficiency.attention
     return Roof(
         flops_per_s=device.peak_flops_per_s(compute) * device.sustained * fraction,
-        bytes_per_s=device.memory_bytes_per_s * efficiency.memory,
+        bytes_per_s=device.memory_bytes_per_s * (device.streamed or 1.0) * efficiency.memory,
         kernel_s=efficiency.kernel_s,
         tile_s=efficiency.tile_s,
         num_processors=device.num_processors or 0,

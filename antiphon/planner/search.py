@@ -353,6 +353,21 @@ def _explained(
     return replace(plan, rejected=rejected, notes=(*chosen.notes[name], *_notes_of(setting, plan)))
 
 
+def _mixed_roles(setting: Setting, plan: PhasePlan) -> list[str]:
+    """Where one role is on CPUs and the other is not, what runs where."""
+    groups = {group.device.name: group for group in setting.cluster.groups}
+    of_role = {use.role: groups[use.device] for use in plan.devices}
+    if len({group.device.kind == "cpu" for group in of_role.values()}) < 2:
+        return []
+    where = {role: "cpu" if group.device.kind == "cpu" else "cuda" for role, group in of_role.items()}
+    attention, experts = of_role["attention"], of_role["experts"]
+    beside = "in the same machines" if attention.num_nodes == experts.num_nodes else "in machines of their own"
+    return [
+        f"attention on {attention.device.name}, experts on {experts.device.name} {beside}: antiphon serve --plan "
+        f"starts attention workers on {where['attention']} and expert workers on {where['experts']}"
+    ]
+
+
 def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
     """What a reader could take for a finding and is only a missing target, or devices left over."""
     notes = []
@@ -366,6 +381,7 @@ def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
     used = {use.device for use in plan.devices}
     if idle := [group.device.name for group in setting.cluster.groups if group.device.name not in used]:
         notes.append(f"{', '.join(idle)}: not used in this phase, the plan without is better by the objective")
+    notes += _mixed_roles(setting, plan)
     on_cores = any(group.device.kind == "cpu" and group.device.name in used for group in setting.cluster.groups)
     chosen = setting.limits.collectives == "auto" and plan.collectives == "fused"
     if chosen and on_cores and not setting.cluster.efficiency.round_s:

@@ -32,6 +32,8 @@ class DeviceSpec:
     `sustained`: fraction of the peak rates that is left at the clock a loaded device settles at. `num_processors`: how
     many parts work on tiles of a matrix product at a time (streaming multiprocessors); None: tiles are free, which no
     file of a GPU may say.
+    `streamed`: fraction of `memory_bytes_per_s` that reads reach beside the cluster's efficiency, where a cluster's
+    other devices reach more (CPUs beside GPUs); None: all of it.
     `price`: relative purchase price, NVIDIA L20 = 1 (MegaScale-Infer, Table 3); None where none is stated.
     `sources`: field name -> where its number is from.
     """
@@ -50,6 +52,7 @@ class DeviceSpec:
     scale_up_mesh: Flag = False
     sustained: Annotated[Positive, Field(le=1)] = 1.0
     num_processors: Count | None = None
+    streamed: Annotated[Positive, Field(le=1)] | None = None
     sources: dict[str, Text] = field(default_factory=dict)
 
     def peak_flops_per_s(self, dtype: ComputeDtype) -> float:

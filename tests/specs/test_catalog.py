@@ -47,7 +47,7 @@ def test_every_number_of_a_device_has_a_source(name: str) -> None:
     device = load_device(name)
     numbers = {f.name for f in fields(DeviceSpec)} - {"name", "kind", "sources", "price"}
     numbers -= {"sustained"} if device.sustained == 1 else set()
-    numbers -= {"num_processors"} if device.num_processors is None else set()
+    numbers -= {name for name in ("num_processors", "streamed") if getattr(device, name) is None}
     numbers |= {"price"} if device.price is not None else set()
     numbers -= {name for name in ("scale_up_spans_nodes", "scale_up_mesh") if not getattr(device, name)}
     assert set(device.sources) == numbers
