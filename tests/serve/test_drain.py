@@ -8,7 +8,6 @@ from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
 from tests.serve.engine_harness import (
     GREEDY,
-    NUM_TOKENS,
     Run,
     TinyModel,
     complete,
@@ -28,7 +27,7 @@ def is_drained(engine: Engine, worker: str) -> bool:
 
 
 class Drain:
-    """Drains the worker when a third of all tokens is out; `then` is called right after that."""
+    """Drains the worker when the first tokens are out: steps of a tiny model are over soon. Then calls `then`."""
 
     def __init__(self, engine: Engine, worker: str, then: Callable[[], object] = lambda: None) -> None:
         self._engine = engine
@@ -37,7 +36,7 @@ class Drain:
         self._is_due = True
 
     def __call__(self, num_tokens: int) -> None:
-        if self._is_due and num_tokens > len(PROMPTS) * NUM_TOKENS // 3:
+        if self._is_due and num_tokens > 2:
             self._is_due = False
             self._engine.drain_worker(self._worker, undo=False)
             self._then()
