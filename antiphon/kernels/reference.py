@@ -235,7 +235,7 @@ def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: 
     y_RH = torch._grouped_mm(hidden_RI, experts.down_EHI.transpose(1, 2), offs=ends_E)
     y_RH = _add_bias(y_RH, experts.down_bias_EH, keys_R)
     # 3. Back to rows of tokens, summed in a fixed order.
-    y_TKH = torch.empty_like(y_RH).index_copy_(0, order_R, y_RH).view(num_rows, top_k, -1)
+    y_TKH = torch.empty_like(y_RH).index_copy_(0, order_R, y_RH).view(num_rows, top_k, y_RH.shape[-1])
     held_TK1 = (keys_TK < num_experts).unsqueeze(-1)
     sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for slot in range(top_k):
