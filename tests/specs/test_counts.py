@@ -141,12 +141,12 @@ def test_kv_bytes() -> None:
     assert mixtral.kv_bytes_per_token(2) == 56 * 2 * 8 * 128 * 2
     assert deepseek.kv_bytes_per_token(2) == 61 * 576 * 2
     assert deepseek.kv_bytes_per_token(1) == 61 * 576
-    assert kv_bytes_per_token(deepseek, 1, PrecisionSpec(kv="int4")) == 61 * (288 + 9)
+    assert kv_bytes_per_token(deepseek, 1, PrecisionSpec(kv="int4")) == 61 * (288 + 36)
 
 
 def test_int4_gives_fractions_of_bytes() -> None:
     model = model_spec(family_config("deepseek_v2", kv_lora_rank=19, qk_rope_head_dim=8).to_dict())
-    assert kv_bytes_per_token(model, 1, PrecisionSpec(kv="int4")) == 27 * (0.5 + 2 / 128) * model.num_layers
+    assert kv_bytes_per_token(model, 1, PrecisionSpec(kv="int4")) == 27 * (0.5 + 2 / 32) * model.num_layers
 
 
 @settings(max_examples=50, deadline=None)
