@@ -1,5 +1,7 @@
 """One pool against two: what cannot be compared is refused, who wins is said, and a small contest runs."""
 
+import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.base.system import python_module
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.pools import PoolsCase, bench_pools, columns, verdicts
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
@@ -93,6 +96,9 @@ def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> Non
 @pytest.mark.skipif(box_unavailable() is not None, reason=str(box_unavailable()))
 def test_a_small_contest_behind_a_slow_link(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
-    rows = bench_pools(folder, [200], PoolsCase(answers=3, output_tokens=40, repetitions=1, mbit=10.0), print)
+    options = ["--prompts", "200", "--answers", "3", "--output-tokens", "40", "--repetitions", "1", "--mbit", "10"]
+    words = ["bench", "pools", str(folder), *options, "--json", str(tmp_path / "rows.json")]
+    subprocess.run(python_module("antiphon.cli.main", *words), check=True, timeout=120)  # workers of tests live outside
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
     assert [each["engine"] for each in rows] == ["1 > 1, at the end", "1 > 1, layer by layer"]
     assert all(each["ttft_s_median"] > 0 and each["exposed_share"] > 0 for each in rows)
