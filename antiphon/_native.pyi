@@ -270,7 +270,7 @@ def training_norm_gradient(
 ) -> None: ...
 
 class Angles:
-    """Of the first two axes of a grid of heads."""
+    """Cosines and sines [..., half]; the strides are those over the first two axes of a grid of heads."""
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ from antiphon.serve.worker_process import WorkerName
 Case = Literal["plain", "hot", "slow", "skewed", "recorded"]
 CASES: tuple[Case, ...] = ("plain", "hot", "slow", "skewed", "recorded")
 MOST_WORKERS = 64  # more is a slip of the finger
+_PROFILED = "profiled.trace"
 _SAME_TEXTS = 0.98  # of the requests, in float32
 RUNS: Mapping[str, Mapping[str, Any]] = {  # what of `ServeConfig` makes it
     **{policy: {"balance": policy} for policy in (*POLICIES, "paths")},
@@ -220,7 +221,9 @@ def bench_balance(
     foreseen = [name for name in policies if RUNS[name].get("balance") == "predict"]
     if order.case == "skewed":
         order = replace(order, routing=folder / "skewed.trace")
-        _drawn(order).write(folder / "skewed.trace", order.num_rows, order.seed)
+        drawn = SkewedLoad(load_model_spec(order.model), order.skew)
+        drawn.write(folder / "skewed.trace", order.num_rows, order.seed)
+        drawn.write(folder / _PROFILED, order.num_rows, order.seed + 1)
     record = order.routing if order.case == "recorded" and foreseen else None
     if record is not None and not read_routing_trace(record).has_forecasts:
         raise UserError(f"{record} has no forecasts, which the policy {foreseen[0]} needs: record it again")
@@ -258,7 +261,9 @@ def _changes(order: BalanceOrder, name: str, folder: Path) -> dict[str, Any]:
         write_even_routing(folder / "even.trace", load_model_spec(order.model), order.batch)
     elif name == "paths":
         if order.case not in ("recorded", "skewed"):
-            raise UserError(f"--policies has paths: case {order.case} has no record to profile, use --cases recorded")
+            raise UserError(
+                f"--policies has paths: case {order.case} has no record to profile, use --cases recorded or skewed"
+            )
         changes["path_profile"] = folder / "paths"
         _path_profile(order, folder).write(folder / "paths")
     return changes
@@ -268,18 +273,13 @@ def _path_profile(order: BalanceOrder, folder: Path) -> PathProfile:
     """Of the first half of a record's rows; of a drawn one of other rows, as many."""
     file, spec = order.routing, load_model_spec(order.model)
     if order.case == "skewed":
-        file = folder / "profiled.trace"
-        _drawn(order).write(file, order.num_rows, order.seed + 1)
+        file = folder / _PROFILED
     assert file is not None, "checked when the order was made"
     trace = read_routing_trace(file)
     numbers = np.arange(len(spec.expert_layers)) % trace.header.num_layers  # as they are replayed
     ids_LTK = trace.ids_LTK()[numbers]
     rows_LTK = ids_LTK if order.case == "skewed" else ids_LTK[:, : ids_LTK.shape[1] // 2]
     return PathProfile.of_rows(rows_LTK, trace.header.num_experts, order.path_length, spec.expert_layers)
-
-
-def _drawn(order: BalanceOrder) -> SkewedLoad:
-    return SkewedLoad(load_model_spec(order.model), order.skew)
 
 
 def _row(case: Case, policy: str, passes: list[_ServedPass]) -> BalanceRow:

@@ -20,6 +20,7 @@ Letters: L MoE layers, T rows, K choices of a row, E experts, which are also kin
 
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from antiphon.base.errors import UserError
 from antiphon.cost.skew import zipf_shares
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
@@ -51,7 +53,7 @@ class SkewedLoad:
 
     def write(self, file: Path, num_rows: int, seed: int) -> None:
         """A record of `num_rows` rows. Another seed: other rows of the same kinds."""
-        random, shares_E = np.random.default_rng([1, seed]), self.shares()
+        random, shares_E = np.random.default_rng([1, seed]), self.shares
         kinds_T = random.choice(len(shares_E), size=num_rows, p=shares_E)
         layers = range(len(self.spec.expert_layers))
         ids_LTK, again_LTK = (
@@ -61,13 +63,20 @@ class SkewedLoad:
         missed_LT1 = random.random((*ids_LTK.shape[:2], 1)) >= _FORESEEN
         write_record(file, self.spec, ids_LTK, np.where(missed_LT1, again_LTK, ids_LTK)[1:])
 
+    @cached_property
     def shares(self) -> FloatArray:
-        """Of kinds [E], by bisection over the law's exponent: choices without replacement level the shares."""
+        """Of kinds [E], by bisection over the law's exponent: choices without replacement level the shares. `UserError`
+        where these choices cannot be as uneven as `skew`."""
         num_experts, low, high = self.spec.router.num_experts, 0.0, 6.0
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             is_less = self._skew_of(zipf_shares(num_experts, middle)) < self.skew
             low, high = (middle, high) if is_less else (low, middle)
+        if self.skew > 1 and (most := self._skew_of(zipf_shares(num_experts, high))) < 0.9 * self.skew:
+            raise UserError(
+                f"--skew is {self.skew:g}: {self.spec.router.top_k} of {num_experts} experts for each row "
+                f"cannot be more uneven than {most:.2g}"
+            )
         return zipf_shares(num_experts, low)
 
     def _skew_of(self, shares_E: FloatArray) -> float:
@@ -93,7 +102,7 @@ def write_even_routing(file: Path, spec: ModelSpec, batch: int) -> None:
     so does each request at consecutive positions."""
     router = spec.router
     rows_T = np.arange(batch * router.num_experts)
-    firsts_T = rows_T // batch * router.top_k + rows_T % batch
+    firsts_T = (rows_T // batch + rows_T % batch) * router.top_k
     ids_TK = (firsts_T[:, None] + np.arange(router.top_k)) % router.num_experts
     write_record(file, spec, np.broadcast_to(ids_TK, (len(spec.expert_layers), *ids_TK.shape)))
 

@@ -58,7 +58,7 @@ _IDLE_S = 60.0  # in which aborted requests give back their blocks
 class PoolsCase:
     """What `antiphon bench pools` may be asked for."""
 
-    together: Annotated[str, typer.Option(metavar="LAYOUT", help="Workers that do both.")] = "2"
+    together: Annotated[str, typer.Option(metavar="LAYOUT", help="Workers that do both; not with --mbit.")] = "2"
     prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="Workers for prompts alone.")] = "1"
     decode: Annotated[str, typer.Option(metavar="LAYOUT", help="Workers beside those.")] = "1"
     answers: Annotated[int, UpTo(4096), typer.Option(metavar="N", help="Answers at once.")] = 16

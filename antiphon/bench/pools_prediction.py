@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.bench.served_plans import HEADERS
 from antiphon.cost.profile import Profile, read_serving_profile
-from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.config import load_model_spec, read_config, refuse_other_model
 from antiphon.planner.setting import Setting
 from antiphon.serve.config import ServeConfig
 from antiphon.sim.arrivals import Demand
@@ -30,7 +31,6 @@ from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 
 _CLUSTER_FILE = "this-machine.json"
 _MOST_PROMPTS = 64  # of a prediction
-_HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,19 @@ class MeasuredMachine:
 
     @classmethod
     def read(cls, file: Path, mbit: float | None) -> "MeasuredMachine":
-        """`file` and the cluster beside it; with `mbit` its devices are nodes behind links of that rate."""
+        """`file` and the cluster beside it; with `mbit` its devices are nodes behind links of that rate. What HTTP
+        takes is left out: `bench pools` calls its engines itself."""
         beside = file.parent / _CLUSTER_FILE
         if not beside.is_file():
             raise UserError(f"--profile {file}: there is no {_CLUSTER_FILE} beside it; antiphon profile writes both")
         cluster = load_cluster(str(beside))
+        if len(cluster.groups) != 1:
+            raise UserError(
+                f"{beside} has {len(cluster.groups)} groups of devices: give the one that antiphon profile wrote"
+            )
         if mbit is not None:
             (group,) = cluster.groups
-            rate = _HEADERS * mbit * 1e6 / 8
+            rate = HEADERS * mbit * 1e6 / 8
             group = replace(
                 group,
                 num_nodes=group.num_devices,
@@ -58,17 +63,20 @@ class MeasuredMachine:
                 node_scale_out_bytes_per_s=rate,
             )
             cluster = replace(cluster, groups=(group,), efficiency=replace(cluster.efficiency, scale_out=1.0))
-        return cls(profile=read_serving_profile(file), cluster=cluster)
+        return cls(profile=replace(read_serving_profile(file), host=None), cluster=cluster)
 
 
 def predict_mix(
     config: ServeConfig, machine: MeasuredMachine, answers: tuple[int, int, int], prompt_tokens: int
-) -> dict[str, float]:
-    """`itl_s_p99`, `ttft_s_median`, and with two pools `exposed_share` of the prefill workers' steps. `answers`: how
-    many, tokens of their prompts, tokens of each; they come at time 0. Long prompts come one at a time: the first when
-    all answers have begun, the next when the one before has its first token, while answers run."""
+) -> dict[str, float | None]:
+    """`itl_s_p99`, `ttft_s_median` (None where there is none), and with two pools `exposed_share` of the prompts' time
+    to the first token. `answers`: how many, tokens of their prompts, tokens of each; they come at time 0. Long prompts
+    come one at a time: the first when all answers have begun, the next when the one before has its first token, while
+    answers run; the run is simulated anew with each. `UserError` for another model's profile."""
     phases = _phases(config, machine.cluster.groups[0].device.name)
     spec = load_model_spec(config.model)
+    if machine.profile.model_config:
+        refuse_other_model(machine.profile.model_config, spec, "--profile")
     setting = Setting(
         model=replace(spec, max_position=config.context_length(spec)),
         cluster=machine.cluster,
@@ -94,9 +102,13 @@ def predict_mix(
             break
         sent_s.append(max(begun_s))  # what comes later changes nothing before it
     result = serving_result(run, SloSpec())
-    found = {"itl_s_p99": result.itl_s["p99"], "ttft_s_median": median(record.ttft_s or 0.0 for record in prompts)}
-    if result.handovers is not None:
-        found["exposed_share"] = result.handovers["exposed_share"]
+    ttft_s = [record.ttft_s or 0.0 for record in prompts]
+    found: dict[str, float | None] = {
+        "itl_s_p99": result.itl_s.get("p99"),
+        "ttft_s_median": median(ttft_s) if ttft_s else None,
+    }
+    if run.handovers is not None and ttft_s:
+        found["exposed_share"] = run.handovers.exposed_s / sum(ttft_s)
     return found
 
 

@@ -37,7 +37,7 @@ SECRET = "only for a benchmark, on a private network"
 _PORTS = 7700, 7800  # of a node: workers join, and HTTP
 START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
 _LOOSE = "--slo-ttft", "2s", "--slo-tpot", "100ms"  # without targets a pass is as long as memory allows
-_HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
+HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
 _NUM_PINGS = 200
 _PING = """
 import socket, statistics, sys, time
@@ -148,7 +148,7 @@ def nodes_in_a_box(cluster: dict[str, Any], num_nodes: int, mbit: float, folder:
     each = cores // num_nodes
     with Box(num_nodes=num_nodes, mbit=mbit) as box:
         group = group | {"num_nodes": num_nodes, "devices_per_node": each, "scale_up_domain": each}
-        group["node_scale_out_bytes_per_s"] = _HEADERS * mbit * 1e6 / 8
+        group["node_scale_out_bytes_per_s"] = HEADERS * mbit * 1e6 / 8
         nodes = cluster | {"name": f"box-{mbit:g}", "scale_out_latency_s": _latency_s(box), "groups": [group]}
         file = folder / "nodes.json"
         file.write_text(json.dumps(nodes))

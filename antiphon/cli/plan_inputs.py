@@ -349,6 +349,11 @@ def parse_precision(parts: Sequence[str]) -> PrecisionSpec:
         wanted = {"all": everything, "wire": ("dispatch", "combine")}
         for field in wanted.get(part, (part,)):
             values[field] = _checked_format(text, field, storage)
+    if "group" in values and not {"int8", "int4"} & {values.get("weights"), values.get("experts")}:
+        raise UserError(
+            f"--precision group={values['group']}: only int8 and int4 have groups; name one, for example "
+            "weights=int4, or leave it out"
+        )
     return PrecisionSpec(**values)
 
 

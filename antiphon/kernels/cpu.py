@@ -150,9 +150,7 @@ class CpuBackend:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         assert isinstance(weight, CpuLinear)
-        x_TI = self._rows(x_TI, weight.in_features)
-        if weight.order is not None:
-            x_TI = x_TI.index_select(1, weight.order)
+        x_TI = self._inputs(x_TI, weight)
         num_rows, out_fp32 = x_TI.shape[0], out_dtype is torch.float32
         out = torch.empty((num_rows, weight.out_features), dtype=torch.float32 if out_fp32 else self.dtype)
         residual, residual_stride = 0, 0
@@ -300,7 +298,7 @@ class CpuBackend:
     def _choose_experts(
         self, x_TH: Tensor, weight: CpuLinear, bias_E: Tensor | None, options: _native.GateOptions
     ) -> tuple[Tensor, Tensor]:
-        x_TH = self._rows(x_TH, weight.in_features)
+        x_TH = self._inputs(x_TH, weight)
         num_rows = x_TH.shape[0]
         ids = torch.empty((num_rows, options.top_k), dtype=torch.int32)
         weights = torch.empty((num_rows, options.top_k), dtype=torch.float32)
@@ -377,6 +375,11 @@ class CpuBackend:
             ids.data_ptr(),
         )
         return ids
+
+    def _inputs(self, x: Tensor, weight: CpuLinear) -> Tensor:
+        """x as rows in the order of the weight's columns."""
+        x = self._rows(x, weight.in_features)
+        return x if weight.order is None else x.index_select(1, weight.order)
 
     def _rows(self, x: Tensor, width: int) -> Tensor:
         """x as rows of consecutive elements, after checking that the kernel may read them."""

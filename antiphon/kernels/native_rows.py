@@ -101,7 +101,7 @@ def turn_normed_gradient(
     interleaved: bool,
     out: Tensor,
 ) -> Tensor | None:
-    """Into `out`, whose rows may lie apart, the gradient of what `turn_normed` was given as `x`; that of the weight."""
+    """Writes the gradient of `turn_normed`'s x into `out`, whose rows may lie apart; returns that of the weight."""
     grad, x, (cos, sin) = _by_rows(_like(grad, out)), None if x is None else _by_rows(x), _tables(cos, sin)
     own_D = None if weight_D is None else _like(weight_D, out).contiguous()
     sums_D = None if weight_D is None else torch.empty(weight_D.shape, dtype=torch.float32, device=out.device)
@@ -157,6 +157,7 @@ def loss_and_gradient(logits_TV: Tensor, bias_V: Tensor | None, targets_T: Tenso
     losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
     bias_V = None if bias_V is None else bias_V.float().contiguous()
     targets_T = targets_T.long().contiguous()
+    assert not len(targets_T) or int(targets_T.max()) < logits_TV.shape[1], "a target beyond the logits"
     _native.training_cross_entropy(
         *(_is_bf16(logits_TV), logits_TV.data_ptr(), logits_TV.shape[0], logits_TV.shape[1], _address(bias_V)),
         *(targets_T.data_ptr(), divisor, losses_T.data_ptr()),
@@ -200,6 +201,7 @@ def causal_attention(
 ) -> tuple[Tensor, Tensor]:
     """[B, S, N, V]: each query sees the keys from its first one, int64, or from 0, to itself; [B, N, S]: the logarithm
     of its sum of exponentials, float32."""
+    q_BSND, k_BSGD, v_BSGV = (_by_rows(each) for each in (q_BSND, k_BSGD, v_BSGV))
     (batch, length, heads, _), width = q_BSND.shape, v_BSGV.shape[-1]
     out = torch.empty(batch, length, heads, width, dtype=q_BSND.dtype, device=q_BSND.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q_BSND.device)
@@ -219,6 +221,7 @@ def causal_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; `out` and `lse` as `causal_attention` made them."""
     grad, out = _by_rows(_like(grad, out)), out.contiguous()
+    q_BSND, k_BSGD, v_BSGV = (_by_rows(each) for each in (q_BSND, k_BSGD, v_BSGV))
     made = [torch.empty(each.shape, dtype=out.dtype, device=out.device) for each in (q_BSND, k_BSGD, v_BSGV)]
     _native.causal_gradient(
         *(_is_bf16(out), *_causal(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale, out, lse), _grid(grad)),
@@ -230,8 +233,7 @@ def causal_gradient(
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, first_keys_BS: Tensor | None, scale: float, out: Tensor, lse: Tensor
 ) -> tuple[Any, ...]:
-    """What both kernels begin with, of tensors that live as long as this is used."""
-    q, k, v = (_by_rows(each) for each in (q, k, v))
+    """What both kernels begin with, of tensors `_by_rows` that live as long as this is used."""
     assert q.dtype == k.dtype == v.dtype == out.dtype
     assert q.shape[2] % k.shape[2] == 0
     if first_keys_BS is not None:

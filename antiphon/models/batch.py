@@ -57,21 +57,21 @@ class BlockTables:
 
     @property
     def most_blocks(self) -> int:
-        """Of one request."""
+        """The most blocks that a request may have."""
         return self._table.shape[1]
 
     @property
     def most_tokens(self) -> int:
-        """Of one request."""
+        """The most tokens that a request may have."""
         return self.most_blocks * self._block_size
 
     def num_blocks(self, num_tokens: int) -> int:
-        """That hold so many tokens."""
+        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self._block_size)
 
     def blocks(self, slot: int, num_tokens: int) -> Tensor:
         """The blocks of the first tokens in that slot, int32 in host memory; a copy."""
-        return torch.from_numpy(self._table[slot, : -(-num_tokens // self._block_size)].copy())
+        return torch.from_numpy(self._table[slot, : self.num_blocks(num_tokens)].copy())
 
     def attention_batch(self, sequences: Sequence[SequenceRows]) -> AttentionBatch:
         """Metadata of one micro-batch; its rows are the sequences' tokens, one sequence after the other."""

@@ -5,8 +5,8 @@ one call. A layer can: attention and gate are noted at a micro-batch's first vis
 (`kernels/noted_calls`). So is the shared expert or the dense feed-forward, apart, because it runs while rows travel.
 Callers do not know: what comes out is the same.
 
-Micro-batches under way at once have a lane each: buffers for what a layer reads and makes. A lane is free when its
-micro-batch is gone, and with it every piece of it. Rows of prompts, and layers in which PyTorch computes something, are
+Micro-batches under way at once have a lane each: buffers for what a layer reads and makes. A lane is free when the
+`AttentionBatch` of its micro-batch is collected. Rows of prompts, and layers in which PyTorch computes something, are
 computed kernel by kernel.
 
 Letters as in `antiphon.kernels.api`; T is the most rows of a micro-batch.
@@ -157,13 +157,13 @@ class NotedHalf(AttentionHalf):
         """That of a micro-batch under way; at the first layer, one for a new one."""
         if self._cannot:
             return None
-        for lane in self._lanes:
-            if lane.has(batch):
-                return lane
+        found = next((each for each in self._lanes if each.has(batch)), None)
+        if layer != self._first_layer:
+            return found
         rows = batch.num_tokens
-        if layer != self._first_layer or len(batch.query_lens) != rows or rows > self.most_rows:
+        if len(batch.query_lens) != rows or rows > self.most_rows:
             return None
-        free = next((each for each in self._lanes if each.is_free), None)
+        free = found or next((each for each in self._lanes if each.is_free), None)
         if free is None:
             most_blocks = -(-self.most_tokens // self.block_size) + 1
             free = _Lane(self.most_rows, most_blocks, self.block_size, self.spec.hidden_size, self.backend.dtype)
@@ -186,6 +186,9 @@ class NotedHalf(AttentionHalf):
             lane.calls[layer] = calls, calls.note(work)
         except CannotNote as error:
             self._give_up(error)
+        except BaseException:
+            self._cannot = True  # buffers may have gone to another layer
+            raise
         return not self._cannot
 
     def _note_local(self, lane: _Lane, layer: int) -> bool:
@@ -203,6 +206,9 @@ class NotedHalf(AttentionHalf):
                 lane.local_calls[layer] = calls, calls.note(work)
             except CannotNote as error:
                 self._give_up(error)
+            except BaseException:
+                self._cannot = True
+                raise
         return not self._cannot
 
     def _give_up(self, error: CannotNote) -> None:

@@ -134,7 +134,7 @@ def _greedy(costs: FloatArray, copies: Sequence[int], num_workers: int, slots: i
     """Copies in falling order of cost, each on the least loaded worker that may take it; a copy that no worker may take
     is left out, and the others of that expert share its rows."""
     held = np.zeros((costs.size, num_workers), dtype=bool)
-    workers = [(0.0, 0, worker) for worker in range(num_workers)]  # load, experts held, who; those with a free slot
+    workers = [(0.0, 0, worker) for worker in range(num_workers)]  # load, experts held, worker; those with a free slot
     order = sorted(range(costs.size), key=lambda expert: (-float(costs[expert]) / copies[expert], expert))
     for expert in order:  # no more copies than slots, so an expert's first copy always finds one
         cost, taken = float(costs[expert]) / copies[expert], []

@@ -344,7 +344,6 @@ class _Placements:
         self.shares = shares
         self.busiest_table, self.used_table = np.full((2, most_ranks(len(shares)) + 1, len(shares) + 1), np.nan)
         self._placed: dict[tuple[int, int], tuple[float, int]] = {}
-        self._busiest: dict[tuple[int, int], float] = {}
 
     def placed(self, num_workers: int, slots: int) -> tuple[float, int]:
         """The busiest worker's share of all rows, and the most experts a worker holds."""
@@ -356,11 +355,8 @@ class _Placements:
 
     def busiest(self, num_workers: int, slots: int) -> float:
         """The busiest worker's share where a slot may stay empty."""
-        key = num_workers, slots
-        if key not in self._busiest:
-            least = -(-len(self.shares) // num_workers)
-            self._busiest[key] = min(self.placed(num_workers, used)[0] for used in range(least, slots + 1))
-        return self._busiest[key]
+        least = -(-len(self.shares) // num_workers)
+        return min(self.placed(num_workers, used)[0] for used in range(least, slots + 1))
 
 
 _placements_of = functools.lru_cache(maxsize=64)(_Placements)

@@ -177,10 +177,9 @@ class StepGroup:
         """Plan and send the next steps, or those that failed again, where none is running and there is work."""
         if self._is_held or not (self.quiet or self._steps_freely) or not self._prepare_steps():
             return
-        if not self._steps_freely:
-            self._start_together()
-        for _ in range(self._steps_freely + self._side_by_side):  # the second time behind those that have just begun
-            self._start_freely()
+        (self._start_freely if self._steps_freely else self._start_together)()
+        if self._steps_freely and self._side_by_side:
+            self._start_freely()  # behind those that have just begun
 
     def _start_together(self) -> None:
         """One step of all workers that have work."""

@@ -246,8 +246,8 @@ class TrackedRequests:
 
     def hand_out(self) -> None:
         """Deliver what waits, once to each sink."""
-        outgoing, self._outgoing = self._outgoing, {}
-        for sink, outputs in outgoing.values():
+        while self._outgoing:  # one that fails takes only its own with it
+            sink, outputs = self._outgoing.pop(next(iter(self._outgoing)))
             sink.deliver(outputs)
 
     def _forget(self, request_id: str) -> TrackedRequest | None:

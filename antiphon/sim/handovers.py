@@ -245,6 +245,7 @@ class SimulatedHandovers:
         found.origin.num_lost_handovers = 0
         self.counts.num_done += 1
         self.counts.num_tokens += found.handover.end - found.handover.first
+        self._sending[found.source].close(found.handover.number)
         self._decode.all_schedulers[found.target].arrive(found.origin, found.handover.end)
         self._touch(1, found.target)
 

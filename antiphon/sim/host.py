@@ -49,22 +49,24 @@ class SharedCores:
 
     def next_s(self) -> float:
         """When the next work will be done if none is added; infinity if there is none."""
-        speeds = self._speeds()
-        ends = [self._threads[name].works[0][0] / speed for name, speed in speeds.items()]
-        return self._now_s + min(ends, default=math.inf)
+        return self._now_s + min(self._left_s().values(), default=math.inf)
 
     def done(self, now_s: float) -> list[Then]:
         """What is done by `now_s`, which is at most `next_s()`."""
-        is_end = now_s == self.next_s()
-        ending = self._soonest() if is_end else []
+        left_s = self._left_s()
+        first_s = min(left_s.values(), default=math.inf)
+        ending = [name for name, seconds in left_s.items() if seconds == first_s and now_s == self._now_s + first_s]
         self._pass(now_s)
         return [self._threads[name].works.popleft()[1] for name in ending]
 
-    def _soonest(self) -> list[str]:
-        speeds = self._speeds()
-        left = {name: self._threads[name].works[0][0] / speed for name, speed in speeds.items()}
-        first = min(left.values())
-        return [name for name, seconds in left.items() if seconds == first]
+    def drop(self, now_s: float, thread: str) -> None:
+        """The thread has died: nothing of what it had to do is done."""
+        self._pass(now_s)
+        self._threads.pop(thread, None)
+
+    def _left_s(self) -> dict[str, float]:
+        """Until each thread's first work is done, at the present speeds."""
+        return {name: self._threads[name].works[0][0] / speed for name, speed in self._speeds().items()}
 
     def _pass(self, now_s: float) -> None:
         """Time passes at the speeds of those that have work."""

@@ -67,8 +67,8 @@ class Pool:
         return self.setting.cluster.scale_out_latency_s
 
     def wire_s(self, num_tokens: float) -> float:
-        """Time on the wire of so many tokens' keys and values, from one of this pool's workers to another's, over the
-        slowest kind of NIC there is (as `planner.outcome` counts it)."""
+        """Time on the wire of `num_tokens` tokens' keys and values, from one of this pool's workers to another's, over
+        the slowest kind of NIC there is (as `planner.outcome` counts it)."""
         setting = self.setting
         size = num_tokens * float(kv_bytes_per_token(setting.model, 1, setting.precision))
         slowest = min(float(net.scale_out.bytes_per_s) for net in setting.networks)

@@ -251,8 +251,7 @@ class _ServingSimulation:
         else:
             phase, turn_s = instance.pool.phase, step.price.turn_s
             devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
-            name = f"{instance.pool.name} {instance.index}"
-            self._host.step(name, devices, step.end_s - step.start_s - turn_s, turn_s, ends)
+            self._host.step(_thread_of(instance), devices, step.end_s - step.start_s - turn_s, turn_s, ends)
 
     def _step_ends(self, pool: int, instance: Instance, version: int) -> None:
         if version != instance.version:
@@ -315,6 +314,8 @@ class _ServingSimulation:
             instance = live.instances[kill.worker // live.pool.phase.parallel.expert_workers]
             instance.kill_experts(kill.worker, until_s)
             moved = []
+        if self._host is not None:
+            self._host.cores.drop(self._now_s, _thread_of(instance))
         live.routes = None
         for request in moved:
             self._lost(kill.pool, request)
@@ -352,3 +353,7 @@ class _ServingSimulation:
         for live in self._pools:
             live.popularity.shift()
         self._at(self._now_s + every_s, self._shift, every_s)
+
+
+def _thread_of(instance: Instance) -> str:
+    return f"{instance.pool.name} {instance.index}"

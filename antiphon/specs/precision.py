@@ -66,6 +66,5 @@ class PrecisionSpec:
         return BYTES_OF[self.combine]
 
     def _weight_bytes(self, storage: StorageDtype) -> float:
-        if storage in ("int8", "int4"):
-            return BYTES_OF[storage] + WEIGHT_SCALE_BYTES * (1 / self.group - 1 / WEIGHT_GROUP)
-        return BYTES_OF[storage]
+        codes = {"int8": 1.0, "int4": 0.5}.get(storage)
+        return BYTES_OF[storage] if codes is None else codes + WEIGHT_SCALE_BYTES / self.group

@@ -174,7 +174,7 @@ class Bucket:
             self._submissions.append(self._begin(self._launcher, flat))
 
     def _start_sums(self, gradients: Sequence[Tensor]) -> None:
-        """Of whole parameters; `finish` waits."""
+        """Begins the sums of whole parameters; `finish` waits."""
         is_alone = [
             self._replicas.sums_at_once and each.numel() * each.element_size() >= ALONE_BYTES for each in gradients
         ]

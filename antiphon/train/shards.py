@@ -124,8 +124,8 @@ class Shards:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
-    """What brings gradients of this norm to `limit` at most; None: they stay as they are, as they do without a limit
-    (0)."""
+    """The factor that brings gradients of this norm to `limit`; None: there is no limit (0), or, on CPUs, the norm is
+    within it."""
     if not limit:
         return None
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)

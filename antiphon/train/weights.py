@@ -168,7 +168,8 @@ class Weights:
         return pick(value, part.used_dim, part.used) if part.used else value
 
     def whole(self, purpose: str) -> nn.Parameter | None:
-        """The parameter, if ``self[purpose]`` is all of it; its gradient is then that of the other, in its own type."""
+        """The parameter itself where ``self[purpose]`` is all of it; its gradient is then that of
+        ``self[purpose]``, in the parameter's type. Else None."""
         found = self.stored(purpose)
         return found if isinstance(found, nn.Parameter) and not parts_of(self._module)[purpose].used else None
 

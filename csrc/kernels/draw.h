@@ -1,7 +1,8 @@
 // The next token of every row: its largest logit, or a draw from softmax(logits / temperature).
 //
 // The draw puts one uniform through the inverse of the running sum, in order of token id, as `draw_tokens` in
-// antiphon/serve/worker/sampling.py does: sums of segments of 512, then one segment token by token, both in float64.
+// antiphon/serve/worker/sampling.py does: sums of segments of 512 (float32, added up in float64), then one segment token by
+// token in float64.
 //   m = max x / t;  sums[c] = sum over segment c of exp(x / t - m);  the first id whose running sum exceeds u * total
 // A token of probability zero is never drawn. A row without mass (NaN, or nothing but -inf) gets its largest logit.
 #pragma once

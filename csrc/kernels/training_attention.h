@@ -36,7 +36,7 @@ void pack_rows(const float* from, int64_t steps, int64_t columns, float* panels)
 }
 
 // The same of the matrix turned: panels [rows / 16][columns][16]; rows are padded with zeros.
-inline void pack_turned(const float* from, int64_t rows, int64_t columns, float* panels) {
+static void pack_turned(const float* from, int64_t rows, int64_t columns, float* panels) {
     for (int64_t first = 0; first < rows; first += panel_width, panels += columns * panel_width) {
         const int64_t some = smaller(panel_width, rows - first);
         if (some < panel_width) std::memset(panels, 0, static_cast<size_t>(columns * panel_bytes));
@@ -104,14 +104,14 @@ class ItemMemory {
 };
 
 // One sequence and one head of keys.
-struct AttentionItem {
+struct CausalItem {
     int64_t sequence;
     int64_t kv_head;
     int64_t length;
     int64_t padded_length;
     int64_t heads;  // of queries, for each head of keys
 
-    AttentionItem(const CausalCall& call, int64_t item)
+    CausalItem(const CausalCall& call, int64_t item)
         : sequence(item / call.k.sizes[2]), kv_head(item % call.k.sizes[2]), length(call.k.sizes[1]),
           padded_length(round_up(length, panel_width)), heads(call.q.sizes[2] / call.k.sizes[2]) {}
 
@@ -134,7 +134,7 @@ struct QueryBlock {
     int64_t first_panel() const { return first_key / panel_width; }
     int64_t end_panel() const { return divide_up(end, panel_width); }
 
-    QueryBlock(const CausalCall& call, const AttentionItem& item, int64_t begin)
+    QueryBlock(const CausalCall& call, const CausalItem& item, int64_t begin)
         : first(begin), end(smaller(item.length, begin + queries_at_once)), first_key(begin) {
         for (int64_t i = first; i < end; ++i) first_key = smaller(first_key, item.first_key(call, i));
         first_key = first_key / panel_width * panel_width;
@@ -144,7 +144,7 @@ struct QueryBlock {
 // Scores of a block's queries as weights: row i at scores + i * stride, key j at column j - first_key. `lse` [length]:
 // log of each query's sum of exponentials; made, or used where there is one. Keys that a query does not see count zero.
 template <class V>
-void weigh_scores(const CausalCall& call, const AttentionItem& item, const QueryBlock& block, float* scores,
+void weigh_scores(const CausalCall& call, const CausalItem& item, const QueryBlock& block, float* scores,
                   int64_t stride, float* lse, bool is_known) {
     const int64_t width = (block.end_panel() - block.first_panel()) * panel_width;
     for (int64_t i = block.first; i < block.end; ++i) {
@@ -178,57 +178,13 @@ void weigh_scores(const CausalCall& call, const AttentionItem& item, const Query
     }
 }
 
-template <class Arch, class E>
-void causal_attention_item(const CausalCall& call, int64_t index) {
-    using V = typename Arch::Vector;
-    using T = typename E::Storage;
-    const AttentionItem item(call, index);
-    const int64_t length = item.length, padded = item.padded_length, dim = call.key_dim, value_dim = call.value_dim;
-    const int64_t value_width = round_up(value_dim, panel_width);
-    ItemMemory memory(padded * (dim + value_width + queries_at_once) + length * larger(dim, value_dim) +
-                      queries_at_once * (dim + value_width) + 8 * panel_width);
-    float* rows = memory.take(length * larger(dim, value_dim));
-    float* keys = memory.take(padded * dim);
-    float* values = memory.take(length * value_width);
-    float* scores = memory.take(queries_at_once * padded);
-    float* queries = memory.take(queries_at_once * dim);
-    float* sums = memory.take(queries_at_once * value_width);
-    for (int64_t s = 0; s < length; ++s) {
-        widen_row<V>(item.row<E>(call.k, s, item.kv_head), dim, 1.0f, rows + s * dim);
+// Rows [first, first + count) of a head as floats [count][width], times `factor`.
+template <class V, class E>
+void widen_rows(const CausalItem& item, const GridRows& from, int64_t first, int64_t count, int64_t head, int64_t width,
+                float factor, float* to) {
+    for (int64_t i = 0; i < count; ++i) {
+        widen_row<V>(item.row<E>(from, first + i, head), width, factor, to + i * width);
     }
-    pack_turned(rows, length, dim, keys);
-    for (int64_t s = 0; s < length; ++s) {
-        widen_row<V>(item.row<E>(call.v, s, item.kv_head), value_dim, 1.0f, rows + s * value_dim);
-    }
-    pack_rows<V>(rows, length, value_dim, values);
-    for (int64_t head = item.kv_head * item.heads; head < (item.kv_head + 1) * item.heads; ++head) {
-        float* lse = call.lse + (item.sequence * call.q.sizes[2] + head) * length;
-        for (int64_t begin = 0; begin < length; begin += queries_at_once) {
-            const QueryBlock block(call, item, begin);
-            for (int64_t i = block.first; i < block.end; ++i) {
-                widen_row<V>(item.row<E>(call.q, i, head), dim, call.scale, queries + (i - block.first) * dim);
-            }
-            multiply_panels<Arch>({queries, dim, block.count(), keys, dim, 0, dim, block.first_panel(),
-                                   block.end_panel(), scores, padded, false});
-            weigh_scores<V>(call, item, block, scores, padded, lse, false);
-            multiply_panels<Arch>({scores, padded, block.count(), values, length, block.first_key, block.end, 0,
-                                   value_width / panel_width, sums, value_width, false});
-            for (int64_t i = block.first; i < block.end; ++i) {
-                T* out = static_cast<T*>(call.out) +
-                         ((item.sequence * length + i) * call.q.sizes[2] + head) * value_dim;
-                const float* from = sums + (i - block.first) * value_width;
-                for_lanes(value_dim, [&](int64_t k, int lanes) {
-                    store_lanes<V>(out + k, load_lanes<V>(from + k, lanes), lanes);
-                });
-            }
-        }
-    }
-}
-
-template <class Arch, class E>
-void causal_attention(const CausalCall& call, ThreadPool& pool) {
-    pool.for_each(call.k.sizes[0] * call.k.sizes[2],
-                  [&](int64_t item) { causal_attention_item<Arch, E>(call, item); });
 }
 
 // rows [count][width] of type T from sums of `stride`, times `factor`.
@@ -245,11 +201,53 @@ void store_rows(const float* sums, int64_t stride, int64_t count, int64_t width,
 }
 
 template <class Arch, class E>
+void causal_attention_item(const CausalCall& call, int64_t index) {
+    using V = typename Arch::Vector;
+    using T = typename E::Storage;
+    const CausalItem item(call, index);
+    const int64_t length = item.length, padded = item.padded_length, dim = call.key_dim, value_dim = call.value_dim;
+    const int64_t value_width = round_up(value_dim, panel_width);
+    ItemMemory memory(padded * (dim + value_width + queries_at_once) + length * larger(dim, value_dim) +
+                      queries_at_once * (dim + value_width) + 8 * panel_width);
+    float* rows = memory.take(length * larger(dim, value_dim));
+    float* keys = memory.take(padded * dim);
+    float* values = memory.take(length * value_width);
+    float* scores = memory.take(queries_at_once * padded);
+    float* queries = memory.take(queries_at_once * dim);
+    float* sums = memory.take(queries_at_once * value_width);
+    widen_rows<V, E>(item, call.k, 0, length, item.kv_head, dim, 1.0f, rows);
+    pack_turned(rows, length, dim, keys);
+    widen_rows<V, E>(item, call.v, 0, length, item.kv_head, value_dim, 1.0f, rows);
+    pack_rows<V>(rows, length, value_dim, values);
+    for (int64_t head = item.kv_head * item.heads; head < (item.kv_head + 1) * item.heads; ++head) {
+        float* lse = call.lse + (item.sequence * call.q.sizes[2] + head) * length;
+        for (int64_t begin = 0; begin < length; begin += queries_at_once) {
+            const QueryBlock block(call, item, begin);
+            widen_rows<V, E>(item, call.q, block.first, block.count(), head, dim, call.scale, queries);
+            multiply_panels<Arch>({queries, dim, block.count(), keys, dim, 0, dim, block.first_panel(),
+                                   block.end_panel(), scores, padded, false});
+            weigh_scores<V>(call, item, block, scores, padded, lse, false);
+            multiply_panels<Arch>({scores, padded, block.count(), values, length, block.first_key, block.end, 0,
+                                   value_width / panel_width, sums, value_width, false});
+            T* out = static_cast<T*>(call.out) +
+                     ((item.sequence * length + block.first) * call.q.sizes[2] + head) * value_dim;
+            store_rows<V>(sums, value_width, block.count(), value_dim, 1.0f, out, call.q.sizes[2] * value_dim);
+        }
+    }
+}
+
+template <class Arch, class E>
+void causal_attention(const CausalCall& call, ThreadPool& pool) {
+    pool.for_each(call.k.sizes[0] * call.k.sizes[2],
+                  [&](int64_t item) { causal_attention_item<Arch, E>(call, item); });
+}
+
+template <class Arch, class E>
 void causal_gradient_item(const CausalGradientCall& gradient, int64_t index) {
     using V = typename Arch::Vector;
     using T = typename E::Storage;
     const CausalCall& call = gradient.forward;
-    const AttentionItem item(call, index);
+    const CausalItem item(call, index);
     const int64_t length = item.length, padded = item.padded_length, dim = call.key_dim, value_dim = call.value_dim;
     const int64_t heads = call.q.sizes[2], kv_heads = call.k.sizes[2];
     const int64_t key_width = round_up(dim, panel_width), value_width = round_up(value_dim, panel_width);
@@ -269,14 +267,10 @@ void causal_gradient_item(const CausalGradientCall& gradient, int64_t index) {
     float* grads = memory.take(block_size * value_dim);
     float* panels = memory.take(block_size * most);
     float* sums = memory.take(block_size * key_width);
-    for (int64_t s = 0; s < length; ++s) {
-        widen_row<V>(item.row<E>(call.k, s, item.kv_head), dim, 1.0f, rows + s * dim);
-    }
+    widen_rows<V, E>(item, call.k, 0, length, item.kv_head, dim, 1.0f, rows);
     pack_turned(rows, length, dim, keys);
     pack_rows<V>(rows, length, dim, keys_by_dim);
-    for (int64_t s = 0; s < length; ++s) {
-        widen_row<V>(item.row<E>(call.v, s, item.kv_head), value_dim, 1.0f, rows + s * value_dim);
-    }
+    widen_rows<V, E>(item, call.v, 0, length, item.kv_head, value_dim, 1.0f, rows);
     pack_turned(rows, length, value_dim, values);
     std::memset(grad_keys, 0, static_cast<size_t>(padded * key_width) * 4);
     std::memset(grad_values, 0, static_cast<size_t>(padded * value_width) * 4);
@@ -286,11 +280,8 @@ void causal_gradient_item(const CausalGradientCall& gradient, int64_t index) {
             const QueryBlock block(call, item, begin);
             const int64_t count = block.count(), first_panel = block.first_panel(), end_panel = block.end_panel();
             const int64_t span = (end_panel - first_panel) * panel_width;
-            for (int64_t i = 0; i < count; ++i) {
-                widen_row<V>(item.row<E>(call.q, block.first + i, head), dim, call.scale, queries + i * dim);
-                widen_row<V>(item.row<E>(gradient.grad, block.first + i, head), value_dim, 1.0f,
-                             grads + i * value_dim);
-            }
+            widen_rows<V, E>(item, call.q, block.first, count, head, dim, call.scale, queries);
+            widen_rows<V, E>(item, gradient.grad, block.first, count, head, value_dim, 1.0f, grads);
             multiply_panels<Arch>(
                 {queries, dim, count, keys, dim, 0, dim, first_panel, end_panel, weights, padded, false});
             weigh_scores<V>(call, item, block, weights, padded, lse, true);

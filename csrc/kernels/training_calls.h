@@ -18,19 +18,11 @@ struct GridRows {
     int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
 };
 
-// The place of one row in a grid; `next` goes on to the following row.
+// The place of one row in a grid.
 class GridPlace {
   public:
     GridPlace(const GridRows& grid, int64_t row)
-        : sizes_(grid.sizes), at_{row / (sizes_[1] * sizes_[2]), row / sizes_[2] % sizes_[1], row % sizes_[2]} {}
-
-    void next() {
-        if (++at_[2] < sizes_[2]) return;
-        at_[2] = 0;
-        if (++at_[1] < sizes_[1]) return;
-        at_[1] = 0;
-        ++at_[0];
-    }
+        : at_{row / (grid.sizes[1] * grid.sizes[2]), row / grid.sizes[2] % grid.sizes[1], row % grid.sizes[2]} {}
 
     // Elements from the first row of a grid with these strides.
     int64_t offset(const int64_t* strides) const {
@@ -43,7 +35,6 @@ class GridPlace {
     }
 
   private:
-    const int64_t* sizes_;
     int64_t at_[3];
 };
 

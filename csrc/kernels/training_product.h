@@ -1,11 +1,12 @@
-// Products of matrices for training, of which neither factor is known before: rows times a weight, gradients
+// Products of matrices for training, where neither factor is packed beforehand: rows times a weight, gradients
 // times it, gradients of it. Several products of one kind (those of the experts) are one region of the thread pool.
 //
 // An item is 64 columns of one product and up to `rows_of_item` of its rows. It packs the second factor's columns, a
 // stretch of the inner dimension at a time, into panels that stay in the cache while all rows pass over them in the
-// register tile of all other products. A first factor whose inner dimension is not adjacent is turned before.
+// register tile of all other products. A first factor whose inner dimension is not adjacent is transposed first.
 // A step of the inner dimension is 4 bytes: a float, or two bfloat16 that are brought side by side.
 // Each sum walks the inner dimension front to back, so a row's bits depend on nothing beside it.
+// What is not a template over the vector set is static: each set has its own, of its own instructions.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +36,7 @@ ANTIPHON_INLINE void turn_four(const float* from, int64_t from_stride, float* to
 }
 
 // to[c][r] = from[r][c] of `rows` x `columns`.
-inline void turn_matrix(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+static void turn_matrix(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
                         int64_t to_stride) {
     const int64_t whole_rows = rows / 4 * 4;
     const int64_t whole_columns = columns / 4 * 4;
@@ -58,7 +59,7 @@ ANTIPHON_INLINE int64_t steps_of(int64_t inner) {
 }
 
 // Words [count] of two bfloat16 each: the first of `low`, the second of `high`, or zero where that is null.
-inline void join_pairs(const uint16_t* low, const uint16_t* high, int64_t count, uint32_t* words) {
+static void join_pairs(const uint16_t* low, const uint16_t* high, int64_t count, uint32_t* words) {
     if (high == nullptr) {
         for (int64_t i = 0; i < count; ++i) words[i] = low[i];
     } else {
@@ -100,14 +101,12 @@ void pack_columns(const ProductCall& call, int64_t first, int64_t step, int64_t 
     if constexpr (E::type == ElementType::fp32) {
         turn_matrix(from, call.b_column, columns, steps, panel, panel_width);
     } else {
-        alignas(64) T row[2 * packed_steps];
         const int64_t count = smaller(2 * steps, call.inner - begin);
         for (int64_t n = 0; n < columns; n += 4) {  // rows may begin between words, so they are copied first
             alignas(64) float rows[4][packed_steps];
             const int64_t some = smaller(4, columns - n);
             for (int64_t r = 0; r < some; ++r) {
-                copy_steps(from + (n + r) * call.b_column, count, row);
-                std::memcpy(rows[r], row, static_cast<size_t>(steps) * 4);
+                copy_steps(from + (n + r) * call.b_column, count, reinterpret_cast<T*>(rows[r]));
             }
             turn_matrix(rows[0], packed_steps, some, steps, panel + n, panel_width);
         }
@@ -181,7 +180,7 @@ constexpr int64_t rows_turned_at_once = 64;
 
 // Rows [first, first + count) of the first factor, inner dimension adjacent, `stride` words apart.
 template <class E>
-void turn_rows(const ProductCall& call, int64_t first, int64_t count, float* to, int64_t stride) {
+static void turn_rows(const ProductCall& call, int64_t first, int64_t count, float* to, int64_t stride) {
     using T = typename E::Storage;
     const T* from = static_cast<const T*>(call.a) + first * call.a_row;
     if (call.a_step == 1) {
@@ -208,7 +207,7 @@ void turn_rows(const ProductCall& call, int64_t first, int64_t count, float* to,
 // The first factors of all calls; those whose inner dimension is not adjacent, or not of whole steps, are copied into
 // the caller's scratch.
 template <class E>
-std::vector<InnerRows> inner_rows(const std::vector<ProductCall>& calls, ThreadPool& pool) {
+static std::vector<InnerRows> inner_rows(const std::vector<ProductCall>& calls, ThreadPool& pool) {
     std::vector<InnerRows> found;
     int64_t size = 0;
     for (const ProductCall& call : calls) {

@@ -344,3 +344,21 @@ def test_attention_has_the_same_bits_on_any_number_of_threads(isa: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     alone, _ = native_rows.causal_attention(q[1:2, :70], k[1:2, :70], v[1:2, :70], None, 0.2)
     assert torch.equal(alone, found[0][0][1:2, :70]), "what comes later is not seen"
+
+
+def test_attention_of_tensors_whose_last_axis_is_not_adjacent(isa: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 40, heads, 24) for heads in (4, 2, 2))
+    apart = [each.transpose(-1, -2).contiguous().transpose(-1, -2) for each in (q, k, v)]
+    out, lse = native_rows.causal_attention(q, k, v, None, 0.2)
+    same, same_lse = native_rows.causal_attention(apart[0], apart[1], apart[2], None, 0.2)
+    assert torch.equal(out, same)
+    assert torch.equal(lse, same_lse)
+    expected = native_rows.causal_gradient(out, q, k, v, None, 0.2, out, lse)
+    found = native_rows.causal_gradient(out, apart[0], apart[1], apart[2], None, 0.2, out, lse)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_target_beyond_the_logits_is_refused() -> None:
+    with pytest.raises(AssertionError, match="beyond the logits"):
+        native_rows.loss_and_gradient(torch.zeros(1, 5), None, torch.tensor([5]), 1.0)

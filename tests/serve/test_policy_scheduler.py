@@ -9,6 +9,9 @@ from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.policy.micro_batches import chunk_cost
 from antiphon.serve.policy.request import RequestStatus, SchedulerConfig
+from antiphon.serve.policy.step import PENDING, SequenceStep
+from antiphon.serve.worker.attention import with_sampled
+from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import EOS, Simulation, check_scheduler, expected_output
 
@@ -352,3 +355,33 @@ def test_a_plan_that_is_sent_again_forgets_no_request_that_another_has_started()
     sim.compute(failed, made)
     sim.run()
     assert sim.outputs["x"] == expected_output([6, 7], FREE)
+
+
+@pytest.mark.parametrize("aborted", ["a", "b"])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_step_planned_ahead_is_sent_again_without_a_request_that_was_aborted(aborted: str, is_alone: bool) -> None:
+    sim = simulation()
+    for name in aborted if is_alone else "ab":
+        sim.submit(name, [3] * 4, FREE)
+    sim.step()
+    first = sim.plan()
+    assert first is not None
+    second = sim.plan_ahead(first)
+    assert second is not None
+    planned = [list(second.sequences)]
+    assert sim.scheduler.with_known_tokens(planned) == planned, "nothing is known yet"
+    sim.scheduler.end(aborted)
+    sim.compute(first)
+    (known,) = sim.scheduler.with_known_tokens(planned)
+    assert [each.request_id for each in known] == [each.request_id for each in second.sequences]
+    assert all(each.token_ids != (PENDING,) for each in known), "the worker has forgotten what it sampled"
+    assert with_sampled(known, []) == known
+
+
+def test_tokens_of_the_step_before_take_the_place_of_those_that_are_not_known() -> None:
+    rows = [SequenceStep(name, 0, (token,), 4, 1, (), True, 0, 0) for name, token in (("a", PENDING), ("b", 0))]
+    sampled = [Sampled(request_id="a", token_id=7)]
+    found = with_sampled(rows, sampled)
+    assert found is not None
+    assert [each.token_ids for each in found] == [(7,), (0,)]
+    assert with_sampled(rows, []) is None

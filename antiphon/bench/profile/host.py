@@ -53,7 +53,7 @@ class Asked:
 
 
 class HostServer:
-    """A server that is ready. `facts`: what it says of itself."""
+    """A server that is ready. `facts`: the file of `serve --json`. It is asked for the model's name."""
 
     def __init__(self, facts: dict[str, object], vocab_size: int) -> None:
         self._pid = int(str(facts["pid"]))
@@ -62,11 +62,8 @@ class HostServer:
         self._workers = {int(worker["pid"]) for worker in workers}
         self._vocab_size = vocab_size
         self._peer = OpenAIPeer(str(facts["url"]))
-        self._generator = np.random.default_rng(0)
-
-    def start(self) -> None:
-        """Learn the model's name."""
         self._peer.start()
+        self._generator = np.random.default_rng(0)
 
     def ask(self, num_requests: int, output_tokens: int, streams: int = 1) -> Asked:
         """`streams` of them at a time. All prompts differ."""
@@ -93,12 +90,15 @@ class HostServer:
         """Of the main thread, and of all threads of children that are not workers."""
         try:
             total = _processor_s(Path(f"/proc/{self._pid}/task/{self._pid}"))
-        except OSError as error:
+            children = psutil.Process(self._pid).children()
+        except (OSError, psutil.Error) as error:
             raise UserError(f"this system does not say how long a thread was on a processor: {error}") from error
-        for child in psutil.Process(self._pid).children():
-            if child.pid not in self._workers:
+        for child in children:
+            if child.pid in self._workers:
+                continue
+            for thread in Path("/proc").glob(f"{child.pid}/task/*"):
                 with suppress(OSError):  # it ended
-                    total += sum(map(_processor_s, Path(f"/proc/{child.pid}/task").iterdir()))
+                    total += _processor_s(thread)
         return total
 
 
@@ -114,9 +114,7 @@ def _serving(model: Path, vocab_size: int, *options: str) -> Iterator[HostServer
         server = start_here([*command, "--json", str(ready), *options], log)
         try:
             wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, log, START_S)
-            found = HostServer(json.loads(ready.read_text(encoding="utf-8")), vocab_size)
-            found.start()
-            yield found
+            yield HostServer(json.loads(ready.read_text(encoding="utf-8")), vocab_size)
         finally:
             end_process(server)
 

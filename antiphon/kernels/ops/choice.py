@@ -10,9 +10,9 @@ from torch import Tensor
 
 from antiphon.kernels import native_rows, triton
 
-NATIVE = ("activation", "attention", "cross_entropy", "heads", "norm", "products", "rotary", "rows")
 CPU_ALONE = ("attention", "heads", "products")
 PRODUCTS = ("attention", "products")
+SLOWER = (("plain",), ("plain", "amx"))  # than PyTorch's products: float32, bfloat16 (it uses AMX's tiles)
 
 
 def kernels_for(x: Tensor, name: str, *, native: bool = True) -> ModuleType | None:
@@ -20,6 +20,6 @@ def kernels_for(x: Tensor, name: str, *, native: bool = True) -> ModuleType | No
     theirs, which the reference back-end does not."""
     if x.is_cuda:
         return None if name in CPU_ALONE else triton.kernels_for(x, name)
-    if x.dtype == torch.bfloat16 and name in PRODUCTS and native_rows.isa() == "amx":  # PyTorch uses the tiles
+    if name in PRODUCTS and native_rows.isa() in SLOWER[x.dtype == torch.bfloat16]:
         return None
-    return native_rows if native and name in NATIVE and native_rows.takes(x) else None
+    return native_rows if native and native_rows.takes(x) else None

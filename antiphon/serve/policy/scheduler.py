@@ -173,7 +173,10 @@ class Scheduler:
         return [list(map(self._known, each)) if _is_ahead(each) else each for each in micro_batches]
 
     def _known(self, sequence: SequenceStep) -> SequenceStep:
-        token_ids = self.requests[sequence.request_id].token_ids[sequence.start : sequence.start + 1]
+        request = self.requests[sequence.request_id]
+        token_ids = request.token_ids[sequence.start : sequence.start + 1]
+        if not token_ids and request.finish_reason is not None:
+            token_ids = [0]  # aborted before its token came: a row for nothing, which `commit` drops
         return sequence._replace(token_ids=tuple(token_ids)) if token_ids else sequence
 
     def released_by(self, plan: StepPlan, *, is_again: bool) -> list[str]:

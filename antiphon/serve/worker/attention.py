@@ -222,17 +222,19 @@ class AttentionRunner:
 
 
 def with_sampled(sequences: list[SequenceStep], newest: list[Sampled]) -> list[SequenceStep] | None:
-    """A micro-batch with the tokens that the step before it sampled in the place of `PENDING`: in all of its sequences
-    or in none. None if that step sampled nothing for one of them."""
-    if not sequences or sequences[0].token_ids != (PENDING,):
+    """A micro-batch with the tokens that the step before it sampled in the place of each `PENDING`. None if that step
+    sampled nothing for one of them."""
+    if all(each.token_ids != (PENDING,) for each in sequences):
         return sequences
     tokens = {each.request_id: each.token_id for each in newest}
     known = []
     for each in sequences:
-        if (token_id := tokens.get(each.request_id)) is None:
+        if each.token_ids != (PENDING,):
+            known.append(each)
+        elif (token_id := tokens.get(each.request_id)) is None:
             return None
-        where, reported = each[3:6], each[6:]  # `_replace` takes twice as long
-        known.append(SequenceStep(each.request_id, each.slot, (token_id,), *where, *reported))
+        else:
+            known.append(SequenceStep(*each[:2], (token_id,), *each[3:]))  # `_replace` takes twice as long
     return known
 
 

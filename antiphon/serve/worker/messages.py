@@ -62,7 +62,7 @@ class ExchangeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How keys and values reach other workers, which any process with this can send to. `source`: its number among the
     `num_sources` processes that may ever send; `receives`: it has an inbox itself. `layout`: what a cached token is in
-    this server, as a digest. `hand_over`: when what a step computes leaves."""
+    this server, as a digest. `hand_over`: what a step computes leaves after each layer, or at the step's end."""
 
     transport: str
     host: str

@@ -157,7 +157,7 @@ class NativeSteps:
             self._cannot = True
             _log.info("decode steps are not one native call: %s between its kernels", error)
             return None
-        _log.info("decode steps of up to %d rows: %d kernels in one native call", rows, len(calls))
+        _log.info("decode steps of up to %d rows: %d kernels in one native call", rows, len(calls) - len(self._spans))
         self._buffers = _Buffers(
             batch=batch,
             positions=positions,

@@ -166,7 +166,7 @@ class RowRouting:
         if self._paths is None:
             return []
         number = self._number[layer]
-        self._firsts[number].append(ids_TK[:, 0].cpu().numpy())
+        self._firsts[number].append(ids_TK[:, 0].cpu().numpy().copy())  # a gate's buffers are used again
         micro_batch = len(self._firsts[number]) - 1
         return [of_layer[micro_batch] for of_layer in self._firsts[: number + 1]]
 

@@ -83,7 +83,7 @@ class SpanRecorder:
         """All spans since the last `take`, which are forgotten; or those of the `last_steps` steps, which stay."""
         if last_steps:
             return _columns(self._of_last(last_steps))
-        records = list(chain.from_iterable(map(_spans_of, self._records)))
+        records = list(deque(chain.from_iterable(map(_spans_of, self._records)), maxlen=MAX_SPANS))
         self._records.clear()
         return _columns(records)
 
