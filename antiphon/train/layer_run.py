@@ -311,9 +311,7 @@ class _LayerRun:
         parameters, _ = weights.take()
         if not pairs:
             return
-        tensors, grads = zip(*pairs, strict=True)
-        # A bias may have asked for its weight's shape alone.
-        found = torch.autograd.grad(tensors, parameters, grads, allow_unused=True)
+        found = torch.autograd.grad([tensor for tensor, _ in pairs], parameters, [each for _, each in pairs])
         for parameter, each in zip(parameters, found, strict=True):
             self._add_parameter(parameter, each)
 

@@ -68,11 +68,3 @@ def test_patterns_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             Trainer(prepare(config_of(tmp_path, change))).run()
-
-
-def test_a_bias_of_latent_attention_without_a_rank_of_queries_trains(tmp_path: Path) -> None:
-    """The bias of its first projections asks for a weight's shape, and has no gradient of that weight."""
-    model = LATENT | {"q_lora_rank": None, "attention_bias": True}
-    first, last = before_and_after(tmp_path, "steps=2", **model)
-    biases = [name for name in first if name.endswith("bias") and "score" not in name]
-    assert any(not torch.equal(first[name], last[name]) for name in biases)

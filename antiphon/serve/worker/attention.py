@@ -234,7 +234,8 @@ def with_sampled(sequences: list[SequenceStep], newest: list[Sampled]) -> list[S
         elif (token_id := tokens.get(each.request_id)) is None:
             return None
         else:
-            known.append(SequenceStep(*each[:2], (token_id,), *each[3:]))  # `_replace` takes twice as long
+            where, reported = each[3:6], each[6:]  # `_replace` takes twice as long
+            known.append(SequenceStep(each.request_id, each.slot, (token_id,), *where, *reported))
     return known
 
 
