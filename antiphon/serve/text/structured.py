@@ -45,7 +45,7 @@ from antiphon.serve.text.grammar_trial import MaskTime, TrialVerdict, load_token
 
 _BITS_PER_WORD = 32
 _MIN_GRAMMAR_BYTES = 32 * 1024  # what even a small one takes
-_KEPT_BYTES = 64 * 1024 * 1024
+_KEPT_BYTES = 32 * 1024 * 1024
 _USED_BYTES = 256 * 1024 * 1024  # with those that are not kept any more, but still followed
 _MAX_KEPT_VERDICTS = 1024  # some hundred bytes each
 _SLOW_BUILD_S = 0.05
