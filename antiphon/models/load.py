@@ -3,7 +3,7 @@
 1. Sizes: those of `config.json` are the weights' own (`tensors.check_sizes`), before they decide how long a loop runs.
 2. Plan: every tensor's name and shape, from the family's names and `config.json`; checked before anything is copied.
    Of a rank's plan only its part is left (`tensors.plan_of`).
-3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`).
+3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`). What that took goes back to the system.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
+from antiphon.base.system import give_memory_back
 from antiphon.base.units import format_bytes
 from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.kernels.api import ExpertShape, KernelBackend, PackedExperts, PackedLinear, RotaryTable
@@ -102,6 +103,7 @@ def load_attention_half(
         ranks=ranks,
     )
     reader.log_formats("attention")
+    give_memory_back()
     return half
 
 
@@ -140,6 +142,7 @@ def load_expert_half(
         for layer, plan in plans.items()
     }
     reader.log_formats("experts")
+    give_memory_back()
     slots = {layer: ids + (FREE,) * (num_slots - len(ids)) for layer, ids in ids_of.items()}
     return ExpertHalf(spec=local, backend=backend, experts=experts, expert_ids=slots)
 
