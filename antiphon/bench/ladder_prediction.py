@@ -44,7 +44,8 @@ from antiphon.cost.training.setup import TrainingSetup
 from antiphon.sim.schedules import Schedule
 from antiphon.sim.training_step import BackwardLayer, BackwardOptions, Gradient, simulate_backward
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config import CommunicationConfig, TrainConfig
+from antiphon.train.config import TrainConfig
+from antiphon.train.config_ranks import CommunicationConfig
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_schedule import (
     GRADIENT,

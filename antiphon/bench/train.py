@@ -230,7 +230,7 @@ class StepComparison:
     def _start_loop(self) -> None:
         """Once the trainer has tokenized and taken its first step."""
         self._counting.close()  # later steps are timed, without the hooks
-        of_layers = self._trainer.model.held.take().peak  # they hold it themselves, so autograd saves little
+        of_layers = self._trainer.model.held.take_peak()  # they hold it themselves, so autograd saves little
         self.ours.kept_bytes = self._kept.num_bytes + of_layers
         self._loop = self._case.loop(self._config)
         self._samples = samples_of(self._config)

@@ -44,17 +44,16 @@ from antiphon.models.config import load_model_spec, model_spec
 from antiphon.report.run import comparisons, read_run, write_run_page
 from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
+from antiphon.train.checkpoint_parts import StoredParameters
 from antiphon.train.config import TrainConfig, config_of, read_config
 from antiphon.train.encoder import load_tokenizer
 from antiphon.train.further_token import FURTHER_LAYERS
 from antiphon.train.hugging_face import FLOAT8
 from antiphon.train.hugging_face import export as write_export
-from antiphon.train.output_lock import OutputLock
 from antiphon.train.planned_run import planned_config
-from antiphon.train.ranks import leave, sizes_of
+from antiphon.train.ranks import OutputLock, leave, sizes_of
 from antiphon.train.samples import Samples
 from antiphon.train.setup import cache_of, open_data, plan_options, prepare, prepare_data, stream_of, tokenizer_of
-from antiphon.train.stored import StoredParameters
 from antiphon.train.token_stream import TokenStream
 from antiphon.train.tokens import open_held_out, open_tokens
 from antiphon.train.trainer import TrainedStep, Trainer

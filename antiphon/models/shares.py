@@ -11,7 +11,7 @@ Ranks get whole groups of query heads with their KV head as long as there are en
 heads the query heads are split evenly and a KV head is held by every rank whose queries see it. Latent attention splits
 heads; its one cached row a token is on every rank. Sizes that do not divide are split as evenly as they can be.
 
-Training splits the same parameters by the same heads (`train/partition`), which is why `head_ranges` is here.
+Training splits the same parameters by the same heads (`train/weights`), which is why `head_ranges` is here.
 Rejected: padding heads or widths to a multiple. Padding is computed and read in every step.
 """
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.comm.collectives import Collective
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.attention import causal_attention
 from antiphon.kernels.ops.heads import heads_of
@@ -23,7 +22,7 @@ from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 from antiphon.train.operators import LayerContext, Operator, RowExchange, WeightProduct, compute, exchange, product
 from antiphon.train.sequence_parallel import SequenceParallel, Sequences
-from antiphon.train.tiled_attention import HeadsArriving, HeadsLeaving, RowsArriving, RowsLeaving
+from antiphon.train.tiled_attention import heads_arriving, heads_leaving, rows_arriving, rows_leaving
 from antiphon.train.weights import Weights
 
 
@@ -34,11 +33,13 @@ def attention_operators(
     the sequence ranks, `tensor_links`: between the tensor ranks; None: their exchanges stay whole. A projection is in
     tiles with one exchange: where ranks share positions, with that between them."""
     found = [
-        exchange("tensor_gather", "ln1_out -> ln1_out_ag", _gathered, dim=1),
+        exchange("tensor_gather", "ln1_out -> ln1_out_ag", lambda here, x: here.sequences.parallel.gather(x), dim=1),
         *_until_heads(spec.attention, sequence_ranks, links),
         compute("attention", "q_a2a k_a2a v_a2a -> attn", attend, saves="q_a2a k_a2a v_a2a attn"),
         *_rows(sequence_ranks, links),
-        exchange("tensor_scatter", "attn_out -> attn_out_rs", _scattered, dim=1),
+        exchange(
+            "tensor_scatter", "attn_out -> attn_out_rs", lambda here, x: here.sequences.parallel.scatter(x), dim=1
+        ),
     ]
     if tensor_links is None:
         return found
@@ -46,18 +47,10 @@ def attention_operators(
     assert isinstance(gather, RowExchange)
     assert isinstance(scatter, RowExchange)
     if isinstance(project, WeightProduct):
-        found[:2] = [RowsArriving.of(gather, project, tensor_links)]
+        found[:2] = [rows_arriving(gather, project, tensor_links)]
     if isinstance(out, WeightProduct):
-        found[-2:] = [RowsLeaving.of(out, scatter, tensor_links)]
+        found[-2:] = [rows_leaving(out, scatter, tensor_links)]
     return found
-
-
-def _gathered(here: LayerContext, x_BsH: Tensor) -> Collective:
-    return here.sequences.parallel.gather(x_BsH)
-
-
-def _scattered(here: LayerContext, x_BSH: Tensor) -> Collective:
-    return here.sequences.parallel.scatter(x_BSH)
 
 
 def reads_qkv(attention: AttentionSpec) -> bool:
@@ -80,7 +73,7 @@ def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks
         return [projection, rope, _heads(copies=attention.latent is not None or not normed)]
     if links is None or not heads_leave_in_tiles(attention):
         return [projection, rope, *_exchanged_heads()]
-    leaving = HeadsLeaving.of(projection, "qkv_a2a", links)
+    leaving = heads_leaving(projection, links)
     rope_all = partial(rope_heads, exchanged=True)
     rope = compute("rope", "qkv_a2a -> q k v", rope_all, saves="qkv_a2a" if normed else "")
     return [leaving, rope, _heads(copies=not normed, exchanged=True)]
@@ -121,7 +114,7 @@ def _rows(sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
         pack = compute(
             "pack_rows", "attn -> rows_sent", lambda here, out: here.sequences.parallel.by_rank(out.flatten(2))
         )
-        return [pack, HeadsArriving.of("rows_sent", out, links)]
+        return [pack, heads_arriving(out, links)]
     return [
         compute("pack_rows", "attn -> rows_sent", lambda here, out: here.sequences.parallel.pack_rows(out)),
         exchange("rows_a2a", "rows_sent -> rows_received", lambda here, sent: here.sequences.parallel.to_rows(sent)),

@@ -20,7 +20,7 @@ from antiphon.comm.collectives import Done, Pending
 from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_numbers
 from antiphon.comm.launcher import CollectiveLauncher, Submission
 from antiphon.comm.replicas import Replicas
-from antiphon.train.partition import Part
+from antiphon.train.weights import Part
 
 
 @dataclass(frozen=True)

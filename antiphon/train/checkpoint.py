@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
-from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.mesh import Group, beside
+from antiphon.train.alarms import Recent
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
+from antiphon.train.ranks import sums
 from antiphon.train.shards import Shards
-from antiphon.train.spikes import Recent
 
 _NAME = re.compile(r"step-(\d{8})")
 _VERSION = 2
@@ -138,16 +138,10 @@ class Saver:
                 _log.debug("%s written in %.1f s", final, time.monotonic() - started_s)
 
     def _write(self, boxes: dict[str, Any], state: RunState, partial: Path, final: Path) -> None:
-        failure: OSError | None = None
-        try:
-            if self._group.index == 0:
-                for old in self._folder.glob(".step-*.partial"):  # of saves that were killed
-                    shutil.rmtree(old, ignore_errors=True)
-                partial.mkdir(parents=True)
-        except OSError as error:
-            failure = error
-        self._agree(failure)
-        self._check_room(boxes)
+        self._by_first(lambda: self._begin(partial))
+        own = sum(view.nbytes for each in boxes.values() for _, view in each.boxes)
+        (needed,) = sums(self._group, "checkpoint", own, dtype=torch.float64)
+        self._by_first(lambda: self._check_room(int(needed)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             state_dict_saver.save(
@@ -157,39 +151,35 @@ class Saver:
                 process_group=self._group.process_group,
                 no_dist=self._group.size == 1,
             )
+        self._by_first(lambda: self._complete(state, partial, final))
+
+    def _by_first(self, work: Callable[[], None]) -> None:
+        """`work` on the first rank. All ranks fail if that does."""
+        failure: OSError | None = None
         try:
             if self._group.index == 0:
-                self._complete(state, partial, final)
+                work()
         except OSError as error:
             failure = error
-        self._agree(failure)
-
-    def _check_room(self, boxes: Mapping[str, Boxes]) -> None:
-        """`OSError` before anything is written if the disk has no room for all of it."""
-        own = sum(view.nbytes for each in boxes.values() for _, view in each.boxes)
-        needed = int(
-            run(AllReduce(self._group, "checkpoint"), torch.tensor([float(own)], dtype=torch.float64, device=HOST))
-        )
-        failure = None
-        if self._group.index == 0 and (free := shutil.disk_usage(self._folder).free) < needed:
-            failure = OSError(errno.ENOSPC, f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
-        self._agree(failure)
-
-    def _agree(self, failure: OSError | None) -> None:
-        """All ranks fail if the first one did."""
-        failed = run(AllReduce(self._group, "checkpoint"), torch.tensor([float(failure is not None)], device=HOST))
+        (num_failed,) = sums(self._group, "checkpoint", failure is not None)
         if failure is not None:
             raise failure
-        if float(failed):
+        if num_failed:
             raise OSError("the first rank could not")
+
+    def _begin(self, partial: Path) -> None:
+        for old in self._folder.glob(".step-*.partial"):  # of saves that were killed
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def _check_room(self, needed: int) -> None:
+        """`OSError` before anything is written if the disk has no room for all of it."""
+        if (free := shutil.disk_usage(self._folder).free) < needed:
+            raise OSError(errno.ENOSPC, f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
 
     def _complete(self, state: RunState, partial: Path, final: Path) -> None:
         """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`."""
-        facts = {
-            "version": _VERSION,
-            "state": asdict(state),
-            **self._facts,
-        }
+        facts = {"version": _VERSION, "state": asdict(state), **self._facts}
         (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
         _to_disk(partial)
         shutil.rmtree(final, ignore_errors=True)
@@ -286,7 +276,7 @@ def _stored(boxes: dict[str, Any], checkpoint: Path, ranks: Group, *, new_moment
     there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     missing = [name for name in boxes if name not in there]
     lacked = [name for name in missing if not (new_moments and name.startswith("optimizer."))]
-    if float(run(AllReduce(ranks, "checkpoint"), torch.tensor([float(bool(lacked))], device=HOST))):
+    if any(sums(ranks, "checkpoint", bool(lacked))):
         name = lacked[0] if lacked else "part of what another rank trains"
         raise _Lacks(f"{checkpoint}: holds no {name}: another model or optimizer wrote it: change output.folder")
     for name in missing:

@@ -7,28 +7,42 @@ know how many ranks wrote it.
 boxes of whole tensors. All ranks learn who holds which boxes and who needs which. Then each tensor of the experts makes
 one all-to-all: a rank sends, of the boxes that it is the first to hold, what others need. Everything else lies where it
 lay and is copied. Rejected: a checkpoint, written and read again. It is the same move by way of the disk.
+
+A checkpoint of a large model fits no single machine's memory, its export has to. So `StoredParameters` reads some rows
+of a parameter (an expert, a projection) from the boxes that ranks stored. A box is read whole, so the last one of each
+of two parameters (an expert's two projections) is kept while its next rows may be asked for. Rejected: building the
+model and loading it, which takes all of its memory in float32.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from antiphon.comm.collectives import AllGather, AllToAll, gather_sizes, run
+from antiphon.base.errors import CheckpointError
+from antiphon.comm.collectives import AllToAll, run
 from antiphon.comm.mesh import Group
+from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST, host_copy
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
-from antiphon.train.partition import Part
+from antiphon.train.ranks import gathered
 from antiphon.train.shards import Shards
-from antiphon.train.weights import attribute_of, parts_of
+from antiphon.train.weights import Part, attribute_of, parts_of
 
 BOX_BYTES = 256 << 20
 Offsets = tuple[int, ...]
@@ -127,15 +141,8 @@ Place = tuple[Offsets, Offsets]  # of a box: offsets and sizes
 _EXPERTS = ".experts_"
 
 
-@dataclass(frozen=True)
-class _Common:
-    """What box number `held` of one list and number `wanted` of another have in common: where it lies in either."""
-
-    held: int
-    wanted: int
-    in_held: Offsets
-    in_wanted: Offsets
-    sizes: Offsets
+# What box i of one list and box j of another have in common: i, j, where it lies in either, and its elements.
+_Common = tuple[int, int, tuple[slice, ...], tuple[slice, ...], int]
 
 
 def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> None:
@@ -152,17 +159,13 @@ def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> No
         sources, targets = ([view for _, view in of[name].boxes] if name in of else [] for of in (old, new))
         leaving = [_common(held[ranks.index].get(name, []), each.get(name, [])) for each in wanted]
         coming = [_common(each.get(name, []), wanted[ranks.index].get(name, [])) for each in held]
-        sent = [_cut(sources[each.held], each.in_held, each.sizes) for to in leaving for each in to]
-        filled = [_cut(targets[each.wanted], each.in_wanted, each.sizes) for of in coming for each in of]
-        exchange = AllToAll(ranks, "packing", _counts(leaving), _counts(coming))
+        sent = [sources[i][place] for to in leaving for i, _, place, _, _ in to]
+        filled = [targets[j][place] for of in coming for _, j, _, place, _ in of]
+        counts = [tuple(sum(count for *_, count in of_rank) for of_rank in way) for way in (leaving, coming)]
+        exchange = AllToAll(ranks, "packing", *counts)
         came = run(exchange, torch.cat([nothing, *(part.flatten() for part in sent)]))
         for part, values in zip(filled, torch.split(came, [part.numel() for part in filled]), strict=True):
             part.copy_(values.view(part.shape))
-
-
-def _counts(common: Sequence[Sequence[_Common]]) -> tuple[int, ...]:
-    """Elements for each rank."""
-    return tuple(sum(math.prod(each.sizes) for each in of_rank) for of_rank in common)
 
 
 def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_Common]:
@@ -170,32 +173,74 @@ def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_Common]:
     found = []
     for i, (mine, my_sizes) in enumerate(held):
         for j, (theirs, their_sizes) in enumerate(wanted):
-            first = tuple(map(max, mine, theirs))
-            sizes = _minus(tuple(map(min, _plus(mine, my_sizes), _plus(theirs, their_sizes))), first)
-            if min(sizes) > 0:
-                found.append(_Common(i, j, _minus(first, mine), _minus(first, theirs), sizes))
+            both = zip(mine, my_sizes, theirs, their_sizes, strict=True)
+            ranges = [(max(begin, other), min(begin + size, other + its_size)) for begin, size, other, its_size in both]
+            if all(first < last for first, last in ranges):
+                in_held, in_wanted = (
+                    tuple(slice(first - begin, last - begin) for (first, last), begin in zip(ranges, of, strict=True))
+                    for of in (mine, theirs)
+                )
+                found.append((i, j, in_held, in_wanted, math.prod(last - first for first, last in ranges)))
     return found
-
-
-def _plus(first: Offsets, second: Offsets) -> Offsets:
-    return tuple(a + b for a, b in zip(first, second, strict=True))
-
-
-def _minus(first: Offsets, second: Offsets) -> Offsets:
-    return tuple(a - b for a, b in zip(first, second, strict=True))
-
-
-def _cut(view: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        view = view.narrow(dim, offset, size)
-    return view
 
 
 def _all_places(boxes: Mapping[str, Sequence[tuple[Offsets, Tensor]]], ranks: Group) -> list[dict[str, list[Place]]]:
     """The places of the experts' tensors, by rank and name."""
     of_experts = {name: each for name, each in boxes.items() if _EXPERTS in name}
     places = {name: [(offsets, tuple(view.shape)) for offsets, view in each] for name, each in of_experts.items()}
-    own = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8).to(HOST)
-    sizes = gather_sizes(ranks, own.shape[0], own.device)
-    texts = torch.split(run(AllGather(ranks, "packing", sizes), own), list(sizes))
-    return [json.loads(bytes(each.tolist())) for each in texts]
+    return gathered(ranks, "packing", places)
+
+
+_KEPT_PARAMETERS = 2
+
+
+class StoredParameters:
+    """Those of a training checkpoint. `CheckpointError` if it is damaged or lacks one."""
+
+    def __init__(self, checkpoint: Path, spec: ModelSpec, *, further: bool = False) -> None:
+        self.spec, self.further = spec, further
+        self._checkpoint = checkpoint
+        self._kept: dict[str, dict[tuple[int, ...], Tensor]] = {}  # boxes by their offsets, by parameter
+        self._reader = FileSystemReader(checkpoint)
+        try:
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        except Exception as error:  # of a damaged file it is anything
+            raise CheckpointError(f"{checkpoint}: cannot be read ({error}): it is damaged, take another one") from error
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        key = f"model.{name}"
+        stored = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{self._checkpoint}: holds no {name}: it is of another model")
+        shape = tuple(stored.size)
+        end = shape[0] if last is None else last
+        view = torch.empty((end - first, *shape[1:]), dtype=stored.properties.dtype, device=HOST)
+        kept = self._kept.pop(key, {})
+        self._kept = {**dict(list(self._kept.items())[1 - _KEPT_PARAMETERS :]), key: {}}
+        found = 0
+        for chunk in stored.chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            begin, stop = max(first, offsets[0]), min(end, offsets[0] + sizes[0])
+            if begin >= stop:
+                continue
+            box = kept[offsets] if offsets in kept else self._box(key, stored, offsets, sizes)
+            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+            view[(slice(begin - first, stop - first), *place)] = box[begin - offsets[0] : stop - offsets[0]]
+            found += (stop - begin) * math.prod(sizes[1:])
+            if end < offsets[0] + sizes[0]:
+                self._kept[key][offsets] = box
+        if found != view.numel():
+            raise CheckpointError(f"{self._checkpoint}: {name}: a part of it is missing: take another one")
+        return view
+
+    def _box(self, key: str, stored: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        box = torch.empty(sizes, dtype=stored.properties.dtype, device=HOST)
+        planner = LoadPlanner()
+        boxes = {key: Boxes(tuple(stored.size), [(offsets, box)], written=False)}
+        planner.set_up_planner(boxes, self._metadata, is_coordinator=True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except Exception as error:
+            raise CheckpointError(f"{self._checkpoint}: {key}: {error}: it is damaged, take another one") from error
+        return box

@@ -42,7 +42,7 @@ def dense_operators() -> list[Operator]:
 
 
 def expert_operators(
-    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool, parts: int = 1
+    spec: ModelSpec, dispatcher: Dispatcher, budget: RowBudget, *, adds_bias: bool, weighs_early: bool, parts: int
 ) -> list[Operator]:
     """The operators of a MoE layer: from normed rows to the next layer's, in `parts` where rows travel. `weighs_early`:
     the router's weights multiply before the second product where that costs nothing (MegaScale-MoE, section 4.1), so
@@ -68,9 +68,7 @@ def expert_operators(
     return [
         compute("widen", "ln2_out -> gate_in", _widen),
         compute("gate", "gate_in -> weights choices", gate_rows, saves="gate_in", facts="choices", once=True),
-        compute(
-            "route", "choices weights -> pieces ids", route_rows, facts="pieces ids", once=True, has_gradient=False
-        ),
+        compute("route", "choices weights -> pieces ids", route_rows, facts="pieces ids", once=True),
         *experts,
         *((over_budget,) if bounded else ()),
         compute("add", f"ln2_in {added} -> hidden_next", _add_experts),

@@ -25,8 +25,7 @@ from antiphon.models.tensors import LoadPlan, TensorRef
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.layer import MoeLayer, norm
-from antiphon.train.partition import part_of
-from antiphon.train.weights import ParameterSpec, Weights, parts_of, register
+from antiphon.train.weights import ParameterSpec, Weights, part_of, parts_of, register
 
 FURTHER_LAYERS = "num_nextn_predict_layers"  # in config.json
 PROJECTION, EMBEDDING_NORM, ROW_NORM, HEAD_NORM = (

@@ -114,7 +114,7 @@ def _blocks(windows: Sequence[int], largest: int, ranks: int) -> list[Sequence[i
 
 
 def _mean(sums: Tensor) -> HeldOutLoss | None:
-    """Of [blocks, 2], sums of nats and targets."""
+    """The loss of [blocks, 2], sums of nats and targets; None without a target."""
     nats, targets = sums[sums[:, 1] > 0].T
     blocks, num_targets = targets.numel(), float(targets.sum())
     if not blocks:

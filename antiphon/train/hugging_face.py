@@ -3,7 +3,8 @@
 1. Import: every tensor of the checkpoint, whatever its dtype and layout, into the float32 parameters.
 2. Export: the family's published names; experts in the first layout that is not a compressed one. Shards of at most
    `SHARD_BYTES`, the index last: a folder without it was not written to its end. Tensors are read one at a time
-   (`train.stored`), so one shard is held. Score biases stay in float32: in bfloat16 they would choose other experts.
+   from a run's checkpoint, so one shard is held; their sizes are known before the first byte is read.
+   Score biases stay in float32: in bfloat16 they would choose other experts.
 3. A layer for further tokens (multi-token prediction) that is trained is read and written like any other, with the
    copies of embedding and head that published checkpoints have there. One that is not: export copies it from the
    checkpoint that the run began with.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -42,14 +43,30 @@ from antiphon.models.tensors import (
     expert_refs,
     outer_plan,
 )
-from antiphon.models.weights import PLAIN_PURPOSES, ReportProgress, WeightReader
+from antiphon.models.weights import PLAIN_PURPOSES, WeightReader
 from antiphon.specs.model import ModelSpec
-from antiphon.train.device import HOST
-from antiphon.train.further_token import COPIES, FURTHER_LAYERS, PROJECTION, further_plan, with_further
+from antiphon.train.device import HOST, SHAPES_ONLY
+from antiphon.train.further_token import (
+    COPIES,
+    FURTHER_LAYERS,
+    PROJECTION,
+    further_parameters,
+    further_plan,
+    with_further,
+)
 from antiphon.train.model import MoeModel
-from antiphon.train.partition import Part
-from antiphon.train.stored import LiveParameters, Parameters, Shapes
-from antiphon.train.weights import DOWN, GATE_UP, NOT_TRAINED, NoCheckpoint, Weights, attribute_of, parts_of
+from antiphon.train.weights import (
+    DOWN,
+    GATE_UP,
+    NOT_TRAINED,
+    NoCheckpoint,
+    Part,
+    Weights,
+    attribute_of,
+    layer_parameters,
+    outer_parameters,
+    parts_of,
+)
 
 SHARD_BYTES = 4 << 30
 FLOAT8 = torch.float8_e4m3fn
@@ -72,7 +89,7 @@ _BESIDE_WEIGHTS = (
 )
 
 
-def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | None = None) -> None:
+def import_weights(model: MoeModel, folder: Path) -> None:
     """Fill what `model` holds from the checkpoint in `folder`; `CheckpointError` if it is another model's or damaged.
     Of the experts only those held here are read."""
     spec = model.spec
@@ -94,7 +111,7 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
     }
     refs = [ref for plan in plans for part in plan.values() for ref in part]
     refs += [ref for of_layer in experts.values() for one in of_layer for ref in one.refs]
-    reader = WeightReader(checkpoint, ReferenceBackend(), check(checkpoint, refs), progress)
+    reader = WeightReader(checkpoint, ReferenceBackend(), check(checkpoint, refs), None)
     with torch.no_grad():
         for module, plan in zip((model, *model.layers), plans, strict=True):
             weights = Weights(module, torch.float32)
@@ -110,7 +127,7 @@ def import_weights(model: MoeModel, folder: Path, progress: ReportProgress | Non
 
 
 def _layer_plan(spec: ModelSpec, names: TensorNames, layer: int, stored: StoredNames, num_layers: int) -> LoadPlan:
-    """Of one layer without its routed experts; behind the model's `num_layers`, of the one for a further token."""
+    """The plan of a layer without its routed experts; behind the model's `num_layers`, of that for a further token."""
     plan = attention_layer_plan(spec, names, layer, stored)
     return plan if layer < num_layers else plan | further_plan(spec, layer)
 
@@ -132,6 +149,36 @@ class _OneExpert(ReferenceExperts):
         for purpose, whole in self._by_purpose.items():
             part = parts[purpose]
             weights.stored(purpose)[place] = Part(part.shape[1:], part.ranges[1:]).of(whole[0])
+
+
+class Parameters(Protocol):
+    """`spec`: of their model; `further`: whether it has a layer for a further token too. Names are those of patterns:
+    "embedding", "layers.3.experts_down"."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def further(self) -> bool: ...
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows [first, last) of a parameter, in host memory, as it is kept; None: to its end."""
+
+
+class Shapes:
+    """The parameters of a model that is nowhere: without values."""
+
+    def __init__(self, spec: ModelSpec, *, further: bool = False) -> None:
+        self.spec, self.further = spec, further
+        layers = with_further(spec) if further else spec
+        self._shapes = {each.attribute: each.shape for each in outer_parameters(spec)}
+        for layer in range(layers.num_layers):
+            parameters = layer_parameters(layers, layer)
+            parameters += further_parameters(spec) if layer == spec.num_layers else []
+            self._shapes |= {f"layers.{layer}.{each.attribute}": each.shape for each in parameters}
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        return torch.empty(self._shapes[name], device=SHAPES_ONLY)[first:last]
 
 
 class _Written(NoCheckpoint):
@@ -227,8 +274,8 @@ def _of_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Itera
 
 
 def _stacked_experts(source: Parameters, where: str, refs: list[ExpertRefs]) -> Iterator[PublishedTensor]:
-    """Of families that publish all experts of a layer in one tensor. Holds one projection at a time, if what is yielded
-    is let go."""
+    """The same of families that publish all experts of a layer in one tensor. Holds one projection at a time, if what
+    is yielded is let go."""
     layout, width = refs[0].layout, source.spec.feed_forward.intermediate
     value = source.read(where + attribute_of(GATE_UP))
     if layout == "rows":
@@ -253,7 +300,7 @@ def _in_turns(stacked_EJ: Tensor) -> Tensor:
 
 
 def export(
-    model: MoeModel | Parameters,
+    source: Parameters,
     folder: Path,
     config: Mapping[str, Any],
     beside: Path | None,
@@ -270,7 +317,6 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors*")):
         raise UserError(f"{folder} holds weights already: name a new folder, or remove them")
-    source: Parameters = LiveParameters(model) if isinstance(model, MoeModel) else model
     _check_rounding(source.spec, dtype)
 
     wide_layers = set[str]()

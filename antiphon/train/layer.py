@@ -11,7 +11,9 @@ Letters: B sequences, S positions of this rank, T = B * S rows, H hidden, K expe
 expert.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +37,11 @@ from antiphon.train.feed_forward import (
 from antiphon.train.layer_plan import LayerPlan, PlanOptions
 from antiphon.train.layer_run import Turns, run_layer
 from antiphon.train.operators import Graph, HeldBytes, LayerContext, Operator, compute
-from antiphon.train.partition import RankShare, part_of
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import Experts, RowBudget, pass_experts
 from antiphon.train.sequence_parallel import Sequences
 from antiphon.train.spans import StepSpans
-from antiphon.train.weights import FirstValues, Recorder, Weights, layer_parameters, register
+from antiphon.train.weights import FirstValues, RankShare, Recorder, Weights, layer_parameters, part_of, register
 
 
 class MoeLayer(nn.Module):
@@ -137,6 +138,51 @@ def _gated(here: LayerContext, kind: str, y_TH: Tensor) -> Tensor:
     products = here.weights.products
     hidden = activate(products.forward(y_TH, here.weights[f"{kind}.gate_up"]), here.spec.feed_forward)
     return products.forward(hidden, here.weights[f"{kind}.down"])
+
+
+def around(
+    layer: MoeLayer,
+    *,
+    before: Callable[[], None] | None = None,
+    behind: Callable[[], None] | None = None,
+    before_backward: Callable[[], None] | None = None,
+    behind_backward: Callable[[], None] | None = None,
+) -> None:
+    """From here on these are called around the layer's forward and around its backward.
+
+    Backward runs in the opposite order of forward, and a parameter's gradient is added as soon as it is known. So a
+    node at the layer's end comes before all of the layer's, one at its begin after all of them."""
+
+    def begins(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if before is not None:
+            before()
+        if behind_backward is None:
+            return args
+        return (_InBackward.apply(args[0], behind_backward), *args[1:])  # type: ignore[no-untyped-call]
+
+    def ends(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        if behind is not None:
+            behind()
+        if before_backward is not None:
+            out = _InBackward.apply(out, before_backward)  # type: ignore[no-untyped-call]
+        return out
+
+    layer.register_forward_pre_hook(begins)
+    layer.register_forward_hook(ends)
+
+
+class _InBackward(torch.autograd.Function):
+    """`x`; calls `do` when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, do: Callable[[], None]) -> Tensor:
+        ctx.do = do
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.do()
+        return grad, None
 
 
 def layer_graph(

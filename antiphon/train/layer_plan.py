@@ -55,17 +55,9 @@ HEADS = ("q_a2a", "k_a2a", "v_a2a")
 Keep = str | tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """`kept`: names held until backward; `again`: operators that backward runs again."""
-
-    kept: frozenset[str]
-    again: frozenset[str]
-
-
-def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
-    """Under a policy or a list of names; "none" without those in `dropped`. A name may be of another kind of layer;
-    `check_names` refuses it if it is of none."""
+def kept_and_again(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> tuple[frozenset[str], frozenset[str]]:
+    """(names held until backward, operators that backward runs again) under a policy or a list of names; "none" without
+    those in `dropped`. A name may be of another kind of layer; `check_names` refuses it if it is of none."""
     saved = graph.saved
     if keep == "none":
         wanted = {whole_name(name) for name in saved} - set(dropped)
@@ -88,7 +80,7 @@ def keeping(graph: Graph, keep: Keep, dropped: Collection[str] = ()) -> Keeping:
         elif maker.name not in again:
             again.add(maker.name)
             waiting += maker.reads
-    return Keeping(frozenset(kept), frozenset(again))
+    return frozenset(kept), frozenset(again)
 
 
 def check_names(keep: Collection[str], graphs: Collection[Graph]) -> None:
@@ -107,9 +99,9 @@ STARTED = (RowExchange, Tiled)  # operators that are started and waited for
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """`keep` and `dropped`: as for `keeping`. `schedule`: as text, and `where` it comes from; empty: the default one,
-    or, unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows, see
-    `train.way_operators`. `late_weights`: of the default schedule, see `with_late_weights`. `products`: in which
+    """`keep` and `dropped`: as for `kept_and_again`. `schedule`: as text, and `where` it comes from; empty: the default
+    one, or, unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows,
+    see `train.way_operators`. `late_weights`: of the default schedule, see `with_late_weights`. `products`: in which
     arithmetic layers multiply by their weights."""
 
     keep: Keep = "none"
@@ -130,11 +122,12 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """`freed_forward[i]`: names that nothing reads after action i; without the kept ones, unless nothing is recorded.
-    `freed_backward` likewise."""
+    """`kept`: names held until backward; `again`: operators that backward runs again. `freed_forward[i]`: names that
+    nothing reads after action i; without the kept ones, unless nothing is recorded. `freed_backward` likewise."""
 
     graph: Graph
-    keeping: Keeping
+    kept: frozenset[str]
+    again: frozenset[str]
     schedule: Schedule
     freed_forward: tuple[tuple[str, ...], ...]
     freed_backward: tuple[tuple[str, ...], ...]
@@ -142,7 +135,7 @@ class LayerPlan:
     @staticmethod
     def of(graph: Graph, options: PlanOptions) -> "LayerPlan":
         """`UserError` for a schedule that cannot run."""
-        kept = keeping(graph, options.keep, options.dropped)
+        kept, again = kept_and_again(graph, options.keep, options.dropped)
         text = options.schedule
         if not text:
             schedule = parse(DEFAULT, options.where)
@@ -150,46 +143,42 @@ class LayerPlan:
                 schedule = with_late_weights(schedule, graph.operators)
             schedule = schedule_in_parts(schedule, graph.operators)
             text = str(schedule if options.beside else one_by_one(schedule))
-        return LayerPlan._of(graph, kept, text, options.where)
+        return LayerPlan._of(graph, kept, again, text, options.where)
 
     def with_schedule(self, text: str, where: str) -> "LayerPlan":
         """The same operators in another order."""
-        return LayerPlan._of(self.graph, self.keeping, text, where)
-
-    def records_again(self, operator: Operator) -> bool:
-        """Whether what the operator's backward needs is noted when it runs again, and not in forward."""
-        return _records_again(operator, self.keeping.again)
+        return LayerPlan._of(self.graph, self.kept, self.again, text, where)
 
     def made_again(self, operator: Operator) -> frozenset[str]:
         """What of it backward needs again."""
-        read_again = {name for each in self.keeping.again for name in self.graph.operators[each].reads}
-        return frozenset(operator.makes) & (self.graph.saved | read_again) - self.keeping.kept
+        read_again = {name for each in self.again for name in self.graph.operators[each].reads}
+        return frozenset(operator.makes) & (self.graph.saved | read_again) - self.kept
 
     @staticmethod
-    def _of(graph: Graph, kept: Keeping, schedule: str, where: str) -> "LayerPlan":
-        text = parse(schedule, where)
-        forward = only(text.forward, graph.operators, kept.again)
-        backward = only(text.backward, graph.operators, kept.again)
-        needed = _needed(graph, kept)
+    def _of(graph: Graph, kept: frozenset[str], again: frozenset[str], schedule: str, where: str) -> "LayerPlan":
+        text, needed = parse(schedule, where), _needed(graph, again)
+        forward = only(text.forward, graph.operators, again)
         _check_all_there(forward, needed.forward, f"{where}, forward")
-        backward = list(_with_again(graph, kept, backward))
+        backward = list(_with_again(graph, kept, again, only(text.backward, graph.operators, again)))
         _check_all_there(backward, needed.backward, f"{where}, backward")
-        _check_order(graph, forward, kept.kept, f"{where}, forward", backward=False)
-        _check_order(graph, backward, kept.kept, f"{where}, backward", backward=True)
+        _check_order(graph, forward, kept, f"{where}, forward", backward=False)
+        _check_order(graph, backward, kept, f"{where}, backward", backward=True)
         return LayerPlan(
             graph,
             kept,
+            again,
             Schedule(tuple(forward), tuple(backward)),
             _last_uses([_touched(graph, each) for each in forward], {graph.end}),
             _last_uses([_touched(graph, each) for each in backward], set()),
         )
 
 
-def _records_again(operator: Operator, again: Collection[str]) -> bool:
+def records_again(operator: Operator, again: Collection[str]) -> bool:
+    """Whether what the operator's backward needs is noted when it runs again, and not in forward."""
     return operator.name in again and bool(operator.saves)
 
 
-def _needed(graph: Graph, kept: Keeping) -> Schedule:
+def _needed(graph: Graph, again: Collection[str]) -> Schedule:
     forward, backward = list[Action](), list[Action]()
     for name, operator in graph.operators.items():
         exchanged = isinstance(operator, STARTED)
@@ -199,7 +188,7 @@ def _needed(graph: Graph, kept: Keeping) -> Schedule:
             verbs += (START_GRADIENT, WAIT_GRADIENT) if exchanged else (GRADIENT,)
         if isinstance(operator, (WeightProduct, Tiled)):
             verbs.append(WEIGHTS)
-        if name in kept.again:
+        if name in again:
             verbs += (START_AGAIN, WAIT_AGAIN) if exchanged else (AGAIN,)
         backward += [Action(verb, name) for verb in verbs]
     return Schedule(tuple(forward), tuple(backward))
@@ -240,17 +229,17 @@ def _touched(graph: Graph, action: Action) -> set[str]:
     return {*read_by(graph, action), *made}
 
 
-def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[Action]:
+def _with_again(graph: Graph, kept: Collection[str], again: Collection[str], actions: list[Action]) -> Iterator[Action]:
     """`actions`, with what they need again put before them where it is not there already."""
-    there, started, done = set(kept.kept), set[str](), set[Action]()
+    there, started, done = set(kept), set[str](), set[Action]()
 
     def need(names: tuple[str, ...]) -> Iterator[Action]:
         for name in names:
             maker = graph.maker_of.get(name)
-            if name not in there and maker is not None and maker.name in kept.again:
-                yield from again(maker)
+            if name not in there and maker is not None and maker.name in again:
+                yield from run_again(maker)
 
-    def again(operator: Operator) -> Iterator[Action]:
+    def run_again(operator: Operator) -> Iterator[Action]:
         if isinstance(operator, STARTED):
             if operator.name not in started:
                 yield from do(Action(START_AGAIN, operator.name))
@@ -263,8 +252,8 @@ def _with_again(graph: Graph, kept: Keeping, actions: list[Action]) -> Iterator[
             return
         done.add(action)
         operator = graph.operators[action.operator]
-        if action.verb == GRADIENT and _records_again(operator, kept.again):
-            yield from again(operator)
+        if action.verb == GRADIENT and records_again(operator, again):
+            yield from run_again(operator)
         yield from need(read_by(graph, action))
         if action.verb == WAIT_AGAIN and operator.name not in started:
             yield from do(Action(START_AGAIN, operator.name))

@@ -14,7 +14,6 @@ order. Rejected: generators. Backward runs within autograd, which cannot be left
 """
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,8 +22,9 @@ from torch import Tensor, nn
 
 from antiphon.comm.collectives import Collective, Flight
 from antiphon.comm.mesh import Group
-from antiphon.train.layer_plan import LayerPlan
+from antiphon.train.layer_plan import LayerPlan, records_again
 from antiphon.train.layer_schedule import (
+    AGAIN,
     GRADIENT,
     START,
     WAIT,
@@ -146,23 +146,11 @@ class _LayerRun:
         self._collectives: dict[str, Collective] = {}
         self._flights: dict[tuple[str, bool], Flight] = {}  # by name and whether it is of backward
         self._half_done: set[str] = set()  # products
-        self._tiled: dict[str, TiledRun] = defaultdict(TiledRun)
+        self._tiled: dict[str, TiledRun] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         plan, self._values = self._plan, {self._plan.graph.begin: x}
-        for action, freed in zip(plan.schedule.forward, plan.freed_forward, strict=True):
-            operator = plan.graph.operators[action.operator]
-            self._before(action)
-            with self._here.spans.of(span_name(action), self._here.layer):
-                if isinstance(operator, RowExchange):
-                    self._exchange(operator, action.verb)
-                elif isinstance(operator, Tiled):
-                    self._tile(operator, action.verb, frozenset(operator.makes))
-                else:
-                    self._run(operator, recorded=not plan.records_again(operator))
-            for name in freed:
-                if name not in plan.keeping.kept:
-                    self._values.pop(name, None)
+        self._go_through(plan.schedule.forward, plan.freed_forward, backward=False)
         result: Tensor = self._values.pop(plan.graph.end)
         self._held_bytes = bytes_of(self._held_tensors())
         self._held.add(self._held_bytes)
@@ -172,13 +160,7 @@ class _LayerRun:
         """The gradient of the layer's input; those of parameters are in `parameter_gradients`."""
         plan, graph = self._plan, self._plan.graph
         self._gradients[graph.end] = {graph.maker_of[graph.end].name: grad}
-        for action, freed in zip(plan.schedule.backward, plan.freed_backward, strict=True):
-            operator = graph.operators[action.operator]
-            self._before(action)
-            with self._here.spans.of(span_name(action), self._here.layer, backward=True):
-                self._do(operator, action.verb)
-            for name in freed:
-                self._values.pop(name, None)
+        self._go_through(plan.schedule.backward, plan.freed_backward, backward=True)
         self._values.clear()
         self._tiled.clear()
         self._held.add(-self._held_bytes)
@@ -186,23 +168,31 @@ class _LayerRun:
         assert result is not None
         return result
 
-    def _before(self, action: Action) -> None:
-        """Another micro-batch may go on while this one waits."""
-        if action.verb in (WAIT, WAIT_AGAIN, WAIT_GRADIENT):
-            self._turns.give_way()
+    def _go_through(self, actions: Sequence[Action], freed: Sequence[Sequence[str]], *, backward: bool) -> None:
+        here, plan = self._here, self._plan
+        for action, names in zip(actions, freed, strict=True):
+            if action.verb in (WAIT, WAIT_AGAIN, WAIT_GRADIENT):
+                self._turns.give_way()  # another micro-batch may go on while this one waits
+            with here.spans.of(span_name(action), here.layer, backward=backward):
+                self._do(plan.graph.operators[action.operator], action.verb)
+            for name in names:
+                if backward or name not in plan.kept:
+                    self._values.pop(name, None)
 
     def _do(self, operator: Operator, verb: str) -> None:
         match operator, verb:
+            case Tiled(), "start" | "wait":
+                self._tile(operator, verb, frozenset(operator.makes))
             case Tiled(), "start again" | "wait again":
                 self._tile(operator, verb.removesuffix(" again"), self._plan.made_again(operator))
             case Tiled(), _:
                 self._tile_gradient(operator, verb)
-            case RowExchange(), "start again" | "wait again":
+            case RowExchange(), "start" | "wait" | "start again" | "wait again":
                 self._exchange(operator, verb.removesuffix(" again"))
             case RowExchange(), _:
                 self._exchange_gradient(operator, verb)
-            case _, "again":
-                self._run(operator, recorded=self._plan.records_again(operator))
+            case _, "" | "again":
+                self._run(operator, recorded=records_again(operator, self._plan.again) == (verb == AGAIN))
             case WeightProduct(), _:
                 self._product_gradient(operator, verb)
             case Compute(), _:
@@ -259,7 +249,8 @@ class _LayerRun:
     @torch.no_grad()
     def _tile(self, operator: Tiled, verb: str, wanted: frozenset[str]) -> None:
         step = operator.start if verb == START else operator.finish
-        self._values.update(step(self._here, self._values, self._tiled[operator.name], wanted))
+        run = self._tiled.setdefault(operator.name, TiledRun(self._here, self._values))
+        self._values.update(step(run, wanted))
         self._here.weights.take()
 
     def _gradient(self, operator: Compute) -> None:
@@ -336,15 +327,14 @@ class _LayerRun:
             return
         with torch.no_grad():
             if verb == WAIT_GRADIENT:
-                found = operator.finish_gradient(self._here, self._values, run)
+                for name, each in operator.finish_gradient(run).items():
+                    self._add(operator, name, each)
             else:
                 grad = self._gradient_of(made)
                 assert grad is not None
-                found = operator.start_gradient(self._here, self._values, run, grad)
+                operator.start_gradient(run, grad)
                 del self._gradients[made]
         self._here.weights.take()
-        for name, each in found.items():
-            self._add(operator, name, each)
 
     def _add(self, operator: Operator, name: str, grad: Tensor | None) -> None:
         if grad is not None and name not in self._constants:

@@ -1,5 +1,5 @@
-"""In which order a layer's operators run (long because the default order names them all). A schedule is text, one list
-of actions forward, one backward:
+"""In which order a layer's operators run. A schedule is text, one list of actions forward, one backward. A line has an
+action, or several with commas between them:
 
     forward:
     ln1                       run an operator
@@ -58,18 +58,23 @@ class Schedule:
         return "".join(f"{head}\n" + "".join(f"{each}\n" for each in actions) for head, actions in parts)
 
 
+def actions_of(line: str) -> list[str]:
+    """The words of each action in a line of a schedule, or of the head of a list."""
+    return [" ".join(each.split()) for each in line.partition("#")[0].split(",") if each.strip()]
+
+
 def parse(text: str, where: str) -> Schedule:
     """The schedule that `text` writes out. `UserError` for a line that is no action of an operator that exists."""
     found: dict[str, list[Action]] = {"forward:": [], "backward:": []}
     part = ""
     for number, line in enumerate(text.splitlines(), start=1):
-        words = " ".join(line.partition("#")[0].split())
-        if words in found:
-            part = words
-        elif words and not part:
-            raise UserError(f"{where}, line {number}: {words!r} stands before 'forward:' and 'backward:'")
-        elif words:
-            found[part].append(_action(words, part, f"{where}, line {number}"))
+        for words in actions_of(line):
+            if words in found:
+                part = words
+            elif part:
+                found[part].append(_action(words, part, f"{where}, line {number}"))
+            else:
+                raise UserError(f"{where}, line {number}: {words!r} stands before 'forward:' and 'backward:'")
     return Schedule(tuple(found["forward:"]), tuple(found["backward:"]))
 
 
@@ -133,205 +138,112 @@ _LATE = frozenset(
 DEFAULT = """
 forward:
 ln1
-start tensor_gather
-wait tensor_gather
-start tensor_gather_qkv
-wait tensor_gather_qkv
+start tensor_gather, wait tensor_gather
+start tensor_gather_qkv, wait tensor_gather_qkv
 qkv
-start qkv_heads_a2a
-wait qkv_heads_a2a
-rope
-heads
-pack_heads
-start heads_a2a
-wait heads_a2a
-unpack_heads
+start qkv_heads_a2a, wait qkv_heads_a2a
+rope, heads
+pack_heads, start heads_a2a, wait heads_a2a, unpack_heads
 attention
 rows
-pack_rows
-start rows_a2a
-wait rows_a2a
-unpack_rows
-start rows_a2a_out
-wait rows_a2a_out
+pack_rows, start rows_a2a, wait rows_a2a, unpack_rows
+start rows_a2a_out, wait rows_a2a_out
 out
-start tensor_scatter
-wait tensor_scatter
-start out_tensor_scatter
-wait out_tensor_scatter
+start tensor_scatter, wait tensor_scatter
+start out_tensor_scatter, wait out_tensor_scatter
 add_attention
 ln2
-dense_fc1
-dense_activation
-dense_fc2
-widen
-gate
-route
-hop
-start routing
-send
-start dispatch           # behind it: half of the shared expert
-start dispatch_fc1
-shared_fc1
-shared_activation
-wait routing
-arrive
-choices
+dense_fc1, dense_activation, dense_fc2
+widen, gate, route
+hop, start routing, send
+start dispatch, start dispatch_fc1        # behind it: half of the shared expert
+shared_fc1, shared_activation
+wait routing, arrive, choices
 wait dispatch
-hop_2
-start routing_2
-send_2
-start dispatch_2
-start dispatch_2_fc1
-wait routing_2
-arrive_2
-choices_2
+hop_2, start routing_2, send_2
+start dispatch_2, start dispatch_2_fc1
+wait routing_2, arrive_2, choices_2
 wait dispatch_2
-sort
-scatter
-wait dispatch_fc1
-wait dispatch_2_fc1
-fc1
-activation
-weigh
-fc2
-weigh_bias
+sort, scatter
+wait dispatch_fc1, wait dispatch_2_fc1
+fc1, activation, weigh, fc2, weigh_bias
 gather
-start combine_2
-start fc2_combine_2
-wait combine_2
-wait fc2_combine_2
+start combine_2, start fc2_combine_2
+wait combine_2, wait fc2_combine_2
 total_2
-start combine            # behind it: the other half
-start fc2_combine
-shared_fc2
-shared_gate
-wait combine
-wait fc2_combine
-total
-over_budget
-add
+start combine, start fc2_combine          # behind it: the other half
+shared_fc2, shared_gate
+wait combine, wait fc2_combine
+total, over_budget, add
 backward:
 gradient add
-gradient dense_fc2
-weights dense_fc2
+gradient dense_fc2, weights dense_fc2
 gradient dense_activation
-gradient dense_fc1
-weights dense_fc1
+gradient dense_fc1, weights dense_fc1
 again ln2
-gradient over_budget
-gradient total
-start gradient combine   # behind it: activations made again, the shared expert
-start gradient fc2_combine
-again activation
-again weigh
+gradient over_budget, gradient total
+start gradient combine, start gradient fc2_combine    # behind it: activations made again, the shared expert
+again activation, again weigh
 gradient shared_gate
-gradient shared_fc2
-weights shared_fc2
+gradient shared_fc2, weights shared_fc2
 gradient shared_activation
-gradient shared_fc1
-weights shared_fc1
-wait gradient combine
-wait gradient fc2_combine
+gradient shared_fc1, weights shared_fc1
+wait gradient combine, wait gradient fc2_combine
 gradient total_2
-start gradient combine_2
-start gradient fc2_combine_2
-wait gradient combine_2
-wait gradient fc2_combine_2
+start gradient combine_2, start gradient fc2_combine_2
+wait gradient combine_2, wait gradient fc2_combine_2
 again send               # what is received again travels behind the experts' gradients, when the wire is idle
-start again dispatch
-start again dispatch_fc1
-start again qkv_heads_a2a
-again rope
-again pack_heads
-start again heads_a2a
-again pack_rows
-start again rows_a2a
-start again rows_a2a_out
-gradient gather
-gradient weigh_bias
-gradient fc2
-gradient weigh
-gradient activation
-gradient fc1
+start again dispatch, start again dispatch_fc1
+start again qkv_heads_a2a, again rope, again pack_heads
+start again heads_a2a, again pack_rows
+start again rows_a2a, start again rows_a2a_out
+gradient gather, gradient weigh_bias
+gradient fc2, gradient weigh, gradient activation, gradient fc1
 gradient scatter
-gradient choices_2
-gradient arrive_2
+gradient choices_2, gradient arrive_2
 start gradient routing_2
-start gradient dispatch_2
-start gradient dispatch_2_fc1
-wait gradient routing_2
-gradient hop_2
-wait gradient dispatch_2
-wait gradient dispatch_2_fc1
+start gradient dispatch_2, start gradient dispatch_2_fc1
+wait gradient routing_2, gradient hop_2
+wait gradient dispatch_2, wait gradient dispatch_2_fc1
 gradient send_2
-gradient choices
-gradient arrive
+gradient choices, gradient arrive
 start gradient routing
-start gradient dispatch  # behind it: gradients of the experts' weights
-start gradient dispatch_fc1
-weights fc2
-weights fc2_combine
-weights fc2_combine_2
-wait again dispatch
-wait again dispatch_fc1
-again scatter
-weights fc1
-weights dispatch_fc1
-weights dispatch_2_fc1
+start gradient dispatch, start gradient dispatch_fc1  # behind it: gradients of the experts' weights
+weights fc2, weights fc2_combine, weights fc2_combine_2
+wait again dispatch, wait again dispatch_fc1, again scatter
+weights fc1, weights dispatch_fc1, weights dispatch_2_fc1
 again widen
-wait gradient routing
-gradient hop
-gradient gate
-gradient widen
-wait gradient dispatch
-wait gradient dispatch_fc1
+wait gradient routing, gradient hop
+gradient gate, gradient widen
+wait gradient dispatch, wait gradient dispatch_fc1
 gradient send
 gradient ln2
 gradient add_attention
-start gradient tensor_scatter
-start gradient out_tensor_scatter
+start gradient tensor_scatter, start gradient out_tensor_scatter
 again ln1
-wait gradient tensor_scatter
-wait gradient out_tensor_scatter
+wait gradient tensor_scatter, wait gradient out_tensor_scatter
 gradient out
-gradient rows
-gradient unpack_rows
-start gradient rows_a2a  # behind it: the output projection's weights
-start gradient rows_a2a_out
-wait again rows_a2a
-wait again rows_a2a_out
-weights out
-weights rows_a2a_out
-weights out_tensor_scatter
-wait gradient rows_a2a
-wait gradient rows_a2a_out
+gradient rows, gradient unpack_rows
+start gradient rows_a2a, start gradient rows_a2a_out  # behind it: the output projection's weights
+wait again rows_a2a, wait again rows_a2a_out
+weights out, weights rows_a2a_out, weights out_tensor_scatter
+wait gradient rows_a2a, wait gradient rows_a2a_out
 gradient pack_rows
 gradient attention
-gradient heads
-gradient unpack_heads
-start gradient heads_a2a
-wait gradient heads_a2a
-gradient pack_heads
-gradient rope
-start gradient qkv_heads_a2a
-wait gradient qkv_heads_a2a
+gradient heads, gradient unpack_heads
+start gradient heads_a2a, wait gradient heads_a2a
+gradient pack_heads, gradient rope
+start gradient qkv_heads_a2a, wait gradient qkv_heads_a2a
 gradient qkv
-start gradient tensor_gather
-start gradient tensor_gather_qkv
-start again tensor_gather
-wait again tensor_gather
-start again tensor_gather_qkv
-wait again tensor_gather_qkv
-weights qkv
-weights qkv_heads_a2a
-weights tensor_gather_qkv
-wait gradient tensor_gather
-wait gradient tensor_gather_qkv
+start gradient tensor_gather, start gradient tensor_gather_qkv
+start again tensor_gather, wait again tensor_gather
+start again tensor_gather_qkv, wait again tensor_gather_qkv
+weights qkv, weights qkv_heads_a2a, weights tensor_gather_qkv
+wait gradient tensor_gather, wait gradient tensor_gather_qkv
 gradient ln1
 """
 OPERATORS = frozenset(
-    words[-1] for line in DEFAULT.splitlines() if (words := line.partition("#")[0].split()) and ":" not in words[-1]
+    words.split()[-1] for line in DEFAULT.splitlines() for words in actions_of(line) if ":" not in words
 )
 
 

@@ -218,7 +218,7 @@ TENSORS_OF = {
 
 def layer_bytes(plan: LayerPlan, sizes: LayerSizes) -> float:
     """What one rank keeps of one layer under `plan`."""
-    model, setup, kept = sizes.model, sizes.setup, frozenset(map(whole_name, plan.keeping.kept))
+    model, setup, kept = sizes.model, sizes.setup, frozenset(map(whole_name, plan.kept))
     width = {each.name: float(each.width) for each in activations_of(sizes)}
     total: float = sum(
         width[name]

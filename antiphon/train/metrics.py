@@ -1,59 +1,57 @@
-"""What a run leaves in its folder beside checkpoints and tokens: `run.json` and `metrics.jsonl`.
+"""What a run leaves in its folder beside checkpoints and tokens: `run.json`, `metrics.jsonl`, and curves on boards.
 
 `run.json` says what the run is and what was predicted of it, for the page that closes it. It is written before the
-first step, so that a run that was killed has it too. `metrics.jsonl` has a line for each logged step; TensorBoard shows
-the same numbers where it is installed.
+first step, so that a run that was killed has it too. `metrics.jsonl` has a line for each logged step. Boards show the
+same numbers: TensorBoard where it is installed, Weights & Biases where a project is named. Both are optional packages;
+a run that names a project without the package is refused before its first step.
 """
 
+import hashlib
+import importlib.util
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
-from antiphon.train.boards import open_boards
 from antiphon.train.config import TrainConfig
 from antiphon.train.memory import MemoryNeed
 
-_LEARNING, _SPEED, _EXPERTS, _OTHERS = "1 learning", "2 speed", "3 experts", "4 operators and bytes"
+FILE = "run.json"
+_Board = tuple[Callable[[str, Any, int], None], Callable[[], None]]  # shows a number, a text or numbers; ends
+_log = get_logger("train")
+_OTHERS = "4 operators and bytes"
 _GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
-    "loss": _LEARNING,
-    "held_out_loss": _LEARNING,
-    "held_out_error": _LEARNING,
-    "held_out_loss_by_source": _LEARNING,
-    "evaluation_loss": _LEARNING,
-    "mtp_loss": _LEARNING,
-    "learning_rate": _LEARNING,
-    "gradient_norm": _LEARNING,
-    "balance_loss": _LEARNING,
-    "alarm": _LEARNING,
-    "tokens_per_s": _SPEED,
-    "flops_per_s": _SPEED,
-    "mfu": _SPEED,
-    "step_s": _SPEED,
-    "num_ranks": _SPEED,
-    "peak_rss_bytes": _SPEED,
-    "fullest_expert_ratio": _EXPERTS,
-    "expert_rows": _EXPERTS,
-    "dropped_rows": _EXPERTS,
+    name: group
+    for group, names in (
+        ("1 learning", "loss held_out_loss held_out_error held_out_loss_by_source evaluation_loss mtp_loss"),
+        ("1 learning", "learning_rate gradient_norm balance_loss alarm"),
+        ("2 speed", "tokens_per_s flops_per_s mfu step_s num_ranks peak_rss_bytes"),
+        ("3 experts", "fullest_expert_ratio expert_rows dropped_rows"),
+    )
+    for name in names.split()
 }
 
 
 class Metrics:
-    """Writes `FOLDER/metrics.jsonl` and shows the same on boards (`train.boards`). Steps from `first_step` on that a
+    """Writes `FOLDER/metrics.jsonl` and shows the same on boards. Steps from `first_step` on that a
     former run wrote after its last checkpoint are taken out again: they are made anew."""
 
     def __init__(self, folder: Path, first_step: int, wandb_project: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         _keep_before(self._path, first_step)
-        self._boards = open_boards(folder, first_step, wandb_project)
+        self._boards = [*_weights_and_biases(folder, wandb_project), *_tensorboard(folder, first_step)]
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -74,8 +72,8 @@ class Metrics:
 
     def _show(self, name: str, value: Any, step: int) -> None:
         name = f"{_GROUPS.get(name.partition('/')[0], _OTHERS)}/{name}"
-        for board in self._boards:
-            board.show(name, value, step)
+        for show, _ in self._boards:
+            show(name, value, step)
 
     def go_back(self, step: int) -> None:
         """Take out steps from `step` on: they are made anew."""
@@ -85,8 +83,8 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-        for board in self._boards:
-            board.close()
+        for _, close in self._boards:
+            close()
 
 
 def _keep_before(file: Path, step: int) -> None:
@@ -103,7 +101,66 @@ def _keep_before(file: Path, step: int) -> None:
     file.write_text("".join(kept), encoding="utf-8")
 
 
-FILE = "run.json"
+def check_boards(wandb_project: str) -> None:
+    """`UserError` if the package of a named project is missing; nothing is begun."""
+    if wandb_project and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"output.wandb is {wandb_project!r} and the package is missing: pip install wandb, or leave the key out"
+        )
+
+
+def _tensorboard(folder: Path, first_step: int) -> Iterator[_Board]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # an optional dependency
+    except ImportError:
+        _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
+        return
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def show(name: str, value: Any, step: int) -> None:
+        if isinstance(value, list):
+            writer.add_histogram(name, np.asarray(value), step)
+        elif isinstance(value, str):
+            writer.add_text(name, value, step)
+        else:
+            writer.add_scalar(name, value, step)
+
+    yield show, writer.close
+
+
+def _weights_and_biases(folder: Path, project: str) -> Iterator[_Board]:
+    """One run of the project for each output folder, however often that is gone on with. Steps are a number of their
+    own, because the service's only grow, and a run that goes on makes some again. `UserError` if it cannot be used."""
+    check_boards(project)
+    if not project:
+        return
+    import wandb  # an optional dependency
+
+    service: Any = wandb
+    name = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
+    try:
+        run = service.init(
+            project=project, dir=str(folder), id=name, name=folder.name, resume="allow", config=_config(folder)
+        )
+    except Exception as error:  # of a service: no key, no network, a project that may not be written
+        raise UserError(
+            f"output.wandb: {' '.join(str(error).split())[:200]}: log in (wandb login), or set WANDB_MODE=offline"
+        ) from error
+    run.define_metric("*", step_metric="step")
+
+    def show(name: str, value: Any, step: int) -> None:
+        run.log({"step": step, name: service.Histogram(value) if isinstance(value, list) else value})
+
+    yield show, run.finish
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """What the run is, if that was written."""
+    try:
+        facts: Mapping[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts
 
 
 def write_run_facts(

@@ -25,20 +25,18 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config import CommunicationConfig, ParallelConfig
-from antiphon.train.config_learning import LossConfig
+from antiphon.train.config_ranks import CommunicationConfig, ParallelConfig
 from antiphon.train.further_token import FurtherLayer, next_tokens
 from antiphon.train.layer import MoeLayer, layer_graph, norm
 from antiphon.train.layer_plan import PlanOptions, check_names
 from antiphon.train.layer_run import Turns
 from antiphon.train.operators import HeldBytes
-from antiphon.train.partition import RankShare, part_of
 from antiphon.train.pipeline import PipelineSchedule
-from antiphon.train.routing import Routing, RowNumbers
+from antiphon.train.routing import Routing, row_numbers
 from antiphon.train.row_budget import RowBudget
 from antiphon.train.sequence_parallel import SequenceParallel, Sequences
 from antiphon.train.spans import StepSpans
-from antiphon.train.weights import FirstValues, Weights, outer_parameters, register
+from antiphon.train.weights import FirstValues, RankShare, Weights, outer_parameters, part_of, register
 
 
 @dataclass(frozen=True)
@@ -169,10 +167,6 @@ class MoeModel(nn.Module):
         layers, routes = self._layers_of(stage), self.spec.moe_layers
         return range(sum(routes[: layers.start]), sum(routes[: layers.stop]))
 
-    def forward(self, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
-        """`stage`, of a model that is not cut into stages."""
-        return self.stage(0, None, batch, num_targets, routing)
-
     def stage(self, stage: int, x_BSH: Tensor | None, batch: Batch, num_targets: Tensor, routing: Routing) -> Tensor:
         """The rows behind stage number `stage` from those before it (None before the first), at this rank's positions;
         of the last stage the loss."""
@@ -242,7 +236,9 @@ class MoeModel(nn.Module):
         parallel = self._parallel(batch)
         num_sequences, length = batch.ids_BS.shape
         first_sequence = self.mesh.sizes.place(self.mesh.rank, "data") * num_sequences
-        routing.number_rows(RowNumbers(first_sequence, num_sequences, parallel.own, length))
+        routing.number_rows(
+            partial(row_numbers, first_sequence, num_sequences, parallel.own, length, batch.ids_BS.device)
+        )
         sequences = Sequences.of(self.spec, parallel, self.cos_PR, self.sin_PR, batch.positions_BS, batch.documents_BS)
         if x_BSH is None:
             with self.spans.of("embedding"):
@@ -250,17 +246,6 @@ class MoeModel(nn.Module):
         for layer in self._layers_of(stage):
             x_BSH = self.layers[layer](x_BSH, sequences, routing)
         return x_BSH
-
-    def logits(self, batch: Batch) -> Tensor:
-        """[B, S, W] in float32 or wider, of one process: for comparisons, not for training."""
-        routing = Routing(self.spec.router, LossConfig(), self.mesh.stage, num_layers=self.spec.num_moe_layers)
-        x_BSH = self._rows(0, None, batch, routing)
-        weights = Weights(self, self.dtype)
-        y_BSH = norm(self.spec, weights, "final_norm", x_BSH)
-        logits = y_BSH @ weights["embedding" if self.spec.tie_embeddings else "head"].mT
-        bias = weights.optional("head_bias")
-        logits = (logits if bias is None else logits + bias) / self.spec.logits_divisor
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def experts_axis(sizes: Sizes) -> str:

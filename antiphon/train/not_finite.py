@@ -11,7 +11,6 @@ Rejected: autograd's anomaly mode. It sees NaN in backward only, and no layer.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from antiphon.base.errors import UserError
 from antiphon.train.shards import Shards
-from antiphon.train.spans import OUTSIDE, Label, StepSpans
+from antiphon.train.spans import OUTSIDE, StepSpans
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 _ON_THE_WAY = ("c10d", "_c10d_functional")  # results that are there only after a wait
 _NUM_NAMED = 3
 _TURN, _NEVER = 1 << 32, 1 << 62
 Begin = Callable[[int, int], None]  # to be called before each pass: its micro-batch, its turn among those of all ranks
-
-
-@dataclass(frozen=True, order=True)
-class NotFiniteCause:
-    """`number`: when it was found: the turn of the pass (`Schedule.turn_of`), then how many results had been looked at
-    in it. Ranks of a stage run the same operators, so the finding with the least number is the cause, and the others
-    follow from it."""
-
-    number: int
-    words: str
-
-
-@dataclass(frozen=True)
-class Origin:
-    """`operator`: of PyTorch. `spoiled_inputs`: what it was given was not finite already."""
-
-    micro_batch: int
-    label: Label
-    operator: str
-    value: str
-    spoiled_inputs: bool
-
-    def __str__(self) -> str:
-        whence = "from what was not finite already" if self.spoiled_inputs else "from finite numbers"
-        place = "outside of all layers" if self.label.operator == OUTSIDE else str(self.label)
-        return f"{place}, {self.operator} (micro-batch {self.micro_batch}) made the first {self.value}, {whence}"
 
 
 def check_parameters(shards: Shards, step: int) -> None:
@@ -67,8 +40,10 @@ def check_parameters(shards: Shards, step: int) -> None:
         )
 
 
-def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object], spans: StepSpans) -> NotFiniteCause:
-    """Why loss or gradients are not finite. `passes` runs forward and backward of the step's micro-batches, one after
+def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object], spans: StepSpans) -> tuple[int, str]:
+    """(when it was found, why loss or gradients are not finite). When: the turn of the pass (`turn_of`), then how many
+    results had been looked at in it. Ranks of a stage run the same operators, so the finding with the least number is
+    the cause, and the others follow from it. `passes` runs forward and backward of the step's micro-batches, one after
     another, and records into `spans`. All ranks call it together. Gradients are made anew."""
     spoiled = _not_finite_of([*_values(shards), *model.named_buffers()])
     words = [f"{_names(spoiled)} before it"] if spoiled else []
@@ -76,11 +51,8 @@ def explain(model: nn.Module, shards: Shards, passes: Callable[[Begin], object],
     model.zero_grad()
     origin, number = _first(passes, spans)
     shards.reduce()
-    if origin is not None:
-        words.append(str(origin))
-    else:
-        words += _of_gradients(shards)
-    return NotFiniteCause(0 if spoiled else number, "; ".join(words) or "nothing that is not finite was made here")
+    words += [origin] if origin else _of_gradients(shards)
+    return 0 if spoiled else number, "; ".join(words) or "nothing that is not finite was made here"
 
 
 def _values(shards: Shards) -> Iterator[tuple[str, Tensor]]:
@@ -108,8 +80,8 @@ def complaint(step: int, loss: float, norm: float, why: str, newest: Path | None
     )
 
 
-def _first(passes: Callable[[Begin], object], spans: StepSpans) -> tuple[Origin | None, int]:
-    """(where it was made, when)."""
+def _first(passes: Callable[[Begin], object], spans: StepSpans) -> tuple[str, int]:
+    """(where it was made, empty if nowhere; when)."""
     was_on, spans.on = spans.on, True
     spans.take()
     mode = _Looks(spans)
@@ -119,28 +91,28 @@ def _first(passes: Callable[[Begin], object], spans: StepSpans) -> tuple[Origin 
     finally:
         spans.take()
         spans.on = was_on
-    return mode.found, mode.number if mode.found is not None else _NEVER
+    return mode.found, mode.number if mode.found else _NEVER
 
 
 class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at results until one is not finite: `found`."""
+    """Looks at results until one is not finite: `found` says where it was made."""
 
     def __init__(self, spans: StepSpans) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.micro_batch = 0
-        self.found: Origin | None = None
+        self.found = ""
         self.number = 0
         self._spans = spans
 
     def begin(self, micro_batch: int, turn: int) -> None:
-        if self.found is None:
+        if not self.found:
             self.micro_batch, self.number = micro_batch, turn * _TURN
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
         on_the_way = func.namespace in _ON_THE_WAY and name != "wait_tensor"
-        if self.found is not None or func.is_view or name in _UNWRITTEN or on_the_way:  # not written by it, or not yet
+        if self.found or func.is_view or name in _UNWRITTEN or on_the_way:  # not written by it, or not yet
             return func(*args, **kwargs)
         given = list(_floats((args, kwargs)))
         masked = -math.inf in _numbers((args, kwargs)) or any(_has(each, -math.inf) for each in given)
@@ -150,9 +122,15 @@ class _Looks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = _fault(each, masked)
             if value is not None:
                 spoiled = any(_fault(each, allowed=True) is not None for each in given if not _shares(each, result))
-                self.found = Origin(self.micro_batch, self._spans.current, f"{func}", value, spoiled)
+                self.found = self._words(f"{func}", value, spoiled=spoiled)
                 break
         return result
+
+    def _words(self, operator: str, value: str, *, spoiled: bool) -> str:
+        label = self._spans.current
+        place = "outside of all layers" if label.operator == OUTSIDE else str(label)
+        whence = "from what was not finite already" if spoiled else "from finite numbers"
+        return f"{place}, {operator} (micro-batch {self.micro_batch}) made the first {value}, {whence}"
 
 
 def _fault(x: Tensor, allowed: bool) -> str | None:

@@ -15,9 +15,9 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.train.bucket import Piece
+from antiphon.train.layer import around
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import attribute_of
 
@@ -91,7 +92,7 @@ class MappedParts:
 
     @property
     def resident_bytes(self) -> int:
-        """Of the parts, what this process has in memory."""
+        """What this process has in memory of the parts."""
         held, own = 0, False
         for line in _SMAPS.read_text(encoding="utf-8", errors="replace").splitlines() if _SMAPS.exists() else ():
             words = line.split()
@@ -131,7 +132,13 @@ def map_experts(model: MoeModel, folder: Path) -> MappedParts:
         for each in own[number]:
             each.data = parts.room(each.numel(), each.dtype).view(each.shape).copy_(each.data)
         before, behind = numbers[place - 1] if place else -1, (*numbers[place + 1 :], -1)[0]
-        _attach(model.layers[number], parts, number, before, behind)
+        around(
+            model.layers[number],
+            before=partial(parts.fetch, behind),
+            behind=partial(parts.give_up, number),
+            before_backward=partial(parts.fetch, before),
+            behind_backward=partial(parts.give_up, number),
+        )
     for number in numbers:
         parts.give_up(number)
     return parts
@@ -141,34 +148,3 @@ def _experts(layer: nn.Module) -> list[nn.Parameter]:
     purposes = ("experts.gate_up", "experts.down")
     found = (getattr(layer, attribute_of(purpose), None) for purpose in purposes)
     return [each for each in found if isinstance(each, nn.Parameter)]
-
-
-def _attach(layer: nn.Module, parts: MappedParts, own: int, before: int, behind: int) -> None:
-    """Fetch and give up around `layer`'s forward and backward, which come in opposite order."""
-
-    def begins(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        parts.fetch(behind)
-        done: Tensor = _InBackward.apply(args[0], lambda: parts.give_up(own))  # type: ignore[no-untyped-call]
-        return (done, *args[1:])
-
-    def ends(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        parts.give_up(own)
-        found: Tensor = _InBackward.apply(out, lambda: parts.fetch(before))  # type: ignore[no-untyped-call]
-        return found
-
-    layer.register_forward_pre_hook(begins)
-    layer.register_forward_hook(ends)
-
-
-class _InBackward(torch.autograd.Function):
-    """`x`; calls `do` when its gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, do: Callable[[], None]) -> Tensor:
-        ctx.do = do
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.do()
-        return grad, None

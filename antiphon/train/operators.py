@@ -64,7 +64,11 @@ class Operator:
     saves: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     once: bool = False
-    has_gradient: bool = True
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is something to do for it in backward."""
+        return not set(self.makes) <= set(self.facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +89,7 @@ class WeightProduct(Operator):
     bias: Bias = field(default=lambda weights: None)
     grouped: bool = False
 
-    def forward(self, weights: Weights, values: Sequence[Any]) -> Tensor:
+    def forward(self, weights: Recorder, values: Sequence[Any]) -> Tensor:
         bias = self.bias(weights)
         counts_E = values[1].counts_E if self.grouped else None
         y = weights.products.forward(values[0], weights[self.weight], counts_E)
@@ -93,11 +97,11 @@ class WeightProduct(Operator):
             return y
         return y + (bias if counts_E is None else bias.repeat_interleave(torch.tensor(counts_E, device=y.device), 0))
 
-    def input_gradient(self, weights: Weights, values: Sequence[Any], grad: Tensor) -> Tensor:
+    def input_gradient(self, weights: Recorder, values: Sequence[Any], grad: Tensor) -> Tensor:
         counts_E = values[1].counts_E if self.grouped else None
         return weights.products.input_gradient(grad, weights[self.weight], counts_E)
 
-    def weight_gradients(self, weights: Weights, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def weight_gradients(self, weights: Recorder, values: Sequence[Any], grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients of the weight, and of the bias if there is one."""
         counts_E = values[1].counts_E if self.grouped else None
         found = weights.products.weight_gradient(grad, values[0], counts_E)
@@ -118,52 +122,30 @@ class RowExchange(Operator):
     part: tuple[int, int] = (0, 1)
 
 
-def compute(
-    name: str,
-    flow: str,
-    function: Callable[..., Any],
-    *,
-    saves: str = "",
-    facts: str = "",
-    once: bool = False,
-    has_gradient: bool = True,
-    leads_to: str = "",
-) -> Compute:
-    """The operator `name` of a layer. `flow`: "what it reads -> what it makes"; names stand between blanks."""
-    reads, makes = _names_of(flow)
-    return Compute(
-        name=name,
-        reads=reads,
-        makes=makes,
-        saves=tuple(saves.split()),
-        facts=tuple(facts.split()),
-        once=once,
-        has_gradient=has_gradient,
-        leads_to=leads_to,
-        function=function,
-    )
+def compute(name: str, flow: str, function: Callable[..., Any], **more: Any) -> Compute:
+    """The operator `name` of a layer. `flow`: "what it reads -> what it makes"; names stand between blanks, as in
+    `saves` and `facts`; the rest of `more` are fields of a `Compute`."""
+    return Compute(name=name, function=function, **_names_of(flow, **more))
 
 
 def product(
     name: str, flow: str, weight: str, bias: Bias = lambda weights: None, *, saves: str, grouped: bool = False
 ) -> WeightProduct:
     """A product with parameter `weight`; the other arguments are those of `compute`."""
-    reads, makes = _names_of(flow)
-    saved = tuple(saves.split())
-    return WeightProduct(name=name, reads=reads, makes=makes, saves=saved, weight=weight, bias=bias, grouped=grouped)
+    return WeightProduct(name=name, weight=weight, bias=bias, grouped=grouped, **_names_of(flow, saves=saves))
 
 
 def exchange(
     name: str, flow: str, collective: Callable[..., Collective], *, dim: int = 0, once: bool = False
 ) -> RowExchange:
     """An exchange; the other arguments are those of `compute`."""
-    reads, makes = _names_of(flow)
-    return RowExchange(name=name, reads=reads, makes=makes, collective=collective, dim=dim, once=once)
+    return RowExchange(name=name, collective=collective, dim=dim, once=once, **_names_of(flow))
 
 
-def _names_of(flow: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names_of(flow: str, *, saves: str = "", facts: str = "", **more: Any) -> dict[str, Any]:
     reads, _, makes = flow.partition("->")
-    return tuple(reads.split()), tuple(makes.split())
+    names = {"reads": reads, "makes": makes, "saves": saves, "facts": facts}
+    return {key: tuple(text.split()) for key, text in names.items()} | more
 
 
 def part_name(name: str, number: int) -> str:
@@ -209,21 +191,18 @@ class Graph:
 
 @dataclass
 class HeldBytes:
-    """Bytes of activations that layers hold between forward and backward: `now`, the `peak` since it was reset, and of
-    one layer's forward the `largest`."""
+    """Bytes of activations that layers hold between forward and backward: `now`, and the `peak` since it was taken."""
 
     now: int = 0
     peak: int = 0
-    largest: int = 0
 
     def add(self, num_bytes: int) -> None:
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        self.largest = max(self.largest, num_bytes)
 
-    def take(self) -> "HeldBytes":
-        """What was counted; the peak begins anew."""
-        taken, self.peak, self.largest = HeldBytes(self.now, self.peak, self.largest), self.now, 0
+    def take_peak(self) -> int:
+        """The peak, which begins anew."""
+        taken, self.peak = self.peak, self.now
         return taken
 
 

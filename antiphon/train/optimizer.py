@@ -17,19 +17,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.comm.collectives import AllGather, run
+from antiphon.comm.collectives import AllGather, gather_sizes, run
 from antiphon.comm.mesh import Group, Mesh
 from antiphon.kernels import native_rows
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Matrices, Piece
-from antiphon.train.config import CommunicationConfig
 from antiphon.train.config_learning import OptimizerConfig
+from antiphon.train.config_ranks import CommunicationConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.offload import MOMENTS_OF_ADAMW, MappedParts, layer_of, moments_of
@@ -60,7 +59,6 @@ class Optimizer:
         self._muon = Muon(
             [piece for piece in self._pieces if piece.matrices is not None],
             model.mesh,
-            momentum=_MUON_MOMENTUM,
             weight_decay=config.weight_decay,
             factors=config.rates,
         )
@@ -198,7 +196,7 @@ def is_frozen(name: str, config: OptimizerConfig) -> bool:
 
 
 def factor_of(name: str, rates: Mapping[str, float]) -> float:
-    """Of the learning rate: that of the last pattern that matches."""
+    """The factor of the learning rate: that of the last pattern that matches."""
     return [1.0, *(factor for pattern, factor in rates.items() if fnmatchcase(name, pattern))][-1]
 
 
@@ -286,17 +284,10 @@ class Muon:
     """Updates pieces that are matrices, in place. `momentum` of each is its state."""
 
     def __init__(
-        self,
-        pieces: Sequence[Piece],
-        mesh: Mesh,
-        *,
-        momentum: float,
-        weight_decay: float,
-        factors: Mapping[str, float] = MappingProxyType({}),
+        self, pieces: Sequence[Piece], mesh: Mesh, *, weight_decay: float, factors: Mapping[str, float]
     ) -> None:
         """`factors`: of the rate, by pattern."""
         self.state = {piece: {"momentum": torch.zeros_like(piece.values)} for piece in pieces}
-        self._momentum = momentum
         self._weight_decay = weight_decay
         self._alike: dict[tuple[int, int, str, int, float], list[Piece]] = {}
         for piece in pieces:
@@ -322,8 +313,8 @@ class Muon:
     def _update(self, piece: Piece) -> Tensor:
         gradient, momentum = piece.values.grad, self.state[piece]["momentum"]
         assert gradient is not None
-        momentum.lerp_(gradient, 1 - self._momentum)
-        return gradient.lerp(momentum, self._momentum)
+        momentum.lerp_(gradient, 1 - _MUON_MOMENTUM)
+        return gradient.lerp(momentum, _MUON_MOMENTUM)
 
     def _directions(self, updates: Tensor, rate: float, axis: str, dim: int) -> Tensor:
         """[N, rows, columns]: what is to be subtracted; `axis`: whose ranks hold slices along dimension `dim` of each
@@ -337,8 +328,7 @@ class Muon:
 
 def _joined(group: Group, x: Tensor, dim: int) -> tuple[Tensor, int]:
     """(slices of all ranks along `dim`, where this rank's begins)."""
-    own = torch.tensor([x.shape[dim]], dtype=torch.int64, device=HOST)
-    sizes = tuple(run(AllGather(group, "counts", (1,) * group.size), own).tolist())
+    sizes = gather_sizes(group, x.shape[dim], HOST)
     joined: Tensor = run(AllGather(group, "matrices", sizes), x.movedim(dim, 0).contiguous())
     found: Tensor = joined.movedim(0, dim)
     return found, sum(sizes[: group.index])

@@ -33,6 +33,7 @@ from antiphon.train.device import HOST
 from antiphon.train.memory import check_memory, setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.ranks import local_ranks, sizes_of, world_size
+from antiphon.train.tokens import write_whole
 
 FILE = "packing.json"
 FIRST_STEP, EVERY = 10, 4
@@ -149,9 +150,7 @@ class Packing:
             last.step,
             last.expert,
         )
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps([asdict(each) for each in self._known], indent=1) + "\n", encoding="utf-8")
-        partial.replace(self._file)
+        write_whole(self._file, [asdict(each) for each in self._known])
 
 
 def with_expert(config: TrainConfig, expert: int) -> TrainConfig:

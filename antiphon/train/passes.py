@@ -23,6 +23,7 @@ from antiphon.train.config_learning import LossConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, StagePass, Tensors
+from antiphon.train.ranks import gathered
 from antiphon.train.routing import Routing, balance_of
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans
@@ -65,7 +66,7 @@ class Passes:
                 pair = range(first, min(first + 2, len(batches)))
                 self.model.turns.together([partial(work.whole, micro_batch) for micro_batch in pair])
         else:
-            self._pipeline.run(self._orders(self.model.schedule.step, batches), work)
+            self._pipeline.run(self._orders(self.model.schedule.step, batches), work.buffers, work.do)
         zero = torch.zeros((), dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.model.device)
         loss = torch.stack(work.all_losses()).sum() if work.losses else zero
         num_layers, num_experts = self.model.spec.num_moe_layers, self.model.spec.router.num_experts
@@ -93,13 +94,12 @@ class Passes:
         def again(begin: Callable[[int, int], None]) -> None:
             work = self._work(batches, num_targets)
             work.before = lambda action: begin(action.micro_batch, schedule.turn_of(action))
-            self._pipeline.run(self._orders(schedule.one_after_another, batches), work)
+            self._pipeline.run(self._orders(schedule.one_after_another, batches), work.buffers, work.do)
 
-        found = not_finite.explain(self.model, shards, again, self.spans)
-        numbers = torch.zeros(mesh.sizes.world_size, dtype=torch.int64, device=HOST)
-        numbers[mesh.rank] = found.number
-        first = int(run(AllReduce(mesh.world, "norm"), numbers).argmin())
-        return found.words if first == mesh.rank else f"rank {first} found where it began"
+        number, words = not_finite.explain(self.model, shards, again, self.spans)
+        numbers = gathered(mesh.world, "norm", number)
+        first = numbers.index(min(numbers))
+        return words if first == mesh.rank else f"rank {first} found where it began"
 
     @torch.no_grad()
     def losses_of(self, batches: Sequence[Batch], places: Sequence[int], num_places: int) -> Tensor:
@@ -108,7 +108,7 @@ class Passes:
         dropped."""
         losses = replace(self.losses, capacity=0.0, device_capacity=0.0)
         work = _Stages(self.model, losses, self.spans, batches, torch.tensor(1, device=HOST))
-        self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work)
+        self._pipeline.run(self._orders(self.model.schedule.forwards, batches), work.buffers, work.do)
         sums = torch.zeros(num_places, 2, dtype=torch.float64, device=HOST)
         for number, (place, batch) in enumerate(zip(places, batches, strict=True)):
             if self.model.is_last and place < num_places:
@@ -131,14 +131,6 @@ class Passes:
         return (self.model.own_targets(batch) != IGNORED).sum()
 
 
-@dataclass
-class _Flight:
-    """A micro-batch between forward and backward of a stage. `rows`: what it was given, None in the first stage."""
-
-    rows: Tensor | None
-    result: Tensor
-
-
 class _Stages:
     """What this rank's stages do with the micro-batches of a step, which are equal shares of it."""
 
@@ -152,16 +144,18 @@ class _Stages:
         self._spans = spans
         self._batches = batches
         self._num_targets = num_targets
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # rows given, and what came of them
         self._routings: dict[tuple[int, int], Routing] = {}
 
     def buffers(self, action: StagePass) -> Tensors:
+        """Room for what `action` is given by another stage."""
         rows = self._model.rows_buffer(self._batches[action.micro_batch])
         if self._config.balance_over != "model":
             return (rows,)
         return rows, torch.empty(self._model.spec.router.num_experts, dtype=torch.float64, device=rows.device)
 
     def do(self, action: StagePass, given: Tensors) -> Tensors:
+        """Do it with what was given, nothing where it begins here; what the next stage needs, nothing if none does."""
         self.before(action)
         made = self._backward(action, given) if action.backward else self._forward(action, given)
         return tuple(each for each in made if each is not None)
@@ -206,7 +200,7 @@ class _Stages:
         batch = self._batches[action.micro_batch]
         result = self._model.stage(action.stage, rows, batch, self._num_targets, routing)
         if torch.is_grad_enabled():
-            self._flights[key] = _Flight(rows, result)
+            self._flights[key] = rows, result
         if action.stage == self._model.schedule.num_stages - 1:
             self.losses[action.micro_batch] = result.detach()
             return ()
@@ -214,11 +208,11 @@ class _Stages:
 
     def _backward(self, action: StagePass, given: Tensors) -> tuple[Tensor | None, ...]:
         key = (action.stage, action.micro_batch)
-        flight, routing = self._flights.pop(key), self._routings[key]
+        (rows, result), routing = self._flights.pop(key), self._routings[key]
         gradient, use_E = (*given, None, None)[:2]
         if self._config.balance_over == "model":
             routing.use_of_all_E = routing.use_so_far() if use_E is None else use_E
         one_thread = torch.autograd.set_multithreading_enabled(False)  # else another one for each kind of device
-        with self._spans.backward(flight.result), one_thread:
-            torch.autograd.backward(flight.result, gradient)
-        return None if flight.rows is None else flight.rows.grad, routing.use_of_all_E
+        with self._spans.backward(result), one_thread:
+            torch.autograd.backward(result, gradient)
+        return None if rows is None else rows.grad, routing.use_of_all_E

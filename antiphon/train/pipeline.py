@@ -21,9 +21,8 @@ Rejected: `torch.distributed.pipelining`. Its stages pass tensors of one static 
 no place for the counts of experts that travel with the rows, for spans and for the ledger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -85,12 +84,14 @@ class PipelineSchedule:
 
     def source(self, action: StagePass) -> StagePass | None:
         """Whose result `action` needs from another rank; None for what begins here."""
-        stage = action.stage + (1 if action.backward else -1)
-        return StagePass(action.backward, stage, action.micro_batch) if 0 <= stage < self.num_stages else None
+        return self._beside(action, 1 if action.backward else -1)
 
     def target(self, action: StagePass) -> StagePass | None:
         """Who needs the result of `action` on another rank."""
-        stage = action.stage + (-1 if action.backward else 1)
+        return self._beside(action, -1 if action.backward else 1)
+
+    def _beside(self, action: StagePass, step: int) -> StagePass | None:
+        stage = action.stage + step
         return StagePass(action.backward, stage, action.micro_batch) if 0 <= stage < self.num_stages else None
 
     def step(self, place: int, micro_batches: int) -> list[StagePass]:
@@ -140,16 +141,6 @@ Tensors = tuple[Tensor, ...]
 _MOST_TENSORS = 2  # of one action
 
 
-class StageWork(Protocol):
-    """What a rank does for each action."""
-
-    def buffers(self, action: StagePass) -> Tensors:
-        """Room for what `action` is given by another stage."""
-
-    def do(self, action: StagePass, given: Tensors) -> Tensors:
-        """Do it with what was given, nothing where it begins here; what the next stage needs, nothing if none does."""
-
-
 class Pipeline:
     """The rank at place `group.index` of `group`, whose ranks have the same rows."""
 
@@ -158,20 +149,26 @@ class Pipeline:
         self._schedule = schedule
         self._spans = spans
 
-    def run(self, orders: Sequence[Sequence[StagePass]], work: StageWork) -> None:
-        """Do this rank's part of `orders`, one list of actions for each rank. All ranks call it with the same."""
+    def run(
+        self,
+        orders: Sequence[Sequence[StagePass]],
+        buffers: Callable[[StagePass], Tensors],
+        do: Callable[[StagePass, Tensors], Tensors],
+    ) -> None:
+        """Do this rank's part of `orders`, one list of actions for each rank. All ranks call it with the same.
+        `buffers`: room for what an action is given by another stage; `do`: does it, and gives what the next needs."""
         numbers = {action: number for order in orders for number, action in enumerate(order)}
         own, expected = orders[self._group.index], dict[StagePass, list[Parcel]]()
         sent: list[tuple[StagePass, list[Parcel]]] = []
         for number, action in enumerate(own):
             for coming in own[number : number + 2]:
                 if coming not in expected and self._schedule.source(coming) is not None:
-                    expected[coming] = self._receive(coming, work.buffers(coming))
+                    expected[coming] = self._receive(coming, buffers(coming))
             given = self._given(action, expected.pop(action, []))
             source = self._schedule.source(action)
             if source is not None:
                 sent = self._not_yet_used(sent, source, numbers)
-            made = work.do(action, given)
+            made = do(action, given)
             target = self._schedule.target(action)
             if target is not None and made:
                 sent.append((target, self._send(target, made)))

@@ -26,7 +26,8 @@ from antiphon.models.planned import check_planned_for
 from antiphon.planner.training_explain import one
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingLayout, TrainingPlan
-from antiphon.train.config import MemoryConfig, OverlapConfig, TrainConfig
+from antiphon.train.config import TrainConfig
+from antiphon.train.config_ranks import MemoryConfig, OverlapConfig
 from antiphon.train.memory import MemoryNeed, memory_need, setup_of, tensors_of
 
 

@@ -1,12 +1,26 @@
-"""This process among those of a run, as `torchrun` started them.
+"""This process among others: the ranks of its run, as `torchrun` started them, and other runs, which write elsewhere.
 
-All ranks say that they are there before any process group is made, so that those that are missing can be named.
+1. All ranks say that they are there before any process group is made, so that those that are missing can be named.
+2. A run ends at the end of a step: at SIGTERM, at Ctrl-C, or when its time is up. All ranks agree behind each step, so
+   that they save the same one. A second signal ends the process at once. Launchers pass on what the terminal sent to
+   the ranks as well, so with several ranks the same signal within a second is one.
+3. One run at a time writes an output folder. The lock is the kernel's (`flock`), on a file that says who has it. It
+   goes with the process, however that ends, so there is no stale lock to remove. Rejected: a file that exists while a
+   run lives; a kill leaves it behind.
 """
 
+import errno
+import fcntl
+import json
 import os
+import signal
 import socket
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +28,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.comm.mesh import Mesh, Sizes, connect
+from antiphon.base.logging import get_logger
+from antiphon.comm.collectives import AllGather, AllReduce, gather_sizes, run
+from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.replicas import has_levels
 from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config import CommunicationConfig, TrainConfig
+from antiphon.train.config import TrainConfig
+from antiphon.train.config_ranks import CommunicationConfig
 from antiphon.train.device import HOST, backends_of
 from antiphon.train.pipeline import PipelineSchedule
+
+_SAME_S = 1.0
+MAX_HOURS = "--max-hours"
+_REASONS = ("SIGTERM", "SIGINT", MAX_HOURS)
+_LOCK = "lock"
+_log = get_logger("train")
 
 
 def world_size() -> int:
@@ -106,6 +129,20 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def sums(ranks: Group, purpose: str, *own: float, dtype: torch.dtype = torch.float32) -> list[float]:
+    """The sums over all `ranks` of a few numbers, which travel as `dtype`. All call it together."""
+    found: list[float] = run(AllReduce(ranks, purpose), torch.tensor(own, dtype=dtype, device=HOST)).tolist()
+    return found
+
+
+def gathered(ranks: Group, purpose: str, own: Any) -> list[Any]:
+    """What each of `ranks` has, by rank: anything that JSON can say. All call it together."""
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(HOST)
+    sizes = gather_sizes(ranks, text.shape[0], text.device)
+    texts = torch.split(run(AllGather(ranks, purpose, sizes), text), list(sizes))
+    return [json.loads(bytes(each.tolist())) for each in texts]
+
+
 def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
     store.set(f"here/{rank}", socket.gethostname())
     deadline, missing = time.monotonic() + timeout_s, set(range(ranks))
@@ -116,3 +153,85 @@ def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
             raise ResourceError(f"ranks {names} of {ranks} did not start within {timeout_s:.0f} s: see their machines")
         if missing:
             time.sleep(0.05)  # the store has no wait that names who is missing
+
+
+class StopRequest:
+    """Listens between `__enter__` and `__exit__`. `max_hours`: from now on; None: no limit."""
+
+    def __init__(self, ranks: Group, max_hours: float | None = None) -> None:
+        self._ranks = ranks
+        self._deadline_s = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self._received: dict[str, float] = {}
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+            for name in _REASONS[:2]:
+                number = getattr(signal, name)
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        name, now_s = signal.Signals(number).name, time.monotonic()
+        if self._ranks.size > 1 and now_s - self._received.get(name, -_SAME_S) < _SAME_S:
+            return
+        if self._received:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._received[name] = now_s
+        if self._ranks.index == 0:
+            _log.warning("%s: the run saves and ends behind this step; once more ends it at once", name)
+
+    def reason(self) -> str:
+        """Why to end now; empty: go on. All ranks call it together and get the same."""
+        is_late = self._deadline_s is not None and time.monotonic() > self._deadline_s
+        own = [name in self._received or (name == MAX_HOURS and is_late) for name in _REASONS]
+        flags = sums(self._ranks, "barrier", *own)
+        return next((name for name, is_set in zip(_REASONS, flags, strict=True) if is_set), "")
+
+
+class OutputLock:
+    """Holds `folder` until `close`, or until this process ends. `UserError` if another run has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _LOCK
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"output.folder {folder}: cannot be written ({error.strerror}): name another") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = self._holder()
+            self.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                _log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)
+                return
+            raise UserError(
+                f"output.folder {folder} is in use by {holder}: wait for it, stop it, or name another folder"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.write(self._descriptor, json.dumps(facts).encode())
+
+    def close(self) -> None:
+        """Let others have it; may be called again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _holder(self) -> str:
+        try:
+            facts = json.loads(self._file.read_text(encoding="utf-8"))
+            return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another run"

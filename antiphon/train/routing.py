@@ -29,7 +29,7 @@ nothing. Rejected: the first rows stay (as GShard has it). The order of rows say
 Letters: T rows of this rank, K experts a row, N choices of all ranks, E experts, H hidden, L MoE layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,20 +47,13 @@ _WEIGHT_BITS, _PLACE_BITS = 20, 31
 _LEAST_WEIGHT = (1 << _WEIGHT_BITS) - 1  # the heaviest choice is number 0, to come first
 
 
-@dataclass(frozen=True)
-class RowNumbers:
-    """The place of this rank's rows in the micro-batch: sequences from `first_sequence` on, each with these
+def row_numbers(
+    first_sequence: int, num_sequences: int, positions: tuple[int, int], length: int, device: torch.device
+) -> Tensor:
+    """[T]: the place of this rank's rows in the micro-batch: sequences from `first_sequence` on, each with these
     positions [start, stop) of `length`."""
-
-    first_sequence: int
-    num_sequences: int
-    positions: tuple[int, int]
-    length: int
-
-    def of_rows(self, device: torch.device) -> Tensor:
-        """[T]"""
-        sequences = self.first_sequence + torch.arange(self.num_sequences, device=device)
-        return (sequences.unsqueeze(1) * self.length + torch.arange(*self.positions, device=device)).flatten()
+    sequences = first_sequence + torch.arange(num_sequences, device=device)
+    return (sequences.unsqueeze(1) * length + torch.arange(*positions, device=device)).flatten()
 
 
 @dataclass(frozen=True)
@@ -74,11 +67,12 @@ class Capacity:
     groups: Sequence[tuple[int, int]]
     ranks: Group
 
-    def keep(self, ids_TK: Tensor, weights_TK: Tensor, numbers: RowNumbers) -> tuple[Tensor, int]:
-        """Choices with -1 for those that are dropped, and how many those are on all ranks."""
+    def keep(self, ids_TK: Tensor, weights_TK: Tensor, numbers: Callable[[], Tensor]) -> tuple[Tensor, int]:
+        """Choices with -1 for those that are dropped, and how many those are on all ranks. `numbers`: of the rows, see
+        `row_numbers`."""
         if not self.of_expert and not self.of_group:
             return ids_TK, 0
-        own = _keys(ids_TK, weights_TK, numbers)
+        own = _keys(ids_TK, weights_TK, numbers())
         sizes = gather_sizes(self.ranks, own.shape[0], own.device)
         keys_N = run(AllGather(self.ranks, "capacity", sizes), own)
         experts_N = keys_N >> (_WEIGHT_BITS + _PLACE_BITS)
@@ -96,10 +90,10 @@ class Capacity:
         return ids_TK.where(stays_TK, -1), int((~stays_N).sum())
 
 
-def _keys(ids_TK: Tensor, weights_TK: Tensor, numbers: RowNumbers) -> Tensor:
+def _keys(ids_TK: Tensor, weights_TK: Tensor, numbers_T: Tensor) -> Tensor:
     """[T * K]: in order, the choices of an expert by weight."""
     num_choices = ids_TK.shape[1]
-    places_TK = numbers.of_rows(ids_TK.device).unsqueeze(1) * num_choices
+    places_TK = numbers_T.unsqueeze(1) * num_choices
     places_TK = places_TK + torch.arange(num_choices, device=ids_TK.device)
     assert not places_TK.numel() or int(places_TK[-1, -1]) < 1 << _PLACE_BITS, "more choices than have a number"
     steps_TK = (weights_TK.detach() * _STEPS).round().long().clamp(0, _LEAST_WEIGHT)
@@ -147,7 +141,7 @@ class Routing:
         self._share = share
         self._devices = split_evenly(router.num_experts, losses.device_groups)
         self._capacity = Capacity(losses.capacity, losses.device_capacity, router.num_experts, self._devices, group)
-        self._numbers: RowNumbers | None = None
+        self._numbers: Callable[[], Tensor] | None = None
         self.dropped: list[int] = []  # choices of each layer, on all ranks
         self.use_before_E: Tensor | None = None  # of the layers in the stages before, see `use_so_far`
         self.use_of_all_E: Tensor | None = None  # of all layers: what `balance_over` "model" needs for gradients
@@ -174,8 +168,8 @@ class Routing:
         attached: Tensor = _Attach.apply(x_TH, probabilities_E, z, self, len(self._pending) - 1)  # type: ignore[no-untyped-call]
         return attached
 
-    def number_rows(self, numbers: RowNumbers) -> None:
-        """Which rows of the micro-batch are here: to be set before the first layer."""
+    def number_rows(self, numbers: Callable[[], Tensor]) -> None:
+        """Which rows of the micro-batch are here (`row_numbers`): to be set before the first layer."""
         self._numbers = numbers
 
     def limit(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.products import Products
 from antiphon.specs.model import FeedForwardSpec
-from antiphon.train.weights import DOWN, GATE_UP, Weights
+from antiphon.train.weights import DOWN, GATE_UP, Recorder
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Experts:
     products: Products = field(default_factory=Products)
 
     @staticmethod
-    def of(spec: FeedForwardSpec, weights: Weights, *, adds_bias: bool) -> "Experts":
+    def of(spec: FeedForwardSpec, weights: Recorder, *, adds_bias: bool) -> "Experts":
         purposes = (GATE_UP, DOWN, *((GATE_UP + "_bias", DOWN + "_bias") if spec.expert_bias else ()))
         return Experts(spec, adds_bias, {purpose: weights[purpose] for purpose in purposes}, weights.products)
 

@@ -25,14 +25,15 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_seconds
-from antiphon.comm.collectives import AllGather, AllReduce, run
+from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.checked import read_text
 from antiphon.train.device import HOST
-from antiphon.train.layer_plan import needs
+from antiphon.train.layer_plan import LayerPlan, needs
 from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one, span_name
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
+from antiphon.train.ranks import sums
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Span
 
@@ -161,69 +162,54 @@ ROUNDS = 4  # the first one warms up
 _log = get_logger("train")
 
 
-@dataclass(frozen=True)
-class ScheduleChoice:
-    """What was chosen for one kind of layer and one direction."""
-
-    kind: str
-    backward: bool
-    default_s: float
-    found: FoundOrder
-
-    def __str__(self) -> str:
-        way = "backward" if self.backward else "forward"
-        exact = "no order is faster" if self.found.is_exact else "of the orders looked at the fastest"
-        times = f"{format_seconds(self.default_s)} by default, {format_seconds(self.found.seconds)} found"
-        return f"schedule of {self.kind} layers, {way}: {times} ({exact})"
-
-
-def choose_schedules(
-    model: MoeModel, folder: Path, passes: Passes, shards: Shards, batches: Sequence[Batch]
-) -> list[ScheduleChoice]:
+def choose_schedules(model: MoeModel, folder: Path, passes: Passes, shards: Shards, batches: Sequence[Batch]) -> None:
     """Give the layers of this rank the schedules found, and say how they compare. `batches`: of a step, to measure
     with; no parameter changes. All ranks call it together, before the first step."""
     by_kind = _kinds(model)
     known = {kind: _file(folder, model.mesh, kind) for kind in by_kind}
-    missing = torch.tensor([float(not _usable(model, by_kind, known))], device=HOST)  # on a rank: then all measure
-    if not float(run(AllReduce(model.mesh.world, "schedule"), missing)):
-        for kind, layers in by_kind.items():
-            _give(model, layers, read_text(known[kind]), str(known[kind]))
-        return []
+    former = _former(model, by_kind, known)
+    if not any(sums(model.mesh.world, "schedule", not former)):  # else all measure
+        for layer, plan in former.items():
+            model.layers[layer].plan = plan
+        return
     options = {layer: model.layers[layer].plan for layers in by_kind.values() for layer in layers}
     for layer, plan in options.items():
         model.layers[layer].plan = plan.with_schedule(str(one_by_one(plan.schedule)), "one by one")
     measured = _measure(passes, shards, batches)
-    choices = []
     for kind, layers in by_kind.items():
         plan = options[layers[0]]
         of_kind = [span for span in measured if span.label.layer in layers]
         orders = []
         for actions, backward in ((plan.schedule.forward, False), (plan.schedule.backward, True)):
             times = _times(actions, of_kind, model.mesh, backward=backward)
-            found = search(actions, needs(plan.graph, actions, plan.keeping.kept, backward=backward), times)
-            choices.append(ScheduleChoice(kind, backward, seconds_of(actions, times), found))
+            found = search(actions, needs(plan.graph, actions, plan.kept, backward=backward), times)
             orders.append(found.order)
+            if model.mesh.rank == 0:
+                way, exact = "backward" if backward else "forward", "of the orders looked at the fastest"
+                _log.info(
+                    "schedule of %s layers, %s: %s by default, %s found (%s)",
+                    *(kind, way, format_seconds(seconds_of(actions, times)), format_seconds(found.seconds)),
+                    "no order is faster" if found.is_exact else exact,
+                )
         text = str(Schedule(*orders))
-        _give(model, layers, text, f"the schedule found for {kind} layers")
+        for layer in layers:
+            model.layers[layer].plan = options[layer].with_schedule(text, f"the schedule found for {kind} layers")
         if model.mesh.stage.index == 0:
             partial = known[kind].with_suffix(".partial")
             partial.write_text(text, encoding="utf-8")
             partial.replace(known[kind])
-    if model.mesh.rank == 0:
-        for choice in choices:
-            _log.info("%s", choice)
-    return choices
 
 
-def _usable(model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[str, Path]) -> bool:
-    """Whether a former run has left orders that fit this rank's layers."""
+def _former(model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[str, Path]) -> dict[int, LayerPlan]:
+    """This rank's layers in the orders that a former run has left; none where there are none that fit."""
     try:
-        for kind, layers in by_kind.items():
-            for layer in layers:
-                model.layers[layer].plan.with_schedule(read_text(known[kind]), str(known[kind]))
+        return {
+            layer: model.layers[layer].plan.with_schedule(read_text(known[kind]), str(known[kind]))
+            for kind, layers in by_kind.items()
+            for layer in layers
+        }
     except UserError:  # there is none, or it is of a run whose ranks shared layers in another way
-        return False
-    return True
+        return {}
 
 
 def _kinds(model: MoeModel) -> dict[str, list[int]]:
@@ -236,12 +222,6 @@ def _kinds(model: MoeModel) -> dict[str, list[int]]:
 
 def _file(folder: Path, mesh: Mesh, kind: str) -> Path:
     return folder / f"schedule-{kind}-stage-{mesh.sizes.place(mesh.rank, 'pipeline')}.txt"
-
-
-def _give(model: MoeModel, layers: Sequence[int], text: str, where: str) -> None:
-    for layer in layers:
-        plan = model.layers[layer].plan
-        model.layers[layer].plan = plan.with_schedule(text, where)
 
 
 def _measure(passes: Passes, shards: Shards, batches: Sequence[Batch]) -> list[Span]:

@@ -29,7 +29,7 @@ from antiphon.comm.mesh import Group
 from antiphon.kernels.ops.attention import attention_mask, first_keys
 from antiphon.models.shares import Range, Ranges
 from antiphon.specs.model import AttentionSpec, ModelSpec
-from antiphon.train.partition import RankShare
+from antiphon.train.weights import RankShare
 
 
 class SequenceParallel:

@@ -6,7 +6,6 @@ model = build_model(run.spec, run.config, run.config.sequence_length, run.mesh)
 
 import threading
 from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.float8 import SCALE_BYTES
 from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
@@ -28,26 +26,22 @@ from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
-from antiphon.train.boards import check_boards
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
 from antiphon.train.further_token import check_further, with_further
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
-from antiphon.train.metrics import write_run_facts
+from antiphon.train.metrics import check_boards, write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
-from antiphon.train.output_lock import OutputLock
 from antiphon.train.packing import Packing, with_expert
-from antiphon.train.partition import RankShare
-from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, world_size
+from antiphon.train.ranks import OutputLock, join, local_rank, local_ranks, rank, sizes_of, sums, world_size
 from antiphon.train.resume import Former
-from antiphon.train.samples import Samples
+from antiphon.train.samples import Samples, StreamedSamples
 from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.streamed_samples import StreamedSamples
 from antiphon.train.token_stream import StreamWriter, TokenStream
 from antiphon.train.tokens import TokenFile, open_held_out, open_tokens, tokenize
-from antiphon.train.weights import FirstValues
+from antiphon.train.weights import FirstValues, RankShare
 
 _log = get_logger("train")
 NUMBER_BYTES = 8  # of float64, the widest that travels in tiles; E4M3 with its scales is narrower than float32
@@ -56,16 +50,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """A run that can begin. `config`: as it runs, all that was left open decided. `plan`: the one that it obeys.
-    `dispatch`: what was measured for the way of rows; `packing` None: the same ranks share the experts throughout.
-    `former`: the run that this one goes on with. `text`: the digest of what is trained on. `writer`: of token ids
-    beside the steps, and `lock`: of the output folder, both held by the first rank until the run ends."""
+    """A run that can begin. `config`: as it runs, all that was left open decided. `dispatch`: what was measured for the
+    way of rows; `packing` None: the same ranks share the experts throughout. `former`: the run that this one goes on
+    with. `text`: the digest of what is trained on. `writer`: of token ids beside the steps, and `lock`: of the output
+    folder, both held by the first rank until the run ends."""
 
     config: TrainConfig
     spec: ModelSpec
     device: torch.device
     model_config: dict[str, Any]
-    plan: TrainingPlan | None
     mesh: Mesh
     samples: Samples | StreamedSamples
     held_out: TokenFile
@@ -82,12 +75,12 @@ def prepare(config: TrainConfig, plan: TrainingPlan | None = None, allowed: Coll
     the one that `config` obeys, for the page that closes the run. `allowed`: keys that may differ from the run that
     this one goes on with."""
     lock = OutputLock(Path(config.output.folder)) if rank() == 0 else None
-    with ExitStack() as unless_prepared:
+    try:
+        return _prepared(config, plan, Former(config, allowed), lock)
+    except BaseException:
         if lock is not None:
-            unless_prepared.callback(lock.close)
-        prepared = _prepared(config, plan, Former(config, allowed), lock)
-        unless_prepared.pop_all()
-    return prepared
+            lock.close()
+        raise
 
 
 def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lock: OutputLock | None) -> TrainingRun:
@@ -131,7 +124,6 @@ def _prepared(config: TrainConfig, plan: TrainingPlan | None, former: Former, lo
         spec=spec,
         device=device,
         model_config=read_config(path),
-        plan=plan,
         mesh=mesh,
         samples=samples,
         held_out=held_out,
@@ -325,8 +317,7 @@ def prepare_data_together(config: TrainConfig, spec: ModelSpec, mesh: Mesh) -> N
     while busy:
         if thread is not None:
             thread.join(min(30.0, config.communication.timeout_s / 4))
-        own = torch.tensor([float(thread is not None and thread.is_alive()), float(bool(failures))], device=HOST)
-        busy, failed = run(AllReduce(mesh.world, "barrier"), own).tolist()
+        busy, failed = sums(mesh.world, "barrier", thread is not None and thread.is_alive(), bool(failures))
     if failures:
         raise failures[0]
     if failed:

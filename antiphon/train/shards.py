@@ -19,7 +19,6 @@ Rejected: FSDP2. It wants DTensor parameters, one mesh for all parameters of a m
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.replicas import ReplicaGroups, Replicas
 from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
-from antiphon.train.config import CommunicationConfig
-from antiphon.train.layer import MoeLayer
+from antiphon.train.config_ranks import CommunicationConfig
+from antiphon.train.layer import MoeLayer, around
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import PRODUCT_WEIGHTS, READ_WIDE, attribute_of, parts_of
 
@@ -68,7 +67,8 @@ class Shards:
                 _attach(layer, buckets, lambda: zero >= 2 or self._is_last_pass, gathered=zero == 3)
         if model.mesh.launcher is not None and model.spec.num_layers - 1 in model.layers:
             early = [bucket for bucket in self._outer if bucket.is_of_loss]
-            _attach_loss(model.layers[model.spec.num_layers - 1], early, lambda: self._is_last_pass)
+            last = model.layers[model.spec.num_layers - 1]  # what is behind it is summed before its backward begins
+            around(last, before_backward=partial(_reduce, early, lambda: self._is_last_pass))
 
     @property
     def pieces(self) -> list[Piece]:
@@ -172,63 +172,26 @@ def _buckets(
     return buckets
 
 
-def _attach(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bool], *, gathered: bool) -> None:
+def _attach(layer: MoeLayer, buckets: Sequence[Bucket], is_due: Callable[[], bool], *, gathered: bool) -> None:
     """Sum the layer's gradients as soon as its backward is done, if that `is_due`; if `gathered`, its parameters are
-    there while the layer runs, forward and backward, and not between.
+    there while the layer runs, forward and backward, and not between."""
 
-    Backward runs in the opposite order of forward, and a parameter's gradient is added as soon as it is known. So a
-    node at the layer's end comes before all of the layer's, one at its begin after all of them."""
-
-    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        for bucket in buckets if gathered else ():
+    def gather() -> None:
+        for bucket in buckets:
             bucket.gather()
-        return (_AtBegin.apply(args[0], buckets, is_due), *args[1:])  # type: ignore[no-untyped-call]
 
-    def behind(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        if not gathered:
-            return out
+    def release() -> None:
         for bucket in buckets:
             bucket.release()
-        found: Tensor = _AtEnd.apply(out, buckets)  # type: ignore[no-untyped-call]
-        return found
 
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(behind)
-
-
-def _attach_loss(layer: nn.Module, buckets: Sequence[Bucket], is_due: Callable[[], bool]) -> None:
-    """Sum what is behind the last layer as soon as its gradients are there, if that `is_due`: before the last layer's
-    backward begins."""
-
-    def behind(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        found: Tensor = _AtBegin.apply(out, buckets, is_due)  # type: ignore[no-untyped-call]
-        return found
-
-    layer.register_forward_hook(behind)
+    summed = partial(_reduce, buckets, is_due)
+    if gathered:
+        around(layer, before=gather, behind=release, before_backward=gather, behind_backward=summed)
+    else:
+        around(layer, behind_backward=summed)
 
 
-class _AtBegin(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buckets: Sequence[Bucket], is_due: Callable[[], bool]) -> Tensor:
-        ctx.buckets, ctx.is_due = buckets, is_due
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        for bucket in ctx.buckets if ctx.is_due() else ():
-            bucket.reduce()
-            bucket.release()
-        return grad, None, None
-
-
-class _AtEnd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buckets: Sequence[Bucket]) -> Tensor:
-        ctx.buckets = buckets
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        for bucket in ctx.buckets:
-            bucket.gather()
-        return grad, None
+def _reduce(buckets: Sequence[Bucket], is_due: Callable[[], bool]) -> None:
+    for bucket in buckets if is_due() else ():
+        bucket.reduce()
+        bucket.release()

@@ -109,9 +109,21 @@ class StepSpans:
             open_span.inner_ns += length_ns
             self._closed.append(Span(label, self.step, end_ns - length_ns, end_ns))
 
-    def backward(self, root: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward(self, root: Tensor) -> Iterator[None]:
         """While `root.backward()` runs within, its nodes are recorded."""
-        return self._backward(root) if self.on and root.grad_fn is not None else _NOTHING
+        if not self.on or root.grad_fn is None:
+            yield
+            return
+        depth = len(self._own.open)
+        handles = [node.register_prehook(self._change(label, depth)) for node, label in self._starts(root)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while len(self._own.open) > depth:
+                self._end()
 
     def take(self) -> list[Span]:
         """All spans since the last `take`, in the order of their ends."""
@@ -130,18 +142,6 @@ class StepSpans:
         finally:
             self._end()
             self._note()
-
-    @contextmanager
-    def _backward(self, root: Tensor) -> Iterator[None]:
-        depth = len(self._own.open)
-        handles = [node.register_prehook(self._change(label, depth)) for node, label in self._starts(root)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            while len(self._own.open) > depth:
-                self._end()
 
     def _change(self, label: Label, depth: int) -> Callable[..., None]:
         """A hook that ends what ran above `depth` and begins `label`; what is outside, as layers are, has its own."""
@@ -174,15 +174,12 @@ class StepSpans:
         """The first node of each span of the graph of `root`, as backward comes to them."""
         starts: list[tuple[Node, Label]] = []
         for number, node in sorted(_graph(root).items(), reverse=True):
-            label = self._label_of(number)
+            index = bisect_right(self._own.numbers, number) - 1
+            made_in = self._own.labels[index] if index >= 0 else Label(OUTSIDE)
+            label = replace(made_in, backward=True)
             if not starts or starts[-1][1] != label:
                 starts.append((node, label))
         return starts
-
-    def _label_of(self, number: int) -> Label:
-        index = bisect_right(self._own.numbers, number) - 1
-        made_in = self._own.labels[index] if index >= 0 else Label(OUTSIDE)
-        return Label(made_in.operator, made_in.layer, backward=True)
 
 
 def _graph(root: Tensor) -> dict[int, Node]:
@@ -227,8 +224,9 @@ def write_part(file: Path, rank: int, spans: list[Span]) -> None:
     """What `rank` adds to the trace `file`."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     rows = [
-        (span.label.name, span.label.layer, span.label.backward, span.step, span.start_ns + offset_ns, _length(span))
+        (label.name, label.layer, label.backward, span.step, span.start_ns + offset_ns, span.end_ns - span.start_ns)
         for span in spans
+        for label in (span.label,)
     ]
     part_of(file, rank).write_text(json.dumps(rows), encoding="utf-8")
 
@@ -245,10 +243,6 @@ def join_parts(file: Path, num_ranks: int) -> None:
     write_events(file, _events(parts))
     for rank in parts:
         part_of(file, rank).unlink()
-
-
-def _length(span: Span) -> int:
-    return span.end_ns - span.start_ns
 
 
 def _events(parts: dict[int, list[list[Any]]]) -> Iterator[dict[str, Any]]:

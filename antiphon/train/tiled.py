@@ -16,7 +16,7 @@ Letters: P rows that arrived, K experts a row, R rows in order of expert, E expe
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,29 @@ from antiphon.train.operators import Compute, LayerContext, Operator, RowExchang
 Values = Mapping[str, Any]
 
 
+@dataclass
+class TiledRun:
+    """One operator in one pass, between its steps. `flights`: what was started and not waited for, by whether it is of
+    backward. `product_grad`: of what its product gives."""
+
+    here: LayerContext
+    values: Values
+    flights: dict[bool, TileFlight] = field(default_factory=dict)
+    collective: Collective | None = None
+    product_grad: Tensor | None = None
+
+    @property
+    def reverse(self) -> Collective:
+        assert self.collective is not None, "forward comes first"
+        return self.collective.reverse()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiled(Operator):
     """`exchange` and `product`: what it is made of; `parts`: the names of the operators whose place it takes.
-    `arrives`: rows come and are multiplied, else they are multiplied and go."""
+    `arrives`: rows come and are multiplied, else they are multiplied and go; in backward it is the other way round. A
+    kind says how rows go that are there (`launch`) or are being multiplied (`send`), and what becomes of those that
+    come (`multiply`) or have come (`land`)."""
 
     exchange: RowExchange
     product: WeightProduct
@@ -46,114 +65,113 @@ class Tiled(Operator):
         """Which of `reads` and `saves` a step of it needs."""
         return {"start": self.reads, "start again": self.reads, "weights": self.product.saves}.get(verb, ())
 
-    def start(self, here: LayerContext, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
+    def start(self, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         """Begin; what is made meanwhile, by name. Of what it makes only `wanted` is needed."""
-        raise NotImplementedError
+        x = run.values[self.reads[0]]
+        run.collective = self.collective(run)
+        run.flights[False] = (self.launch if self.arrives else self.send)(run, run.collective, x)
+        return {}
 
-    def finish(self, here: LayerContext, values: Values, run: "TiledRun", wanted: frozenset[str]) -> dict[str, Tensor]:
+    def finish(self, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         """The rest of what it makes. Waits."""
+        flight = run.flights.pop(False)
+        if not self.arrives:
+            return {self.makes[-1]: self.land(run, flight)}
+        made = self.multiply(run, flight, multiplies=self.product.makes[0] in wanted)
+        return dict(zip(self.makes, made, strict=False))
+
+    def start_gradient(self, run: TiledRun, grad: Tensor) -> None:
+        """Begin, with the gradient of what it gives."""
+        if self.arrives:
+            run.product_grad = grad
+        run.flights[True] = (self.send if self.arrives else self.launch)(run, run.reverse, grad)
+
+    def finish_gradient(self, run: TiledRun) -> dict[str, Tensor]:
+        """The gradients of what it reads. Waits."""
+        flight = run.flights.pop(True)
+        if self.arrives:
+            return {self.reads[0]: self.land(run, flight)}
+        run.product_grad, grad = self.multiply(run, flight, multiplies=True)
+        return {self.reads[0]: grad}
+
+    def collective(self, run: TiledRun) -> Collective:
+        """The exchange of a pass, forward."""
+        others = [run.values[name] for name in self.exchange.reads[1:]]
+        return self.exchange.collective(run.here, run.values[self.reads[0]], *others)
+
+    def launch(self, run: TiledRun, collective: Collective, x: Tensor) -> TileFlight:
+        """Rows that are all there go."""
+        return launch_in_tiles(collective, self.links, x)
+
+    def send(self, run: TiledRun, collective: Collective, x: Tensor) -> TileFlight:
+        """Rows are multiplied and go, tile by tile."""
         raise NotImplementedError
 
-    def start_gradient(self, here: LayerContext, values: Values, run: "TiledRun", grad: Tensor) -> dict[str, Tensor]:
-        """Begin, with the gradient of what it gives; gradients that are known by then."""
+    def multiply(self, run: TiledRun, flight: TileFlight, *, multiplies: bool) -> Sequence[Tensor]:
+        """Rows that come, and, where it `multiplies`, their products. Waits."""
         raise NotImplementedError
 
-    def finish_gradient(self, here: LayerContext, values: Values, run: "TiledRun") -> dict[str, Tensor]:
-        """The other gradients of what it reads. Waits."""
-        raise NotImplementedError
+    def land(self, run: TiledRun, flight: TileFlight) -> Tensor:
+        """Rows that have come. Waits."""
+        return flight.land()
 
 
-@dataclass
-class TiledRun:
-    """Between the steps of one operator in one pass. `product_grad`: of what its product gives."""
-
-    collective: Collective | None = None
-    flight: TileFlight | None = None
-    gradient_flight: TileFlight | None = None
-    product_grad: Tensor | None = None
-
-    def land(self) -> TileFlight:
-        """What was started forward, or again."""
-        flight, self.flight = self.flight, None
-        assert flight is not None, "this exchange was waited for before"
-        return flight
-
-    def land_gradient(self) -> TileFlight:
-        flight, self.gradient_flight = self.gradient_flight, None
-        assert flight is not None, "this exchange was waited for before"
-        return flight
-
-    @property
-    def reverse(self) -> Collective:
-        assert self.collective is not None, "forward comes first"
-        return self.collective.reverse()
+def common(
+    exchange: RowExchange, product: WeightProduct, links: TileLinks, between: str = "", *, arrives: bool
+) -> dict[str, Any]:
+    """What all kinds have. `between`: the name of the operator that stands between exchange and product."""
+    first, last = (exchange, product) if arrives else (product, exchange)
+    return {
+        "name": f"{first.name}_{last.name}",
+        "saves": product.saves,
+        "exchange": exchange,
+        "product": product,
+        "parts": (first.name, *between.split(), last.name),
+        "arrives": arrives,
+        "links": links,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving(Tiled):
-    permutation: Compute
-
     @staticmethod
     def of(exchange: RowExchange, scatter: Compute, product: WeightProduct, links: TileLinks) -> "Arriving":
         return Arriving(
-            name=f"{exchange.name}_{product.name}",
+            **common(exchange, product, links, scatter.name, arrives=True),
             reads=(*exchange.reads, "row_map"),
             makes=(*scatter.makes, *product.makes),
-            saves=product.saves,
-            exchange=exchange,
-            permutation=scatter,
-            product=product,
-            parts=(exchange.name, scatter.name, product.name),
-            arrives=True,
-            links=links,
         )
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
-        return {
-            "start": self.exchange.reads,
-            "start again": self.exchange.reads,
-            "wait": ("row_map",),
-            "wait again": ("row_map",),
-            "start gradient": ("row_map",),
-            "weights": self.product.saves,
-        }.get(verb, ())
+        rows = dict.fromkeys(("wait", "wait again", "start gradient"), ("row_map",))
+        started = dict.fromkeys(("start", "start again"), self.exchange.reads)
+        return (rows | started | {"weights": self.product.saves}).get(verb, ())
 
-    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
-        run.collective = self.exchange.collective(here, *(values[name] for name in self.exchange.reads))
-        run.flight = launch_in_tiles(run.collective, self.links, values[self.exchange.reads[0]])
-        return {}
+    def send(self, run: TiledRun, collective: Collective, x: Tensor) -> TileFlight:
+        rows: RowMap = run.values["row_map"]
+        present, weight_EIO = rows.present_TK, run.here.weights[self.product.weight]
+        flight = TileFlight(collective, self.links, weight_EIO.shape[2], x.dtype)
+        factors_PK = None if present is None else present.to(x.dtype)
+        _send_products(flight, rows, x.contiguous(), weight_EIO, None, factors_PK)
+        return flight
 
-    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
-        flight, rows = run.land(), values["row_map"]
-        rows_RH = flight.received.new_empty(len(rows.order_R), flight.received.shape[1], dtype=here.weights.dtype)
-        multiply = _Multiply.forward(self.product, here) if self.product.makes[0] in wanted else None
-        made = {self.permutation.makes[0]: rows_RH}
-        if multiply is not None:
-            made[self.product.makes[0]] = multiply.result(rows_RH)
-        parts = parts_of(rows, flight.routes.receive, flight.tile_rows)
-        for _, of_experts in works(flight.arrivals(), parts, flight.own):
-            for expert, part in of_experts:
-                rows_RH[part] = flight.received.index_select(0, rows.token_R[part])
-                if multiply is not None:
-                    multiply(rows_RH, made[self.product.makes[0]], expert, part)
-        return made
-
-    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
-        rows: RowMap = values["row_map"]
-        multiply = _Multiply.backward(self.product, here)
-        present = None if rows.present_TK is None else rows.present_TK.to(grad.dtype)
-        run.product_grad = grad
-        run.gradient_flight = TileFlight(run.reverse, self.links, multiply.width, grad.dtype)
-        _send_products(run.gradient_flight, rows, multiply, grad.contiguous(), present)
-        return {}
-
-    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
-        return {self.reads[0]: run.land_gradient().land()}
+    def multiply(self, run: TiledRun, flight: TileFlight, *, multiplies: bool) -> Sequence[Tensor]:
+        rows, weights = run.values["row_map"], run.here.weights
+        rows_RH = _room(flight, rows, weights.dtype)
+        if not multiplies:
+            for _ in _arrivals(flight, rows, rows_RH):
+                pass
+            return [rows_RH]
+        weight_EHJ, bias_EJ = weights[self.product.weight].mT, self.product.bias(weights)
+        out_RJ = _zeros(rows_RH, weight_EHJ)
+        for expert, part in _arrivals(flight, rows, rows_RH):
+            _multiply(rows_RH, weight_EHJ, bias_EJ, out_RJ, expert, part)
+        return [rows_RH, out_RJ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving(Tiled):
-    """`weights`: the name of those that multiply in its sums, if any do."""
+    """`permutation`: the gather in it; `weights`: the name of those that multiply in its sums, if any do."""
 
     permutation: Compute
     weights: str | None
@@ -161,67 +179,52 @@ class Leaving(Tiled):
     @staticmethod
     def of(product: WeightProduct, gather: Compute, exchange: RowExchange, links: TileLinks) -> "Leaving":
         weights = gather.reads[2:]
+        fields = common(exchange, product, links, gather.name, arrives=False)
         return Leaving(
-            name=f"{product.name}_{exchange.name}",
+            **(fields | {"saves": (*product.saves, *gather.saves)}),
             reads=(product.reads[0], "row_map", exchange.reads[1], *weights),
             makes=(*product.makes, *exchange.makes),
-            saves=(*product.saves, *gather.saves),
-            exchange=exchange,
             permutation=gather,
-            product=product,
-            parts=(product.name, gather.name, exchange.name),
-            arrives=False,
-            links=links,
             weights=weights[0] if weights else None,
         )
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
-        return {
-            "start": self.reads,
-            "start again": self.reads,
-            "wait gradient": ("row_map", *self.permutation.saves, *((self.weights,) if self.weights else ())),
-            "weights": self.product.saves,
-        }.get(verb, ())
+        if verb == "wait gradient":
+            return ("row_map", *self.permutation.saves, *((self.weights,) if self.weights else ()))
+        return super().reads_at(verb)
 
-    def start(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
-        x_RJ, rows = values[self.reads[0]], values["row_map"]
-        multiply = _Multiply.forward(self.product, here)
+    def start(self, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+        x_RJ, rows, weights = run.values[self.reads[0]], run.values["row_map"], run.here.weights
         if self.exchange.makes[0] not in wanted:  # again, for its product alone
-            return {self.product.makes[0]: self.product.forward(here.weights, [x_RJ, rows])}
-        run.collective = self.exchange.collective(here, None, values[self.exchange.reads[1]])
-        run.flight = TileFlight(run.collective, self.links, multiply.width, x_RJ.dtype)
-        factors_PK = None if self.weights is None else rows.without_absent(values[self.weights].to(x_RJ.dtype))
+            return {self.product.makes[0]: self.product.forward(weights, [x_RJ, rows])}
+        weight_EJH, bias_EH = weights[self.product.weight].mT, self.product.bias(weights)
+        run.collective = self.collective(run)
+        flight = run.flights[False] = TileFlight(run.collective, self.links, weight_EJH.shape[2], x_RJ.dtype)
+        factors_PK = None if self.weights is None else rows.without_absent(run.values[self.weights].to(x_RJ.dtype))
         if factors_PK is None and rows.present_TK is not None:
             factors_PK = rows.present_TK.to(x_RJ.dtype)
-        return {self.product.makes[0]: _send_products(run.flight, rows, multiply, x_RJ, factors_PK)}
+        return {self.product.makes[0]: _send_products(flight, rows, x_RJ, weight_EJH, bias_EH, factors_PK)}
 
-    def finish(self, here: LayerContext, values: Values, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
-        return {self.exchange.makes[0]: run.land().land()} if run.flight is not None else {}
+    def finish(self, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
+        return super().finish(run, wanted) if run.flights.get(False) is not None else {}
 
-    def start_gradient(self, here: LayerContext, values: Values, run: TiledRun, grad: Tensor) -> dict[str, Tensor]:
-        run.gradient_flight = launch_in_tiles(run.reverse, self.links, grad)
-        return {}
-
-    def finish_gradient(self, here: LayerContext, values: Values, run: TiledRun) -> dict[str, Tensor]:
-        flight, rows, dtype = run.land_gradient(), values["row_map"], here.weights.dtype
-        multiply = _Multiply.backward(self.product, here)
-        grad_RH = flight.received.new_empty(len(rows.order_R), flight.received.shape[1], dtype=dtype)
-        grad_x_RJ = multiply.result(grad_RH)
-        weights_PK = None if self.weights is None else values[self.weights]
+    def finish_gradient(self, run: TiledRun) -> dict[str, Tensor]:
+        flight, rows, dtype = run.flights.pop(True), run.values["row_map"], run.here.weights.dtype
+        weight_EHJ = run.here.weights[self.product.weight]
+        grad_RH = _room(flight, rows, dtype)
+        grad_x_RJ = _zeros(grad_RH, weight_EHJ)
+        weights_PK = None if self.weights is None else run.values[self.weights]
         factor_R1 = None
         if weights_PK is not None:
             factor_R1 = weights_PK.to(dtype).flatten().index_select(0, rows.order_R).unsqueeze(1)
-        y_RH = values.get(self.product.makes[0]) if self.product.makes[0] in self.permutation.saves else None
+        y_RH = run.values.get(self.product.makes[0]) if self.product.makes[0] in self.permutation.saves else None
         grad_weight_R = None if y_RH is None else grad_RH.new_empty(len(rows.order_R))
-        parts = parts_of(rows, flight.routes.receive, flight.tile_rows)
-        for _, of_experts in works(flight.arrivals(), parts, flight.own):
-            for expert, part in of_experts:
-                grad_RH[part] = flight.received.index_select(0, rows.token_R[part])
-                if grad_weight_R is not None and y_RH is not None:
-                    grad_weight_R[part] = (grad_RH[part] * y_RH[part]).sum(1)
-                if factor_R1 is not None:
-                    grad_RH[part] *= factor_R1[part]
-                multiply(grad_RH, grad_x_RJ, expert, part)
+        for expert, part in _arrivals(flight, rows, grad_RH):
+            if grad_weight_R is not None and y_RH is not None:
+                grad_weight_R[part] = (grad_RH[part] * y_RH[part]).sum(1)
+            if factor_R1 is not None:
+                grad_RH[part] *= factor_R1[part]
+            _multiply(grad_RH, weight_EHJ, None, grad_x_RJ, expert, part)
         run.product_grad = grad_RH
         found = {self.reads[0]: grad_x_RJ}
         if grad_weight_R is not None and weights_PK is not None and self.weights is not None:
@@ -231,44 +234,48 @@ class Leaving(Tiled):
         return found
 
 
-@dataclass(frozen=True)
-class _Multiply:
-    """`matrices[e]`: [in, out] of an expert; `bias_EO` is added."""
+def _zeros(x_RI: Tensor, matrices_EIO: Tensor) -> Tensor:
+    """[R, O]: room for products; zeros, for sums may multiply a row that is not there yet by 0."""
+    return x_RI.new_zeros(x_RI.shape[0], matrices_EIO.shape[2])
 
-    matrices: Tensor
-    bias_EO: Tensor | None
 
-    @staticmethod
-    def forward(product: WeightProduct, here: LayerContext) -> "_Multiply":
-        return _Multiply(here.weights[product.weight].mT, product.bias(here.weights))
+def _multiply(
+    x_RI: Tensor, matrices_EIO: Tensor, bias_EO: Tensor | None, out_RO: Tensor, expert: int, part: slice
+) -> None:
+    """The products of an expert's rows."""
+    torch.mm(x_RI[part], matrices_EIO[expert], out=out_RO[part])
+    if bias_EO is not None:
+        out_RO[part] += bias_EO[expert]
 
-    @staticmethod
-    def backward(product: WeightProduct, here: LayerContext) -> "_Multiply":
-        return _Multiply(here.weights[product.weight], None)
 
-    @property
-    def width(self) -> int:
-        return int(self.matrices.shape[2])
+def _room(flight: TileFlight, rows: RowMap, dtype: torch.dtype) -> Tensor:
+    """[R, H], for the rows that come."""
+    return flight.received.new_empty(len(rows.order_R), flight.received.shape[1], dtype=dtype)
 
-    def result(self, x_RI: Tensor) -> Tensor:
-        """Room for the products of these rows; zeros, for sums may multiply a row that is not there yet by 0."""
-        return x_RI.new_zeros(x_RI.shape[0], self.width)
 
-    def __call__(self, x_RI: Tensor, out_RO: Tensor, expert: int, part: slice) -> None:
-        torch.mm(x_RI[part], self.matrices[expert], out=out_RO[part])
-        if self.bias_EO is not None:
-            out_RO[part] += self.bias_EO[expert]
+def _arrivals(flight: TileFlight, rows: RowMap, into_RH: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert with rows that have come, and where they lie in `into_RH`."""
+    parts = parts_of(rows, flight.routes.receive, flight.tile_rows)
+    for _, of_experts in works(flight.arrivals(), parts, flight.own):
+        for expert, part in of_experts:
+            into_RH[part] = flight.received.index_select(0, rows.token_R[part])
+            yield expert, part
 
 
 def _send_products(
-    flight: TileFlight, rows: RowMap, multiply: _Multiply, x_RI: Tensor, factors_PK: Tensor | None
+    flight: TileFlight,
+    rows: RowMap,
+    x_RI: Tensor,
+    matrices_EIO: Tensor,
+    bias_EO: Tensor | None,
+    factors_PK: Tensor | None,
 ) -> Tensor:
     """[R, O]: the products. Tile by tile they are made, summed by row and sent."""
-    out_RO, parts = multiply.result(x_RI), parts_of(rows, flight.routes.send, flight.tile_rows)
+    out_RO, parts = _zeros(x_RI, matrices_EIO), parts_of(rows, flight.routes.send, flight.tile_rows)
     begins = [sum(flight.routes.send[:rank]) for rank in range(len(flight.routes.send))]
     for tiles, of_experts in works(flight.to_send, parts, flight.own):
         for expert, part in of_experts:
-            multiply(x_RI, out_RO, expert, part)
+            _multiply(x_RI, matrices_EIO, bias_EO, out_RO, expert, part)
         first = begins[tiles[0].rank]
         these = slice(first + tiles[0].first, first + tiles[-1].last)
         sums = sum_rows(out_RO, rows.place_TK[these], None if factors_PK is None else factors_PK[these])

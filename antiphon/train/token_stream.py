@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,19 +35,20 @@ from antiphon.base.progress import Report, progress
 from antiphon.base.units import format_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import read
-from antiphon.train.config_data import DataConfig, SourceConfig
+from antiphon.train.config_learning import DataConfig, SourceConfig
 from antiphon.train.documents import find_files
 from antiphon.train.encoder import ids_dtype
-from antiphon.train.token_writer import write_whole
 from antiphon.train.tokens import (
     SourceTokens,
     TokenFile,
+    TokenSize,
     Written,
     digest_of_text,
     joined,
     open_evaluation,
-    tokenize_evaluation,
+    tokenize,
     tokenizing,
+    write_whole,
     written_of,
 )
 
@@ -113,26 +115,26 @@ class TokenStream:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / _FAILED).unlink(missing_ok=True)
         spec = load_model_spec(self.model)
-        with _Lock(self.folder), progress("tokenizing the first block", format_amount=format_bytes) as report:
+        with _locked(self.folder), progress("tokenizing the first block", format_amount=format_bytes) as report:
             for each in self.sources:
                 written = written_of(each.folder, each.made_from)
                 if written is None or not written.has_block(0, each.block_tokens):
                     next(self._writing(each, report), None)
-        if self.data.held_out and not any(self._first_held_out(number)[0] for number in range(len(self.sources))):
+        if self.data.held_out and not any(self._first_held_out(number).num_ids for number in range(len(self.sources))):
             _log.warning(
                 "the first block has no held-out document, so there is no held-out loss: raise data.stream_tokens (now "
                 "%d) or data.held_out, or give an evaluation set",
                 self.data.stream_tokens,
             )
-        tokenize_evaluation(self.data, self.tokenizer, spec, self.cache, self.seed)
+        tokenize(self.data, self.tokenizer, spec, self.cache, self.seed, only_evaluation=True)
 
-    def _first_held_out(self, number: int) -> tuple[int, int]:
-        """Ids and documents of source `number` that are held out in its first block."""
-        return self.written(number).first.get("held_out", (0, 0))
+    def _first_held_out(self, number: int) -> TokenSize:
+        """What of source `number` is held out in its first block."""
+        return self.written(number).first.get("held_out", TokenSize())
 
     def write_all(self, report: Report = lambda done, total: None) -> None:
         """Write all that is not there yet, source by source in turns of a block. `report`: bytes of its files."""
-        with _Lock(self.folder):
+        with _locked(self.folder):
             writing = [self._writing(each, report) for each in self.sources]
             while writing:
                 writing = [each for each in writing if next(each, "whole") is None]
@@ -150,7 +152,7 @@ class TokenStream:
         return all((found := written_of(each.folder)) is not None and found.is_whole for each in self.sources)
 
     def written(self, number: int) -> Written:
-        """Of source `number`, behind `prepare`."""
+        """What is written of source `number`; to be called behind `prepare`."""
         found = written_of(self.sources[number].folder)
         if found is None:
             raise UserError(f"{self.sources[number].folder}: the token ids are gone: start again")
@@ -182,38 +184,37 @@ class TokenStream:
         else:
             own = starts[slice(*np.searchsorted(starts, (first, end)))] - first
             own = own if len(own) and own[0] == 0 else np.concatenate([[0], own])
-        has_learned = source.source.is_chat
-        return TokenFile(
-            ids=_mapped(folder / "train.bin", self.dtype, first, end - first),
-            starts=np.asarray(own),
-            num_text_bytes=0,
-            learned=_mapped(folder / "train.learned", np.dtype(np.uint8), first, end - first) if has_learned else None,
-            sources=(SourceTokens(source.source.name, 0, end - first, source.source.is_chat),),
-        )
+        return self._file(source, "train", first, end, np.asarray(own))
 
     def held_out(self) -> TokenFile:
         """That of the first blocks, and the evaluation sets behind it."""
         parts = []
         for number, each in enumerate(self.sources):
-            num_ids, num_documents = self._first_held_out(number)
-            is_chat, folder = each.source.is_chat, each.folder
-            learned = _mapped(folder / "held_out.learned", np.dtype(np.uint8), 0, num_ids) if is_chat else None
-            parts.append(
-                TokenFile(
-                    ids=_mapped(folder / "held_out.bin", self.dtype, 0, num_ids),
-                    starts=_mapped(folder / "held_out.starts", np.dtype(np.int64), 0, num_documents),
-                    num_text_bytes=0,
-                    learned=learned,
-                    sources=(SourceTokens(each.source.name, 0, num_ids, is_chat),),
-                )
-            )
+            size = self._first_held_out(number)
+            starts = _mapped(each.folder / "held_out.starts", np.dtype(np.int64), 0, size.num_documents)
+            parts.append(self._file(each, "held_out", 0, size.num_ids, starts))
         return joined([*parts, *open_evaluation(self.data, self.cache)])
+
+    def _file(self, each: StreamedSource, split: str, first: int, end: int, starts: np.ndarray[Any, Any]) -> TokenFile:
+        """Ids `first` to `end` of a source's split, in which documents begin at `starts`."""
+        is_chat, count = each.source.is_chat, end - first
+        learned = _mapped(each.folder / f"{split}.learned", np.dtype(np.uint8), first, count) if is_chat else None
+        return TokenFile(
+            ids=_mapped(each.folder / f"{split}.bin", self.dtype, first, count),
+            starts=starts,
+            learned=learned,
+            sources=(SourceTokens(each.source.name, 0, count, is_chat),),
+        )
 
     @property
     def digest(self) -> str:
-        """Of the first blocks, the sizes of all files and those of the blocks: files may move, and not change."""
+        """A digest of the first blocks, and of the sizes of files and blocks: files may move, and not change."""
         parts = [
-            (self.written(number).digest, [file.stat().st_size for file in each.files], each.block_tokens)
+            (
+                self.written(number).first.get("train", TokenSize()).digest,
+                [file.stat().st_size for file in each.files],
+                each.block_tokens,
+            )
             for number, each in enumerate(self.sources)
         ]
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -254,29 +255,24 @@ class StreamWriter:
             self._process = None
 
 
-class _Lock:
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     """One writer at a time in a folder; that of a run that has just ended may take a moment to go."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "lock"
-
-    def __enter__(self) -> None:
-        self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
-        end_s = time.monotonic() + _LOCK_S
+    descriptor, end_s = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + _LOCK_S
+    try:
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except OSError as error:
                 if time.monotonic() > end_s:
-                    os.close(self._descriptor)
                     raise UserError(
-                        f"{self._file.parent}: another run writes token ids there: stop it, or name another data.cache"
+                        f"{folder}: another run writes token ids there: stop it, or name another data.cache"
                     ) from error
                 time.sleep(_POLL_S)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _mapped(file: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray[Any, Any]:

@@ -15,28 +15,135 @@ been stopped.
 import hashlib
 import itertools
 import json
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
 from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
-from antiphon.train.chat_texts import template_files
-from antiphon.train.config_data import DataConfig, SourceConfig
+from antiphon.train.config_learning import DataConfig, SourceConfig
 from antiphon.train.documents import Document, find_files, read_documents
-from antiphon.train.encoder import Encoder, load_tokenizer
-from antiphon.train.token_writer import SPLITS, Reached, Sizes, Split, TokenSize, TokenWriter, write_whole
+from antiphon.train.encoder import EncodedDocument, Encoder, load_tokenizer, template_files
 
 _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
 _VERSION = 3
 _EVALUATION = "evaluation"  # in the cache
+
+
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class TokenSize:
+    """The size of one source's part of a split so far. `text_bytes`: of the text that the ids stand for. `digest`: of
+    the ids, document by document."""
+
+    num_ids: int = 0
+    num_documents: int = 0
+    text_bytes: int = 0
+    digest: str = ""
+
+
+Sizes = dict[str, TokenSize]  # by source in order, or by split
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far tokenizing is: it goes on from `place` of file `file` of all sources' files. `first`: by split, how much
+    there was when the first block was full; of a folder that is written in blocks."""
+
+    made_from: str = ""
+    file: int = 0
+    place: int = 0
+    train: Sizes = field(default_factory=dict)
+    held_out: Sizes = field(default_factory=dict)
+    first: Sizes = field(default_factory=dict)
+
+    @staticmethod
+    def read(file: Path, made_from: str | None) -> "Reached":
+        """What an earlier try left; the beginning if it left nothing, or was of something else. None: of anything."""
+        try:
+            reached = _REACHED.validate_json(file.read_bytes())
+        except (OSError, ValueError):
+            return Reached()
+        return reached if made_from in (None, reached.made_from) else Reached()
+
+
+_REACHED, _SIZES = TypeAdapter(Reached), TypeAdapter(Sizes)
+
+
+class TokenWriter:
+    """One split being written, from `sizes` on: what is behind it in the files is cut off."""
+
+    def __init__(self, cache: Path, split: Split, dtype: np.dtype[Any], sizes: Sizes, *, learned: bool) -> None:
+        self.sizes = dict(sizes)
+        self._dtype = dtype
+        num_ids = sum(each.num_ids for each in sizes.values())
+        self._ids = _open_at(cache / f"{split}.bin", num_ids * dtype.itemsize)
+        self._starts = _open_at(cache / f"{split}.starts", sum(each.num_documents for each in sizes.values()) * 8)
+        self._learned = _open_at(cache / f"{split}.learned", num_ids) if learned else None
+        self._num_ids = num_ids
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list[BinaryIO]:
+        return [file for file in (self._ids, self._starts, self._learned) if file is not None]
+
+    def add(self, source: str, encoded: EncodedDocument) -> None:
+        self._starts.write(np.int64(self._num_ids).tobytes())
+        ids = np.asarray(encoded.ids, dtype=self._dtype).tobytes()
+        self._ids.write(ids)
+        learned = b"" if self._learned is None else np.asarray(encoded.learned, dtype=np.uint8).tobytes()
+        if self._learned is not None:
+            self._learned.write(learned)
+        self._num_ids += len(encoded.ids)
+        old = self.sizes.get(source, TokenSize())
+        digest = hashlib.blake2b(old.digest.encode() + ids + learned, digest_size=16).hexdigest()
+        self.sizes[source] = TokenSize(
+            old.num_ids + len(encoded.ids), old.num_documents + 1, old.text_bytes + encoded.num_bytes, digest
+        )
+
+    def num_blocks(self, block_tokens: int) -> int:
+        """Full ones, with an id behind them; 0: there are no blocks."""
+        return max(0, self._num_ids - 1) // block_tokens if block_tokens else 0
+
+    def to_disk(self) -> None:
+        for file in self._files():
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _open_at(file: Path, num_bytes: int) -> BinaryIO:
+    """`file`, cut to `num_bytes`, to be appended to. `UserError` if it is shorter: then somebody changed it."""
+    if num_bytes and (not file.exists() or file.stat().st_size < num_bytes):
+        raise UserError(f"{file}: shorter than {num_bytes} bytes, which were written: remove {file.parent}")
+    if not num_bytes:
+        file.unlink(missing_ok=True)  # a run that has mapped the old ids keeps them
+    opened = file.open("ab")
+    opened.truncate(num_bytes)
+    return opened
+
+
+def write_whole(file: Path, entries: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Replace `file`; a kill leaves the old one or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(entries, indent=1) + "\n")
+    partial.replace(file)
 
 
 @dataclass(frozen=True)
@@ -58,7 +165,7 @@ class TokenFile:
 
     ids: np.ndarray[Any, Any]
     starts: np.ndarray[Any, Any]
-    num_text_bytes: int
+    num_text_bytes: int = 0
     learned: np.ndarray[Any, Any] | None = None
     sources: tuple[SourceTokens, ...] = ()
     digest: str = ""
@@ -67,30 +174,21 @@ class TokenFile:
         return self.sources or (SourceTokens("files", 0, self.ids.shape[0]),)
 
 
-def tokenize(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int) -> None:
+def tokenize(
+    config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int, *, only_evaluation: bool = False
+) -> None:
     """Write `cache` unless it holds these documents' ids already. Shows progress; may take long. `seed`: of `pieces`.
     Evaluation sets have a folder of their own in it, so another set leaves the text's ids as they are.
 
     `UserError` if there is no text, or the tokenizer is not the model's."""
-    tokenize_sources(config, config.all_sources(), tokenizer_path, spec, cache, seed)
-    tokenize_evaluation(config, tokenizer_path, spec, cache, seed)
-
-
-def tokenize_evaluation(config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int) -> None:
-    """As `tokenize`, of the evaluation sets alone."""
-    if config.evaluation:
-        tokenize_sources(config, config.evaluation, tokenizer_path, spec, cache / _EVALUATION, seed)
-
-
-def tokenize_sources(
-    config: DataConfig, sources: Sequence[SourceConfig], tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int
-) -> None:
-    """As `tokenize`, of `sources` alone."""
-    files = [find_files(each, config.made_by) for each in sources]
-    made_from = digest_of_text(config, sources, [file for of in files for file in of], tokenizer_path, seed)
-    with progress("tokenizing", format_amount=format_bytes) as report:
-        for _ in tokenizing(config, sources, files, made_from, tokenizer_path, spec, cache, seed, report):
-            pass
+    parts = [] if only_evaluation else [(config.all_sources(), cache)]
+    parts += [(config.evaluation, cache / _EVALUATION)] if config.evaluation else []
+    for sources, folder in parts:
+        files = [find_files(each, config.made_by) for each in sources]
+        made_from = digest_of_text(config, sources, [file for of in files for file in of], tokenizer_path, seed)
+        with progress("tokenizing", format_amount=format_bytes) as report:
+            for _ in tokenizing(config, sources, files, made_from, tokenizer_path, spec, folder, seed, report):
+                pass
 
 
 def tokenizing(
@@ -137,8 +235,8 @@ def tokenizing(
         "dtype": encoder.dtype.name,
         "sources": kinds,
         "evaluation": evaluation,
-        "splits": {split: {name: asdict(size) for name, size in of.items()} for split, of in sizes.items()},
-        "first": reached.first,
+        "splits": {split: _SIZES.dump_python(of) for split, of in sizes.items()},
+        "first": _SIZES.dump_python(reached.first),
     }
     write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
     (cache / "progress.json").unlink(missing_ok=True)
@@ -146,14 +244,13 @@ def tokenizing(
 
 @dataclass(frozen=True)
 class Written:
-    """What is on disk of a folder with one source, for good: a kill takes nothing of it away. `first`: the ids and
-    documents of each split at the end of the first block. `digest`: of the training ids until there."""
+    """What is on disk of a folder with one source, for good: a kill takes nothing of it away. `first`: the size of each
+    split at the end of the first block."""
 
     num_ids: int
     num_documents: int
     is_whole: bool
-    first: dict[Split, tuple[int, int]]
-    digest: str
+    first: Sizes
 
     def has_block(self, number: int, block_tokens: int) -> bool:
         """Whether block `number` is there, or there will never be more of it."""
@@ -164,20 +261,13 @@ def written_of(cache: Path, made_from: str = "") -> Written | None:
     """What `tokenizing` has written so far; None: nothing yet, or it is of something else than `made_from`."""
     meta = _read_meta(cache)
     reached = Reached.read(cache / "progress.json", made_from or None)
+    train, first = reached.train, reached.first
     if meta and made_from in ("", meta["made_from"]):
-        splits = {split: {name: TokenSize(**each) for name, each in meta["splits"][split].items()} for split in SPLITS}
-        reached = Reached("", 0, 0, splits["train"], splits["held_out"], meta["first"])
+        train, first = (_SIZES.validate_python(each) for each in (meta["splits"]["train"], meta["first"]))
     elif not reached.made_from:
         return None
-    size = next(iter(reached.train.values()), TokenSize())
-    first = {key: TokenSize(**each) for key, each in reached.first.items()}
-    return Written(
-        num_ids=size.num_ids,
-        num_documents=size.num_documents,
-        is_whole=bool(meta),
-        first={split: (each.num_ids, each.num_documents) for split in SPLITS if (each := first.get(split))},
-        digest=first["train"].digest if "train" in first else "",
-    )
+    size = next(iter(train.values()), TokenSize())
+    return Written(size.num_ids, size.num_documents, bool(meta), first)
 
 
 def open_held_out(config: DataConfig, cache: Path) -> TokenFile:
@@ -218,7 +308,7 @@ def joined(parts: Sequence[TokenFile]) -> TokenFile:
 def open_tokens(cache: Path, split: Split) -> TokenFile:
     """A memory map of what `tokenize` wrote of the sources."""
     meta = _read_meta(cache)
-    sizes = {name: TokenSize(**each) for name, each in meta["splits"][split].items()}
+    sizes = _SIZES.validate_python(meta["splits"][split])
     num_ids = sum(each.num_ids for each in sizes.values())
     has_learned = any(meta["sources"].values())
     sources, first = [], 0
@@ -284,9 +374,9 @@ def _write_ids(
         return Reached(made_from, 0, 0, train.sizes, held_out.sizes, first)
 
 
-def _sizes_of(source: SourceConfig, train: TokenWriter, held_out: TokenWriter) -> dict[str, Any]:
+def _sizes_of(source: SourceConfig, train: TokenWriter, held_out: TokenWriter) -> Sizes:
     parts = {"train": train.sizes, "held_out": held_out.sizes}
-    return {split: asdict(of.get(source.name, TokenSize())) for split, of in parts.items()}
+    return {split: of.get(source.name, TokenSize()) for split, of in parts.items()}
 
 
 Found = tuple[Document, Path, int]  # with its file, and the file's number among those of all sources

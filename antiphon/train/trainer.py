@@ -17,10 +17,11 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllReduce, barrier, run
+from antiphon.comm.collectives import barrier
 from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.train import checkpoint, not_finite
+from antiphon.train.alarms import SpikeLimit, spike, with_step
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move
 from antiphon.train.device import HOST, peak_bytes, product_flops_per_s
@@ -32,15 +33,12 @@ from antiphon.train.offload import map_experts
 from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
 from antiphon.train.passes import Passes
-from antiphon.train.ranks import sizes_of, world_size
-from antiphon.train.samples import numbers_of_rank
+from antiphon.train.ranks import StopRequest, sizes_of, sums, world_size
+from antiphon.train.samples import StreamedSamples, numbers_of_rank
 from antiphon.train.schedule_search import choose_schedules
 from antiphon.train.setup import DTYPES, TrainingRun, build_model
 from antiphon.train.shards import clip_factor
 from antiphon.train.spans import StepSpans, join_parts, share_spans
-from antiphon.train.spikes import SpikeLimit, spike, with_step
-from antiphon.train.stop import StopRequest
-from antiphon.train.streamed_samples import StreamedSamples
 from antiphon.train.watch import Watch
 from antiphon.train.weights import NOT_TRAINED, Weights
 
@@ -102,7 +100,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint, or from the beginning, to the last step, or until a signal or the end of
-        the time (`train.stop`). Returns the closing facts."""
+        the time (`train.ranks`). Returns the closing facts."""
         try:
             with StopRequest(self.mesh.world, self._max_hours) as stop:
                 return self._train(stop)
@@ -258,8 +256,7 @@ class Trainer:
             found = samples.are_there(range(first, first + self.config.batch), _TEXT_S)
         except UserError as error:
             failure = error
-        own = torch.tensor([float(not found), float(failure is not None)], device=HOST)
-        num_waiting, num_failed = run(AllReduce(self.mesh.world, "barrier"), own).tolist()
+        num_waiting, num_failed = sums(self.mesh.world, "barrier", not found, failure is not None)
         if num_failed:
             if self.state.step and self._saved_step != self.state.step:
                 self._save()
@@ -351,7 +348,7 @@ class Trainer:
         """FLOPs a second of all ranks' matrix products, all at once, as they share this machine's cores."""
         barrier(self.mesh.world)
         own = product_flops_per_s(self._run.device, DTYPES[self.config.dtype])
-        return float(run(AllReduce(self.mesh.world, "barrier"), torch.tensor([own], dtype=torch.float64, device=HOST)))
+        return sums(self.mesh.world, "barrier", own, dtype=torch.float64)[0]
 
     def _move_score_biases(self, counts_LE: Tensor) -> None:
         """One step of each score bias towards even use, from this step's counts. Its mean is taken out: it changes no
@@ -399,7 +396,7 @@ class Trainer:
     def _of_some_runs(self, result: TrainedStep, watch: Watch) -> dict[str, Any]:
         """What layers keep; of runs that drop rows, choose their dispatch, or have several ranks, more."""
         values: dict[str, Any] = {
-            "activation_bytes": self.model.held.take().peak,
+            "activation_bytes": self.model.held.take_peak(),
             "activation_bytes_by_formula": self._bytes_by_formula,
         }
         if result.further_loss is not None:

@@ -58,7 +58,7 @@ def way_operators(
         rows, ids, weights, total = f"received{end}", f"ids{end}_there", f"weights{end}_there", f"sums{end}"
     gathered = f"fc2_out row_map {weights if has_weights else ''}"
     saves = f"fc2_out {weights}" if has_weights and needs_rows else ""
-    sort = compute("sort", f"{ids} -> row_map", _sort, facts="row_map", once=True, has_gradient=False)
+    sort = compute("sort", f"{ids} -> row_map", _sort, facts="row_map", once=True)
     return (
         [*there, sort, compute("scatter", f"{rows} row_map -> ffn_in", _scatter)],
         weights,

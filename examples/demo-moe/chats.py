@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from antiphon.train.chat_texts import ChatTexts
 from antiphon.train.config import read_config
 from antiphon.train.documents import find_files
+from antiphon.train.encoder import ChatTexts
 
 _SHARE = 0.03
 _LENGTHS = range(80, 901)

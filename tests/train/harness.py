@@ -9,8 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.config_learning import LossConfig
+from antiphon.train.layer import norm
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
+from antiphon.train.weights import Weights
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -119,8 +121,30 @@ def loss_of(model: MoeModel, batch: Batch, num_targets: torch.Tensor, config: Lo
     """The cross-entropy, with nothing added to it unless `config` says so."""
     settings = LossConfig(balance=0.0) if config is None else config
     routing = Routing(model.spec.router, settings, model.mesh.stage, num_layers=model.spec.num_moe_layers)
-    loss: torch.Tensor = model(batch, num_targets, routing)
-    return loss
+    return model.stage(0, None, batch, num_targets, routing)
+
+
+def logits_of(model: MoeModel, batch: Batch) -> torch.Tensor:
+    """[B, S, W] in float32 or wider, of one process."""
+    routing = Routing(model.spec.router, LossConfig(), model.mesh.stage, num_layers=model.spec.num_moe_layers)
+    weights = Weights(model, model.dtype)
+    y_BSH = norm(model.spec, weights, "final_norm", model._rows(0, None, batch, routing))
+    logits = y_BSH @ weights["embedding" if model.spec.tie_embeddings else "head"].mT
+    bias = weights.optional("head_bias")
+    logits = (logits if bias is None else logits + bias) / model.spec.logits_divisor
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class LiveParameters:
+    """The parameters of a whole model in memory, as an export reads them."""
+
+    def __init__(self, model: MoeModel) -> None:
+        self.spec = model.spec
+        self.further = model.spec.num_layers in model.layers
+        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        return self._tensors[name].detach()[first:last]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from antiphon.train.alarms import MISSED_ROWS, PATIENCE_STEPS, RouterAlarm, collapse_limit
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
-from antiphon.train.watch import MISSED_ROWS, PATIENCE_STEPS, RouterAlarm, collapse_limit
 from tests.train.harness import config_of
 
 EVEN = [16, 16, 16, 16, 16, 16, 16, 16]

@@ -32,13 +32,12 @@ from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec, RouterSpec
 from antiphon.train import feed_forward
-from antiphon.train.config import ParallelConfig
 from antiphon.train.config_learning import LossConfig
+from antiphon.train.config_ranks import ParallelConfig
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.partition import RankShare
 from antiphon.train.routing import Routing
 from antiphon.train.sequence_parallel import SequenceParallel
-from antiphon.train.weights import FirstValues
+from antiphon.train.weights import FirstValues, RankShare
 from tests.comm.ranks import on_ranks
 
 RANKS, LENGTH, NUMBER_BYTES = 4, 64, 8
@@ -135,7 +134,7 @@ def layer_bytes(rank: int) -> dict[str, list[int]]:
             batch = Batch(ids, ids, torch.arange(RANKS * LENGTH).unsqueeze(0), None)
             routing = Routing(spec.router, LossConfig(), mesh.stage, num_layers=1)
             mesh.ledger.take()
-            model(batch, torch.tensor(1), routing).backward()
+            model.stage(0, None, batch, torch.tensor(1), routing).backward()
             ledger = mesh.ledger.take()
             for purposes in (("attention",), ("dispatch", "combine")):
                 mesh.ledger.sent_bytes.update(ledger.sent_bytes)

@@ -1,5 +1,6 @@
 """Which choices are dropped: against a naive loop, in other orders of rows, and what a dropped choice does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config_learning import LossConfig
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.routing import Capacity, Routing, RowNumbers
+from antiphon.train.routing import Capacity, Routing, row_numbers
 from antiphon.train.weights import FirstValues
 from tests.train.harness import CONFIG
 
@@ -26,8 +27,8 @@ def capacity(of_expert: float, of_group: float, num_experts: int, num_groups: in
     return Capacity(of_expert, of_group, num_experts, split_evenly(num_experts, num_groups), ALONE)
 
 
-def rows(num_rows: int) -> RowNumbers:
-    return RowNumbers(0, 1, (0, num_rows), num_rows)
+def rows(num_rows: int) -> Callable[[], Tensor]:
+    return lambda: torch.arange(num_rows)
 
 
 def naive(ids: list[list[int]], weights: list[list[float]], limits: Capacity) -> list[list[int]]:
@@ -77,7 +78,7 @@ def test_no_limit_drops_nothing() -> None:
 
 def test_rows_are_known_by_their_place_in_the_micro_batch() -> None:
     """Positions 3 to 5 of sequences 4 and 5, of length 10."""
-    assert RowNumbers(4, 2, (3, 6), 10).of_rows(torch.device("cpu")).tolist() == [43, 44, 45, 53, 54, 55]
+    assert row_numbers(4, 2, (3, 6), 10, torch.device("cpu")).tolist() == [43, 44, 45, 53, 54, 55]
 
 
 def pass_of(losses: LossConfig) -> tuple[Tensor, Routing, dict[str, Any]]:
@@ -87,7 +88,7 @@ def pass_of(losses: LossConfig) -> tuple[Tensor, Routing, dict[str, Any]]:
     ).double()
     ids = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
     routing = Routing(spec.router, losses, model.mesh.stage, num_layers=spec.num_moe_layers)
-    loss = model(Batch(ids, ids, torch.arange(16).expand(2, 16), None), torch.tensor(32), routing)
+    loss = model.stage(0, None, Batch(ids, ids, torch.arange(16).expand(2, 16), None), torch.tensor(32), routing)
     loss.backward()
     return loss.detach(), routing, dict(model.named_parameters())
 

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
-from antiphon.train.chat_texts import ChatTexts
-from antiphon.train.config_data import DataConfig, SourceConfig
+from antiphon.train.config_learning import DataConfig, SourceConfig
 from antiphon.train.documents import Document
-from antiphon.train.encoder import Encoder
+from antiphon.train.encoder import ChatTexts, Encoder
 from antiphon.train.samples import Samples
 from antiphon.train.tokens import SourceTokens, TokenFile, open_tokens, tokenize
 from tests.train.harness import write_model

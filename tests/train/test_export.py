@@ -19,14 +19,14 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.load import load_attention_half, open_checkpoint
 from antiphon.models.rounding import float8_blocks
 from antiphon.train import checkpoint_parts, hugging_face
+from antiphon.train.checkpoint_parts import StoredParameters
 from antiphon.train.hugging_face import export, import_weights
 from antiphon.train.model import MoeModel
 from antiphon.train.setup import prepare
-from antiphon.train.stored import LiveParameters, StoredParameters
 from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
-from tests.train.harness import LATENT, config_of, same_tensors, write_model
+from tests.train.harness import LATENT, LiveParameters, config_of, same_tensors, write_model
 
 TOKENS = 10_000
 PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]
@@ -50,7 +50,9 @@ def test_trainer_and_server_choose_the_same_experts(family: str, save_model: Any
     for layer in routed if spec.router.has_score_bias else ():
         bias = Weights(model.layers[layer], torch.float32).stored("score_bias")
         bias.copy_(3.0 + 0.01 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(layer)))
-    export(model, tmp_path / "out", json.loads((folder / "config.json").read_text()), None, torch.bfloat16)
+    export(
+        LiveParameters(model), tmp_path / "out", json.loads((folder / "config.json").read_text()), None, torch.bfloat16
+    )
     half = load_attention_half(open_checkpoint(tmp_path / "out", spec), spec, ReferenceBackend())
     x_TH = torch.randn(TOKENS, spec.hidden_size, generator=torch.Generator().manual_seed(1))
     for layer in routed:
@@ -90,7 +92,7 @@ def with_further_layer(folder: Path) -> dict[str, torch.Tensor]:
 def test_layers_for_further_tokens_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config_of(tmp_path, **LATENT)
     model = MoeModel(load_model_spec(tmp_path / "model"), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
-    export(model, tmp_path / "begin", LATENT, tmp_path / "model", torch.float32)
+    export(LiveParameters(model), tmp_path / "begin", LATENT, tmp_path / "model", torch.float32)
     further = with_further_layer(tmp_path / "begin")
     begin = (f"model.path={tmp_path / 'begin'}", "model.begin=checkpoint")
     Trainer(prepare(config_of(tmp_path, *begin, **LATENT))).run()
@@ -131,7 +133,7 @@ def test_a_quantised_checkpoint_is_multiplied_out_with_a_word(tmp_path: Path, ca
     write_model(tmp_path / "model")
     model = MoeModel(load_model_spec(tmp_path / "model"), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
     config = json.loads((tmp_path / "model/config.json").read_text())
-    export(model, tmp_path / "q", config, tmp_path / "model", torch.float32)
+    export(LiveParameters(model), tmp_path / "q", config, tmp_path / "model", torch.float32)
     tensors = load_file(tmp_path / "q/model.safetensors")
     name = next(name for name in tensors if name.endswith("experts.0.down_proj.weight"))
     scale = tensors[name].abs().max() / 448
@@ -266,7 +268,7 @@ def test_float8_is_served(tmp_path: Path, model: dict[str, Any]) -> None:
 def test_stacked_experts_have_no_blocks(save_model: Any, tools: Any, tmp_path: Path) -> None:
     folder = save_model(tools.config("gpt_oss")).folder
     with pytest.raises(UserError, match=r"--dtype fp8: .* stores all experts of a layer in one tensor"):
-        export(trainable(folder), tmp_path / "out", {}, None, torch.float8_e4m3fn)
+        export(LiveParameters(trainable(folder)), tmp_path / "out", {}, None, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])

@@ -13,10 +13,9 @@ from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.hugging_face import export, import_weights, tensors_of
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.stored import LiveParameters
 from antiphon.train.weights import FirstValues
 from tests.models.conftest import FAMILIES
-from tests.train.harness import loss_of
+from tests.train.harness import LiveParameters, logits_of, loss_of
 
 LENGTH = 37
 PUBLISHED = [family for family in FAMILIES if family != "kimi_k2"]  # whose experts transformers cannot unstack
@@ -46,7 +45,7 @@ def test_logits_loss_and_gradients_equal_transformers(family: str, save_model: A
     batch = batch_of(ids)
     expected = saved.model(ids).logits
     limit = 2e-6 if family == "deepseek_v2" else 1e-9  # transformers rotates its queries in complex64
-    assert float((model.logits(batch) - expected).detach().abs().max()) < limit
+    assert float((logits_of(model, batch) - expected).detach().abs().max()) < limit
     num_targets = torch.tensor(3 * (LENGTH - 1))
     loss = loss_of(model, batch, num_targets)
     theirs = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -89,7 +88,7 @@ def test_an_export_is_what_was_imported(family: str, save_model: Any, tools: Any
     saved = save_model(tools.config(family))
     model = trainable(saved.folder)
     config = json.loads((saved.folder / "config.json").read_text())
-    export(model, tmp_path / "out", config, saved.folder, torch.float32)
+    export(LiveParameters(model), tmp_path / "out", config, saved.folder, torch.float32)
     again = trainable(tmp_path / "out")
     both = (tensors_of(LiveParameters(each)) for each in (model, again))
     for first, second in zip(*both, strict=True):

@@ -114,9 +114,9 @@ def test_minus_infinity_of_masks_is_no_fault(tmp_path: Path) -> None:
 
     config = config_of(tmp_path)
     model = build_model(load_model_spec(Path(config.model.path)), config, 16)
-    finding = not_finite.explain(model, Shards(model), lambda begin: run(), StepSpans())
-    assert finding.words.startswith("all gradients are finite here")
-    assert finding.number > 50
+    number, words = not_finite.explain(model, Shards(model), lambda begin: run(), StepSpans())
+    assert words.startswith("all gradients are finite here")
+    assert number > 50
 
 
 def test_masks_are_no_fault(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
-from antiphon.train.config import ParallelConfig, config_of
+from antiphon.train.config import config_of
 from antiphon.train.config_learning import LossConfig
+from antiphon.train.config_ranks import ParallelConfig
 from antiphon.train.layer import MoeLayer, reference_forward
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse, with_late_weights
@@ -28,6 +29,7 @@ from tests.models.conftest import family_config
 from tests.train import harness
 
 LENGTH = 11
+LINES = str(parse(DEFAULT, ""))
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "granitemoeshared")
 POLICIES: tuple[Any, ...] = ("selective", "full", ("ln2_out", "fc1_out", "qkv"), ("attn",))
 
@@ -85,8 +87,8 @@ def test_schedules_compute_what_the_reference_computes(family: str, monkeypatch:
 def test_another_order_of_the_operators() -> None:
     """Gradients of parameters at once instead of behind an exchange."""
     config = family_config("qwen3_moe", num_hidden_layers=2).to_dict()
-    lines = DEFAULT.replace("weights fc2\n", "").replace("gradient fc2\n", "weights fc2\ngradient fc2\n")
-    assert lines != DEFAULT
+    lines = LINES.replace("weights fc2\n", "").replace("gradient fc2\n", "weights fc2\ngradient fc2\n")
+    assert lines != LINES
     serial = str(one_by_one(parse(DEFAULT, "")))
     expected, *others = (gradients(config, PlanOptions(schedule=each)) for each in ("", lines, serial))
     for found in others:
@@ -147,30 +149,28 @@ def refused(**options: Any) -> str:
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     where = {"where": "s.txt"}
     assert "s.txt, forward: 'fc2' needs fc2_in, which 'activation' gives, and that comes later" in refused(
-        schedule=DEFAULT.replace("\nfc1\nactivation\n", "\n").replace("\nfc2\n", "\nfc2\nfc1\nactivation\n", 1), **where
+        schedule=LINES.replace("\nfc1\nactivation\n", "\n").replace("\nfc2\n", "\nfc2\nfc1\nactivation\n", 1), **where
     )
     assert (
         "s.txt, backward: 'gradient fc1' needs the gradient of fc1_out, which 'gradient activation' gives"
         in refused(
-            schedule=DEFAULT.replace("gradient activation\ngradient fc1\n", "gradient fc1\ngradient activation\n"),
+            schedule=LINES.replace("gradient activation\ngradient fc1\n", "gradient fc1\ngradient activation\n"),
             **where,
         )
     )
     assert "s.txt, backward: no line says 'weights fc1': add it" in refused(
-        schedule=DEFAULT.replace("weights fc1\n", ""), **where
+        schedule=LINES.replace("weights fc1\n", ""), **where
     )
-    assert "there is no operator 'fc9': did you mean fc2, fc1?" in refused(
-        schedule=DEFAULT.replace("\nfc1\n", "\nfc9\n")
-    )
+    assert "there is no operator 'fc9': did you mean fc2, fc1?" in refused(schedule=LINES.replace("\nfc1\n", "\nfc9\n"))
     assert "s.txt, forward: 'ln1' stands there 2 times" in refused(
-        schedule=DEFAULT.replace("\nln1\n", "\nln1\nln1\n"), **where
+        schedule=LINES.replace("\nln1\n", "\nln1\nln1\n"), **where
     )
     assert "'wait tensor_gather' needs what was started, which 'start tensor_gather' gives" in refused(
-        schedule=DEFAULT.replace(
+        schedule=LINES.replace(
             "start tensor_gather\nwait tensor_gather\n", "wait tensor_gather\nstart tensor_gather\n", 1
         )
     )
-    assert "does not say what is done" in refused(schedule=DEFAULT.replace("gradient ln1", "ln1 gradient"))
+    assert "does not say what is done" in refused(schedule=LINES.replace("gradient ln1", "ln1 gradient"))
 
 
 def test_a_tensor_that_no_layer_has_is_refused() -> None:

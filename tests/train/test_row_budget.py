@@ -14,8 +14,8 @@ from antiphon.kernels.ops.route import choose_experts
 from antiphon.models.config import model_spec
 from antiphon.specs.model import RouterSpec
 from antiphon.train import feed_forward
-from antiphon.train.config import ParallelConfig
 from antiphon.train.config_learning import LossConfig
+from antiphon.train.config_ranks import ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget
@@ -55,7 +55,7 @@ def peak(ranks: int, rank: int, dispatch: str, row_budget: float, choices: Any) 
     with pytest.MonkeyPatch.context() as patch, live:
         patch.setattr(feed_forward, "choose_experts", partial(chosen, choices))
         routing = Routing(spec.router, LossConfig(), mesh.stage, num_layers=spec.num_moe_layers)
-        model(batch, torch.tensor(ranks * ids.numel()), routing).backward()
+        model.stage(0, None, batch, torch.tensor(ranks * ids.numel()), routing).backward()
     return live.peak
 
 

@@ -18,8 +18,7 @@ from antiphon.train import checkpoint
 from antiphon.train.config import read_config
 from antiphon.train.setup import build_model, cache_of, prepare
 from antiphon.train.shards import Shards
-from antiphon.train.token_writer import SPLITS
-from antiphon.train.tokens import open_tokens
+from antiphon.train.tokens import SPLITS, open_tokens
 from antiphon.train.trainer import Trainer
 from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import losses, same_tensors, write_run

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from antiphon.train.alarms import SLOW_STEPS, RankWork, SlowRanks
 from antiphon.train.config import read_config
 from antiphon.train.passes import Passes
 from antiphon.train.setup import prepare
-from antiphon.train.slow_ranks import PATIENCE, RankWork, SlowRanks
 from antiphon.train.trainer import Trainer
 from antiphon.train.watch import StepTraffic
 from tests.comm.ranks import on_ranks
@@ -26,7 +26,7 @@ def work(busy_s: float, stage: int = 0, rows: float = 1.0) -> RankWork:
 
 def test_a_slow_rank_is_named_once_and_again_when_it_keeps_up() -> None:
     watch, said = SlowRanks(), []
-    for step in range(PATIENCE + 3):
+    for step in range(SLOW_STEPS + 3):
         said += watch.observe(step, [work(1.0), work(1.1), work(2.0)])
     assert len(said) == 1
     assert said[0].startswith("rank 2 (node1) is slow: it works for 2.00 s a step where the others work for 1.05 s")
@@ -38,7 +38,7 @@ def test_a_slow_rank_is_named_once_and_again_when_it_keeps_up() -> None:
 
 def test_a_rank_with_many_rows_is_told_apart() -> None:
     watch = SlowRanks()
-    for step in range(PATIENCE):
+    for step in range(SLOW_STEPS):
         said = watch.observe(step, [work(1.0), work(2.0, rows=1.9)])
     assert "times the mean of rows: raise loss.balance" in said[0]
 
@@ -48,7 +48,7 @@ def test_what_is_no_slow_rank() -> None:
     watch = SlowRanks()
     for step in range(20):
         assert not watch.observe(step, [work(1.0), work(1.0), work(5.0, stage=1), work(5.0, stage=1)])
-        assert not watch.observe(step, [work(1.0), work(2.0 if step % PATIENCE else 1.0)])
+        assert not watch.observe(step, [work(1.0), work(2.0 if step % SLOW_STEPS else 1.0)])
         assert not watch.observe(step, [work(0.004), work(0.009)])
         assert not watch.observe(step, [work(1.0)])
 

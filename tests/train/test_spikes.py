@@ -10,10 +10,10 @@ import torch
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
+from antiphon.train.alarms import LEAST_STEPS, SpikeLimit, spike
 from antiphon.train.config_learning import WatchConfig
 from antiphon.train.samples import Samples
 from antiphon.train.setup import prepare
-from antiphon.train.spikes import LEAST_STEPS, SpikeLimit, spike
 from antiphon.train.trainer import TrainedStep, Trainer
 from tests.train.harness import config_of, losses, same_tensors
 

@@ -20,8 +20,8 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.models.config import load_model_spec
 from antiphon.train import setup, token_stream
 from antiphon.train.config import TrainConfig, read_config
+from antiphon.train.samples import StreamedSamples
 from antiphon.train.setup import prepare, prepare_data, stream_of, tokenizer_of
-from antiphon.train.streamed_samples import StreamedSamples
 from antiphon.train.token_stream import StreamWriter, TokenStream
 from antiphon.train.trainer import Trainer
 from tests.serve.fork_server import PROGRAMS
@@ -199,7 +199,7 @@ def test_the_writer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert process.wait(PATIENCE_S) in (0, 1)
     writer.close()
     monkeypatch.setattr(token_stream, "_LOCK_S", 0.1)
-    with token_stream._Lock(stream.folder), pytest.raises(UserError, match="another run writes token ids there"):
+    with token_stream._locked(stream.folder), pytest.raises(UserError, match="another run writes token ids there"):
         stream.write_all()
     stream.write_all()
     assert stream.is_whole

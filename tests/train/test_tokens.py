@@ -18,11 +18,10 @@ from pyarrow import parquet
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.train import documents, tokens
-from antiphon.train.config_data import DataConfig
+from antiphon.train.config_learning import DataConfig
 from antiphon.train.documents import find_files, read_documents
 from antiphon.train.encoder import load_tokenizer
-from antiphon.train.token_writer import SPLITS, Reached
-from antiphon.train.tokens import open_tokens, tokenize
+from antiphon.train.tokens import SPLITS, Reached, open_tokens, tokenize
 from tests.train.harness import LINES, write_model, write_text
 
 FILES = ("train.bin", "train.starts", "held_out.bin", "held_out.starts", "meta.json")
@@ -111,7 +110,7 @@ from dataclasses import replace
 from pathlib import Path
 from antiphon.models.config import load_model_spec
 from antiphon.train import tokens
-from antiphon.train.config_data import DataConfig
+from antiphon.train.config_learning import DataConfig
 tokens._CHUNK_BYTES, tokens._BATCH_TEXTS = 500, 7
 whole = tokens._batch
 def slowly(documents, most):
