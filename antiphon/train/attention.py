@@ -55,7 +55,7 @@ def attention_operators(
 
 def reads_qkv(attention: AttentionSpec) -> bool:
     """Whether backward reads what the projection made: for norms or clipping."""
-    return attention.latent is not None or attention.qk_norm is not None or attention.clip_qkv is not None
+    return attention.latent is not None or attention.qk_norm != "none" or attention.clip_qkv is not None
 
 
 def heads_leave_in_tiles(attention: AttentionSpec) -> bool:

@@ -140,6 +140,23 @@ def test_activation_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
     assert found["remake=selective"][0] < found[again][0] < 0.95 * found["remake=none"][0]
 
 
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        ("mixtral", False),
+        ("gpt_oss", False),
+        ("qwen3_moe", True),
+        ("olmoe", True),
+        ("dbrx", True),
+        ("deepseek_v3", True),
+    ],
+)
+def test_the_projection_is_kept_where_a_norm_or_a_limit_reads_it(family: str, kept: bool) -> None:
+    spec = model_spec(family_config(family, num_hidden_layers=2).to_dict())
+    model = MoeModel(spec, connect(Sizes(), 0), max_positions=LENGTH, dtype=torch.float32)
+    assert ("qkv" in model.layers[0].plan.kept) == kept
+
+
 def refused(**options: Any) -> str:
     with pytest.raises(UserError) as caught:
         gradients(family_config("qwen3_moe", num_hidden_layers=2).to_dict(), PlanOptions(**options))
