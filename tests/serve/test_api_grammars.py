@@ -16,9 +16,8 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text import grammar_lanes, grammar_trial, structured
-from antiphon.serve.text.call_grammar import Spelling, Wish, answer_rules
 from antiphon.serve.text.dialects import dialect_of
-from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
+from antiphon.serve.text.grammar_text import Spelling, Wish, answer_rules, json_grammar, lark_grammar
 from antiphon.serve.text.structured import GrammarCompiler, GrammarMatcher
 from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, fake_engine, ids, live, small_grammars, small_tokenizer
 from tests.waiting import wait_until

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.serve.text.detokenizer import TokenBytes, byte_level_alphabet
 from antiphon.serve.text.stop_strings import StopStringMatcher
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.tokenizer import TokenBytes, byte_level_alphabet
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from tests.serve.api_harness import eos_id, ids, small_grammars, small_tokenizer
 

@@ -12,9 +12,16 @@ from transformers import AutoTokenizer
 
 from antiphon.base.errors import UserError
 from antiphon.serve.text.answer_reader import AnswerReader
-from antiphon.serve.text.call_grammar import ANSWER, Spelling, Wish, answer_rules
 from antiphon.serve.text.dialects import CALL_FORMATS, REASONING_FORMATS, Dialect, dialect_of
-from antiphon.serve.text.grammar_text import composed_grammar, json_grammar, lark_grammar
+from antiphon.serve.text.grammar_text import (
+    ANSWER,
+    Spelling,
+    Wish,
+    answer_rules,
+    composed_grammar,
+    json_grammar,
+    lark_grammar,
+)
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, write_tokenizer

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from antiphon.base.errors import CheckpointError
-from antiphon.serve.text.detokenizer import IncrementalDetokenizer, TokenBytes
-from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer import IncrementalDetokenizer, TextTokenizer, TokenBytes
 from tests.serve.tokenizer_kinds import KINDS, TEXTS, small
 
 ids = st.lists(st.integers(0, 520), max_size=30)  # more than there are

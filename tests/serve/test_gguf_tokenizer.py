@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from antiphon.base.errors import CheckpointError
-from antiphon.serve.text.gguf_tokenizer import _PATTERNS
 from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_formats import _PATTERNS
 
 SPECIAL = ["<|endoftext|>", "<｜begin▁of▁sentence｜>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import CheckpointError
-from antiphon.serve.text.tiktoken_file import KIMI_PATTERN
 from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_formats import KIMI_PATTERN
 
 TEXT = (
     "The experts of a mixture are chosen token by token, and it's the router's choice which of them work together. "

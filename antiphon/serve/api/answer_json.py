@@ -57,6 +57,11 @@ def encoded_list(items: Iterable[Encoded]) -> Encoded:
     return Encoded([b"[", *parts[1:], b"]"])
 
 
+def named_event(type: str, **fields: Any) -> bytes:
+    """A server-sent event of this type, which its JSON names as well."""
+    return b"event: %s\ndata: %s\n\n" % (type.encode(), encode_json({"type": type, **fields}))
+
+
 class GrowingText:
     """A JSON string that is added to."""
 

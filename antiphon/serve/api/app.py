@@ -1,6 +1,5 @@
 """Puts the server together: one engine, one tokenizer, the routes, the key check, the OpenAPI description."""
 
-import hmac
 import re
 from typing import Any
 
@@ -8,23 +7,21 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import chat, completions, drain, invocations, placement, status, tokens
-from antiphon.serve.api.anthropic import routes as anthropic
+from antiphon.serve.api import chat, completions, status, tokens, workers
+from antiphon.serve.api.anthropic import messages
 from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.errors import ApiError, install_error_handlers
+from antiphon.serve.api.errors import install_error_handlers
+from antiphon.serve.api.guard.access import OPEN_PATHS, AccessMiddleware, EntryMiddleware
 from antiphon.serve.api.guard.harmless import harmless_properties
-from antiphon.serve.api.guard.sites import SiteMiddleware
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.openai_responses import routes as openai_responses
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest
-from antiphon.serve.api.request_ids import RequestIdMiddleware
 from antiphon.serve.api.requests import (
     ChatBatchRequest,
     ChatCompletionRequest,
@@ -51,53 +48,6 @@ _REQUEST_MODELS: tuple[type[RequestModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-# They need no API key.
-OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
-
-
-class ApiKeyMiddleware:
-    """401 unless the request carries ``Authorization: Bearer``, or ``x-api-key``, and one of the keys.
-
-    Asks before anything else happens: before the body is read, before the route is looked up. Open without a key are
-    the paths that machines poll and that reveal nothing of what users do (`OPEN_PATHS`)."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        refusal = ApiError(
-            401,
-            "missing or wrong API key: send it as Authorization: Bearer <key>, or as x-api-key",
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
-        await refusal.response(scope["path"])(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        headers = dict(scope["headers"])
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if b"authorization" not in headers:  # as Anthropic's clients send it
-            scheme, key = b"bearer", headers.get(b"x-api-key", b"")
-        # Compare with every key in constant time: timing must not tell how much of a key was right.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
-
-
-class RootPathMiddleware:
-    """Takes the root path off, if a proxy did not."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._root_path}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
-        await self._app(scope, receive, send)
 
 
 def create_app(
@@ -130,18 +80,14 @@ def create_app(
     for routes in (
         chat.router,
         completions.router,
-        invocations.router,
-        anthropic.router,
+        messages.router,
         openai_responses.router,
         tokens.router,
-        placement.router,
-        drain.router,
+        workers.router,
         status.router,
     ):
         app.include_router(routes)
-    if settings.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
-    app.add_middleware(SiteMiddleware, settings=settings)
+    app.add_middleware(AccessMiddleware, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -150,9 +96,7 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    if settings.root_path:
-        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)
-    app.add_middleware(RequestIdMiddleware)  # the outermost: the last that is added
+    app.add_middleware(EntryMiddleware, root_path=settings.root_path)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))
     if settings.root_path:
         description = {**description, "servers": [{"url": settings.root_path}]}

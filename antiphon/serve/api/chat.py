@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`: a conversation in, the assistant's turn out."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,21 +10,19 @@ from antiphon.serve.api.answer_json import (
     ChatLogprobsJson,
     Encoded,
     GrowingText,
-    TokenJson,
     encoded_list,
     encoded_object,
 )
-from antiphon.serve.api.answer_limits import check_answer_size
 from antiphon.serve.api.chat_reading import ChatReading, chat_reading, compile_grammar
 from antiphon.serve.api.choice import ChoiceDelta, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
-from antiphon.serve.api.parameters import chat_sampling, check_request
+from antiphon.serve.api.parameters import chat_sampling, check_answer_size, check_request
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt, text_of
 from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest
-from antiphon.serve.api.respond import choice_object, respond, token_json
+from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
 from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.specs.sampling import SamplingParams
@@ -31,45 +30,45 @@ from antiphon.specs.sampling import SamplingParams
 router = APIRouter(tags=["generation"])
 
 
-class ChatShape:
-    """Answers spelled as chat messages."""
+def _shape(
+    context: ApiContext,
+    body: ChatCompletionRequest | ChatBatchRequest,
+    *,
+    prompt_ids_beside_choices: bool = True,
+    echoed: str = "",
+) -> AnswerShape:
+    """Answers spelled as chat messages; `echoed` stands before each."""
+    tokens = token_json(context, body)
+    return AnswerShape(
+        object_name="chat.completion",
+        chunk_object_name="chat.completion.chunk",
+        piece=_piece,
+        whole=partial(_whole, echoed),
+        logprobs=lambda: ChatLogprobsJson(tokens) if body.logprobs else None,
+        opening={"role": "assistant", "content": echoed},
+        prompt_ids_beside_choices=prompt_ids_beside_choices,
+    )
 
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
 
-    def __init__(
-        self, tokens: TokenJson, *, with_logprobs: bool, prompt_ids_beside_choices: bool = True, echoed: str = ""
-    ) -> None:
-        """`echoed`: stands before each answer."""
-        self.prompt_ids_beside_choices = prompt_ids_beside_choices
-        self._tokens = tokens
-        self._with_logprobs = with_logprobs
-        self._echoed = echoed
+def _piece(delta: ChoiceDelta) -> dict[str, Any]:
+    news: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    if delta.reasoning:
+        news["reasoning"] = news["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        news["tool_calls"] = [_streamed_call(piece) for piece in delta.calls]
+    return choice_object(delta, "delta", news)
 
-    def logprobs(self) -> ChatLogprobsJson | None:
-        return ChatLogprobsJson(self._tokens) if self._with_logprobs else None
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return choice_object(ChoiceDelta(index), "delta", {"role": "assistant", "content": self._echoed})
-
-    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        news: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        if delta.reasoning:
-            news["reasoning"] = news["reasoning_content"] = delta.reasoning
-        if delta.calls:
-            news["tool_calls"] = [_streamed_call(piece) for piece in delta.calls]
-        return choice_object(delta, "delta", news)
-
-    def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
-        has_fields = answer.calls or not answer.reasoning.is_empty
-        is_empty = has_fields and answer.text.is_empty and not self._echoed
-        text = None if is_empty else answer.text.encoded(self._echoed)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if not answer.reasoning.is_empty:
-            message["reasoning"] = message["reasoning_content"] = answer.reasoning.encoded()
-        if answer.calls:
-            message["tool_calls"] = encoded_list(_whole_call(*call) for call in answer.calls)
-        return choice_object(answer, "message", encoded_object(message))
+def _whole(echoed: str, answer: AnswerInTheMaking) -> dict[str, Any]:
+    has_fields = answer.calls or not answer.reasoning.is_empty
+    is_empty = has_fields and answer.text.is_empty and not echoed
+    text = None if is_empty else answer.text.encoded(echoed)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if not answer.reasoning.is_empty:
+        message["reasoning"] = message["reasoning_content"] = answer.reasoning.encoded()
+    if answer.calls:
+        message["tool_calls"] = encoded_list(_whole_call(*call) for call in answer.calls)
+    return choice_object(answer, "message", encoded_object(message))
 
 
 def _whole_call(begin: CallPiece, arguments: GrowingText) -> Encoded:
@@ -84,13 +83,11 @@ def _streamed_call(piece: CallPiece) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-async def submit_chat(context: ApiContext, client: str, body: ChatCompletionRequest, generation: Generation) -> None:
-    """From the request to answers under way, for all endpoints that speak with the model in turns."""
-    await _submit(context, client, [body], generation)
-
-
-async def _submit(context: ApiContext, client: str, chats: list[ChatCompletionRequest], generation: Generation) -> None:
-    """Chats that differ in their messages only."""
+async def submit_chat(
+    context: ApiContext, client: str, chats: list[ChatCompletionRequest], generation: Generation
+) -> None:
+    """From the request to answers under way, for all endpoints that speak with the model in turns. `chats` differ in
+    their messages only."""
     body = chats[0]
     check_request(context, body, len(chats))
     if body.echo and not body.continue_final_message:
@@ -127,10 +124,9 @@ async def create_chat_completion(request: Request) -> Response:
 async def answer_chat(context: ApiContext, request: Request, body: ChatCompletionRequest) -> Response:
     """The response to a request that was read."""
     async with generation_for(context, body, "chatcmpl") as generation:
-        await submit_chat(context, client_of(request), body, generation)
+        await submit_chat(context, client_of(request), [body], generation)
         echoed = text_of(body.messages[-1].content) if body.echo else ""
-        shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs), echoed=echoed)
-        return await respond(context, request, generation, shape, body)
+        return await respond(context, request, generation, _shape(context, body, echoed=echoed), body)
 
 
 @router.post(
@@ -145,6 +141,6 @@ async def create_chat_batch(request: Request) -> Response:
         raise bad_request("echo is for single conversations: leave it out", param="echo")
     chats = body.conversations()
     async with generation_for(context, body, "chatcmpl") as generation:
-        await _submit(context, client_of(request), chats, generation)
-        shape = ChatShape(token_json(context, body), with_logprobs=bool(body.logprobs), prompt_ids_beside_choices=False)
+        await submit_chat(context, client_of(request), chats, generation)
+        shape = _shape(context, body, prompt_ids_beside_choices=False)
         return await respond(context, request, generation, shape, body)

@@ -22,9 +22,12 @@ from antiphon.serve.api.requests import (
 )
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text.answer_reader import AnswerReader, leaves_reasoning_open
-from antiphon.serve.text.call_grammar import ANSWER, Spelling, Wish, answer_rules
 from antiphon.serve.text.dialects import MESSAGE_ENDS, Dialect
 from antiphon.serve.text.grammar_text import (
+    ANSWER,
+    Spelling,
+    Wish,
+    answer_rules,
     choice_grammar,
     composed_grammar,
     json_grammar,

@@ -1,48 +1,30 @@
-"""`POST /v1/completions`: text or token ids in, their continuation out."""
+"""`POST /v1/completions`: text or token ids in, their continuation out; and `POST /invocations`, which Amazon SageMaker
+sends to a container: a chat if it has `messages`, else a completion."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from antiphon.serve.api.answer_json import AnswerInTheMaking, CompletionLogprobsJson, TokenJson
-from antiphon.serve.api.answer_limits import check_answer_size
+from antiphon.serve.api.answer_json import CompletionLogprobsJson
+from antiphon.serve.api.chat import answer_chat
 from antiphon.serve.api.chat_reading import compile_grammar
-from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.generation import generation_for
-from antiphon.serve.api.guard.body import read_request
-from antiphon.serve.api.parameters import check_request, completion_sampling
+from antiphon.serve.api.guard.body import read_any_request, read_request
+from antiphon.serve.api.parameters import check_answer_size, check_request, completion_sampling
 from antiphon.serve.api.prompts import bad_word_ids, completion_prompts
-from antiphon.serve.api.requests import CompletionRequest, split_prompts
-from antiphon.serve.api.respond import choice_object, respond, token_json
-from antiphon.serve.api.responses import CompletionResponse, described_generation
+from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
+from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
+from antiphon.serve.api.responses import (
+    GENERATION_ERRORS,
+    CompletionResponse,
+    described_errors,
+    described_generation,
+    described_stream,
+)
 
 router = APIRouter(tags=["generation"])
-
-
-class CompletionShape:
-    """Answers spelled as text completions. A streamed piece has the shape of a finished answer."""
-
-    object_name = "text_completion"
-    chunk_object_name = "text_completion"
-
-    prompt_ids_beside_choices = False
-
-    def __init__(self, tokens: TokenJson, *, with_logprobs: bool) -> None:
-        self._tokens = tokens
-        self._with_logprobs = with_logprobs
-
-    def logprobs(self) -> CompletionLogprobsJson | None:
-        return CompletionLogprobsJson(self._tokens) if self._with_logprobs else None
-
-    def opening(self, index: int) -> None:
-        return None
-
-    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        return choice_object(delta, "text", delta.text)
-
-    def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
-        return choice_object(answer, "text", answer.text.encoded())
+_KINDS = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ChatCompletionRequest, CompletionRequest)]
 
 
 @router.post(
@@ -65,5 +47,32 @@ async def answer_completion(context: ApiContext, request: Request, body: Complet
         params = [completion_sampling(context, body, len(prompt.token_ids), grammar, bad_words) for prompt in prompts]
         check_answer_size(context, body, prompts, params)
         await generation.submit(prompts, params, body, echo=bool(body.echo))
-        shape = CompletionShape(token_json(context, body), with_logprobs=body.logprobs is not None)
+        tokens = token_json(context, body)
+        shape = AnswerShape(
+            object_name="text_completion",
+            chunk_object_name="text_completion",
+            piece=lambda delta: choice_object(delta, "text", delta.text),
+            whole=lambda answer: choice_object(answer, "text", answer.text.encoded()),
+            logprobs=lambda: CompletionLogprobsJson(tokens) if body.logprobs is not None else None,
+        )
         return await respond(context, request, generation, shape, body)
+
+
+def _kind_of(body: dict[str, Any]) -> type[ChatCompletionRequest] | type[CompletionRequest]:
+    return ChatCompletionRequest if "messages" in body else CompletionRequest
+
+
+@router.post(
+    "/invocations",
+    summary="Answer a conversation, or continue a text",
+    responses={**described_stream(), **described_errors(*GENERATION_ERRORS)},
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": {"oneOf": _KINDS}}}},
+    },
+)
+async def create_invocation(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_any_request(context, request, _kind_of)
+    if isinstance(body, ChatCompletionRequest):
+        return await answer_chat(context, request, body)
+    return await answer_completion(context, request, body)

@@ -3,17 +3,20 @@
 Completions and chat completions differ only in how an answer is spelled; `AnswerShape` is that difference. Every
 event is one dictionary encoded by msgspec: no models, no task per event, a few microseconds a token. A stream's events
 wait for the client in an `Outbox`, within a limit. A whole answer grows as JSON (`answer_json`), because its status is
-known only at its end, and is sent in pieces. Its size is limited: estimated before (`answer_limits`), counted while it
+known only at its end, and is sent in pieces. Its size is limited: estimated before (`parameters`), counted while it
 grows. Whatever takes long takes turns with other requests (`Pace`).
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from antiphon.base.logging import get_logger
@@ -27,12 +30,12 @@ from antiphon.serve.api.answer_json import (
     encoded_list,
     encoded_object,
 )
-from antiphon.serve.api.answer_limits import answer_too_large
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.outbox import BATCH_BYTES, ClientGone, Outbox, SlowReader, WholeAnswer, until_disconnect
+from antiphon.serve.api.parameters import answer_too_large
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.specs.sampling import PromptLogprobs
 
@@ -41,24 +44,20 @@ _ENTRIES_A_TURN = 32  # half a millisecond with twenty alternatives each
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class AnswerShape(Protocol):
-    """How one endpoint spells its answers."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerShape:
+    """How one endpoint spells its answers: choice objects of a streamed piece and of a whole answer, whose values may
+    be `Encoded`, but for their log-probabilities. `logprobs` makes those of one answer; None when they were not asked
+    for. `opening`: what a choice's first event holds before any text. `prompt_ids_beside_choices`: where the answer has
+    `prompt_token_ids`."""
 
     object_name: str
     chunk_object_name: str
-    prompt_ids_beside_choices: bool  # where the answer has `prompt_token_ids`
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice object of an event before any text, or None."""
-
-    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """The choice object of one streamed piece, but for its log-probabilities."""
-
-    def whole(self, answer: AnswerInTheMaking) -> dict[str, Any]:
-        """The choice object of a finished answer, but for its log-probabilities; values may be `Encoded`."""
-
-    def logprobs(self) -> LogprobsJson | None:
-        """For one answer; None when they were not asked for."""
+    piece: Callable[[ChoiceDelta], dict[str, Any]]
+    whole: Callable[[AnswerInTheMaking], dict[str, Any]]
+    logprobs: Callable[[], LogprobsJson | None]
+    opening: dict[str, Any] | None = None
+    prompt_ids_beside_choices: bool = False
 
 
 def token_json(context: ApiContext, body: GenerationRequest) -> TokenJson:
@@ -213,8 +212,9 @@ class ChoiceEvents:
         self._reports_ids = bool(body.return_token_ids)
 
     def opening(self) -> list[bytes]:
-        openings = ((index, self._shape.opening(index)) for index in range(self._generation.num_choices))
-        return [self._opening(index, choice) for index, choice in openings if choice is not None]
+        if self._shape.opening is None:
+            return []
+        return [self._opening(index, self._shape.opening) for index in range(self._generation.num_choices)]
 
     def ending(self) -> list[bytes]:
         if not self._include_usage:
@@ -224,7 +224,8 @@ class ChoiceEvents:
     def failure(self, error: ApiError) -> bytes:
         return _event(error.body())
 
-    def _opening(self, index: int, choice: dict[str, Any]) -> bytes:
+    def _opening(self, index: int, content: dict[str, Any]) -> bytes:
+        choice = choice_object(ChoiceDelta(index), "delta", content)
         event = self._header | {"choices": [choice]}
         if self._reports_ids:
             choice["token_ids"] = []
@@ -252,14 +253,26 @@ class ChoiceEvents:
         return _event(event)
 
 
-async def whole_of(context: ApiContext, request: Request, generation: Generation, events: StreamedEvents) -> None:
-    """Let `events` take in a whole answer, for endpoints whose answer is what their events add up to. `ApiError` as
-    soon as it fails or is too large."""
+async def respond_in_items(
+    context: ApiContext,
+    request: Request,
+    generation: Generation,
+    events: StreamedEvents,
+    answer: dict[str, Any],
+    *,
+    streams: bool | None,
+) -> Response:
+    """As `respond`, for endpoints whose whole `answer` is what their events add up to."""
+    if streams:
+        return EventStream(context, generation, events)
     await until_disconnect(request.receive, take_whole(context, generation, events))
+    await generation.close()
+    return JSONResponse(answer)
 
 
 async def take_whole(context: ApiContext, generation: Generation, events: StreamedEvents) -> None:
-    """The same, whether or not the client waits."""
+    """Let `events` take in a whole answer, whether or not the client waits. `ApiError` as soon as it fails or is too
+    large."""
     num_bytes = 0
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:

@@ -202,10 +202,24 @@ class PlacementResponse(BaseModel):
     experts_to_load: int
 
 
+class DrainResponse(BaseModel):
+    """`state`: "ready", "draining, 3 requests left" or "drained"."""
+
+    worker: str
+    state: str
+
+
 def described_body(model: type[AnyRequest]) -> dict[str, Any]:
     """OpenAPI's description of a JSON body (`create_app` adds the schemas these references point to)."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def described_path(name: str) -> dict[str, Any]:
+    """OpenAPI's description of a path's last part, which may be any text."""
+    return {
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    }
 
 
 def described_answer(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

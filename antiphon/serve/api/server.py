@@ -33,9 +33,8 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.base.system import resident_bytes
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.guard.acceptor import Acceptor
 from antiphon.serve.api.guard.connection import ApiConnection
-from antiphon.serve.api.guard.connections import Connections
+from antiphon.serve.api.guard.connections import Acceptor, Connections
 from antiphon.serve.api.settings import ServerSettings
 
 _log = get_logger("serve.api")
@@ -56,13 +55,10 @@ class DrainingServer(uvicorn.Server):
         self.server_state = self._connections = Connections(context.settings, context.metrics)
         self._acceptors: list[Acceptor] = []
         self._context = context
-        self._on_ready: Callable[[], None] | None = None
+        self.on_ready: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._collector = QuietCollector()
-
-    def call_when_ready(self, on_ready: Callable[[], None]) -> None:
-        self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -73,8 +69,7 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or []:
             self._open(listener, self._loop)
         self._context.engine.call_when_given_up(self._stop_without_engine)
-        if self._on_ready is not None:
-            self._on_ready()
+        self.on_ready()
         self.ready.set()
 
     def _open(self, listener: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
@@ -228,7 +223,7 @@ def run_server(
             if on_listening is not None:
                 on_listening(url)
 
-        server.call_when_ready(report)
+        server.on_ready = report
         server.run(sockets=[listener])
 
 

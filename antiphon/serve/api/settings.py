@@ -14,7 +14,7 @@ from antiphon.specs.plan import Predicted
 class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
-    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`sites`). `cors_origins`: pages of
+    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`access`). `cors_origins`: pages of
     other servers that may use this one, ``https://host``, or ``*``. `served_model_names`: the first is the one that
     answers have; empty: the engine's. `model_root`: where the model comes from. `own_chat_template`: in place of the
     checkpoint's. `chat_template_kwargs`: variables of the template, unless a request sets them. `max_streams` counts
@@ -24,7 +24,7 @@ class ServerSettings:
     `return_tokens_as_token_ids` and `force_include_usage` (in each event of a stream): whether answers have them that
     were not asked for it.
     `max_body_bytes` None: what a request that fits the context may need (`input_limits`). `max_answer_bytes` limits one
-    answer, estimated before it is made (`answer_limits`). `predicted`: what the loaded plan promised, None
+    answer, estimated before it is made (`parameters`). `predicted`: what the loaded plan promised, None
     without a plan.
 
     A connection has `header_timeout_s` from its first byte (a new one: from its begin) to a request's complete head. It

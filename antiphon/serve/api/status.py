@@ -25,6 +25,7 @@ from antiphon.serve.api.responses import (
     ModelList,
     VersionResponse,
     described_errors,
+    described_path,
 )
 
 router = APIRouter(tags=["status"])
@@ -56,9 +57,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     summary="The served model by name",
     response_model=ModelCard,
     responses=described_errors(401, 404),
-    openapi_extra={
-        "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-    },
+    openapi_extra=described_path("model"),
 )
 async def get_model(request: Request) -> dict[str, Any]:
     context = context_of(request)

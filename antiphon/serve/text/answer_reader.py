@@ -14,11 +14,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from antiphon.serve.text.answer_fields import AnswerFields, CallCompleteError, Reading
-from antiphon.serve.text.call_object import BalancedJson, CallObject
-from antiphon.serve.text.call_values import JSON_TYPES, LiteralRewriter, property_types, string_json, value_json
+from antiphon.serve.text.answer_fields import AnswerFields, CallCompleteError, Reading, Steps, TextCursor
+from antiphon.serve.text.call_values import (
+    JSON_TYPES,
+    BalancedJson,
+    CallObject,
+    LiteralRewriter,
+    property_types,
+    string_json,
+    value_json,
+)
 from antiphon.serve.text.dialects import CHANNEL, CONSTRAIN, MESSAGE, MESSAGE_ENDS, START, CallFormat, Dialect
-from antiphon.serve.text.text_cursor import Steps, TextCursor
 
 _MAX_NAME = 256  # characters: longer ones are no names
 _DEFAULT_FORM = CallFormat(name="", structure="json")

@@ -1,9 +1,10 @@
-"""Values of a call's arguments that a model does not write as JSON: the JSON they stand for.
+"""What a model writes of a call, as JSON: objects with a name and arguments, and values that it does not write as JSON.
 
-Formats of tags write a value as bare text; what type it has, the schema of its function says. Formats of Python calls
-write literals. Both become JSON without an evaluator: a literal is rewritten character by character, so that neither
-its length nor its depth matters, and a long one need not be waited for. Rejected: `ast.literal_eval`, which deep
-nesting can end together with the process.
+Objects are read a character at a time; their arguments are passed on as the model wrote them: only a grammar promises
+that they are JSON. Formats of tags write a value as bare text; what type it has, the schema of its function says.
+Formats of Python calls write literals. Both become JSON without an evaluator: a literal is rewritten character by
+character, so that neither its length nor its depth matters, and a long one need not be waited for. Rejected:
+`ast.literal_eval`, which deep nesting can end together with the process.
 """
 
 import json
@@ -11,11 +12,101 @@ from collections.abc import Iterator
 from typing import Any
 
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+_ARGUMENTS = {"arguments", "parameters"}
 _MAX_REFERENCES = 32  # that are followed from one to the next
 _MAX_PARTS = 64  # of a schema that are looked at for one value: it may refer to itself, many times over
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", '"': '\\"', "\\": "\\\\", "'": "'", "\n": ""}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+
+
+class BalancedJson:
+    """Where a JSON value that begins with a bracket ends. `depth`: brackets that are open; `in_string`: a quote is."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = False
+        self._escaped = False
+
+    def feed(self, character: str) -> bool:
+        """Whether `character` is its last bracket."""
+        if self.in_string:
+            self.in_string = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+            return False
+        self.in_string = character == '"'
+        self.depth += (character in "{[") - (character in "}]")
+        return character in "}]" and self.depth <= 0
+
+
+class CallObject:
+    """One JSON object, a character at a time: its name, its arguments, whether it can be a call and where it ends."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.name: str | None = None
+        self.is_call: bool | None = None  # None: not known yet
+        self.finished = False
+        self.has_arguments = False
+        self._names = names
+        self._brackets = BalancedJson()
+        self._key: str | None = None
+        self._literal: list[str] = []  # the key or value of the outer object that is being read
+        self._arguments: list[str] = []
+        self._in_arguments = False
+
+    def take_arguments(self) -> str:
+        """The arguments read since the last time, to be asked for once it is known to be a call."""
+        taken = "".join(self._arguments)
+        self._arguments.clear()
+        return taken
+
+    def feed(self, character: str) -> None:
+        was_in_string, depth = self._brackets.in_string, self._brackets.depth
+        if not was_in_string and depth == 1 and character in ":,}]":
+            self._end_part(character)
+        elif was_in_string or depth > 1 or not character.isspace():
+            self._brackets.feed(character)
+            if was_in_string or self._brackets.depth > 1 or character not in "{[":
+                self._keep(character)
+
+    def _keep(self, character: str) -> None:
+        if self._key in _ARGUMENTS and character == "{" and not (self._literal or self.has_arguments):
+            self.has_arguments = self._in_arguments = True
+        if self._in_arguments:
+            self._arguments.append(character)
+        else:
+            self._literal.append(character)
+
+    def _end_part(self, character: str) -> None:
+        literal, self._literal, self._in_arguments = "".join(self._literal), [], False
+        if character == ":" and self._key is None:
+            self._key = str(_decoded(literal))
+            if self.is_call is None and self._key not in {"name", "type", "id", *_ARGUMENTS}:
+                self.is_call = False
+        elif self._key is not None:
+            self._end_value(self._key, literal)
+            self._key = None
+        if character in "}]":
+            self.finished = True
+            self.is_call = bool(self.is_call)
+
+    def _end_value(self, key: str, literal: str) -> None:
+        if key == "name" and self.is_call is None:
+            name = _decoded(literal)
+            self.is_call = isinstance(name, str) and name in self._names
+            self.name = str(name)
+        elif key in _ARGUMENTS and not self.has_arguments:
+            value = _decoded(literal)  # some models write the object as a text, or null for none
+            self.has_arguments = value is not None
+            self._arguments.append("" if value is None else value if isinstance(value, str) else literal)
+
+
+def _decoded(literal: str) -> object:
+    try:
+        value: object = json.loads(literal)
+    except (ValueError, RecursionError):
+        return literal
+    return value
 
 
 def property_types(schema: dict[str, Any], key: str) -> frozenset[str]:

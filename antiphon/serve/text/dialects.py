@@ -3,7 +3,7 @@ teaches.
 
 Families differ in marks, hardly in structure. Five structures cover them: JSON objects with a name and arguments,
 sections of a name and JSON, tags with a value for each parameter, calls as Python writes them, and the channels of
-gpt-oss. A row says the marks; `AnswerReader` reads by them and `call_grammar` writes by them.
+gpt-oss. A row says the marks; `AnswerReader` reads by them and `grammar_text` writes by them.
 
 Rejected: a class for each family. They repeat each other, and a fault mended in one stays in the others.
 """

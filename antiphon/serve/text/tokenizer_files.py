@@ -8,7 +8,7 @@
    of DeepSeek and others rely on it: their `tokenizer.json` adds nothing.
 3. Templates: `chat_template.jinja` and `additional_chat_templates/` before the config's, then `chat_template.json`.
 
-Without a `tokenizer.json`: `tiktoken.model` and `tekken.json` are read by `tiktoken_file`. Of `tokenizer.model`
+Without a `tokenizer.json`: `tiktoken.model` and `tekken.json` are read by `tokenizer_formats`. Of `tokenizer.model`
 and `vocab.json` transformers makes a tokenizer, which is then compared with the file. It reads the first with
 sentencepiece and protobuf, or with tiktoken, which we do not require: few checkpoints have nothing else.
 
@@ -28,14 +28,20 @@ from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.models.files import brief, check_regular, read_json
 from antiphon.models.gguf.container import SUFFIX, gguf_files
-from antiphon.serve.text import tiktoken_file
-from antiphon.serve.text.gguf_tokenizer import load_gguf
 from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer_formats import (
+    TEKKEN_NAME,
+    TEKKEN_ROLES,
+    TIKTOKEN_NAME,
+    load_gguf,
+    load_tekken,
+    load_tiktoken,
+)
 
 _log = get_logger("serve.text")
 
 _JSON = "tokenizer.json"
-_FILES = (_JSON, "tokenizer.model", "vocab.json", tiktoken_file.FILE_NAME, tiktoken_file.TEKKEN_NAME)
+_FILES = (_JSON, "tokenizer.model", "vocab.json", TIKTOKEN_NAME, TEKKEN_NAME)
 _CONFIG, _ROLES_FILE, _ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _TEMPLATE_FILE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 _BESIDE = (_CONFIG, _ROLES_FILE, _ADDED_FILE, _TEMPLATE_FILE, _TEMPLATE_JSON)  # read where they are there
@@ -63,13 +69,13 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         _check_file(path)
     try:
         config = _read_config(folder)
-        if main.name == tiktoken_file.TEKKEN_NAME:
-            config = tiktoken_file.TEKKEN_ROLES | config
+        if main.name == TEKKEN_NAME:
+            config = TEKKEN_ROLES | config
         backend = _read_backend(main, config)
         named = _named_tokens(config)
         _add_tokens(backend, config, named)
         _set_post_processor(backend, config, named)
-        return TextTokenizer(backend, _templates(folder, config), {name: str(token) for name, token in named.items()})
+        return _text_tokenizer(backend, _templates(folder, config), named)
     except CheckpointError:
         raise
     except Exception as error:  # the library's own type is Exception; a config may hold anything
@@ -89,8 +95,12 @@ def _load_gguf(path: Path) -> TextTokenizer:
         raise
     except Exception as error:  # the library's own type is Exception; a file may hold anything
         raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}: download the file again") from error
-    template = templates["default"] if templates.keys() == {"default"} else templates or None
-    return TextTokenizer(backend, template, {name: str(token) for name, token in named.items()})
+    return _text_tokenizer(backend, templates, named)
+
+
+def _text_tokenizer(backend: Tokenizer, templates: dict[str, str], named: dict[str, AddedToken]) -> TextTokenizer:
+    sources = templates["default"] if templates.keys() == {"default"} else templates or None
+    return TextTokenizer(backend, sources, {name: str(token) for name, token in named.items()})
 
 
 def _check_file(path: Path) -> None:
@@ -161,10 +171,10 @@ def _read_backend(main: Path, config: Mapping[str, Any]) -> Tokenizer:
         # What the library makes of the file can be compared with the file: ids that it gives to added tokens itself.
         for token in read_json(main).get("added_tokens") or []:
             _check_id(backend, token["content"], token["id"], main)
-    elif main.name == tiktoken_file.FILE_NAME:
-        backend = tiktoken_file.load_tiktoken(main.parent, config)
-    elif main.name == tiktoken_file.TEKKEN_NAME:
-        backend = tiktoken_file.load_tekken(main)
+    elif main.name == TIKTOKEN_NAME:
+        backend = load_tiktoken(main.parent, config)
+    elif main.name == TEKKEN_NAME:
+        backend = load_tekken(main)
     else:
         backend = _convert(main)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
@@ -229,8 +239,8 @@ def _set_post_processor(backend: Tokenizer, config: Mapping[str, Any], named: Ma
     backend.post_processor = processors.TemplateProcessing(single=parts, pair=None, special_tokens=special)
 
 
-def _templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or several by name."""
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name."""
     stored = _named_templates(config.get("chat_template"), _CONFIG)
     found = {path.stem: _read_text(path) for path in sorted(folder.glob(_MORE_TEMPLATES))}
     if (folder / _TEMPLATE_FILE).is_file():
@@ -239,7 +249,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] 
         found = stored or _named_templates(_read_if_there(folder / _TEMPLATE_JSON).get("chat_template"), _TEMPLATE_JSON)
     elif "default" in stored:
         found.setdefault("default", stored["default"])
-    return found["default"] if found.keys() == {"default"} else found or None
+    return found
 
 
 def _named_templates(stored: Any, source: str) -> dict[str, str]:

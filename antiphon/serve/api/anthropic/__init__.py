@@ -1,1 +1,1 @@
-"""Anthropic's Messages API over the chat core: `requests` becomes a chat, `events` spells the answer."""
+"""Anthropic's Messages API over the chat core: `requests` becomes a chat, `messages` spells the answer."""

@@ -1,32 +1,49 @@
-"""All TCP connections of one server: how many there may be, and which of them makes room for a new one.
+"""All TCP connections of one server: how they are accepted, how many there may be, and which makes room for a new one.
+
+asyncio accepts as many connections as wait in one go, two thousand here, before any of them can be looked at, and each
+takes a descriptor: a crowd that connects and waits would leave none for workers, logs and processes. Here a few are
+accepted at a time, and none at all while there is no room. The rest waits in the operating system's queue. When a
+descriptor is missing all the same, the connection that has waited longest makes room. While connections wait for the
+event loop to look at their bytes, one at a time is accepted: a crowd of new ones gets in no one's way.
 
 At the cap, in this order: the connection that has waited longest for a request is closed; then the body that has been
 on its way longest, if it is late, is refused with 429; when all have a request in progress, the new connection gets
 503. An address may have a few late bodies only, so that no client holds all connections by half a request on each.
 Connections that linger to have their answer read are counted apart.
 
-Rejected: uvicorn's `limit_concurrency`, which lets idle connections keep busy clients out and answers in plain text;
-a cap on connections per address, which would count a proxy's clients as one.
+Rejected: asyncio's own server with a small `backlog`, which is the length of the operating system's queue as well;
+uvicorn's `limit_concurrency`, which lets idle connections keep busy clients out and answers in plain text; a cap on
+connections per address, which would count a proxy's clients as one.
 """
 
+import asyncio
+import errno
 import resource
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.errors import ApiError, too_busy
+from antiphon.serve.api.errors import too_busy
 from antiphon.serve.api.guard.reading_line import ReadingLine
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from antiphon.serve.api.guard.connection import ApiConnection
+
 _log = get_logger("serve.api")
 
+_ACCEPTED_AT_ONCE = 16
+_RETRY_S = 0.25
+_SECONDS_BETWEEN_WARNINGS = 60.0
+_NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SPARE_FILES = 256  # for the workers' sockets, the log, libraries
 _MAX_LINGERING = 256
 _PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
@@ -38,37 +55,6 @@ _CALLS_A_ROUND = 10
 _LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
 
 
-class Connection(Protocol):
-    """What is asked of one connection here."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is on its way in either direction, as far as this machine knows."""
-
-    @property
-    def body_began_s(self) -> float | None:
-        """Since when a body is on its way, on the monotonic clock."""
-
-    @property
-    def address(self) -> str:
-        """The client's, without its port."""
-
-    def check(self, now_s: float) -> None:
-        """End the connection if it is past a deadline."""
-
-    def close_idle(self) -> None:
-        """Close it; no request is in progress."""
-
-    def refuse(self, error: ApiError) -> None:
-        """Answer `error` in the place of what is in progress, and close."""
-
-    def refuse_in_turn(self, error: ApiError) -> None:
-        """As `refuse`, in one of the next turns of the event loop."""
-
-    def reset(self) -> None:
-        """Close at once, with whatever it holds."""
-
-
 class Connections(ServerState):
     """All connections of one server. Used from the event loop's thread only."""
 
@@ -76,15 +62,15 @@ class Connections(ServerState):
         super().__init__()
         self.settings = settings
         self.limit, self.max_lingering = affordable_connections(settings.max_connections)
-        self.waiting: dict[Connection, None] = {}  # for a request, longest first
-        self.lingering: dict[Connection, float] = {}  # and since when, longest first
+        self.waiting: dict[ApiConnection, None] = {}  # for a request, longest first
+        self.lingering: dict[ApiConnection, float] = {}  # and since when, longest first
         self.on_room: Callable[[], None] = lambda: None
         self.line = ReadingLine()
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
         self.num_open = 0  # sockets; those that close with bytes unsent are in none of the collections
         self._most = 0
         self._now_s = 0.0
-        self._unchecked: list[Connection] = []  # in this round
+        self._unchecked: list[ApiConnection] = []  # in this round
         self._num_at_once = 0
         self._has_refused = False
         self._ended = metrics.connections_ended
@@ -142,13 +128,13 @@ class Connections(ServerState):
         overdue.refuse(too_busy("all connections of this server are in use, and the body is late", 1.0))
         return True
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: "ApiConnection") -> None:
         """This connection counts no more."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
         self.lingering.pop(connection, None)
 
-    def linger(self, connection: Connection) -> None:
+    def linger(self, connection: "ApiConnection") -> None:
         """This connection has its answer and stays only for the client to read it."""
         self.forget(connection)
         self.lingering[connection] = time.monotonic()
@@ -190,10 +176,10 @@ class Connections(ServerState):
         self._most = self.num_open
         return True
 
-    def _all(self) -> Iterator[Connection]:
+    def _all(self) -> Iterator["ApiConnection"]:
         yield from list(self.connections)  # type: ignore[misc]  # all are `ApiConnection`
 
-    def _overdue_bodies(self, latest_s: float) -> Iterator[Connection]:
+    def _overdue_bodies(self, latest_s: float) -> Iterator["ApiConnection"]:
         """Connections whose body began to arrive before `latest_s` and is not complete, the first first."""
         began = [(connection.body_began_s, connection) for connection in self._all()]
         late = [
@@ -237,3 +223,86 @@ def affordable_connections(asked: int) -> tuple[int, int]:
         affordable - lingering, asked, soft,
     )  # fmt: skip
     return affordable - lingering, lingering
+
+
+class Acceptor:
+    """Accepts on one listening socket, from `open` to `close`. Used from the event loop's thread only."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        room: Connections,
+        new_protocol: Callable[[], asyncio.BaseProtocol],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._listener = listener
+        self._room = room
+        self._new_protocol = new_protocol
+        self._loop = loop
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._is_open = self._is_reading = False
+        self._warned_s = -_SECONDS_BETWEEN_WARNINGS
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._listener.setblocking(False)
+        self._is_open = True
+        self.resume()
+
+    def close(self) -> None:
+        """Accept no more; the socket stays the caller's."""
+        self._pause()
+        self._is_open = False
+
+    def resume(self) -> None:
+        """Go on accepting: there is room again, or time has passed."""
+        if self._is_open and not self._is_reading:
+            self._is_reading = True
+            self._loop.add_reader(self._listener, self._accept_some)
+
+    def _pause(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._listener)
+
+    def _accept_some(self) -> None:
+        for _ in range(1 if self._room.line else _ACCEPTED_AT_ONCE):
+            if not self._room.has_room():
+                self._wait_for_room()
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _NO_RESOURCES:
+                    self._warn(error)
+                    self._wait_for_room()
+                    return
+                continue  # this client is gone already
+            connection.setblocking(False)
+            self._room.note_accepted()
+            greeting = self._loop.create_task(self._greet(connection))
+            self._greetings.add(greeting)
+            greeting.add_done_callback(self._greetings.discard)
+
+    def _wait_for_room(self) -> None:
+        self._pause()
+        self._loop.call_later(_RETRY_S, self.resume)
+        self._room.free_a_socket()
+
+    def _warn(self, error: OSError) -> None:
+        if time.monotonic() - self._warned_s >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned_s = time.monotonic()
+            _log.warning("cannot accept a connection: %s; idle ones are closed (ulimit -n)", error.strerror)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Give the connection its protocol, which says so when it is lost."""
+        protocol = None
+        try:
+            protocol = self._new_protocol()
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except (OSError, ValueError) as error:  # gone, or no descriptor for the event loop's set
+            _log.debug("a connection was lost while it was accepted: %s", error)
+            connection.close()
+            self._room.note_closed()

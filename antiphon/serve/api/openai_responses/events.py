@@ -8,7 +8,7 @@ import math
 import secrets
 from typing import Any
 
-from antiphon.serve.api.answer_json import encode_json
+from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.choice import ChoiceDelta, TokenEntry
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError
@@ -23,13 +23,23 @@ _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponseEvents:
-    """The events of one answer, and the response that they make up."""
+    """The events of one answer, and the response that they make up, which is kept when it is complete unless the
+    client does not want that."""
 
     last = b""
 
     def __init__(
-        self, context: ApiContext, generation: Generation, body: ResponsesRequest, chat: ChatCompletionRequest
+        self,
+        context: ApiContext,
+        generation: Generation,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        client: str,
+        messages: list[dict[str, Any]],
     ) -> None:
+        """`messages`: the chat up to this answer, without instructions."""
+        self._client = client
+        self._messages = messages
         self._context = context
         self._generation = generation
         self._included = frozenset(body.include or ())
@@ -86,7 +96,10 @@ class ResponseEvents:
             text = "".join(map(detokenizer.feed, self._raw_ids)) + detokenizer.flush()
             self.response["input_messages"] = [_raw_message(prompt.text, prompt.token_ids)]
             self.response["output_messages"] = [_raw_message(text, self._raw_ids)]
-        return [self._event(f"response.{self.response['status']}", response=self.response)]
+        events = [self._event(f"response.{self.response['status']}", response=self.response)]
+        if self.response["store"]:
+            self.keep()
+        return events
 
     def failure(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
@@ -95,8 +108,21 @@ class ResponseEvents:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        content = encode_json({"type": kind, "sequence_number": self._number, **fields})
-        return b"event: %s\ndata: %s\n\n" % (kind.encode(), content)
+        return named_event(kind, sequence_number=self._number, **fields)
+
+    def keep(self) -> None:
+        """Keep the response as it is now, with the answer as the next request's history has it."""
+        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+        for item in self.response["output"]:
+            if item["type"] == "function_call":
+                function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
+                turn.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
+                continue
+            said = "".join(part["text"] for part in item["content"])  # none yet where it was cancelled within the item
+            field = "reasoning_content" if item["type"] == "reasoning" else "content"
+            turn[field] = turn.get(field, "") + said
+        answered = [turn] if self.response["output"] else []
+        self._context.response_store.add(self._client, [*self._messages, *answered], self.response)
 
     # --- items ---
 

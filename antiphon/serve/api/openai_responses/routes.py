@@ -14,13 +14,14 @@ from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses.events import ResponseEvents
-from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat, flat_name
+from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat
 from antiphon.serve.api.requests import ChatCompletionRequest
-from antiphon.serve.api.respond import EventStream, take_whole, whole_of
+from antiphon.serve.api.respond import respond_in_items, take_whole
 from antiphon.serve.api.responses import (
     GENERATION_ERRORS,
     described_body,
     described_errors,
+    described_path,
     described_stream,
 )
 from antiphon.serve.text.chat_rendering import settable_variables
@@ -28,61 +29,12 @@ from antiphon.serve.text.chat_rendering import settable_variables
 router = APIRouter(tags=["Responses"])
 
 _BACKGROUND_TIMEOUT_S = 3600.0
-_BY_ID = {
-    "parameters": [
-        {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    ]
-}
+_BY_ID = described_path("response_id")
 # What a refusal of the chat calls a parameter, and what this API calls it.
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
 
-class KeptEvents(ResponseEvents):
-    """Keeps the response when it is complete, unless the client does not want that."""
-
-    def __init__(
-        self,
-        context: ApiContext,
-        generation: Generation,
-        body: ResponsesRequest,
-        chat: ChatCompletionRequest,
-        client: str,
-        messages: list[dict[str, Any]],
-    ) -> None:
-        super().__init__(context, generation, body, chat)
-        self._owner = client
-        self._messages = messages
-
-    def ending(self) -> list[bytes]:
-        events = super().ending()
-        if self.response["store"]:
-            self.keep()
-        return events
-
-    def keep(self) -> None:
-        """The response as it is now."""
-        self._context.response_store.add(self._owner, [*self._messages, *self._turns()], self.response)
-
-    def _turns(self) -> list[dict[str, Any]]:
-        """The answer as the next request's history has it."""
-        turn: dict[str, Any] = {"role": "assistant", "content": ""}
-        for item in self.response["output"]:
-            if item["type"] == "function_call":
-                function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
-                turn.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
-            elif item["type"] == "reasoning":
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + _said(item)
-            else:
-                turn["content"] += _said(item)
-        return [turn] if self.response["output"] else []
-
-
-def _said(item: dict[str, Any]) -> str:
-    """Nothing yet where the answer was cancelled within the item."""
-    return "".join(part["text"] for part in item["content"])
-
-
-async def _answer_in_background(context: ApiContext, generation: Generation, events: KeptEvents) -> None:
+async def _answer_in_background(context: ApiContext, generation: Generation, events: ResponseEvents) -> None:
     """Take in the answer, and keep what became of it."""
     events.response["status"] = "in_progress"
     try:
@@ -122,9 +74,7 @@ async def create_response(request: Request) -> Response:
         raise _in_these_words(error) from error
     async with generation_for(context, chat, "resp") as generation:
         await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
-        events = KeptEvents(context, generation, body, chat, client, messages)
-        if body.stream:
-            return EventStream(context, generation, events)
+        events = ResponseEvents(context, generation, body, chat, client, messages)
         if body.background:
             events.response["status"] = "queued"
             events.keep()
@@ -135,9 +85,7 @@ async def create_response(request: Request) -> Response:
                 lambda _: context.response_store.working.pop((client, generation.request_id), None)
             )
             return queued
-        await whole_of(context, request, generation, events)
-        await generation.close()
-        return JSONResponse(events.response)
+        return await respond_in_items(context, request, generation, events, events.response, streams=body.stream)
 
 
 def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[dict[str, Any]]:
@@ -167,7 +115,7 @@ async def _submit(
     shorter = _without_oldest(chat.messages) if truncates else iter(())
     while True:
         try:
-            await submit_chat(context, client, chat, generation)
+            await submit_chat(context, client, [chat], generation)
             return
         except ApiError as error:
             rest = next(shorter, None) if error.code == "context_length_exceeded" else None

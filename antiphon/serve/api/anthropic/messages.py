@@ -1,26 +1,43 @@
-"""An answer as Anthropic's Messages API spells it: blocks of thinking, text and calls, whole or as events.
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: a chat, in the words of Anthropic's API.
 
-A block is open at a time; whatever is of another kind closes it. The whole answer is what the events add up to, so the
-two cannot differ. Arguments of a call that are no JSON object, which only a model without a grammar writes, are the
-input ``{"INVALID_JSON": text}``, as Anthropic's documentation has it.
+An answer is blocks of thinking, text and calls, whole or as events. A block is open at a time; whatever is of another
+kind closes it. The whole answer is what the events add up to, so the two cannot differ. Arguments of a call that are no
+JSON object, which only a model without a grammar writes, are the input ``{"INVALID_JSON": text}``, as Anthropic's
+documentation has it.
 """
 
 import json
 from typing import Any
 
-from antiphon.serve.api.answer_json import encode_json
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from antiphon.serve.api.answer_json import named_event
+from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
+from antiphon.serve.api.chat import submit_chat
+from antiphon.serve.api.chat_reading import can_end_reasoning
 from antiphon.serve.api.choice import ChoiceDelta
+from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError
-from antiphon.serve.api.generation import Generation
+from antiphon.serve.api.generation import Generation, generation_for
+from antiphon.serve.api.guard.body import read_request
+from antiphon.serve.api.prompts import chat_prompt
+from antiphon.serve.api.respond import respond_in_items
+from antiphon.serve.api.responses import (
+    GENERATION_ERRORS,
+    AnthropicErrorResponse,
+    described_body,
+    described_errors,
+    described_stream,
+)
 from antiphon.serve.text.answer_fields import CallPiece
+from antiphon.serve.text.chat_rendering import settable_variables
+
+router = APIRouter(tags=["Anthropic"])
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _TEXT_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "input"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json({"type": kind, **fields}))
 
 
 class MessageEvents:
@@ -45,7 +62,7 @@ class MessageEvents:
         self._text: list[str] | None = None  # of the open block
 
     def opening(self) -> list[bytes]:
-        return [_event("message_start", message=self.message)]
+        return [named_event("message_start", message=self.message)]
 
     def piece(self, delta: ChoiceDelta) -> list[bytes]:
         events: list[bytes] = []
@@ -74,10 +91,10 @@ class MessageEvents:
             "output_tokens": usage["completion_tokens"],
         }
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
-        return [_event("message_delta", delta=delta, usage=self.message["usage"]), _event("message_stop")]
+        return [named_event("message_delta", delta=delta, usage=self.message["usage"]), named_event("message_stop")]
 
     def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %s\n\n" % encode_json(error.anthropic_body())
+        return named_event("error", error=error.anthropic_body()["error"])
 
     def _add(self, kind: str, text: str) -> list[bytes]:
         events = []
@@ -103,7 +120,7 @@ class MessageEvents:
         events = self._close()
         self.message["content"].append(block)
         self._text = []
-        return [*events, _event("content_block_start", index=self._index, content_block=block)]
+        return [*events, named_event("content_block_start", index=self._index, content_block=block)]
 
     def _close(self) -> list[bytes]:
         """Complete the open block, if there is one."""
@@ -112,14 +129,14 @@ class MessageEvents:
         block, text = self.message["content"][-1], "".join(self._text)
         block[_TEXT_KEYS[block["type"]]] = _input(text) if block["type"] == "tool_use" else text
         self._text = None
-        return [_event("content_block_stop", index=self._index)]
+        return [named_event("content_block_stop", index=self._index)]
 
     @property
     def _index(self) -> int:
         return len(self.message["content"]) - 1
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return named_event("content_block_delta", index=self._index, delta=delta)
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -128,3 +145,36 @@ def _input(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+@router.post(
+    "/v1/messages",
+    summary="Answer a conversation, as Anthropic's API does",
+    responses={**described_stream(), **described_errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)},
+    openapi_extra=described_body(MessagesRequest),
+)
+async def create_message(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_request(context, request, MessagesRequest)
+    settable = settable_variables(await context.texts.template_names())
+    chat = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
+    async with generation_for(context, chat, "msg") as generation:
+        await submit_chat(context, client_of(request), [chat], generation)
+        events = MessageEvents(generation, context.model_name, block_size=context.engine.info.block_size)
+        return await respond_in_items(context, request, generation, events, events.message, streams=body.stream)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="How many tokens a conversation has",
+    responses={**described_errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)},
+    openapi_extra=described_body(CountTokensRequest),
+)
+async def count_tokens(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_request(context, request, CountTokensRequest)
+    with context.running():
+        chat = as_chat(body, settable_variables(await context.texts.template_names()), context.limits)
+        offers_tools = bool(chat.tools) and chat.tool_choice != "none"
+        prompt = await chat_prompt(context, client_of(request), chat, offers_tools=offers_tools)
+    return JSONResponse({"input_tokens": len(prompt.token_ids)})

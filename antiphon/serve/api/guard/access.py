@@ -1,4 +1,4 @@
-"""Keeps pages of other sites from using this server through a visitor's browser.
+"""Who may use this server: not pages of other sites through a visitor's browser, and none without one of its keys.
 
 A browser on this machine, or in its network, reaches servers that the page's author does not. Two rules:
 
@@ -8,16 +8,25 @@ A browser on this machine, or in its network, reaches servers that the page's au
    the names of such a machine are not known here.
 2. *Origin.* A request that changes something and comes from a page of another origin is refused, by `Origin` and by
    `Sec-Fetch-Site`, which pages cannot set. Programs send neither. Pages of `--cors-origin` may, and read the answers.
+3. *Key.* Where there are keys, a request carries one, but for `OPEN_PATHS`. This is asked before the body is read and
+   the route is looked up.
+
+The server gives every request an id: the client's own `X-Request-Id`, or a new one; the answer has it as the same
+header. The id of a completion or a chat holds it, so a client, a proxy and the server's log name a request alike.
+Inside the engine requests have names of their own: a client may send one id twice. An id that is no short line of ASCII
+is replaced: it would be part of headers and logs; a proxy's header is not the client's mistake, so it is not refused.
 
 Rejected: a token in the page, which the clients of this API would have to fetch first; trusting that bodies are JSON
 alone, which the routes check as well: browsers ask before they send JSON elsewhere, but not every one always did.
 """
 
+import hmac
 import ipaddress
 import re
 import socket
+import uuid
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.settings import ServerSettings
@@ -27,13 +36,51 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _PORT = re.compile(r":[0-9]*$")
 _MAX_SHOWN_CHARACTERS = 100
+_ID_HEADER = b"x-request-id"
+_ID = re.compile(rb"[!-~]{1,128}")
+# They need no key: machines poll them, and they reveal nothing of what users do.
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
 
 
-class SiteMiddleware:
-    """403 for requests under a name that is not this server's, and for changes asked for by pages of other origins."""
+class EntryMiddleware:
+    """Takes the root path off, if a proxy did not. Puts the request's id into its scope (`request_id_of`) and into the
+    head of the response."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")
+        own = sent if _ID.fullmatch(sent) else uuid.uuid4().hex.encode()
+        scope["antiphon.request_id"] = own.decode()
+        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, own)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id of the request with this scope."""
+    request_id: str = scope["antiphon.request_id"]
+    return request_id
+
+
+class AccessMiddleware:
+    """403 for requests under a name that is not this server's, and for changes asked for by pages of other origins. 401
+    unless the request carries ``Authorization: Bearer``, or ``x-api-key``, and one of the keys, if there are any."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
+        self._keys = [key.encode() for key in settings.api_keys]
         self._allowed = frozenset(map(_plain_name, settings.allowed_hosts))
         self._names = self._allowed
         if _is_loopback(settings.host):
@@ -44,10 +91,30 @@ class SiteMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
-        app = self._app if refusal is None else refusal.response()
-        await app(scope, receive, send)
+        await (refusal or self._app)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        if (refusal := self._refusal_of_site(scope)) is not None:
+            return refusal.response()
+        if not self._keys or scope["path"] in OPEN_PATHS or self._has_key(scope):
+            return None
+        return ApiError(
+            401,
+            "missing or wrong API key: send it as Authorization: Bearer <key>, or as x-api-key",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        ).response(scope["path"])
+
+    def _has_key(self, scope: Scope) -> bool:
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if b"authorization" not in headers:  # as Anthropic's clients send it
+            scheme, key = b"bearer", headers.get(b"x-api-key", b"")
+        # Compare with every key in constant time: timing must not tell how much of a key was right.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def _refusal_of_site(self, scope: Scope) -> ApiError | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host")
         if self._names and host is not None and _plain_name(host) not in self._names:  # HTTP/1.0 knows no Host
