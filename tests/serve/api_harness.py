@@ -4,10 +4,11 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,10 +20,12 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from antiphon.base.errors import UserError
 from antiphon.serve.api import app as app_module
 from antiphon.serve.api.app import create_app
-from antiphon.serve.api.server import DrainingServer, bind, make_server, url_of
+from antiphon.serve.api.server import DrainingServer, listen, make_server, reserve, url_of
 from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_files import load_tokenizer
@@ -64,6 +67,16 @@ def small_tokenizer(chat_template: str = CHAT_TEMPLATE) -> TextTokenizer:
 def small_grammars() -> GrammarCompiler:
     tokenizer = small_tokenizer()
     return GrammarCompiler(tokenizer.backend, MODEL_VOCAB_SIZE, (eos_id(),))
+
+
+def compiling(compiler: GrammarCompiler, schema: dict[str, Any], client: Hashable = "") -> "Future[str]":
+    """The grammar of JSON that fits `schema`, as a request asks for it."""
+    return compiler.compile(partial(json_grammar, schema), client, "the JSON schema")
+
+
+def followed(compiler: GrammarCompiler, schema: dict[str, Any]) -> str:
+    """The same, waited for."""
+    return compiling(compiler, schema).result()
 
 
 def ids(text: str) -> list[int]:
@@ -180,6 +193,17 @@ def described(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
     if with_keys not in _descriptions:
         _descriptions[with_keys] = _describe(app, with_keys=with_keys)
     return _descriptions[with_keys]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on `host:port` (port 0: any free one), or `UserError` with the reason."""
+    listener = reserve(host, port)
+    try:
+        listen(listener, host)
+    except UserError:
+        listener.close()
+        raise
+    return listener
 
 
 @contextmanager

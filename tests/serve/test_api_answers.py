@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.serve.api.answer_json import ChatLogprobsJson, CompletionLogprobsJson, LogprobsJson, TokenJson
+from antiphon.serve.api.answer_json import LogprobsJson, TokenJson, chat_logprobs, completion_logprobs
 from antiphon.serve.api.choice import TokenEntry
 from antiphon.serve.api.context import Pace
 from antiphon.specs.sampling import TokenLogprob
@@ -111,14 +111,14 @@ def test_a_long_answer_is_made_in_many_turns(server: Live, monkeypatch: pytest.M
         self._spent_s = 1.0  # as if every piece had taken too long
         await waited(self)
 
-    add = CompletionLogprobsJson.add
+    add = LogprobsJson.add
 
-    def counted(self: CompletionLogprobsJson, entry: TokenEntry) -> None:
+    def counted(self: LogprobsJson, entry: TokenEntry) -> None:
         sizes[-1] += 1
         add(self, entry)
 
     monkeypatch.setattr(Pace, "wait", wait)
-    monkeypatch.setattr(CompletionLogprobsJson, "add", counted)
+    monkeypatch.setattr(LogprobsJson, "add", counted)
     for body in (ECHO, ECHO | {"stream": True}, {"prompt": [[5]] * 8, "n": 8, "logprobs": 20, "max_tokens": 5}):
         sizes.clear()
         assert server.http.post(COMPLETIONS, json=body).status_code == 200
@@ -157,7 +157,7 @@ def test_requests_that_work_for_long_share_one_turn_of_the_loop() -> None:
     assert made <= 50 + num_large
 
 
-@pytest.mark.parametrize("make", [CompletionLogprobsJson, ChatLogprobsJson])
+@pytest.mark.parametrize("make", [completion_logprobs, chat_logprobs])
 def test_logprobs_are_json_whatever_the_tokens(make: Any) -> None:
     """Quotes, control characters, halves of characters, ids without a token, numbers that JSON does not have."""
     tokens = TokenJson(small_tokenizer())

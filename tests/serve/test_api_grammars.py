@@ -19,7 +19,17 @@ from antiphon.serve.text import grammar_lanes, grammar_trial, structured
 from antiphon.serve.text.dialects import dialect_of
 from antiphon.serve.text.grammar_text import Spelling, Wish, answer_rules, json_grammar, lark_grammar
 from antiphon.serve.text.structured import GrammarCompiler, GrammarMatcher
-from tests.serve.api_harness import MODEL_VOCAB_SIZE, eos_id, fake_engine, ids, live, small_grammars, small_tokenizer
+from tests.serve.api_harness import (
+    MODEL_VOCAB_SIZE,
+    compiling,
+    eos_id,
+    fake_engine,
+    followed,
+    ids,
+    live,
+    small_grammars,
+    small_tokenizer,
+)
 from tests.waiting import wait_until
 
 
@@ -154,10 +164,10 @@ def choice_of(*values: str) -> dict[str, Any]:
 
 
 def test_a_good_schema_does_not_wait_for_bad_ones_of_the_same_client(compiler: GrammarCompiler) -> None:
-    compiler.json_schema(choice_of("first"))  # the process is up
-    bad = [compiler.compile(endless(107 + 2 * index), "a client") for index in range(8)]
-    good = compiler.compile(choice_of("yes"), "a client")
-    medium = compiler.compile({"enum": [f"medium {index}" for index in range(10_000)]}, "another client")
+    followed(compiler, choice_of("first"))  # the process is up
+    bad = [compiling(compiler, endless(107 + 2 * index), "a client") for index in range(8)]
+    good = compiling(compiler, choice_of("yes"), "a client")
+    medium = compiling(compiler, {"enum": [f"medium {index}" for index in range(10_000)]}, "another client")
     assert good.result(60) != medium.result(60)
     assert not any(each.done() for each in bad), "each takes seconds of processor time"
     for each in bad:
@@ -167,15 +177,15 @@ def test_a_good_schema_does_not_wait_for_bad_ones_of_the_same_client(compiler: G
 def test_a_refusal_is_remembered(compiler: GrammarCompiler) -> None:
     for _ in range(2):
         with pytest.raises(UserError, match="no text can satisfy it"):
-            compiler.json_schema({"$ref": "#"})
+            followed(compiler, {"$ref": "#"})
     assert compiler._trials._num_orders == 1
 
 
 def test_the_same_schema_at_once_is_tried_once(compiler: GrammarCompiler) -> None:
-    answers = [compiler.compile(choice_of("same"), client) for client in range(20)]
+    answers = [compiling(compiler, choice_of("same"), client) for client in range(20)]
     assert len({answer.result(60) for answer in answers}) == 1
     assert compiler._trials._num_orders == 1
-    assert compiler.json_schema(choice_of("same")) == answers[0].result()
+    assert followed(compiler, choice_of("same")) == answers[0].result()
     assert compiler._trials._num_orders == 1
 
 
@@ -191,9 +201,9 @@ def test_the_line_for_schemas_is_bounded_for_each_client(monkeypatch: pytest.Mon
 
 
 def test_a_trial_whose_process_was_killed_begins_again(compiler: GrammarCompiler) -> None:
-    compiler.json_schema(choice_of("first"))
+    followed(compiler, choice_of("first"))
     for _ in range(2):
-        answer = compiler.compile({"enum": [f"{uuid.uuid4()}" for _ in range(5000)]})
+        answer = compiling(compiler, {"enum": [f"{uuid.uuid4()}" for _ in range(5000)]})
         wait_until(lambda: bool(compiler._trials._running), "the trial")
         assert compiler._trials.pid is not None
         os.kill(compiler._trials.pid, signal.SIGKILL)
@@ -206,9 +216,9 @@ def test_a_process_that_cannot_start_is_the_answer_and_not_the_end(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     for _ in range(2):
         with pytest.raises(QueueFull, match="cannot be tried out"):
-            compiler.json_schema(choice_of("yes"))
+            followed(compiler, choice_of("yes"))
     monkeypatch.undo()
-    assert compiler.json_schema(choice_of("yes"))
+    assert followed(compiler, choice_of("yes"))
 
 
 def group_of(pid: int) -> int | None:
@@ -229,8 +239,8 @@ def processes_of(group: int) -> list[int]:
 
 
 def test_what_is_closed_answers_those_who_wait(compiler: GrammarCompiler) -> None:
-    compiler.json_schema(choice_of("first"))
-    answers = [compiler.compile(endless(301 + 2 * index)) for index in range(3)]
+    followed(compiler, choice_of("first"))
+    answers = [compiling(compiler, endless(301 + 2 * index)) for index in range(3)]
     wait_until(lambda: len(compiler._compiling) == 3, "three schemas that wait")
     group = compiler._trials.pid
     assert group is not None
@@ -245,7 +255,7 @@ def test_kept_grammars_are_bounded_in_bytes_and_come_back(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structured, "_KEPT_BYTES", 40 * 1024 * 1024)
-    grammars = [compiler.json_schema({"enum": [f"{number} {index}" for index in range(4000)]}) for number in range(12)]
+    grammars = [followed(compiler, {"enum": [f"{number} {index}" for index in range(4000)]}) for number in range(12)]
     assert sum(kept.kept_bytes for kept in compiler._kept.values()) <= 40 * 1024 * 1024
     assert 1 < len(compiler._kept) < 12
     num_trials = compiler._trials._num_orders
@@ -253,7 +263,7 @@ def test_kept_grammars_are_bounded_in_bytes_and_come_back(
     assert again.is_slow, "it is built in the lane of those who may take long"
     assert again.fill_bitmask().any()
     assert not again.is_slow
-    assert compiler.json_schema({"enum": [f"1 {index}" for index in range(4000)]}) == grammars[1]
+    assert followed(compiler, {"enum": [f"1 {index}" for index in range(4000)]}) == grammars[1]
     assert compiler._trials._num_orders == num_trials, "what was tried is not tried again"
 
 
@@ -264,14 +274,14 @@ def test_grammars_in_use_are_bounded_in_bytes(compiler: GrammarCompiler, monkeyp
 
     def follow_ever_more() -> None:
         for number in range(20):
-            matchers.append(compiler.matcher(compiler.json_schema({"enum": [f"{number} {i}" for i in range(4000)]})))
+            matchers.append(compiler.matcher(followed(compiler, {"enum": [f"{number} {i}" for i in range(4000)]})))
 
     with pytest.raises(QueueFull, match="in use would take more than 20 MiB"):
         follow_ever_more()
     assert matchers, "the first one fits"
     assert matchers[0].fill_bitmask().any(), "who is there goes on"
     matchers.clear()
-    assert compiler.json_schema({"enum": [f"again {index}" for index in range(4000)]})
+    assert followed(compiler, {"enum": [f"again {index}" for index in range(4000)]})
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(compiler: GrammarCompiler) -> None:
@@ -279,7 +289,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(compiler: GrammarCompil
     assert verdict.reason is None
     assert verdict.grown_bytes < 64 * 1024 * 1024
     with pytest.raises(UserError, match=r"masks take more than|too complex|of memory|building it takes"):
-        compiler.json_schema({"const": "ab" * 120_000})
+        followed(compiler, {"const": "ab" * 120_000})
 
 
 @pytest.mark.parametrize("num_levels", [1, 2000])
@@ -290,16 +300,16 @@ def test_a_schema_beyond_the_size_is_refused_before_its_text_is_made(
     for _ in range(num_levels):
         schema = {"not": schema}
     with pytest.raises(UserError, match="too long: at most 262144 characters"):
-        compiler.json_schema(schema)
+        followed(compiler, schema)
     wish, hermes = Wish(schemas={"call": schema}, forced=True), dialect_of("", tool_parser="hermes")
     tool = partial(lark_grammar, partial(answer_rules, hermes, Spelling({}, (0,)), wish))
     with pytest.raises(UserError, match="too long: at most 262144 characters"):
-        compiler.compile_grammar(tool).result(60)
+        compiler.compile(tool).result(60)
 
 
 def test_a_schema_that_cannot_be_written_as_text_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(UserError, match="nested too deeply; use"):
-        compiler.json_schema(nested(2000))
+        followed(compiler, nested(2000))
 
 
 def test_masks_that_take_too_long_end_all_sequences_of_their_grammar(
@@ -320,7 +330,7 @@ def test_masks_that_take_too_long_end_all_sequences_of_their_grammar(
 
 def test_matchers_are_copies_that_do_not_disturb_each_other() -> None:
     compiler = small_grammars()
-    grammar = compiler.json_schema(FINE[1])
+    grammar = followed(compiler, FINE[1])
     began_s = time.perf_counter()
     compiler.matcher(grammar)
     copied_s = time.perf_counter() - began_s

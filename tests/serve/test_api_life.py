@@ -17,9 +17,9 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.api import server as server_module
 from antiphon.serve.api.key_file import read_api_keys
-from antiphon.serve.api.server import QuietCollector, bind
+from antiphon.serve.api.server import QuietCollector
 from antiphon.serve.api.settings import ServerSettings
-from tests.serve.api_harness import Live, fake_engine, live
+from tests.serve.api_harness import Live, bind, fake_engine, live
 from tests.serve.fork_server import PROGRAMS
 from tests.serve.server_harness import PATIENCE_S
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ from antiphon.serve.text.stop_strings import StopStringMatcher
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TokenBytes, byte_level_alphabet
 from antiphon.serve.text.tokenizer_files import load_tokenizer
-from tests.serve.api_harness import eos_id, ids, small_grammars, small_tokenizer
+from tests.serve.api_harness import eos_id, followed, ids, small_grammars, small_tokenizer
 
 
 def streamed(token_ids: list[int]) -> str:
@@ -121,7 +121,7 @@ def allowed(words: "np.typing.NDArray[np.int32]") -> set[int]:
 
 def test_a_grammar_allows_what_fits_and_ends_with_the_end_token() -> None:
     compiler = small_grammars()
-    grammar = compiler.json_schema({"enum": ["yes", "no"]})
+    grammar = followed(compiler, {"enum": ["yes", "no"]})
     matcher = compiler.matcher(grammar)
     for token_id in ids('"yes"'):
         words = matcher.fill_bitmask()
@@ -129,7 +129,7 @@ def test_a_grammar_allows_what_fits_and_ends_with_the_end_token() -> None:
         assert max(allowed(words)) < 400  # the model's vocabulary is larger than the tokenizer's
         assert matcher.accept(token_id)
     assert allowed(matcher.fill_bitmask()) == {eos_id()}
-    assert matcher.is_accepting
+    assert matcher._matcher.is_accepting()
     assert matcher.accept(eos_id())
     assert matcher.error is None
 
@@ -156,7 +156,7 @@ def test_a_token_that_does_not_fit_is_an_error_for_good() -> None:
 )
 def test_schemas_that_cannot_be_followed_are_refused(schema: dict[str, object], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        small_grammars().json_schema(schema)
+        followed(small_grammars(), schema)
 
 
 def test_a_model_without_an_end_token_cannot_follow_schemas() -> None:

@@ -71,7 +71,7 @@ def fits(form: Dialect, answer: str, *, with_tokens: bool = True, schema: Any = 
     grammar = lark_grammar(lambda: answer_rules(form, spelling, wanted))
     if schema is not None:
         grammar = composed_grammar(grammar, json_grammar(schema), ANSWER)
-    matcher = compiler.matcher(compiler.compile_grammar(lambda: grammar).result(60))
+    matcher = compiler.matcher(compiler.compile(lambda: grammar).result(60))
     return all(map(matcher.accept, [*tokenizer.encode(answer, add_special_tokens=False), eos_id()]))
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.chat_rendering import ChatTemplate, settable_variables
+from antiphon.serve.text.text_messages import RenderChat
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
@@ -152,11 +153,13 @@ def test_texts_are_those_of_transformers(
 
     def ours() -> str:
         return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            template_kwargs=kwargs,
-            max_characters=100_000,
+            RenderChat(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                template_kwargs=kwargs,
+                max_characters=100_000,
+            )
         )
 
     def theirs() -> str:
@@ -191,7 +194,7 @@ def test_texts_are_those_of_transformers(
 def test_the_sandbox_is_shut(attempt: str) -> None:
     template = ChatTemplate(attempt, {})
     with pytest.raises(UserError, match=r"unsafe|underscore|undefined|no attribute"):
-        template.render(CONVERSATIONS[0], add_generation_prompt=True, max_characters=1000)
+        template.render(chat(CONVERSATIONS[0], 1000))
 
 
 def test_the_processes_read_what_transformers_reads(tmp_path: Path) -> None:
@@ -202,11 +205,13 @@ def test_the_processes_read_what_transformers_reads(tmp_path: Path) -> None:
         for messages in CONVERSATIONS:
             text = asyncio.run(
                 service.render(
-                    messages,
-                    add_generation_prompt=True,
-                    tools=[TOOL],
-                    template_kwargs={"enable_thinking": False},
-                    max_characters=100_000,
+                    RenderChat(
+                        messages=messages,
+                        add_generation_prompt=True,
+                        tools=[TOOL],
+                        template_kwargs={"enable_thinking": False},
+                        max_characters=100_000,
+                    )
                 )
             )
             assert text == reference.apply_chat_template(
@@ -228,6 +233,10 @@ class Running:
         self.service.close()
 
 
+def chat(messages: list[dict[str, Any]], max_characters: int = 100_000) -> RenderChat:
+    return RenderChat(messages=messages, add_generation_prompt=True, max_characters=max_characters)
+
+
 def with_template(source: str | dict[str, str] | None) -> TextTokenizer:
     tokenizer = small_tokenizer()
     return TextTokenizer(tokenizer.backend, source, tokenizer.special_tokens)
@@ -235,7 +244,7 @@ def with_template(source: str | dict[str, str] | None) -> TextTokenizer:
 
 def render(service: TextService, max_characters: int = 100_000) -> str:
     messages = [{"role": "user", "content": "hi"}]
-    return asyncio.run(service.render(messages, add_generation_prompt=True, max_characters=max_characters))
+    return asyncio.run(service.render(chat(messages, max_characters)))
 
 
 # A bomb needs a message to go off: the same template serves other conversations. What it says when it is stopped.
@@ -277,7 +286,7 @@ def bombed() -> Iterator[TextService]:
 def test_a_template_that_runs_wild_is_stopped_and_the_next_request_is_served(bombed: TextService, name: str) -> None:
     messages = [{"role": "user", "content": name}]
     with pytest.raises(UserError, match=BOMBS[name][1]):
-        asyncio.run(bombed.render(messages, add_generation_prompt=True, max_characters=100_000))
+        asyncio.run(bombed.render(chat(messages, 100_000)))
     assert render(bombed) == "hello"
 
 
@@ -326,7 +335,7 @@ def test_what_constants_of_a_template_fill_is_the_memory_of_its_process(source: 
         with pytest.raises(UserError, match="memory"):
             render(service)
         messages = [{"role": "user", "content": "other"}]
-        assert asyncio.run(service.render(messages, add_generation_prompt=True, max_characters=9)) == "hello"
+        assert asyncio.run(service.render(chat(messages, 9))) == "hello"
 
 
 def test_a_server_with_a_hostile_template_refuses_chats_and_serves_completions() -> None:
@@ -376,6 +385,6 @@ def test_a_template_in_the_manner_of_gpt_oss_is_rendered() -> None:
         "{%- endfor -%}{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}",
         {},
     )
-    text = template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True, max_characters=1000)
+    text = template.render(chat([{"role": "user", "content": "hi"}], 1000))
     opening = r"<\|start\|>system<\|message\|>Current date: \d{4}-\d\d-\d\d\nReasoning: medium<\|end\|>"
     assert re.fullmatch(opening + re.escape("<|start|>user<|message|>hi<|end|><|start|>assistant"), text)

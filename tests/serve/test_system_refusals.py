@@ -28,7 +28,7 @@ import pytest
 
 from antiphon.serve.api.app import build_grammars, create_app
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.server import bind, make_server, url_of
+from antiphon.serve.api.server import make_server, url_of
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
@@ -36,6 +36,7 @@ from antiphon.serve.prepare import prepare
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import _LOOK_S
+from tests.serve.api_harness import bind
 from tests.serve.engine_harness import running
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until

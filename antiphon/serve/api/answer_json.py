@@ -9,9 +9,9 @@ The JSON of a token's text is remembered, so that a token with twenty alternativ
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -104,107 +104,85 @@ class TokenJson:
         return f'{{"token":{self.text(token_id)},"logprob":', f',"bytes":{token_bytes}'
 
 
-class LogprobsJson(Protocol):
-    """Log-probabilities as one endpoint spells them."""
-
-    def add(self, entry: TokenEntry) -> None: ...
-
-    def take(self) -> Encoded:
-        """Those added since the last time."""
-
-    def __len__(self) -> int:
-        """Bytes that wait."""
-
-
 def _number(logprob: float) -> str:
     return repr(logprob) if math.isfinite(logprob) else _IMPOSSIBLE
 
 
-class CompletionLogprobsJson:
+class LogprobsJson:
+    """Log-probabilities as one endpoint spells them: an object of lists, to each of which `spelled` adds an item for
+    each token. `more`: what the object has beside them."""
+
+    def __init__(
+        self, lists: tuple[str, ...], spelled: Callable[[TokenEntry], Iterable[str]], more: dict[str, Any] | None = None
+    ) -> None:
+        self._names = lists
+        self._spelled = spelled
+        self._more = more or {}
+        self._lists = [bytearray() for _ in lists]
+
+    def __len__(self) -> int:
+        """Bytes that wait."""
+        return sum(map(len, self._lists))
+
+    def add(self, entry: TokenEntry) -> None:
+        for items, item in zip(self._lists, self._spelled(entry), strict=True):
+            items += f"{item},".encode()
+
+    def take(self) -> Encoded:
+        """Those added since the last time."""
+        lists, self._lists = self._lists, [bytearray() for _ in self._names]
+        for items in lists:
+            del items[-1:]
+        encoded = (Encoded([b"[", items, b"]"]) for items in lists)
+        return encoded_object({**dict(zip(self._names, encoded, strict=True)), **self._more})
+
+
+def completion_logprobs(tokens: TokenJson) -> LogprobsJson:
     """Parallel lists. The sampled token is always among `top_logprobs`, as in OpenAI's API, so that a client can see
     whether it was the most likely one. It comes first, as vLLM has it; tokens that read the same keep the likelier
     value."""
 
-    _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-
-    def __init__(self, tokens: TokenJson) -> None:
-        self._text = tokens.text
-        self._columns = [bytearray() for _ in self._COLUMNS]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._columns))
-
-    def add(self, entry: TokenEntry) -> None:
-        tokens, logprobs, tops, offsets = self._columns
-        tokens += f"{self._text(entry.token_id)},".encode()
-        logprobs += b"null," if entry.logprob is None else f"{_number(entry.logprob.logprob)},".encode()
-        tops += b"null," if entry.logprob is None else self._top(entry.logprob)
-        offsets += b"%d," % entry.text_offset
-
-    def _top(self, entry: TokenLogprob) -> bytes:
-        text = self._text
+    def spelled(entry: TokenEntry) -> Iterable[str]:
+        own, text = entry.logprob, tokens.text(entry.token_id)
+        if own is None:
+            return text, "null", "null", str(entry.text_offset)
         top: dict[str, float] = {}
-        for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
-            name = text(token_id)
+        for token_id, logprob in ((own.token_id, own.logprob), *own.top):
+            name = tokens.text(token_id)
             if name not in top or logprob > top[name]:
                 top[name] = logprob
-        return f"{{{','.join([f'{name}:{_number(value)}' for name, value in top.items()])}}},".encode()
+        tops = ",".join([f"{name}:{_number(value)}" for name, value in top.items()])
+        return text, _number(own.logprob), f"{{{tops}}}", str(entry.text_offset)
 
-    def take(self) -> Encoded:
-        columns, self._columns = self._columns, [bytearray() for _ in self._COLUMNS]
-        lists = [Encoded([b"[", column, b"]"]) for column in columns]
-        for column in columns:
-            del column[-1:]
-        return encoded_object(dict(zip(self._COLUMNS, lists, strict=True)))
+    return LogprobsJson(("tokens", "token_logprobs", "top_logprobs", "text_offset"), spelled)
 
 
-class ChatLogprobsJson:
+def chat_logprobs(tokens: TokenJson) -> LogprobsJson:
     """One list: each token with its bytes and its alternatives, best first."""
 
-    def __init__(self, tokens: TokenJson) -> None:
-        self._halves = tokens.chat_halves
-        self._content = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    def add(self, entry: TokenEntry) -> None:
-        assert entry.logprob is not None, "chat has no echo"
-        tops = [f"{self._token(token_id, logprob)}}}" for token_id, logprob in entry.logprob.top]
-        own = self._token(entry.token_id, entry.logprob.logprob)
-        self._content += f'{own},"top_logprobs":[{",".join(tops)}]}},'.encode()
-
-    def _token(self, token_id: int, logprob: float) -> str:
-        before, after = self._halves(token_id)
+    def token(token_id: int, logprob: float) -> str:
+        before, after = tokens.chat_halves(token_id)
         return f"{before}{_number(logprob)}{after}"
 
-    def take(self) -> Encoded:
-        content, self._content = self._content, bytearray()
-        del content[-1:]
-        return encoded_object({"content": Encoded([b"[", content, b"]"]), "refusal": None})
+    def spelled(entry: TokenEntry) -> Iterable[str]:
+        assert entry.logprob is not None, "chat has no echo"
+        tops = ",".join([f"{token(token_id, logprob)}}}" for token_id, logprob in entry.logprob.top])
+        return (f'{token(entry.token_id, entry.logprob.logprob)},"top_logprobs":[{tops}]}}',)
+
+    return LogprobsJson(("content",), spelled, {"refusal": None})
 
 
-class PromptLogprobsJson:
-    """A list with an object for each token of a prompt: it and its alternatives by their ids, as vLLM writes them."""
-
-    def __init__(self, tokens: TokenJson) -> None:
-        self._text = tokens.text
-        self._list = bytearray()
-
-    def add(self, logprob: TokenLogprob | None) -> None:
-        if logprob is None:
-            self._list += b"null,"
-            return
-        ranked = {token_id: (value, rank) for rank, (token_id, value) in enumerate(logprob.top, 1)}
-        ranked[logprob.token_id] = (logprob.logprob, logprob.rank)
-        entries = (
-            f'"{token_id}":{{"logprob":{_number(value)},"rank":{rank},"decoded_token":{self._text(token_id)}}}'
-            for token_id, (value, rank) in ranked.items()
-        )
-        self._list += f"{{{','.join(entries)}}},".encode()
-
-    def encoded(self) -> Encoded:
-        return Encoded([b"[", self._list[:-1], b"]"])
+def prompt_logprob(tokens: TokenJson, logprob: TokenLogprob | None) -> str:
+    """What is said of one token of a prompt: it and its alternatives by their ids, as vLLM writes them."""
+    if logprob is None:
+        return "null"
+    ranked = {token_id: (value, rank) for rank, (token_id, value) in enumerate(logprob.top, 1)}
+    ranked[logprob.token_id] = (logprob.logprob, logprob.rank)
+    entries = (
+        f'"{token_id}":{{"logprob":{_number(value)},"rank":{rank},"decoded_token":{tokens.text(token_id)}}}'
+        for token_id, (value, rank) in ranked.items()
+    )
+    return f"{{{','.join(entries)}}}"
 
 
 class AnswerInTheMaking:

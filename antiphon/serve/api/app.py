@@ -19,7 +19,6 @@ from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
 from antiphon.serve.api.guard.access import OPEN_PATHS, AccessMiddleware, EntryMiddleware
 from antiphon.serve.api.guard.harmless import harmless_properties
-from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.openai_responses import routes as openai_responses
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest
 from antiphon.serve.api.requests import (
@@ -32,8 +31,6 @@ from antiphon.serve.api.requests import (
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine, EngineInfo
 from antiphon.serve.text.structured import GrammarCompiler
-from antiphon.serve.text.text_queue import TextLimits
-from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.api")
@@ -68,14 +65,7 @@ def create_app(
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.chat_template):
             raise UserError(f"--chat-template-kwargs sets {name!r}: the model's chat template does not read it")
     app = FastAPI(title="Antiphon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.context = ApiContext(
-        engine=engine,
-        tokenizer=tokenizer,
-        texts=TextService(tokenizer, TextLimits.for_context(engine.info.max_model_len)),
-        settings=settings,
-        metrics=ServerMetrics(engine, settings.predicted),
-        grammars=grammars,
-    )
+    app.state.context = ApiContext(engine=engine, tokenizer=tokenizer, settings=settings, grammars=grammars)
     install_error_handlers(app)
     for routes in (
         chat.router,

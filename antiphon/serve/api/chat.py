@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request, Response
 
 from antiphon.serve.api.answer_json import (
     AnswerInTheMaking,
-    ChatLogprobsJson,
     Encoded,
     GrowingText,
+    chat_logprobs,
     encoded_list,
     encoded_object,
 )
@@ -19,7 +19,7 @@ from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
-from antiphon.serve.api.parameters import chat_sampling, check_answer_size, check_request
+from antiphon.serve.api.parameters import check_answer_size, check_request, sampling_params
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt, text_of
 from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest
 from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
@@ -44,7 +44,7 @@ def _shape(
         chunk_object_name="chat.completion.chunk",
         piece=_piece,
         whole=partial(_whole, echoed),
-        logprobs=lambda: ChatLogprobsJson(tokens) if body.logprobs else None,
+        logprobs=lambda: chat_logprobs(tokens) if body.logprobs else None,
         opening={"role": "assistant", "content": echoed},
         prompt_ids_beside_choices=prompt_ids_beside_choices,
     )
@@ -106,7 +106,7 @@ async def submit_chat(
             raise
         readings.append(offered.after(prompts[-1].text))
         grammar = await compile_grammar(context, body, client, readings[-1])
-        params.append(chat_sampling(context, body, len(prompts[-1].token_ids), grammar, bad_words))
+        params.append(sampling_params(context, body, len(prompts[-1].token_ids), grammar, bad_words))
     check_answer_size(context, body, prompts, params)
     await generation.submit(prompts, params, body, readings=readings)
 

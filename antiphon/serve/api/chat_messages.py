@@ -32,23 +32,27 @@ class RefusalPart(RequestModel):
     refusal: str
 
 
-def _check_part(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise PydanticCustomError(
-            "part", "it is of type {kind}: this server reads text only", {"kind": repr(kind[:40])}
-        )
-    return value
+def check_kind(known: tuple[str, ...], advice: str, what: str = "it is") -> BeforeValidator:
+    """Refuses an object of another `type`, by its name."""
+
+    def check(value: object) -> object:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            shown = {"what": what, "advice": advice, "kind": repr(kind[:40])}
+            raise PydanticCustomError("kind", "{what} of type {kind}: {advice}", shown)
+        return value
+
+    return BeforeValidator(check)
 
 
-def _kind_of_content(value: object) -> str:
-    return "parts" if isinstance(value, list) else "text"
-
-
-Part = Annotated[Annotated[TextPart | RefusalPart, Field(discriminator="type")], BeforeValidator(_check_part)]
+# For a text, or a list of something: tells them apart, so that a mistake is said of one only.
+TEXT_OR_LIST = Discriminator(lambda value: "list" if isinstance(value, list) else "text")
+Part = Annotated[
+    Annotated[TextPart | RefusalPart, Field(discriminator="type")],
+    check_kind(("text", "refusal"), "this server reads text only"),
+]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
-    Discriminator(_kind_of_content),
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("list")], TEXT_OR_LIST
 ]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 

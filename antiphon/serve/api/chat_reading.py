@@ -151,53 +151,45 @@ def _check_names(request: ChatCompletionRequest, functions: dict[str, FunctionDe
 
 def _answer_format(request: GenerationRequest) -> tuple[_Grammar | None, str]:
     """What makes the grammar of the answer, None for any text, and the parameter that asks for it."""
-    wanted: list[tuple[_Grammar, str]] = []
-    formatted = request.response_format
+    asked: list[tuple[str, Callable[[Any], str], Any]] = []
+    formatted, described = request.response_format, request.structured_outputs
     if isinstance(formatted, JsonObjectFormat):
-        wanted.append((partial(json_grammar, _ANY_JSON_OBJECT), "response_format"))
+        asked.append(("response_format", json_grammar, _ANY_JSON_OBJECT))
     elif isinstance(formatted, JsonSchemaFormat):
-        wanted.append((partial(json_grammar, formatted.json_schema.schema_), "response_format"))
-    described = request.structured_outputs
+        asked.append(("response_format", json_grammar, formatted.json_schema.schema_))
     if described is not None:
-        wanted += _described_formats(
-            "structured_outputs", described.json_, described.regex, described.choice, described.grammar
-        )
-        if described.json_object:
-            wanted.append((partial(json_grammar, _ANY_JSON_OBJECT), "structured_outputs.json_object"))
-        if not wanted:
+        asked += [
+            ("structured_outputs.json", json_grammar, described.json_),
+            ("structured_outputs.regex", regex_grammar, described.regex),
+            ("structured_outputs.choice", choice_grammar, described.choice),
+            ("structured_outputs.grammar", written_grammar, described.grammar),
+            ("structured_outputs.json_object", json_grammar, _ANY_JSON_OBJECT if described.json_object else None),
+        ]
+        if all(value is None for _, _, value in asked):
             raise bad_request(
                 "structured_outputs is empty: send json, regex, choice or grammar", param="structured_outputs"
             )
-    wanted += _described_formats(
-        "guided_", request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar
-    )
-    wanted += _described_formats("", None, request.regex, None, request.ebnf)
-    if request.json_schema is not None:
-        wanted.append((partial(json_grammar, _schema_of(request.json_schema, "json_schema")), "json_schema"))
+    asked += [
+        ("guided_json", json_grammar, request.guided_json),
+        ("guided_regex", regex_grammar, request.guided_regex),
+        ("guided_choice", choice_grammar, request.guided_choice),
+        ("guided_grammar", written_grammar, request.guided_grammar),
+        ("regex", regex_grammar, request.regex),
+        ("ebnf", written_grammar, request.ebnf),
+        ("json_schema", json_grammar, request.json_schema),
+    ]
+    wanted = [
+        (param, make, _schema_of(value, param) if make is json_grammar else value)
+        for param, make, value in asked
+        if value is not None
+    ]
     if len(wanted) > 1:
-        (_, first), (_, second) = wanted[:2]
+        first, second = wanted[0][0], wanted[1][0]
         raise bad_request(f"{first} and {second} both say what the answer is: send one of them", param=second)
-    return wanted[0] if wanted else (None, "")
-
-
-def _described_formats(
-    prefix: str,
-    schema: dict[str, Any] | str | None,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-) -> list[tuple[_Grammar, str]]:
-    dotted = f"{prefix}." if prefix == "structured_outputs" else prefix
-    found: list[tuple[_Grammar, str]] = []
-    if schema is not None:
-        found.append((partial(json_grammar, _schema_of(schema, f"{dotted}json")), f"{dotted}json"))
-    if regex is not None:
-        found.append((partial(regex_grammar, regex), f"{dotted}regex"))
-    if choice is not None:
-        found.append((partial(choice_grammar, choice), f"{dotted}choice"))
-    if grammar is not None:
-        found.append((partial(written_grammar, grammar), f"{dotted}grammar" if prefix else "ebnf"))
-    return found
+    if not wanted:
+        return None, ""
+    ((param, make, value),) = wanted
+    return partial(make, value), param
 
 
 def _schema_of(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
@@ -241,12 +233,12 @@ async def compile_grammar(
     if by_rules:
         assert reading is not None
         making = partial(reading.grammar, _spelling(context), answer)
-        return await _compiled(context.grammars.compile_grammar(making, client), param)
+        return await _compiled(context.grammars.compile(making, client), param)
     assert answer is not None
     if isinstance(request.response_format, JsonObjectFormat):
         return context.grammars.json_object()
     what = "the JSON schema" if isinstance(answer, partial) and answer.func is json_grammar else "the grammar"
-    return await _compiled(context.grammars.compile_grammar(answer, client, what), param)
+    return await _compiled(context.grammars.compile(answer, client, what), param)
 
 
 async def _compiled(compiling: Future[str], param: str) -> str:

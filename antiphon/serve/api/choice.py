@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 
+from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.answer_reader import AnswerReader
@@ -79,17 +80,14 @@ class ChoiceText:
         index: int,
         prompt: TokenizedPrompt,
         params: SamplingParams,
+        request: GenerationRequest,
         stops: StopStrings,
         echo: bool,
         tokenizer: TextTokenizer,
-        skip_special_tokens: bool = True,
-        keep_stop: bool = False,
         reader: AnswerReader | None = None,
         shows_reasoning: bool = True,
-        reports_ids: bool = False,
     ) -> None:
-        """`keep_stop`: the text ends with the stop string or stop token that ended it. `reader`: finds reasoning and
-        calls of tools, which are then no part of the text. `reports_ids`: deltas have the ids of their tokens."""
+        """`reader`: finds reasoning and calls of tools, which are then no part of the text."""
         self.index = index
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -100,19 +98,19 @@ class ChoiceText:
         self._echo_pending = echo
         marks = reader.marks if reader is not None else frozenset[str]()
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, marks=marks)
+        self._skip_special_tokens = request.skip_special_tokens is not False
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=self._skip_special_tokens, marks=marks)
         self._prompt_end = self._detokenizer.follow(prompt.token_ids, echoed=echo)
-        self._keep_stop = keep_stop
+        self._keep_stop = bool(request.include_stop_str_in_output)
         self._reader = reader
         self._shows_reasoning = shows_reasoning
         self._stops = stops.search()
         self._num_echoed = 0
-        self._reports_ids = reports_ids
+        self._reports_ids = bool(request.return_token_ids)
         self._pending_entries: list[TokenEntry] = []
         self._pending_ids: list[int] = []
         self._pending_prompt_logprobs: PromptLogprobs | None = None
-        self._pending_prompt_ids = prompt.token_ids if reports_ids else None
+        self._pending_prompt_ids = prompt.token_ids if self._reports_ids else None
 
     def consume(self, output: EngineOutput) -> ChoiceDelta | None:
         """Take one engine output; None when nothing can be said yet. After a stop string `finished` is set although
@@ -175,12 +173,14 @@ class ChoiceText:
             return self._finish_by_stop_string(delta, self._stops.matched)
         delta.error = output.error
         asked_for = output.stop_token_id in self._params.stop_token_ids
-        return self._finish(delta, output.finish_reason, output.stop_token_id if asked_for else None)
+        self._read(delta, "", is_over=True)
+        return self._end(delta, output.finish_reason, output.stop_token_id if asked_for else None)
 
     def _finish_by_stop_string(self, delta: ChoiceDelta, matched: str) -> ChoiceDelta:
         if self._keep_stop:
             self._read(delta, matched)
-        return self._finish(delta, "stop", matched)
+        self._read(delta, "", is_over=True)
+        return self._end(delta, "stop", matched)
 
     def _read_token(self, delta: ChoiceDelta, text: str) -> None:
         was_reasoning = self._reader is not None and self._reader.is_reasoning
@@ -200,10 +200,6 @@ class ChoiceText:
                 delta.calls[-1].arguments += piece.arguments
             else:
                 delta.calls.append(piece)
-
-    def _finish(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:
-        self._read(delta, "", is_over=True)
-        return self._end(delta, reason, stop_reason)
 
     def _end(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:
         self.finished = True

@@ -5,13 +5,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from antiphon.serve.api.answer_json import CompletionLogprobsJson
+from antiphon.serve.api.answer_json import completion_logprobs
 from antiphon.serve.api.chat import answer_chat
 from antiphon.serve.api.chat_reading import compile_grammar
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.generation import generation_for
 from antiphon.serve.api.guard.body import read_any_request, read_request
-from antiphon.serve.api.parameters import check_answer_size, check_request, completion_sampling
+from antiphon.serve.api.parameters import check_answer_size, check_request, sampling_params
 from antiphon.serve.api.prompts import bad_word_ids, completion_prompts
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
 from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
@@ -44,7 +44,7 @@ async def answer_completion(context: ApiContext, request: Request, body: Complet
         prompts = await completion_prompts(context, client_of(request), body)
         grammar = await compile_grammar(context, body, client_of(request))
         bad_words = await bad_word_ids(context, client_of(request), body.bad_words)
-        params = [completion_sampling(context, body, len(prompt.token_ids), grammar, bad_words) for prompt in prompts]
+        params = [sampling_params(context, body, len(prompt.token_ids), grammar, bad_words) for prompt in prompts]
         check_answer_size(context, body, prompts, params)
         await generation.submit(prompts, params, body, echo=bool(body.echo))
         tokens = token_json(context, body)
@@ -53,7 +53,7 @@ async def answer_completion(context: ApiContext, request: Request, body: Complet
             chunk_object_name="text_completion",
             piece=lambda delta: choice_object(delta, "text", delta.text),
             whole=lambda answer: choice_object(answer, "text", answer.text.encoded()),
-            logprobs=lambda: CompletionLogprobsJson(tokens) if body.logprobs is not None else None,
+            logprobs=lambda: completion_logprobs(tokens) if body.logprobs is not None else None,
         )
         return await respond(context, request, generation, shape, body)
 

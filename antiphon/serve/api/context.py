@@ -22,6 +22,7 @@ from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine
 from antiphon.serve.text.dialects import dialect_of
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
@@ -67,14 +68,12 @@ class ApiContext:
         *,
         engine: AsyncEngine,
         tokenizer: TextTokenizer,
-        texts: TextService,
         settings: ServerSettings,
-        metrics: ServerMetrics,
         grammars: GrammarCompiler | None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.texts = texts
+        self.texts = TextService(tokenizer, TextLimits.for_context(engine.info.max_model_len))
         self.dialect = dialect_of(
             tokenizer.chat_template,
             reasoning_parser=settings.reasoning_parser,
@@ -88,11 +87,11 @@ class ApiContext:
         self.body_memory = BodyMemory(self.limits.max_body_bytes, self.trimmer)
         self.large_body = asyncio.Lock()
         self.response_store = ResponseStore()
-        self.metrics = metrics
+        self.metrics = ServerMetrics(engine, settings.predicted)
         self.grammars = grammars
         self.model_names = settings.served_model_names or (engine.info.model_name,)
         self.model_name = self.model_names[0]
-        self.dashboard = Dashboard(engine, metrics, self.model_name)
+        self.dashboard = Dashboard(engine, self.metrics, self.model_name)
         self.started_at_s = int(time.time())
         self.draining = False
         self.num_active = 0

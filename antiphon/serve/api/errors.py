@@ -121,42 +121,38 @@ def _methods_of(app: FastAPI, path: str) -> list[str]:
 def install_error_handlers(app: FastAPI) -> None:
     """Make every way out of the application, foreseen or not, speak the shape above."""
 
-    async def api_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        return error.response(request.scope["path"])
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return _refusal_of(app, request, error).response(request.scope["path"])
 
-    async def user_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, UserError)
-        return from_user_error(error).response(request.scope["path"])
+    for kind in (ApiError, UserError, HTTPException, OSError, MemoryError, Exception):
+        app.add_exception_handler(kind, answer)
 
-    async def http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        path = request.scope["path"][:_MAX_PATH_CHARACTERS]
-        phrase = http.HTTPStatus(error.status_code).phrase.lower()
-        message = f"{request.method} {path}: {phrase}; this server's paths are listed in /openapi.json"
-        without_slash = path.rstrip("/")
-        if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
-            message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
-        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-        if error.status_code == 405:  # the router names the methods of one route, and a path may have several
-            headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
-        return ApiError(error.status_code, message, headers=headers).response(path)
 
-    async def system_error(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, NoRoom):
-            return no_room(str(error)).response(request.scope["path"])
+def _refusal_of(app: FastAPI, request: Request, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NoRoom):
+        return no_room(str(error))
+    if isinstance(error, UserError):
+        return from_user_error(error)
+    if isinstance(error, HTTPException):
+        return _refusal_of_route(app, request, error)
+    if isinstance(error, OSError | MemoryError):
         _log.error("%s %s failed: the system refused something", request.method, request.url.path, exc_info=error)
         words = getattr(error, "strerror", None) or type(error).__name__
-        return no_room(f"the system has no room for this request now ({words})").response(request.scope["path"])
+        return no_room(f"the system has no room for this request now ({words})")
+    _log.error("%s %s failed: %r", request.method, request.url.path, error)
+    return ApiError(500, "internal error: the server's log has the details", code="internal_error")
 
-    async def bug(request: Request, error: Exception) -> JSONResponse:
-        _log.error("%s %s failed: %r", request.method, request.url.path, error)
-        refusal = ApiError(500, "internal error: the server's log has the details", code="internal_error")
-        return refusal.response(request.scope["path"])
 
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(UserError, user_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(OSError, system_error)
-    app.add_exception_handler(MemoryError, system_error)
-    app.add_exception_handler(Exception, bug)
+def _refusal_of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
+    path = request.scope["path"][:_MAX_PATH_CHARACTERS]
+    phrase = http.HTTPStatus(error.status_code).phrase.lower()
+    message = f"{request.method} {path}: {phrase}; this server's paths are listed in /openapi.json"
+    without_slash = path.rstrip("/")
+    if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
+        message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    if error.status_code == 405:  # the router names the methods of one route, and a path may have several
+        headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")
+    return ApiError(error.status_code, message, headers=headers)

@@ -143,14 +143,12 @@ class Generation:
                         index=index,
                         prompt=prompt,
                         params=prompt_params,
+                        request=request,
                         stops=stops,
                         echo=echo,
                         tokenizer=self._context.tokenizer,
-                        skip_special_tokens=request.skip_special_tokens is not False,
-                        keep_stop=bool(request.include_stop_str_in_output),
                         reader=reading.reader() if reading is not None else None,
                         shows_reasoning=reading is None or reading.shows_reasoning,
-                        reports_ids=bool(request.return_token_ids),
                     )
                     engine_id = f"{self._engine_id}-{index}"
                     own_params = with_seed(prompt_params, request.seed, answer)

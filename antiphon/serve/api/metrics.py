@@ -7,7 +7,7 @@ averages. Per-expert series are left out on purpose: layers x experts makes thou
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -88,8 +88,10 @@ class ServerMetrics(Collector):
             return
         yield from _gauges(stats)
         yield from _counters(stats)
-        yield _balancedness(stats)
-        yield _expert_speed(stats)
+        balancedness = dict(sorted(stats.balancedness_per_layer.items()))
+        yield _labelled("expert_balancedness_ratio", "Mean / max tokens per expert worker", "layer", balancedness)
+        speed = "Rows per second of computing of an expert worker"
+        yield _labelled("expert_rows_per_second", speed, "worker", stats.expert_rows_per_s)
         yield from _exchange(stats)
         yield from _pools(stats)
         yield self._prediction_error()
@@ -158,38 +160,24 @@ def _counters(stats: EngineStats) -> Iterable[Metric]:
         yield CounterMetricFamily(f"antiphon:{name}", text, value=value)
 
 
-def _expert_speed(stats: EngineStats) -> Metric:
-    metric = GaugeMetricFamily(
-        "antiphon:expert_rows_per_second", "Rows per second of computing of an expert worker", labels=["worker"]
-    )
-    for number, rate in stats.expert_rows_per_s.items():
-        metric.add_metric([str(number)], rate)
-    return metric
-
-
-def _balancedness(stats: EngineStats) -> Metric:
-    family = GaugeMetricFamily(
-        "antiphon:expert_balancedness_ratio", "Mean / max tokens per expert worker", labels=["layer"]
-    )
-    for layer, ratio in sorted(stats.balancedness_per_layer.items()):
-        family.add_metric([str(layer)], ratio)
+def _labelled(name: str, text: str, label: str, values: Mapping[int, float]) -> Metric:
+    family = GaugeMetricFamily(f"antiphon:{name}", text, labels=[label])
+    for number, value in values.items():
+        family.add_metric([str(number)], value)
     return family
 
 
 def _exchange(stats: EngineStats) -> Iterable[Metric]:
     """Traffic for each (worker, peer), and how long workers waited; absent where nothing is exchanged."""
-    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
-        "messages_sent": CounterMetricFamily(
-            "antiphon:m2n_messages", "Messages sent between workers", labels=["worker", "peer"]
-        ),
-        "bytes_sent": CounterMetricFamily("antiphon:m2n_bytes", "Payload bytes sent", labels=["worker", "peer"]),
-        "credit_waits": CounterMetricFamily(
-            "antiphon:m2n_credit_waits", "Sends that found no free slot", labels=["worker", "peer"]
-        ),
-        "stale": CounterMetricFamily(
-            "antiphon:m2n_stale_messages", "Messages of steps that had been given up", labels=["worker", "peer"]
-        ),
-        "credits": GaugeMetricFamily("antiphon:m2n_credits", "Free slots at the peer", labels=["worker", "peer"]),
+    families = {
+        field: kind(f"antiphon:m2n_{name}", text, labels=["worker", "peer"])
+        for field, kind, name, text in (
+            ("messages_sent", CounterMetricFamily, "messages", "Messages sent between workers"),
+            ("bytes_sent", CounterMetricFamily, "bytes", "Payload bytes sent"),
+            ("credit_waits", CounterMetricFamily, "credit_waits", "Sends that found no free slot"),
+            ("stale", CounterMetricFamily, "stale_messages", "Messages of steps that had been given up"),
+            ("credits", GaugeMetricFamily, "credits", "Free slots at the peer"),
+        )
     }
     waits = HistogramMetricFamily("antiphon:m2n_wait_seconds", "Waits for messages", labels=["worker"])
     trips = HistogramMetricFamily(

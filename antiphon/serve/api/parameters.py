@@ -12,6 +12,7 @@ log-probabilities have no such limit: they are gone when they are sent.
 """
 
 import dataclasses
+from typing import Any
 
 from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
@@ -28,6 +29,11 @@ _COMPLETION_ENTRY_BYTES = 40  # of a token beside its alternatives
 _CHAT_BYTES = 64
 _PROMPT_ENTRY_BYTES = 72
 _DIGITS_OF_A_BYTE = 4  # in a chat's list of bytes
+# What a request and the engine call alike, with the same default.
+_SAME = (
+    "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "ignore_eos", "priority",
+)  # fmt: skip
 BadWords = tuple[tuple[int, ...], ...]
 
 
@@ -61,82 +67,23 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
     context.limits.check_token_ids(list(bias), "logit_bias")
 
 
-def completion_sampling(
-    context: ApiContext, request: CompletionRequest, num_prompt_tokens: int, grammar: str | None, bad_words: BadWords
-) -> SamplingParams:
-    max_tokens = request.max_tokens
-    of_prompt = request.logprobs if request.echo else None
-    if request.prompt_logprobs is not None:
-        if of_prompt not in (None, request.prompt_logprobs):
-            raise bad_request(
-                f"prompt_logprobs is {request.prompt_logprobs}, and echo reports logprobs ({of_prompt}) of the prompt:"
-                " send the same number, or one of the two",
-                param="prompt_logprobs",
-            )
-        of_prompt = request.prompt_logprobs
-    if max_tokens is None:
-        max_tokens = min(_DEFAULT_COMPLETION_TOKENS, _room(context, num_prompt_tokens))
-    return _sampling(
-        context,
-        request,
-        num_prompt_tokens,
-        max_tokens=max_tokens,
-        logprobs=request.logprobs,
-        prompt_logprobs=of_prompt,
-        grammar=grammar,
-        bad_words=bad_words,
-    )
-
-
-def chat_sampling(
+def sampling_params(
     context: ApiContext,
-    request: ChatCompletionRequest,
+    request: CompletionRequest | ChatCompletionRequest,
     num_prompt_tokens: int,
     grammar: str | None,
     bad_words: BadWords,
 ) -> SamplingParams:
-    if None not in (request.max_tokens, request.max_completion_tokens):
-        raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
-    if request.top_logprobs and not request.logprobs:
-        raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if request.max_tokens == 0:
-        raise bad_request("max_tokens is 0: a chat answer has at least 1 token", param="max_tokens")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = request.max_completion_tokens or request.max_tokens
-    if max_tokens is None:
-        max_tokens = min(_room(context, num_prompt_tokens), _num_affordable_tokens(context, request, logprobs))
-    return _sampling(
-        context,
-        request,
-        num_prompt_tokens,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        grammar=grammar,
-        bad_words=bad_words,
-    )
-
-
-def _room(context: ApiContext, num_prompt_tokens: int) -> int:
-    """Tokens that still fit the context after the prompt; at least one, so that a full context is an error."""
-    return max(1, context.engine.info.max_model_len - num_prompt_tokens)
-
-
-def _sampling(
-    context: ApiContext,
-    request: GenerationRequest,
-    num_prompt_tokens: int,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    grammar: str | None,
-    bad_words: BadWords,
-) -> SamplingParams:
+    """For the answers to one prompt; `ApiError` 400 for what does not fit the context or contradicts itself."""
+    limit = context.engine.info.max_model_len
+    room = max(1, limit - num_prompt_tokens)  # at least one, so that a full context is an error
+    if isinstance(request, ChatCompletionRequest):
+        max_tokens, logprobs, prompt_logprobs = _of_chat(context, request, room)
+    else:
+        max_tokens, logprobs, prompt_logprobs = _of_completion(request, room)
     reported_ids = tuple(dict.fromkeys(request.logprob_token_ids or ()))
     if reported_ids and logprobs is None:
         raise bad_request("logprob_token_ids needs logprobs", param="logprob_token_ids")
-    limit = context.engine.info.max_model_len
     if num_prompt_tokens + max_tokens > limit:
         raise too_long(
             f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_prompt_tokens + max_tokens}:"
@@ -146,31 +93,49 @@ def _sampling(
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(f"min_tokens is {min_tokens}: at most max_tokens ({max_tokens})", param="min_tokens")
+    stated: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     return SamplingParams(
+        **stated,
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=_or_default(request.temperature, 1.0),
-        top_p=_or_default(request.top_p, 1.0),
         top_k=max(0, request.top_k or 0),
-        min_p=_or_default(request.min_p, 0.0),
-        presence_penalty=_or_default(request.presence_penalty, 0.0),
-        frequency_penalty=_or_default(request.frequency_penalty, 0.0),
-        repetition_penalty=_or_default(request.repetition_penalty, 1.0),
-        logit_bias=request.logit_bias or {},
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
         logprobs=len(reported_ids) if reported_ids else logprobs,
         prompt_logprobs=prompt_logprobs,
         allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
         bad_words=bad_words,
         logprob_token_ids=reported_ids,
-        priority=request.priority or 0,
         grammar=grammar,
     )
 
 
-def _or_default(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _of_completion(request: CompletionRequest, room: int) -> tuple[int, int | None, int | None]:
+    """The most tokens of an answer, and the alternatives to report for its tokens and for those of the prompt."""
+    of_prompt = request.logprobs if request.echo else None
+    if request.prompt_logprobs is not None:
+        if of_prompt not in (None, request.prompt_logprobs):
+            raise bad_request(
+                f"prompt_logprobs is {request.prompt_logprobs}, and echo reports logprobs ({of_prompt}) of the prompt:"
+                " send the same number, or one of the two",
+                param="prompt_logprobs",
+            )
+        of_prompt = request.prompt_logprobs
+    max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
+    return max_tokens, request.logprobs, of_prompt
+
+
+def _of_chat(context: ApiContext, request: ChatCompletionRequest, room: int) -> tuple[int, int | None, int | None]:
+    """As `_of_completion`."""
+    if None not in (request.max_tokens, request.max_completion_tokens):
+        raise bad_request("max_tokens and max_completion_tokens mean the same: send one of them", param="max_tokens")
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if request.max_tokens == 0:
+        raise bad_request("max_tokens is 0: a chat answer has at least 1 token", param="max_tokens")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, _num_affordable_tokens(context, request, logprobs))
+    return max_tokens, logprobs, request.prompt_logprobs
 
 
 def with_seed(params: SamplingParams, seed: int | None, answer: int) -> SamplingParams:

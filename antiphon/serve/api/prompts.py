@@ -9,9 +9,10 @@ cut: tokenizing only its end could split the first kept token differently.
 """
 
 import json
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.chat_messages import (
@@ -30,6 +31,7 @@ from antiphon.serve.api.guard.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, split_prompts
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.chat_rendering import settable_variables
+from antiphon.serve.text.text_messages import RenderChat
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -181,9 +183,8 @@ async def render_conversation(
         )
     limits = context.limits
     names = await context.texts.template_names()
-    render = partial(
-        context.texts.render,
-        client=client,
+    job = partial(
+        RenderChat,
         max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
         add_generation_prompt=not continues and options.add_generation_prompt is not False,
         tools=_described(names, options.tools) if options.tools and offers_tools else None,
@@ -196,7 +197,7 @@ async def render_conversation(
     if continues:
         _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
     try:
-        text = await _rendered(render, turns)
+        text = await _rendered(context, client, job(messages=turns))
     except RequestTooLong as error:
         raise too_long(f"messages {error}", "messages") from None
     _check_roles(text, turns)
@@ -207,15 +208,16 @@ async def render_conversation(
     return text[: text.rindex(_CUT_HERE)]
 
 
-async def _rendered(render: Callable[[list[ChatMessage]], Awaitable[str]], turns: list[ChatMessage]) -> str:
+async def _rendered(context: ApiContext, client: str, job: RenderChat) -> str:
     """Most templates write the arguments of calls as JSON themselves; a few append them to a text, and fail else."""
     try:
-        return await render(turns)
+        return await context.texts.render(job, client)
     except UserError as error:
-        if type(error) is not UserError or not any("tool_calls" in turn for turn in turns):
+        if type(error) is not UserError or not any("tool_calls" in turn for turn in job.messages):
             raise
+        as_text = msgspec.structs.replace(job, messages=_with_arguments_as_text(job.messages))
         try:
-            return await render(_with_arguments_as_text(turns))
+            return await context.texts.render(as_text, client)
         except UserError:
             raise error from None
 

@@ -24,11 +24,11 @@ from antiphon.serve.api.answer_json import (
     AnswerInTheMaking,
     Encoded,
     LogprobsJson,
-    PromptLogprobsJson,
     TokenJson,
     encode_json,
     encoded_list,
     encoded_object,
+    prompt_logprob,
 )
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext
@@ -124,14 +124,13 @@ async def _whole(
 
 
 async def _prompt_logprobs(generation: Generation, tokens: TokenJson, logprobs: PromptLogprobs) -> Encoded:
-    """A prompt's log-probabilities, some at a time."""
-    made = PromptLogprobsJson(tokens)
+    """A prompt's log-probabilities, a list with an item for each token, some at a time."""
+    made = bytearray()
     entries = iter(logprobs)
     while part := list(islice(entries, _ENTRIES_A_TURN)):
         async with generation.pace:
-            for entry in part:
-                made.add(entry)
-    return made.encoded()
+            made += "".join([f"{prompt_logprob(tokens, entry)}," for entry in part]).encode()
+    return Encoded([b"[", made[:-1], b"]"])
 
 
 def _whole_choice(

@@ -6,207 +6,172 @@ more than everything else the server does. A test runs the description against t
 The routes are described here too: FastAPI sees neither bodies, which are read by hand, nor event streams.
 """
 
+from types import GenericAlias
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from antiphon.serve.api.requests import AnyRequest
 
-Finish = Literal["stop", "length"]
+
+def _answer(name: str, description: str | None = None, /, **fields: Any) -> type[BaseModel]:
+    """A JSON object of this name. A field is a type, ``[type]`` for a list of it, or a pair of that and a `Field`."""
+    typed = {}
+    for key, field in fields.items():
+        kind, more = field if isinstance(field, tuple) else (field, ...)
+        typed[key] = (GenericAlias(list, (kind[0],)) if isinstance(kind, list) else kind, more)
+    # The oldest pydantic keeps names like `model_max_length` for itself.
+    model: type[BaseModel] = create_model(name, __config__=ConfigDict(protected_namespaces=()), **typed)
+    model.__doc__ = description
+    return model
 
 
-class ErrorDetail(BaseModel):
-    """Also the `error` of the last event of a stream that failed. An answer that could not follow its
-    `response_format` to the end (the schema is beyond the grammar engine's limits) has no finish reason of its own:
-    the whole request ends with 400, or with this event, and code `grammar_error`."""
+ErrorResponse = _answer(
+    "ErrorResponse",
+    error=_answer(
+        "ErrorDetail",
+        """Also the `error` of the last event of a stream that failed. An answer that could not follow its
+        `response_format` to the end (the schema is beyond the grammar engine's limits) has no finish reason of its own:
+        the whole request ends with 400, or with this event, and code `grammar_error`.""",
+        message=str,
+        type=str,
+        param=str | None,
+        code=str | None,
+    ),
+)
+AnthropicErrorResponse = _answer(
+    "AnthropicErrorResponse",
+    "The error of Anthropic's API.",
+    type=Literal["error"],
+    error=_answer("AnthropicErrorDetail", type=str, message=str),
+)
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorDetail
-
-
-class AnthropicErrorDetail(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    """The error of Anthropic's API."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails = Field(
-        default=CompletionTokensDetails(reasoning_tokens=0), description="Of chats."
-    )
-
-
-class CompletionLogprobs(BaseModel):
-    """One entry for every generated token (with `echo`, for every prompt token too; the first has no logprob)."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Finish
-    stop_reason: str | int | None = Field(description="The stop string or stop token id that ended the text.")
-
-
-class CompletionResponse(BaseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprobs(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprobs]
-    refusal: None
-
-
-class AnsweredFunction(BaseModel):
-    name: str
-    arguments: str = Field(description="JSON as the model wrote it.")
-
-
-class AnsweredToolCall(BaseModel):
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
-class ChatMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None = Field(description="Null when there are only reasoning or calls of tools.")
-    reasoning: str | None = Field(default=None, description="What the model thought first; left out for nothing.")
-    reasoning_content: str | None = Field(default=None, description="The same, by its older name.")
-    refusal: None
-    tool_calls: list[AnsweredToolCall] = Field(default=[], description="Left out when there are none.")
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish | Literal["tool_calls"]
-    stop_reason: str | int | None
-
-
-class ChatCompletionResponse(BaseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str = Field(description="Where the model comes from: a folder that has its tokenizer, too.")
-    parent: None
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class TokenizeResponse(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeResponse(BaseModel):
-    prompt: str
-
-
-class HealthResponse(BaseModel):
-    """`ok`, `degraded: …` (the others serve), or why nothing can be served now, in words for people."""
-
-    status: str
-    missing: list[str] = Field(description="The workers that cannot compute now, for example experts[1].")
-
-
-class LoadResponse(BaseModel):
-    server_load: int
-
-
-class TokenizerInfoResponse(BaseModel):
-    """What a client needs to tokenize as this server does."""
-
-    model_config = ConfigDict(protected_namespaces=())  # the oldest pydantic keeps names like `model_max_length`
-
-    tokenizer_class: str
-    vocab_size: int
-    model_max_length: int
-    chat_template: str | dict[str, str] | None
-    special_tokens: dict[str, str]
-    added_tokens_decoder: dict[str, dict[str, Any]]
-
-
-class VersionResponse(BaseModel):
-    version: str
-    model: str
-    layout: str
-    num_attention: int
-    num_experts_workers: int
-    num_micro_batches: int
-
-
-class PlacementResponse(BaseModel):
-    status: Literal["moving", "in place"]
-    experts_to_load: int
-
-
-class DrainResponse(BaseModel):
-    """`state`: "ready", "draining, 3 requests left" or "drained"."""
-
-    worker: str
-    state: str
+_REASONING_TOKENS = _answer("CompletionTokensDetails", reasoning_tokens=int)
+_USAGE = _answer(
+    "Usage",
+    prompt_tokens=int,
+    completion_tokens=int,
+    total_tokens=int,
+    prompt_tokens_details=_answer("PromptTokensDetails", cached_tokens=int),
+    completion_tokens_details=(
+        _REASONING_TOKENS,
+        Field(default=_REASONING_TOKENS(reasoning_tokens=0), description="Of chats."),
+    ),
+)
+CompletionResponse = _answer(
+    "CompletionResponse",
+    id=str,
+    object=Literal["text_completion"],
+    created=int,
+    model=str,
+    choices=[
+        _answer(
+            "CompletionChoice",
+            index=int,
+            text=str,
+            logprobs=_answer(
+                "CompletionLogprobs",
+                "One entry for every generated token (with `echo`, for every prompt token too; the first has no"
+                " logprob).",
+                tokens=[str],
+                token_logprobs=[float | None],
+                top_logprobs=[dict[str, float] | None],
+                text_offset=[int],
+            )
+            | None,
+            finish_reason=Literal["stop", "length"],
+            stop_reason=(
+                str | int | None,
+                Field(description="The stop string or stop token id that ended the text."),
+            ),
+        )
+    ],
+    usage=_USAGE,
+)
+_TOKEN = {"token": str, "logprob": float, "bytes": [int]}
+_TOOL_CALL = _answer(
+    "AnsweredToolCall",
+    id=str,
+    type=Literal["function"],
+    function=_answer("AnsweredFunction", name=str, arguments=(str, Field(description="JSON as the model wrote it."))),
+)
+ChatCompletionResponse = _answer(
+    "ChatCompletionResponse",
+    id=str,
+    object=Literal["chat.completion"],
+    created=int,
+    model=str,
+    choices=[
+        _answer(
+            "ChatChoice",
+            index=int,
+            message=_answer(
+                "ChatMessage",
+                role=Literal["assistant"],
+                content=(str | None, Field(description="Null when there are only reasoning or calls of tools.")),
+                reasoning=(
+                    str | None,
+                    Field(default=None, description="What the model thought first; left out for nothing."),
+                ),
+                reasoning_content=(str | None, Field(default=None, description="The same, by its older name.")),
+                refusal=None,
+                tool_calls=([_TOOL_CALL], Field(default=[], description="Left out when there are none.")),
+            ),
+            logprobs=_answer(
+                "ChatLogprobs",
+                content=[_answer("TokenLogprobs", **_TOKEN, top_logprobs=[_answer("TopLogprob", **_TOKEN)])],
+                refusal=None,
+            )
+            | None,
+            finish_reason=Literal["stop", "length"] | Literal["tool_calls"],
+            stop_reason=str | int | None,
+        )
+    ],
+    usage=_USAGE,
+)
+ModelCard = _answer(
+    "ModelCard",
+    id=str,
+    object=Literal["model"],
+    created=int,
+    owned_by=str,
+    root=(str, Field(description="Where the model comes from: a folder that has its tokenizer, too.")),
+    parent=None,
+    max_model_len=int,
+)
+ModelList = _answer("ModelList", object=Literal["list"], data=[ModelCard])
+TokenizeResponse = _answer("TokenizeResponse", count=int, max_model_len=int, tokens=[int], token_strs=list[str] | None)
+DetokenizeResponse = _answer("DetokenizeResponse", prompt=str)
+HealthResponse = _answer(
+    "HealthResponse",
+    "`ok`, `degraded: …` (the others serve), or why nothing can be served now, in words for people.",
+    status=str,
+    missing=([str], Field(description="The workers that cannot compute now, for example experts[1].")),
+)
+LoadResponse = _answer("LoadResponse", server_load=int)
+TokenizerInfoResponse = _answer(
+    "TokenizerInfoResponse",
+    "What a client needs to tokenize as this server does.",
+    tokenizer_class=str,
+    vocab_size=int,
+    model_max_length=int,
+    chat_template=str | dict[str, str] | None,
+    special_tokens=dict[str, str],
+    added_tokens_decoder=dict[str, dict[str, Any]],
+)
+VersionResponse = _answer(
+    "VersionResponse",
+    version=str,
+    model=str,
+    layout=str,
+    num_attention=int,
+    num_experts_workers=int,
+    num_micro_batches=int,
+)
+PlacementResponse = _answer("PlacementResponse", status=Literal["moving", "in place"], experts_to_load=int)
+DrainResponse = _answer(
+    "DrainResponse", '`state`: "ready", "draining, 3 requests left" or "drained".', worker=str, state=str
+)
 
 
 def described_body(model: type[AnyRequest]) -> dict[str, Any]:

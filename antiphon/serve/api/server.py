@@ -182,7 +182,7 @@ def _note_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 
 
 def make_server(app: FastAPI, settings: ServerSettings) -> DrainingServer:
-    """A server for `app` that is not running yet: `run(sockets=[bind(...)])` blocks, `request_stop()` ends it."""
+    """A server for `app` that is not running yet: `run(sockets=[listener])` blocks, `request_stop()` ends it."""
     for library in ("uvicorn.error", "asyncio"):  # what they warn about is counted, answered, or advice for others
         adopt_logger(library, logging.ERROR)
     config = uvicorn.Config(
@@ -225,17 +225,6 @@ def run_server(
 
         server.on_ready = report
         server.run(sockets=[listener])
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on `host:port` (port 0: any free one), or `UserError` with the reason."""
-    listener = reserve(host, port)
-    try:
-        listen(listener, host)
-    except UserError:
-        listener.close()
-        raise
-    return listener
 
 
 def reserve(host: str, port: int) -> socket.socket:

@@ -7,13 +7,12 @@ Nothing here limits time or memory, and even looking for a template's variables 
 program that may do anything: only a process can be stopped, so all of this runs in one (`text_process`).
 """
 
-from typing import Any
-
 from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from antiphon.base.errors import UserError
 from antiphon.models.chat_environment import chat_environment
+from antiphon.serve.text.text_messages import RenderChat
 from antiphon.serve.text.tokenizer import ChatMessage
 
 MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
@@ -86,27 +85,19 @@ class ChatTemplate:
             )
         self._special_tokens = special_tokens
 
-    def render(
-        self,
-        messages: list[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        max_characters: int,
-    ) -> str:
-        """The conversation as one text. `UserError` when the template refuses it, `TooMuchText` beyond
-        `max_characters`. `template_kwargs` are further names for the template and replace special tokens."""
-        if taken := RESERVED_NAMES & (template_kwargs or {}).keys():
+    def render(self, job: RenderChat) -> str:
+        """The conversation as one text. `UserError` when the template refuses it, `TooMuchText` beyond the job's
+        `max_characters`."""
+        if taken := RESERVED_NAMES & (job.template_kwargs or {}).keys():
             raise UserError(f"chat_template_kwargs may not set {min(taken)}: the request says it elsewhere")
-        template = self._templates.get("tool_use") if tools is not None else None
+        template = self._templates.get("tool_use") if job.tools is not None else None
         names = {
             **self._special_tokens,
-            **(template_kwargs or {}),
-            "messages": [_as_templates_read(message) for message in messages],
-            "tools": tools,
+            **(job.template_kwargs or {}),
+            "messages": [_as_templates_read(message) for message in job.messages],
+            "tools": job.tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": job.add_generation_prompt,
         }
         pieces: list[str] = []
         num_characters = 0
@@ -114,13 +105,13 @@ class ChatTemplate:
             for piece in (template or self._templates["default"]).generate(names):
                 pieces.append(piece)
                 num_characters += len(piece)
-                if num_characters > max_characters:
+                if num_characters > job.max_characters:
                     break
         except Exception as error:  # a program of the checkpoint: it may raise anything at all
             raise UserError(f"the model's chat template does not accept these messages: {_reason(error)}") from error
-        if num_characters > max_characters:
+        if num_characters > job.max_characters:
             raise TooMuchText(
-                f"has more than {max_characters} characters after the chat template, more than fit the context:"
+                f"has more than {job.max_characters} characters after the chat template, more than fit the context:"
                 " shorten it"
             )
         return "".join(pieces)

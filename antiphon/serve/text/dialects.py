@@ -8,11 +8,12 @@ gpt-oss. A row says the marks; `AnswerReader` reads by them and `grammar_text` w
 Rejected: a class for each family. They repeat each other, and a fault mended in one stays in the others.
 """
 
+import re
 import secrets
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from antiphon.base.errors import UserError
 
@@ -66,7 +67,7 @@ class CallFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReasoningFormat:
     """How reasoning is marked. It comes first in an answer, opened by `begin` there or at the end of the prompt.
     `starts_open`: even where neither has `begin`. What follows may stand between `answer_begin` and `answer_end`."""
@@ -89,67 +90,36 @@ CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", 
 MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
-def _dsml(name: str, block: str) -> CallFormat:
-    """DeepSeek's tags, in a block of this name."""
-    return CallFormat(
-        name=name,
-        structure="tags",
-        begin=f"<｜DSML｜{block}>",
-        end=f"</｜DSML｜{block}>",
-        call_begin='<｜DSML｜invoke name="',
-        name_end='">',
-        call_end="</｜DSML｜invoke>",
-        key_begin='<｜DSML｜parameter name="',
-        key_end='">',
-        says_strings=True,
-        value_end="</｜DSML｜parameter>",
-        line_breaks=True,
-        signs=("DSML｜", block),
-    )
+# The marks of each structure in the order in which they are written.
+_MARKS: dict[Structure, tuple[str, ...]] = {
+    "tags": ("begin", "call_begin", "name_end", "key_begin", "key_end", "value_end", "call_end", "end"),
+    "sections": ("begin", "call_begin", "name_end", "call_end", "end"),
+    "json": ("begin", "end"),
+    "python": ("begin", "end"),
+}
+_BETWEEN = re.compile(" (?:NAME|KEY|VALUE|JSON|CALLS) |  ")
 
 
-def _functions(name: str, block: str, *, signs: tuple[str, ...], trims_lines: bool = False) -> CallFormat:
-    """`<function=f>` with `<parameter=k>`, each in a block of this name."""
-    return CallFormat(
-        name=name,
-        structure="tags",
-        begin=f"<{block}>",
-        end=f"</{block}>",
-        call_begin="<function=",
-        name_end=">",
-        call_end="</function>",
-        one_a_block=True,
-        key_begin="<parameter=",
-        key_end=">",
-        value_end="</parameter>",
-        line_breaks=True,
-        trims_lines=trims_lines,
-        signs=signs,
-    )
+def _format(name: str, structure: Structure, written: str, signs: tuple[str, ...], **options: Any) -> CallFormat:
+    """Calls that are `written` like this: marks around a NAME, KEY, VALUE, JSON or CALLS, two spaces where nothing
+    stands between two marks, and - for a mark that is not written."""
+    marks = ("" if mark == "-" else mark for mark in _BETWEEN.split(written))
+    fields = dict(zip(_MARKS[structure], marks, strict=True)) | {"line_breaks": structure == "tags"} | options
+    return CallFormat(name=name, structure=structure, signs=signs, **fields)
 
 
-def _listed(
-    name: str,
-    begin: str,
-    end: str = "",
-    *,
-    structure: Structure = "json",
-    line_breaks: bool = False,
-    id_letters: int = 0,
-) -> CallFormat:
+def _listed(name: str, structure: Structure, written: str, **options: Any) -> CallFormat:
     """A list of calls between two marks, of which the first is the sign."""
-    return CallFormat(
-        name=name,
-        structure=structure,
-        begin=begin,
-        end=end,
-        separator=", ",
-        is_list=True,
-        line_breaks=line_breaks,
-        id_letters=id_letters,
-        signs=(begin,),
-    )
+    sign = (written.partition(" ")[0],)
+    return _format(name, structure, written, sign, separator=", ", is_list=True, **options)
 
+
+_DSML = (
+    '<｜DSML｜{0}>  <｜DSML｜invoke name=" NAME ">  <｜DSML｜parameter name=" KEY "> VALUE </｜DSML｜parameter>'
+    "  </｜DSML｜invoke>  </｜DSML｜{0}>"
+)
+_FUNCTION = "<{0}>  <function= NAME >  <parameter= KEY > VALUE </parameter>  </function>  </{0}>"
+_DEEPSEEK = "<｜tool▁calls▁begin｜>  {0} NAME {1} JSON {2}  <｜tool▁calls▁end｜>"
 
 # More special ones before those whose signs they share.
 CALL_FORMATS = (
@@ -159,145 +129,91 @@ CALL_FORMATS = (
         openings=(CHANNEL, MESSAGE, START, CONSTRAIN, *MESSAGE_ENDS),
         signs=(CHANNEL, MESSAGE),
     ),
-    _dsml("deepseek_v32", "function_calls"),
-    _dsml("deepseek_v4", "tool_calls"),
-    CallFormat(
-        name="deepseek_v3",
-        structure="sections",
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
-        call_begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        name_end="\n```json\n",
-        call_end="\n```<｜tool▁call▁end｜>",
+    _format("deepseek_v32", "tags", _DSML.format("function_calls"), ("DSML｜", "function_calls"), says_strings=True),
+    _format("deepseek_v4", "tags", _DSML.format("tool_calls"), ("DSML｜", "tool_calls"), says_strings=True),
+    _format(
+        "deepseek_v3",
+        "sections",
+        _DEEPSEEK.format("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        ("<｜tool▁call▁begin｜>", "```json"),
         separator="\n",
-        signs=("<｜tool▁call▁begin｜>", "```json"),
     ),
-    CallFormat(
-        name="deepseek_v31",
-        structure="sections",
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
-        call_begin="<｜tool▁call▁begin｜>",
-        name_end="<｜tool▁sep｜>",
-        call_end="<｜tool▁call▁end｜>",
-        signs=("<｜tool▁call▁begin｜>",),
+    _format(
+        "deepseek_v31",
+        "sections",
+        _DEEPSEEK.format("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        ("<｜tool▁call▁begin｜>",),
     ),
-    CallFormat(
-        name="kimi_k2",
-        structure="sections",
-        begin="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
-        call_begin="<|tool_call_begin|>",
-        name_end="<|tool_call_argument_begin|>",
-        call_end="<|tool_call_end|>",
+    _format(
+        "kimi_k2",
+        "sections",
+        "<|tool_calls_section_begin|>  <|tool_call_begin|> NAME <|tool_call_argument_begin|> JSON <|tool_call_end|>"
+        "  <|tool_calls_section_end|>",
+        ("<|tool_call_begin|>",),
         own_ids=True,
-        signs=("<|tool_call_begin|>",),
     ),
-    CallFormat(
-        name="minimax_m2",
-        structure="tags",
-        begin="<minimax:tool_call>",
-        end="</minimax:tool_call>",
-        call_begin='<invoke name="',
-        name_end='">',
-        call_end="</invoke>",
-        key_begin='<parameter name="',
-        key_end='">',
-        value_end="</parameter>",
-        line_breaks=True,
-        signs=("minimax:tool_call",),
+    _format(
+        "minimax_m2",
+        "tags",
+        '<minimax:tool_call>  <invoke name=" NAME ">  <parameter name=" KEY "> VALUE </parameter>  </invoke>'
+        "  </minimax:tool_call>",
+        ("minimax:tool_call",),
     ),
-    _functions("seed_oss", "seed:tool_call", signs=("seed:tool_call",)),
-    CallFormat(
-        name="glm45",
-        structure="tags",
-        call_begin="<tool_call>",
-        call_end="</tool_call>",
-        key_begin="<arg_key>",
+    _format("seed_oss", "tags", _FUNCTION.format("seed:tool_call"), ("seed:tool_call",), one_a_block=True),
+    _format(
+        "glm45",
+        "tags",
+        "-  <tool_call> NAME -  <arg_key> KEY <arg_value> VALUE </arg_value>  </tool_call>  -",
+        ("<arg_key>",),
         key_close="</arg_key>",
-        key_end="<arg_value>",
-        value_end="</arg_value>",
-        line_breaks=True,
-        signs=("<arg_key>",),
     ),
-    _functions("qwen3_coder", "tool_call", trims_lines=True, signs=("<function=", "<parameter=")),
-    CallFormat(
-        name="mistral",
-        structure="sections",
-        call_begin="[TOOL_CALLS]",
-        name_end="[ARGS]",
-        id_letters=9,
-        signs=("[TOOL_CALLS]", "[ARGS]"),
-    ),
-    _listed("mistral_json", "[TOOL_CALLS]", id_letters=9),
-    CallFormat(
-        name="hermes",
-        structure="json",
-        begin="<tool_call>",
-        end="</tool_call>",
+    _format(
+        "qwen3_coder",
+        "tags",
+        _FUNCTION.format("tool_call"),
+        ("<function=", "<parameter="),
         one_a_block=True,
-        line_breaks=True,
-        signs=("<tool_call>",),
+        trims_lines=True,
     ),
-    _listed("granite", "<|tool_call|>"),
-    _listed("hunyuan", "<tool_calls>", "</tool_calls>", line_breaks=True),
-    _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
-    _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", structure="python"),
-    CallFormat(
-        name="olmo3",
-        structure="python",
-        begin="<function_calls>",
-        end="</function_calls>",
-        separator="\n",
-        signs=("<function_calls>",),
-    ),
-    CallFormat(
-        name="pythonic",
-        structure="python",
+    _format("mistral", "sections", "-  [TOOL_CALLS] NAME [ARGS] JSON -  -", ("[TOOL_CALLS]", "[ARGS]"), id_letters=9),
+    _listed("mistral_json", "json", "[TOOL_CALLS] CALLS -", id_letters=9),
+    _format("hermes", "json", "<tool_call> CALLS </tool_call>", ("<tool_call>",), one_a_block=True, line_breaks=True),
+    _listed("granite", "json", "<|tool_call|> CALLS -"),
+    _listed("hunyuan", "json", "<tool_calls> CALLS </tool_calls>", line_breaks=True),
+    _listed("nemotron", "json", "<TOOLCALL> CALLS </TOOLCALL>"),
+    _listed("lfm2", "python", "<|tool_call_start|> CALLS <|tool_call_end|>"),
+    _format("olmo3", "python", "<function_calls> CALLS </function_calls>", ("<function_calls>",), separator="\n"),
+    _format(
+        "pythonic",
+        "python",
+        "- CALLS <|python_end|>",
+        ("(params_name1=params_value1",),
         openings=("<|python_start|>",),
-        end="<|python_end|>",
         separator=", ",
         is_list=True,
-        signs=("(params_name1=params_value1",),
     ),
-    CallFormat(
-        name="llama3_json",
-        structure="json",
+    _format(
+        "llama3_json",
+        "json",
+        "- CALLS -",
+        ('"parameters": ',),
         openings=("<|python_tag|>",),
         separator="; ",
         arguments_key="parameters",
-        signs=('"parameters": ',),
     ),
 )
 
+_THINK = ("<think>", "</think>")
+_GRANITE = ("Here is my thought process:", "Here is my response:")
 REASONING_FORMATS = (
-    ReasoningFormat(name="harmony", begin="", end="", signs=(CHANNEL, MESSAGE)),
-    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=("[/THINK]",)),
-    ReasoningFormat(name="seed_oss", begin="<seed:think>", end="</seed:think>", signs=("</seed:think>",)),
-    ReasoningFormat(
-        name="granite32",
-        begin="Here is my thought process:",
-        end="Here is my response:",
-        signs=("Here is my thought process:",),
-    ),
-    ReasoningFormat(
-        name="ernie45",
-        begin="<think>",
-        end="</think>",
-        answer_begin="<response>",
-        answer_end="</response>",
-        signs=("</think>", "</response>"),
-    ),
-    ReasoningFormat(
-        name="hunyuan",
-        begin="<think>",
-        end="</think>",
-        answer_begin="<answer>",
-        answer_end="</answer>",
-        signs=("</think>", "</answer>"),
-    ),
-    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=("</think>",)),
-    ReasoningFormat(name="think_open", begin="<think>", end="</think>", starts_open=True),
+    ReasoningFormat("harmony", "", "", signs=(CHANNEL, MESSAGE)),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", signs=("[/THINK]",)),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", signs=("</seed:think>",)),
+    ReasoningFormat("granite32", *_GRANITE, signs=_GRANITE[:1]),
+    ReasoningFormat("ernie45", *_THINK, "<response>", "</response>", signs=("</think>", "</response>")),
+    ReasoningFormat("hunyuan", *_THINK, "<answer>", "</answer>", signs=("</think>", "</answer>")),
+    ReasoningFormat("think", *_THINK, signs=("</think>",)),
+    ReasoningFormat("think_open", *_THINK, starts_open=True),
 )
 
 # Names that users of other servers know.

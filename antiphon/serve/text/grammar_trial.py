@@ -119,21 +119,6 @@ class _Child:
     said: bytes = field(default=b"")
 
 
-class _LineSplitter:
-    """Whole lines out of pieces as they come."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-
-    def add(self, piece: bytes) -> list[bytes]:
-        self._pieces.append(piece)
-        if b"\n" not in piece:
-            return []
-        *lines, rest = b"".join(self._pieces).split(b"\n")
-        self._pieces = [rest]
-        return lines
-
-
 class TrialProcess:
     """Forks trials as orders come in, until the server closes the pipe."""
 
@@ -141,7 +126,7 @@ class TrialProcess:
         """File descriptors. The first line of `orders` describes the tokenizer."""
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._orders, self._answers = orders, answers
-        self._lines = _LineSplitter()
+        self._received = bytearray()  # of a line that is not complete
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ)
 
@@ -151,10 +136,14 @@ class TrialProcess:
                 data = os.read(key.fd, 256 * 1024)
                 if key.data is not None:
                     self._on_said(key.fd, key.data, data)
-                elif not data:
+                    continue
+                if not data:
                     return
-                for line in self._lines.add(data) if key.data is None else ():
-                    self._begin(json.loads(line))
+                self._received += data
+                if b"\n" in data:
+                    *lines, self._received = self._received.split(b"\n")
+                    for line in lines:
+                        self._begin(json.loads(line))
 
     def _begin(self, line: Any) -> None:
         """The first line describes the tokenizer, each further one is a trial: its number, and what it is to try."""

@@ -40,7 +40,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.system import give_memory_back
 from antiphon.serve.engine_api import QueueFull
 from antiphon.serve.text.grammar_lanes import GrammarTrials
-from antiphon.serve.text.grammar_text import json_grammar, lark_grammar
+from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.grammar_trial import MaskTime, TrialVerdict, load_tokenizer, parser_limits, reason_of
 
 _BITS_PER_WORD = 32
@@ -112,11 +112,6 @@ class GrammarMatcher:
         return bool(self._matcher.consume_token(token_id))
 
     @property
-    def is_accepting(self) -> bool:
-        """The text so far is complete, though more may follow."""
-        return bool(self._matcher.is_accepting())
-
-    @property
     def error(self) -> str | None:
         """Why matching broke off: a token that was not allowed, a grammar beyond the parser's limits, or one whose
         masks take too long."""
@@ -164,28 +159,16 @@ class GrammarCompiler:
         """The grammar of any JSON object."""
         return self._object.text
 
-    def compile(self, schema: dict[str, Any], client: Hashable = "") -> "Future[str]":
-        """The grammar of JSON that fits `schema`. Returns at once; cancel the answer when it is not wanted any more.
-        `client` takes turns with others.
+    def compile(self, make: Callable[[], str], client: Hashable = "", what: str = "the grammar") -> "Future[str]":
+        """The grammar whose text, in llguidance's form, `make` returns in another thread; `what` names it in errors.
+        Returns at once; cancel the answer when it is not wanted any more. `client` takes turns with others.
 
-        The future's error is a `UserError` with the reason when the schema is wrong, cannot be satisfied, uses a
-        keyword we cannot enforce, or is beyond the limits; `QueueFull` when too many schemas wait.
+        The future's error is a `UserError` with the reason when the grammar is wrong, cannot be satisfied, asks for
+        what we cannot enforce, or is beyond the limits; `QueueFull` when too many wait.
         """
-        return self._ask(partial(json_grammar, schema), "the JSON schema", client)
-
-    def compile_grammar(
-        self, make: Callable[[], str], client: Hashable = "", what: str = "the grammar"
-    ) -> "Future[str]":
-        """As `compile`, for a grammar in llguidance's form, which another thread asks for; `what` names it."""
-        return self._ask(make, what, client)
-
-    def json_schema(self, schema: dict[str, Any]) -> str:
-        """`compile`, waited for: seconds."""
-        return self.compile(schema).result()
-
-    def lark(self, rules: str) -> str:
-        """`compile_grammar` of rules in llguidance's form of Lark, waited for: seconds."""
-        return self.compile_grammar(lambda: lark_grammar(lambda: rules)).result()
+        answer: Future[str] = Future()
+        self._texts.submit(self._begin, make, what, client, answer)
+        return answer
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """A matcher at the start of `grammar`, in microseconds; `UserError` when the grammar has taken too much time,
@@ -208,11 +191,6 @@ class GrammarCompiler:
         self._trials.close()
 
     # --- from a schema to a grammar that is kept ---------------------------------------------------------------------
-
-    def _ask(self, make: Callable[[], str], what: str, client: Hashable) -> "Future[str]":
-        answer: Future[str] = Future()
-        self._texts.submit(self._begin, make, what, client, answer)
-        return answer
 
     def _begin(self, make: Callable[[], str], what: str, client: Hashable, answer: "Future[str]") -> None:
         """In the thread for texts: answer what is known, join what is being compiled, have the rest tried."""

@@ -59,13 +59,14 @@ class CompileTemplate(msgspec.Struct, frozen=True, tag=True):
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answered by `TextResult`."""
+    """A conversation as one text. `template_kwargs` are further names for the template and replace special tokens.
+    Answered by `TextResult`, or `TextRefused` when the template refuses it or beyond `max_characters`."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool
-    tools: list[dict[str, Any]] | None
-    template_kwargs: dict[str, Any] | None
     max_characters: int
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] | None = None
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -82,21 +82,12 @@ class TextWork:
         if isinstance(job, CompileTemplate):
             return TemplateNames(sorted(self._compiled().variables))
         assert isinstance(job, RenderChat), f"this process takes no {type(job).__name__}"
-        return TextResult(self._render(job))
+        return TextResult(self._compiled().render(job))
 
     @property
     def _tokenizer(self) -> TextTokenizer:
         assert self._loaded is not None, "a tokenizer is read before it is used"
         return self._loaded
-
-    def _render(self, job: RenderChat) -> str:
-        return self._compiled().render(
-            job.messages,
-            add_generation_prompt=job.add_generation_prompt,
-            tools=job.tools,
-            template_kwargs=job.template_kwargs,
-            max_characters=job.max_characters,
-        )
 
     def _compiled(self) -> ChatTemplate:
         """Compiled at the first use, which is a job like any other: compiling runs parts of the template."""

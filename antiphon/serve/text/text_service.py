@@ -15,7 +15,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,7 +36,7 @@ from antiphon.serve.text.text_messages import (
     TokenizerSource,
 )
 from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest
-from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
+from antiphon.serve.text.tokenizer import TextTokenizer
 
 _log = get_logger("serve.text")
 _TEMPLATE, _TOKENIZER = "the model's chat template", "the tokenizer"
@@ -109,25 +109,9 @@ class TextService:
         answers = await asyncio.shield(asyncio.wrap_future(self._compiled))
         return frozenset(expect(answers[0], TemplateNames).names)
 
-    async def render(
-        self,
-        messages: list[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        max_characters: int,
-        client: str = "",
-    ) -> str:
+    async def render(self, job: RenderChat, client: str = "") -> str:
         """The conversation as one text through the chat template. Special tokens are part of it."""
         await self.template_names()
-        job = RenderChat(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            template_kwargs=template_kwargs,
-            max_characters=max_characters,
-        )
         try:
             num_bytes = len(msgspec.msgpack.encode(job))
         except (OverflowError, RecursionError, ValueError) as error:

@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from antiphon.serve.api.chat_messages import CacheControl, FunctionName, RequestModel
+from antiphon.serve.api.chat_messages import TEXT_OR_LIST, CacheControl, FunctionName, RequestModel, check_kind
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
@@ -46,28 +46,17 @@ class ToolUseBlock(RequestModel):
     caller: dict[str, Any] | None = Field(None, description="Changes nothing.")
 
 
-_READ = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-def _check_block(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in _READ:
-        raise PydanticCustomError(
-            "block",
-            "it is a block of type {kind}: this server reads text, thinking, tool_use and tool_result",
-            {"kind": repr(kind[:40])},
-        )
-    return value
-
-
-def _kind_of_content(value: object) -> str:
-    return "blocks" if isinstance(value, list) else "text"
+_CHECK_BLOCK = check_kind(
+    ("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    "this server reads text, thinking, tool_use and tool_result",
+    "it is a block",
+)
 
 
 def _content(blocks: Any) -> Any:
     """A text, or a list of `blocks`."""
-    listed = Annotated[list[Annotated[blocks, BeforeValidator(_check_block)]], Field(fail_fast=True), Tag("blocks")]
-    return Annotated[Annotated[str, Tag("text")] | listed, Discriminator(_kind_of_content)]
+    listed = Annotated[list[Annotated[blocks, _CHECK_BLOCK]], Field(fail_fast=True), Tag("list")]
+    return Annotated[Annotated[str, Tag("text")] | listed, TEXT_OR_LIST]
 
 
 _Text = _content(TextBlock)
@@ -142,15 +131,7 @@ class AnthropicMetadata(RequestModel):
     user_id: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
 
 
-def _check_tool(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise PydanticCustomError(
-            "tool",
-            "it is of type {kind}: this server runs no tools itself; leave it out, or describe it by input_schema",
-            {"kind": repr(kind[:40])},
-        )
-    return value
+_CHECK_TOOL = check_kind(("custom",), "this server runs no tools itself; leave it out, or describe it by input_schema")
 
 
 class CountTokensRequest(RequestModel):
@@ -159,10 +140,7 @@ class CountTokensRequest(RequestModel):
     model: str | None = Field(None, description="The served model's name. Default: the served model.")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     system: _Text | None = None  # type: ignore[valid-type]
-    tools: (
-        Annotated[list[Annotated[AnthropicTool, BeforeValidator(_check_tool)]], Field(max_length=128, fail_fast=True)]
-        | None
-    ) = None
+    tools: Annotated[list[Annotated[AnthropicTool, _CHECK_TOOL]], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = Field(
         None, description="Switches thinking where the chat template can; changes nothing for others."

@@ -7,7 +7,7 @@ Rejected: FastAPI's own body handling, which reads everything first, accepts NaN
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,7 +39,20 @@ async def read_any_request(
     context: ApiContext, request: Request, choose: Callable[[dict[str, Any]], type[AnyRequest]]
 ) -> AnyRequest:
     """The same for a route that takes several kinds of requests; `choose` tells a body's."""
-    body = await _read_body(context, request, choose)
+    limits = context.limits
+    count = StructureCount(limits)
+    with context.body_memory.share() as take:
+        received = await _received(context, request, limits.max_body_bytes, lambda chunk, _: count.add(chunk), take)
+        if len(received) < _LARGE_BODY_BYTES:
+            value = parse_json(received)
+            body = validate(value, choose(value), limits)
+        else:
+            async with context.large_body:
+                await asyncio.sleep(0)
+                value = parse_json(received)
+                del received
+                await asyncio.sleep(0)
+                body = validate(value, choose(value), limits)
     check_model_name(context, getattr(body, "model", None))
     if getattr(body, "request_id", "") is None:
         body.request_id = request_id_of(request.scope)  # type: ignore[attr-defined]
@@ -60,38 +73,21 @@ def check_model_name(context: ApiContext, name: str | None) -> None:
 
 async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> bytearray:
     """A JSON body of at most `max_bytes` as it came, for a route that decodes it strictly itself; errors as above."""
-    _check_headers(request, max_bytes)
 
-    def check(body: bytearray) -> None:
+    def check(_: bytes, body: bytearray) -> None:
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)
 
     with context.body_memory.share() as take:
-        return await _in_time(_received(request, lambda _, body: check(body), take), context)
-
-
-async def _read_body(context: ApiContext, request: Request, choose: Callable[[dict[str, Any]], type[_Model]]) -> _Model:
-    limits = context.limits
-    _check_headers(request, limits.max_body_bytes)
-    count = StructureCount(limits)
-    with context.body_memory.share() as take:
-        body = await _in_time(_received(request, lambda chunk, _: count.add(chunk), take), context)
-        if len(body) < _LARGE_BODY_BYTES:
-            value = parse_json(body)
-            return validate(value, choose(value), limits)
-        async with context.large_body:
-            await asyncio.sleep(0)
-            value = parse_json(body)
-            del body
-            await asyncio.sleep(0)
-            return validate(value, choose(value), limits)
+        return await _received(context, request, max_bytes, check, take)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":  # also when it is missing: pages of other sites may send such requests
         sent = f"Content-Type is {media_type[:_MAX_PATH_CHARACTERS]!r}" if media_type else "Content-Type is missing"
-        raise ApiError(415, f"{sent}: send JSON with the header Content-Type: application/json{_curl_hint(media_type)}")
+        hint = " (curl -H 'Content-Type: application/json')" if media_type == _FORM_TYPE else ""
+        raise ApiError(415, f"{sent}: send JSON with the header Content-Type: application/json{hint}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body uncompressed")
@@ -100,33 +96,29 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise body_too_large(max_bytes)
 
 
-def _curl_hint(media_type: str) -> str:
-    return " (curl -H 'Content-Type: application/json')" if media_type == _FORM_TYPE else ""
-
-
-async def _in_time(reading: Awaitable[bytearray], context: ApiContext) -> bytearray:
+async def _received(
+    context: ApiContext,
+    request: Request,
+    max_bytes: int,
+    check: Callable[[bytes, bytearray], None],
+    take: Callable[[bytes], None],
+) -> bytearray:
+    """The body; `check` sees every piece and the body up to its end, `take` counts it among those of all requests."""
+    _check_headers(request, max_bytes)
+    body = bytearray()
     timeout_s = context.settings.body_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            return await reading
+            async for chunk in request.stream():
+                take(chunk)
+                body += chunk
+                check(chunk, body)
+    except ClientDisconnect as error:
+        raise bad_request("the connection closed before the whole body had arrived") from error
     except TimeoutError as error:
         raise ApiError(
             408, f"the request body did not arrive within {timeout_s:.0f} s", headers={"connection": "close"}
         ) from error
-
-
-async def _received(
-    request: Request, check: Callable[[bytes, bytearray], None], take: Callable[[bytes], None]
-) -> bytearray:
-    """The body; `check` sees every piece and the body up to its end, `take` counts it among those of all requests."""
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            take(chunk)
-            body += chunk
-            check(chunk, body)
-    except ClientDisconnect as error:
-        raise bad_request("the connection closed before the whole body had arrived") from error
     return body
 
 
@@ -167,12 +159,10 @@ def validate(value: dict[str, Any], model: type[_Model], limits: InputLimits) ->
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _from_validation_error(error, value) from None
-
-
-def _from_validation_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
-    mistake = first_mistake(error, value)
-    return _unknown(mistake.path) if mistake.is_unknown else bad_request(mistake.sentence, param=mistake.path)
+        mistake = first_mistake(error, value)
+        if mistake.is_unknown:
+            raise _unknown(mistake.path) from None
+        raise bad_request(mistake.sentence, param=mistake.path) from None
 
 
 def _unknown(param: str) -> ApiError:

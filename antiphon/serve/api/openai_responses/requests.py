@@ -10,10 +10,9 @@ import base64
 import binascii
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from antiphon.serve.api.chat_messages import FunctionName, RequestModel
+from antiphon.serve.api.chat_messages import TEXT_OR_LIST, FunctionName, RequestModel, check_kind
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import (
@@ -30,19 +29,6 @@ _REASONING_MARK = "antiphon:"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-def check_kind(known: tuple[str, ...], advice: str) -> BeforeValidator:
-    """Refuses an object of another `type`, by its name."""
-
-    def check(value: object) -> object:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in known:
-            shown = {"kind": repr(kind[:40]), "advice": advice}
-            raise PydanticCustomError("kind", "it is of type {kind}: {advice}", shown)
-        return value
-
-    return BeforeValidator(check)
-
-
 class ItemPart(RequestModel):
     """Text within an item; an answer's has annotations and logprobs, which are not looked at."""
 
@@ -55,11 +41,9 @@ class ItemPart(RequestModel):
 
 _PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ItemParts = Annotated[
-    list[Annotated[ItemPart, check_kind(_PARTS, "this server reads text only")]], Field(fail_fast=True), Tag("parts")
+    list[Annotated[ItemPart, check_kind(_PARTS, "this server reads text only")]], Field(fail_fast=True), Tag("list")
 ]
-ItemContent = Annotated[
-    Annotated[str, Tag("text")] | ItemParts, Discriminator(lambda value: "parts" if isinstance(value, list) else "text")
-]
+ItemContent = Annotated[Annotated[str, Tag("text")] | ItemParts, TEXT_OR_LIST]
 
 
 class InputItem(RequestModel):
@@ -114,8 +98,7 @@ Item = Annotated[
     check_kind(_ITEMS, f"this server reads {', '.join(_ITEMS)}"),
 ]
 InputField = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("items")],
-    Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
+    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")], TEXT_OR_LIST
 ]
 
 
