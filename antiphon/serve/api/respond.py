@@ -37,6 +37,7 @@ from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.outbox import BATCH_BYTES, ClientGone, Outbox, SlowReader, WholeAnswer, until_disconnect
 from antiphon.serve.api.parameters import answer_too_large
 from antiphon.serve.api.requests import GenerationRequest
+from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.specs.sampling import PromptLogprobs
 
 _log = get_logger("serve.api")
@@ -250,6 +251,74 @@ class ChoiceEvents:
         elif self._include_usage:
             event["usage"] = None
         return _event(event)
+
+
+class ItemEvents:
+    """Streams of answers that are lists of items: reasoning, text, calls. An item is open at a time; whatever is of
+    another kind closes it. The whole answer is what the events add up to, so the two cannot differ.
+
+    An endpoint says how it spells them: the `type` of each, what an item begins with, and the events when it is there,
+    has grown by a text, and is complete."""
+
+    last = b""
+    reasoning_type: str
+    text_type: str
+    call_type: str
+
+    def __init__(self, generation: Generation, items: list[dict[str, Any]]) -> None:
+        self._generation = generation
+        self._items = items
+        self._text: list[str] | None = None  # of the open item
+
+    def piece(self, delta: ChoiceDelta) -> list[bytes]:
+        events: list[bytes] = []
+        for kind, text in ((self.reasoning_type, delta.reasoning), (self.text_type, delta.text)):
+            if text and (self._text is None or self._items[-1]["type"] != kind):
+                events += self._open(self._new_item(kind, None))
+            if text:
+                events.append(self._add(text))
+        for call in delta.calls:
+            if call.id is not None:
+                events += self._open(self._new_item(self.call_type, call))
+            if call.arguments:
+                events.append(self._add(call.arguments))
+        if delta.finish_reason is not None:
+            self._note_finish(delta, delta.finish_reason)
+            events += self._close()
+        return events
+
+    def _open(self, item: dict[str, Any]) -> list[bytes]:
+        events = self._close()
+        self._items.append(item)
+        self._text = []
+        return [*events, *self._opened(item)]
+
+    def _add(self, text: str) -> bytes:
+        assert self._text is not None
+        self._text.append(text)
+        return self._grown(self._items[-1], text)
+
+    def _close(self) -> list[bytes]:
+        """Complete the open item, if there is one."""
+        if self._text is None:
+            return []
+        text, self._text = "".join(self._text), None
+        return self._closed(self._items[-1], text)
+
+    def _new_item(self, kind: str, call: CallPiece | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _opened(self, item: dict[str, Any]) -> list[bytes]:
+        raise NotImplementedError
+
+    def _grown(self, item: dict[str, Any], text: str) -> bytes:
+        raise NotImplementedError
+
+    def _closed(self, item: dict[str, Any], text: str) -> list[bytes]:
+        raise NotImplementedError
+
+    def _note_finish(self, delta: ChoiceDelta, reason: str) -> None:
+        raise NotImplementedError
 
 
 async def respond_in_items(

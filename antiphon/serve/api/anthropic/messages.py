@@ -1,9 +1,7 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`: a chat, in the words of Anthropic's API.
 
-An answer is blocks of thinking, text and calls, whole or as events. A block is open at a time; whatever is of another
-kind closes it. The whole answer is what the events add up to, so the two cannot differ. Arguments of a call that are no
-JSON object, which only a model without a grammar writes, are the input ``{"INVALID_JSON": text}``, as Anthropic's
-documentation has it.
+An answer is blocks of thinking, text and calls, whole or as events. Arguments of a call that are no JSON object, which
+only a model without a grammar writes, are the input ``{"INVALID_JSON": text}``, as Anthropic's documentation has it.
 """
 
 import json
@@ -22,7 +20,7 @@ from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.prompts import chat_prompt
-from antiphon.serve.api.respond import respond_in_items
+from antiphon.serve.api.respond import ItemEvents, respond_in_items
 from antiphon.serve.api.responses import (
     GENERATION_ERRORS,
     AnthropicErrorResponse,
@@ -36,18 +34,20 @@ from antiphon.serve.text.chat_rendering import settable_variables
 router = APIRouter(tags=["Anthropic"])
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_TEXT_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "input"}
-_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
-class MessageEvents:
+class MessageEvents(ItemEvents):
     """The events of one answer, and the message that they make up."""
 
-    last = b""
+    reasoning_type, text_type, call_type = "thinking", "text", "tool_use"
 
     def __init__(self, generation: Generation, model: str, *, block_size: int) -> None:
         """`block_size`: tokens in a unit of the cache of prompts."""
-        self._generation = generation
         self._block_size = block_size
         self.message: dict[str, Any] = {
             "id": generation.request_id,
@@ -59,26 +59,10 @@ class MessageEvents:
             "stop_sequence": None,
             "usage": {"input_tokens": sum(len(prompt.token_ids) for prompt in generation.prompts), "output_tokens": 0},
         }
-        self._text: list[str] | None = None  # of the open block
+        super().__init__(generation, self.message["content"])
 
     def opening(self) -> list[bytes]:
         return [named_event("message_start", message=self.message)]
-
-    def piece(self, delta: ChoiceDelta) -> list[bytes]:
-        events: list[bytes] = []
-        for kind, text in (("thinking", delta.reasoning), ("text", delta.text)):
-            if text:
-                events += self._add(kind, text)
-        for call in delta.calls:
-            events += self._add_call(call)
-        if delta.finish_reason is not None:
-            events += self._close()
-            reason = _STOP_REASONS[delta.finish_reason]
-            if isinstance(delta.stop_reason, str) and reason == "end_turn":
-                reason = "stop_sequence"
-                self.message["stop_sequence"] = delta.stop_reason
-            self.message["stop_reason"] = reason
-        return events
 
     def ending(self) -> list[bytes]:
         usage: Any = self._generation.usage()
@@ -96,47 +80,29 @@ class MessageEvents:
     def failure(self, error: ApiError) -> bytes:
         return named_event("error", error=error.anthropic_body()["error"])
 
-    def _add(self, kind: str, text: str) -> list[bytes]:
-        events = []
-        if self._text is None or self.message["content"][-1]["type"] != kind:
-            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
-            events = self._open(block)
-        assert self._text is not None
-        self._text.append(text)
-        name, key = _DELTAS[kind]
-        return [*events, self._delta({"type": name, key: text})]
+    def _new_item(self, kind: str, call: CallPiece | None) -> dict[str, Any]:
+        if call is not None:
+            return {"type": kind, "id": call.id, "name": call.name, "input": {}}
+        return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
-    def _add_call(self, call: CallPiece) -> list[bytes]:
-        events = []
-        if call.id is not None:
-            events = self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-        if call.arguments:
-            assert self._text is not None
-            self._text.append(call.arguments)
-            events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-        return events
+    def _opened(self, item: dict[str, Any]) -> list[bytes]:
+        return [named_event("content_block_start", index=len(self._items) - 1, content_block=item)]
 
-    def _open(self, block: dict[str, Any]) -> list[bytes]:
-        events = self._close()
-        self.message["content"].append(block)
-        self._text = []
-        return [*events, named_event("content_block_start", index=self._index, content_block=block)]
+    def _grown(self, item: dict[str, Any], text: str) -> bytes:
+        kind, key = _DELTAS[item["type"]]
+        return named_event("content_block_delta", index=len(self._items) - 1, delta={"type": kind, key: text})
 
-    def _close(self) -> list[bytes]:
-        """Complete the open block, if there is one."""
-        if self._text is None:
-            return []
-        block, text = self.message["content"][-1], "".join(self._text)
-        block[_TEXT_KEYS[block["type"]]] = _input(text) if block["type"] == "tool_use" else text
-        self._text = None
-        return [named_event("content_block_stop", index=self._index)]
+    def _closed(self, item: dict[str, Any], text: str) -> list[bytes]:
+        if item["type"] == "tool_use":
+            item["input"] = _input(text)
+        else:
+            item[item["type"]] = text
+        return [named_event("content_block_stop", index=len(self._items) - 1)]
 
-    @property
-    def _index(self) -> int:
-        return len(self.message["content"]) - 1
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return named_event("content_block_delta", index=self._index, delta=delta)
+    def _note_finish(self, delta: ChoiceDelta, reason: str) -> None:
+        self.message["stop_reason"] = _STOP_REASONS[reason]
+        if isinstance(delta.stop_reason, str) and reason == "stop":
+            self.message |= {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """An answer as OpenAI's Responses API spells it: items of reasoning, messages and calls, whole or as events.
 
-An item is open at a time; whatever is of another kind closes it. The whole answer is what the events add up to, so the
-two cannot differ. Each event has a number, and the stream ends with the event that holds the whole response.
+Each event has a number, and the stream ends with the event that holds the whole response.
 """
 
 import math
@@ -15,6 +14,7 @@ from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest, encrypted_content, flat_name
 from antiphon.serve.api.requests import ChatCompletionRequest
+from antiphon.serve.api.respond import ItemEvents
 from antiphon.serve.text.answer_fields import CallPiece
 
 _IMPOSSIBLE = -9999.0
@@ -22,11 +22,11 @@ _PART = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class ResponseEvents:
+class ResponseEvents(ItemEvents):
     """The events of one answer, and the response that they make up, which is kept when it is complete unless the
     client does not want that."""
 
-    last = b""
+    reasoning_type, text_type, call_type = "reasoning", "message", "function_call"
 
     def __init__(
         self,
@@ -41,10 +41,8 @@ class ResponseEvents:
         self._client = client
         self._messages = messages
         self._context = context
-        self._generation = generation
         self._included = frozenset(body.include or ())
         self._number = -1
-        self._text: list[str] | None = None  # of the open item
         self._logprobs: list[dict[str, Any]] = []
         self._pending: list[dict[str, Any]] = []  # logprobs of tokens whose text has not come
         self._is_complete = True
@@ -55,6 +53,7 @@ class ResponseEvents:
         }
         self._raw_ids: list[int] | None = [] if body.enable_response_messages else None
         self.response = _new_response(context, generation, body, chat)
+        super().__init__(generation, self.response["output"])
 
     # --- what a stream consists of ---
 
@@ -62,20 +61,11 @@ class ResponseEvents:
         return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
 
     def piece(self, delta: ChoiceDelta) -> list[bytes]:
-        events: list[bytes] = []
         if "message.output_text.logprobs" in self._included:
             self._pending += map(self._logprob, delta.entries)
         if self._raw_ids is not None:
             self._raw_ids += delta.token_ids
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
-            if text:
-                events += self._add(kind, text)
-        for call in delta.calls:
-            events += self._add_call(call)
-        if delta.finish_reason is not None:
-            self._is_complete = delta.finish_reason != "length"
-            events += self._close()
-        return events
+        return super().piece(delta)
 
     def ending(self) -> list[bytes]:
         usage: Any = self._generation.usage()
@@ -126,66 +116,45 @@ class ResponseEvents:
 
     # --- items ---
 
-    @property
-    def _item(self) -> dict[str, Any]:
-        item: dict[str, Any] = self.response["output"][-1]
-        return item
-
-    def _place(self, *, in_part: bool) -> dict[str, Any]:
-        place = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
-        return place | ({"content_index": 0} if in_part else {})
-
-    def _add(self, kind: str, text: str) -> list[bytes]:
-        events = []
-        if self._text is None or self._item["type"] != kind:
-            fields = {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
-            events = self._open(kind, fields)
-            part = self._part("")
-            events.append(self._event("response.content_part.added", **self._place(in_part=True), part=part))
-        assert self._text is not None
-        self._text.append(text)
-        news: dict[str, Any] = {"delta": text}
-        if kind == "message":
-            news["logprobs"], self._pending = self._pending, []
-            self._logprobs += news["logprobs"]
-        return [*events, self._event(f"response.{_PART[kind]}.delta", **self._place(in_part=True), **news)]
-
-    def _add_call(self, call: CallPiece) -> list[bytes]:
-        events = []
-        if call.id is not None:
+    def _new_item(self, kind: str, call: CallPiece | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"summary": [], "content": []}
+        if call is not None:
             names = self._names.get(call.name or "", {"name": call.name})
-            events = self._open("function_call", {"call_id": call.id, **names, "arguments": ""})
-        if call.arguments:
-            assert self._text is not None
-            self._text.append(call.arguments)
-            place = self._place(in_part=False)
-            events.append(self._event("response.function_call_arguments.delta", **place, delta=call.arguments))
+            fields = {"call_id": call.id, **names, "arguments": ""}
+        elif kind == "message":
+            fields = {"role": "assistant", "content": []}
+        return {"id": f"{_PREFIX[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return place | ({} if item["type"] == "function_call" else {"content_index": 0})
+
+    def _opened(self, item: dict[str, Any]) -> list[bytes]:
+        self._logprobs = []
+        events = [self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)]
+        if item["type"] != "function_call":
+            part = self._part(item, "")
+            events.append(self._event("response.content_part.added", **self._place(item), part=part))
         return events
 
-    def _open(self, kind: str, fields: dict[str, Any]) -> list[bytes]:
-        events = self._close()
-        item = {"id": f"{_PREFIX[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
-        self.response["output"].append(item)
-        self._text, self._logprobs = [], []
-        index = len(self.response["output"]) - 1
-        return [*events, self._event("response.output_item.added", output_index=index, item=item)]
+    def _grown(self, item: dict[str, Any], text: str) -> bytes:
+        if item["type"] == "function_call":
+            return self._event("response.function_call_arguments.delta", **self._place(item), delta=text)
+        news: dict[str, Any] = {"delta": text}
+        if item["type"] == "message":
+            news["logprobs"], self._pending = self._pending, []
+            self._logprobs += news["logprobs"]
+        return self._event(f"response.{_PART[item['type']]}.delta", **self._place(item), **news)
 
-    def _close(self) -> list[bytes]:
-        """Complete the open item, if there is one."""
-        if self._text is None:
-            return []
-        item, text, kind = self._item, "".join(self._text), self._item["type"]
-        self._text = None
+    def _closed(self, item: dict[str, Any], text: str) -> list[bytes]:
+        place, kind = self._place(item), item["type"]
         item["status"] = "completed" if self._is_complete else "incomplete"
         if kind == "function_call":
             item["arguments"] = text
-            done = self._event(
-                "response.function_call_arguments.done", **self._place(in_part=False), name=item["name"], arguments=text
-            )
-            events = [done]
+            done = {"name": item["name"], "arguments": text}
+            events = [self._event("response.function_call_arguments.done", **place, **done)]
         else:
-            place = self._place(in_part=True)
-            item["content"] = [self._part(text)]
+            item["content"] = [self._part(item, text)]
             logprobs = {"logprobs": self._logprobs} if kind == "message" else {}
             events = [
                 self._event(f"response.{_PART[kind]}.done", **place, text=text, **logprobs),
@@ -193,12 +162,14 @@ class ResponseEvents:
             ]
         if kind == "reasoning" and "reasoning.encrypted_content" in self._included:
             item["encrypted_content"] = encrypted_content(text)
-        index = len(self.response["output"]) - 1
-        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+        return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
 
-    def _part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": _PART[self._item["type"]], "text": text}
-        if self._item["type"] == "message":
+    def _note_finish(self, delta: ChoiceDelta, reason: str) -> None:
+        self._is_complete = reason != "length"
+
+    def _part(self, item: dict[str, Any], text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": _PART[item["type"]], "text": text}
+        if item["type"] == "message":
             part |= {"annotations": [], "logprobs": self._logprobs}
         return part
 
