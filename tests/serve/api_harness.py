@@ -27,6 +27,7 @@ from antiphon.serve.api.server import DrainingServer, listen, make_server, reser
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.structured import GrammarCompiler
+from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from tests.serve.fake_engine import FakeEngine
@@ -193,6 +194,12 @@ def described(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
     if with_keys not in _descriptions:
         _descriptions[with_keys] = _describe(app, with_keys=with_keys)
     return _descriptions[with_keys]
+
+
+def text_pids(service: TextService) -> list[int]:
+    """Its processes that run now."""
+    processes = [jobs._process for jobs in service._queues]
+    return [process.pid for process in processes if process is not None]
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -205,8 +205,8 @@ def test_a_trial_whose_process_was_killed_begins_again(compiler: GrammarCompiler
     for _ in range(2):
         answer = compiling(compiler, {"enum": [f"{uuid.uuid4()}" for _ in range(5000)]})
         wait_until(lambda: bool(compiler._trials._running), "the trial")
-        assert compiler._trials.pid is not None
-        os.kill(compiler._trials.pid, signal.SIGKILL)
+        assert compiler._trials._process is not None
+        os.kill(compiler._trials._process.pid, signal.SIGKILL)
         assert answer.result(60)
 
 
@@ -242,7 +242,8 @@ def test_what_is_closed_answers_those_who_wait(compiler: GrammarCompiler) -> Non
     followed(compiler, choice_of("first"))
     answers = [compiling(compiler, endless(301 + 2 * index)) for index in range(3)]
     wait_until(lambda: len(compiler._compiling) == 3, "three schemas that wait")
-    group = compiler._trials.pid
+    assert compiler._trials._process is not None
+    group = compiler._trials._process.pid
     assert group is not None
     compiler.close()
     for answer in answers:

@@ -23,7 +23,7 @@ from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_files import load_tokenizer
-from tests.serve.api_harness import live, says, small_tokenizer, write_tokenizer
+from tests.serve.api_harness import live, says, small_tokenizer, text_pids, write_tokenizer
 from tests.waiting import wait_until
 
 # In the manner of published families, one peculiarity each.
@@ -361,13 +361,13 @@ def test_the_names_that_a_template_reads_come_from_its_process() -> None:
 def test_a_process_that_is_killed_is_replaced() -> None:
     with Running(with_template("hello")) as service:
         assert render(service) == "hello"
-        wait_until(lambda: len(service.pids) == 3, "the processes have started")
-        short, chats, long = service.pids
+        wait_until(lambda: len(text_pids(service)) == 3, "the processes have started")
+        short, chats, long = text_pids(service)
         os.kill(chats, signal.SIGKILL)
         psutil.wait_procs([psutil.Process(chats)], timeout=10)
         assert render(service) == "hello"
-        assert {short, long} < set(service.pids)
-        assert chats not in service.pids
+        assert {short, long} < set(text_pids(service))
+        assert chats not in text_pids(service)
 
 
 def test_without_a_template_there_is_nothing_to_render() -> None:

@@ -36,7 +36,7 @@ from antiphon.serve.prepare import prepare
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import _LOOK_S
-from tests.serve.api_harness import bind
+from tests.serve.api_harness import bind, text_pids
 from tests.serve.engine_harness import running
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until
@@ -143,8 +143,9 @@ class Served:
         grammars = self.context.grammars
         assert grammars is not None
         grammars._verdicts.clear()  # so that the next one is tried
-        trials = [] if grammars._trials.pid is None else [grammars._trials.pid]
-        for pid in (self.engine.worker_pid(EXPERTS), *self.context.texts.pids, *trials):
+        process = grammars._trials._process
+        trials = [] if process is None else [process.pid]
+        for pid in (self.engine.worker_pid(EXPERTS), *text_pids(self.context.texts), *trials):
             with contextlib.suppress(ProcessLookupError):  # it ended by what was refused
                 os.kill(pid, signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, Shuttin
 from antiphon.serve.text import text_queue
 from antiphon.serve.text.text_queue import TextLimits, WaitingBytes
 from antiphon.serve.text.text_service import TextService
-from tests.serve.api_harness import fake_engine, live, small_tokenizer
+from tests.serve.api_harness import fake_engine, live, small_tokenizer, text_pids
 from tests.serve.fork_server import PROGRAMS
 from tests.serve.test_chat_templates import Running, with_template
 from tests.waiting import wait_until
@@ -54,7 +54,7 @@ def test_ids_and_texts_are_those_of_the_tokenizer(service: TextService, text: st
 
 def test_a_text_that_cannot_fit_is_refused_after_its_beginning(service: TextService) -> None:
     def processor_s(num_phrases: int, max_tokens: int | None) -> float:
-        process = psutil.Process(service.pids[-1])
+        process = psutil.Process(text_pids(service)[-1])
         before = process.cpu_times()
         with contextlib.suppress(RequestTooLong):
             encode(service, "hello, world " * num_phrases, max_tokens=max_tokens)
@@ -166,7 +166,7 @@ def test_an_operating_system_that_refuses_a_process_costs_requests_and_not_the_l
 ) -> None:
     with Running(small_tokenizer()) as service:
         assert encode(service, "x")
-        pid = service.pids[0]
+        pid = text_pids(service)[0]
         with monkeypatch.context() as patch:
             for refusal in (errno.EMFILE, errno.ENOMEM, errno.EAGAIN):
                 refusing = Mock(wraps=subprocess, TimeoutExpired=subprocess.TimeoutExpired)
@@ -190,7 +190,7 @@ def test_a_job_whose_process_is_killed_is_done_by_the_next_one() -> None:
     async def kill_at_work(service: TextService) -> list[list[int]]:
         asked = asyncio.ensure_future(service.encode([LONG], add_special_tokens=True, max_tokens=None))
         await asyncio.sleep(0.1)
-        os.kill(service.pids[-1], signal.SIGKILL)
+        os.kill(text_pids(service)[-1], signal.SIGKILL)
         return await asked
 
     with Running(small_tokenizer()) as service:
@@ -209,20 +209,20 @@ def test_closing_tells_whoever_waits() -> None:
 
     with Running(small_tokenizer()) as service:
         encode(service, "x" * 40_000)
-        pids = service.pids
+        pids = text_pids(service)
         assert [type(error) for error in asyncio.run(close_under_them(service))] == [ShuttingDown] * 3
         assert not any(map(psutil.pid_exists, pids))
 
 
 PROGRAM = """
 import asyncio, sys
-from tests.serve.api_harness import fake_engine, live, small_tokenizer
+from tests.serve.api_harness import fake_engine, live, small_tokenizer, text_pids
 from antiphon.serve.text.text_service import TextService
 service = TextService(small_tokenizer())
 service.start()
 asyncio.run(service.encode(["x" * 40_000], add_special_tokens=False, max_tokens=None))
 asyncio.run(service.encode(["x"], add_special_tokens=False, max_tokens=None))
-print(*service.pids, flush=True)
+print(*text_pids(service), flush=True)
 asyncio.run(service.encode(["a" * 3_000_000] * 20, add_special_tokens=False, max_tokens=None))
 """
 
@@ -241,8 +241,8 @@ def test_the_processes_start_and_end_with_the_server() -> None:
     with live(fake_engine()) as server:
         assert server.chat(max_tokens=1).status_code == 200
         texts = server.server.config.app.state.context.texts  # type: ignore[union-attr]
-        wait_until(lambda: len(texts.pids) == 3, "the processes have started")
-        pids = texts.pids
+        wait_until(lambda: len(text_pids(texts)) == 3, "the processes have started")
+        pids = text_pids(texts)
         assert all(map(psutil.pid_exists, pids))
     assert not any(map(psutil.pid_exists, pids))
 
@@ -250,18 +250,18 @@ def test_the_processes_start_and_end_with_the_server() -> None:
 def test_a_signal_to_the_group_is_for_the_server_to_decide() -> None:
     with Running(small_tokenizer()) as service:
         encode(service, "x" * 40_000)
-        pids = service.pids
+        pids = text_pids(service)
         for pid in pids:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGTERM)
         assert encode(service, "x" * 40_000)
-        assert set(pids) <= set(service.pids), "one more may have been started meanwhile"
+        assert set(pids) <= set(text_pids(service)), "one more may have been started meanwhile"
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     with Running(with_template("x")) as service:
-        wait_until(lambda: service.pids == [], "it has failed")
+        wait_until(lambda: text_pids(service) == [], "it has failed")
         with pytest.raises(NoRoom, match=r"does not start now: .*connection closed"):
             encode(service, "x" * 40_000)
         assert service.template_problem is None

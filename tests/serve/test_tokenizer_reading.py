@@ -95,11 +95,12 @@ def test_what_is_read_is_what_the_files_say(reader: TokenizerReader) -> None:
 def test_a_pattern_without_an_end_ends_one_text_and_not_the_process(reader: TokenizerReader, tmp_path: Path) -> None:
     write(tmp_path, HOSTILE["a pattern that backtracks without an end"][0])
     reader.read()
-    pid = reader.pid
+    process = reader._jobs._process
     with pytest.raises(UserError, match=r"the tokenizer cannot do this: .*retry-limit-in-match over"):
         reader.encode("a" * 40 + " hello")
     assert reader.encode("hello")
-    assert reader.pid == pid
+    assert process is not None
+    assert reader._jobs._process is process
 
 
 @pytest.mark.parametrize(
@@ -156,10 +157,10 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with TokenizerReader(tmp_path) as reader:
         reader.read()
-        pid = reader.pid
-        assert pid is not None
-        assert psutil.pid_exists(pid)
-    assert not psutil.pid_exists(pid)
+        process = reader._jobs._process
+        assert process is not None
+        assert psutil.pid_exists(process.pid)
+    assert not psutil.pid_exists(process.pid)
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]])

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
@@ -30,32 +31,26 @@ _log = get_logger("serve.api")
 _MAX_WAITING = 64  # outputs of all answers; more wait where the engine puts them
 
 
+@dataclass(eq=False)
 class _EngineRequest:
     """One answer, its engine iterator and its clock."""
 
-    def __init__(
-        self,
-        context: ApiContext,
-        request_id: str,
-        choice: ChoiceText,
-        outputs: AsyncIterator[EngineOutput],
-        clock: RequestClock,
-        pace: Pace,
-    ) -> None:
-        self.request_id = request_id
-        self.choice = choice
-        self.clock = clock
-        self._context = context
-        self._outputs = outputs
-        self._pace = pace
-        self.ended_by_engine = False
-        self._is_in_line = True
-        context.num_in_line += 1
+    context: ApiContext
+    request_id: str
+    choice: ChoiceText
+    iterator: AsyncIterator[EngineOutput]
+    clock: RequestClock
+    pace: Pace
+    ended_by_engine: bool = False
+    is_in_line: bool = True
+
+    def __post_init__(self) -> None:
+        self.context.num_in_line += 1
 
     async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
         """The engine's outputs, the last with a finish reason, whatever the engine does."""
         try:
-            async for output in self._outputs:
+            async for output in self.iterator:
                 self._leave_line()
                 self.ended_by_engine = output.finish_reason is not None
                 self.clock.tokens_arrived(len(output.token_ids))
@@ -72,7 +67,7 @@ class _EngineRequest:
 
     async def consume(self, output: EngineOutput) -> ChoiceDelta | None:
         """What an output adds to the answer, worked out when it is this HTTP request's turn; None for nothing yet."""
-        async with self._pace:
+        async with self.pace:
             delta = self.choice.consume(output)
         if delta is not None and delta.finish_reason is not None:
             self.clock.finished(delta.finish_reason)
@@ -83,15 +78,15 @@ class _EngineRequest:
         its clean-up when closed, so the engine also gets an abort by name."""
         self._leave_line()
         if not self.ended_by_engine:
-            self._context.engine.abort(self.request_id)
+            self.context.engine.abort(self.request_id)
             self.ended_by_engine = True
-        aclose = getattr(self._outputs, "aclose", None)
+        aclose = getattr(self.iterator, "aclose", None)
         if aclose is not None:
             await aclose()
 
     def _leave_line(self) -> None:
-        self._context.num_in_line -= self._is_in_line
-        self._is_in_line = False
+        self.context.num_in_line -= self.is_in_line
+        self.is_in_line = False
 
     def give_up(self) -> None:
         """The rest of the answer is not read."""

@@ -1,10 +1,10 @@
 """Sends a generation: as one JSON answer, or as server-sent events while it is made.
 
-Completions and chat completions differ only in how an answer is spelled; `AnswerShape` is that difference. Every
-event is one dictionary encoded by msgspec: no models, no task per event, a few microseconds a token. A stream's events
-wait for the client in an `Outbox`, within a limit. A whole answer grows as JSON (`answer_json`), because its status is
-known only at its end, and is sent in pieces. Its size is limited: estimated before (`parameters`), counted while it
-grows. Whatever takes long takes turns with other requests (`Pace`).
+Completions and chat completions differ only in how an answer is spelled; `AnswerShape` is that difference. Answers of
+other APIs are lists of items (`ItemEvents`). Every event is one dictionary encoded by msgspec: no models, no task per
+event, a few microseconds a token. A stream's events wait for the client in an `Outbox`, within a limit. A whole answer
+grows as JSON (`answer_json`), because its status is known only at its end, and is sent in pieces. Its size is counted
+while it grows. Whatever takes long takes turns with other requests (`Pace`).
 """
 
 import asyncio

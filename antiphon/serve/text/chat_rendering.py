@@ -18,27 +18,11 @@ from antiphon.serve.text.tokenizer import ChatMessage
 MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
 _MAX_VARIABLES = 1024
 # What the server itself gives to a template, or to the function that renders it.
-_NOT_FOR_REQUESTS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "raise_exception",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "strftime_now",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+_NOT_FOR_REQUESTS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "strftime_now", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 # What a template receives by these names is not for a client to replace.
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # A message's reasoning has had several names; templates read one of the first two.

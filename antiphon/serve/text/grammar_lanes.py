@@ -87,11 +87,6 @@ class GrammarTrials:
             self._begin_trials()
         return trial.verdict
 
-    @property
-    def pid(self) -> int | None:
-        """The process; None while there is none."""
-        return None if self._process is None else self._process.pid
-
     def close(self) -> None:
         """End the process and fail the trials that still wait. Waits for the end, seconds at most."""
         with self._lock:

@@ -14,10 +14,9 @@ Sequences begin at copies of the built grammar. A copy is made by the thread tha
 request with sixty answers costs the accepting thread nothing. Rejected: building for each sequence; the first mask may
 take twenty times what the later ones do.
 
-What a client's grammar may cost is limited four times: it is tried in another process first (`grammar_trial`), every
-step has the parser's own limits, all masks of a grammar together have a time they may take, and all grammars that are
-kept together have a size. Building and masks leave the interpreter's lock alone; what holds it takes a few milliseconds
-for the largest schema.
+A client's grammar is tried in another process first (`grammar_trial`); every step has the parser's own limits, all
+masks of a grammar have a time they may take together, and all grammars that are kept a size. Building and masks leave
+the interpreter's lock alone; what holds it takes a few milliseconds for the largest schema.
 """
 
 import contextlib

@@ -159,11 +159,6 @@ class TextQueue:
             process.kill()
         self._thread.join(_EXIT_TIMEOUT_S)
 
-    @property
-    def pid(self) -> int | None:
-        """The process that takes the next job; None while there is none."""
-        return None if self._process is None else self._process.pid
-
     def submit(self, asked: TextRequest) -> "concurrent.futures.Future[list[Answer]]":
         """Put a request in line; `QueueFull` when the line is at its limit, `ShuttingDown` after `close`."""
         if self._closing:

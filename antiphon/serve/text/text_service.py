@@ -93,11 +93,6 @@ class TextService:
         for jobs in queues:
             jobs.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes that run now."""
-        return [pid for jobs in self._queues if (pid := jobs.pid) is not None]
-
     async def template_names(self) -> frozenset[str]:
         """The variables that the chat template reads without setting them."""
         if not self._tokenizer.has_chat_template:

@@ -63,11 +63,6 @@ class TokenizerReader:
     ) -> None:
         self._jobs.close()
 
-    @property
-    def pid(self) -> int | None:
-        """The process, once it has started."""
-        return self._jobs.pid
-
     def read(self) -> TextTokenizer:
         """The checkpoint's tokenizer. `CheckpointError` when it has none that can be read within the limits. Blocks for
         seconds."""

@@ -1,8 +1,8 @@
 """One TCP connection: uvicorn's HTTP/1.1 protocol with turns, deadlines, and refusals in OpenAI's shape.
 
 *Turns.* What is read of a connection stands in a line (`ReadingLine`), and the connection is not read until its turn.
-So a turn of the event loop never serves every client at once. The same holds for a request that came before the answer
-to the one in front of it, for the end of half a body, and for refusals of many at once.
+The same holds for a request that came before the answer to the one in front of it, for the end of half a body, and for
+refusals of many at once.
 
 *Deadlines.* uvicorn waits without end for the rest of a request's head, for the rest of an unread body, and for a
 client that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second.
@@ -310,10 +310,6 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
     def reset(self) -> None:
         """Close at once, and have the operating system drop what it holds for this client as well."""
         self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
-
-    def close_idle(self) -> None:
-        """Close it; no request is in progress, and what the client sends now it can send again."""
         self.transport.abort()
 
     def _set_option(self, level: int, option: int, value: int | bytes) -> None:

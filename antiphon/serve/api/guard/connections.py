@@ -87,10 +87,6 @@ class Connections(ServerState):
         """Whether one more socket may be open."""
         return self.num_open < self.limit + self.max_lingering
 
-    def note_accepted(self) -> None:
-        """One more socket is open."""
-        self.num_open += 1
-
     def note_closed(self) -> None:
         """A socket is closed: another one may be accepted."""
         self.num_open -= 1
@@ -117,7 +113,7 @@ class Connections(ServerState):
             return False
         self.count_end("made room")
         self.forget(oldest)
-        oldest.close_idle()
+        oldest.transport.abort()  # what the client sends now it can send again
         return True
 
     def _refuse_most_overdue_body(self) -> bool:
@@ -281,7 +277,7 @@ class Acceptor:
                     return
                 continue  # this client is gone already
             connection.setblocking(False)
-            self._room.note_accepted()
+            self._room.num_open += 1
             greeting = self._loop.create_task(self._greet(connection))
             self._greetings.add(greeting)
             greeting.add_done_callback(self._greetings.discard)

@@ -10,7 +10,7 @@ the connection to its next request, which clients that asked for `Connection: cl
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 _SILENCE_S = 2.0
@@ -86,9 +86,6 @@ class LingeringTransport(asyncio.Transport):
         self.at_event_end = written.endswith((b"\n\n", b"\n\n\r\n"))
         self._inner.write(data)
 
-    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
-        self._inner.writelines(list_of_data)
-
     def get_write_buffer_size(self) -> int:
         return self._inner.get_write_buffer_size()
 
@@ -114,6 +111,3 @@ class LingeringTransport(asyncio.Transport):
         self._is_paused = False
         if not self._is_held:
             self._inner.resume_reading()
-
-    def is_reading(self) -> bool:
-        return self._inner.is_reading()
