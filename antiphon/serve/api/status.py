@@ -30,7 +30,6 @@ from antiphon.serve.api.responses import (
 
 router = APIRouter(tags=["status"])
 
-_SCRIPTS = ("dashboard.js", "dashboard_draw.js")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -119,8 +118,8 @@ async def metrics(request: Request) -> Response:
 def dashboard_page() -> tuple[str, str]:
     """(HTML, its content security policy): this script and no other, data from this server and from nowhere else."""
     folder = files("antiphon.serve.api")
-    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in reversed(_SCRIPTS))
-    page = folder.joinpath("dashboard.html").read_text(encoding="utf-8").replace("/* script */", script)
+    html, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("dashboard.html", "dashboard.js"))
+    page = html.replace("/* script */", script)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
