@@ -23,7 +23,7 @@ from antiphon.serve.api.parameters import check_answer_size, check_request, samp
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt, text_of
 from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest
 from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
-from antiphon.serve.api.responses import ChatCompletionResponse, described_generation
+from antiphon.serve.api.responses import ChatCompletionResponse, described
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.specs.sampling import SamplingParams
 
@@ -114,7 +114,7 @@ async def submit_chat(
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation",
-    **described_generation(ChatCompletionRequest, ChatCompletionResponse),
+    **described(ChatCompletionRequest, answer=ChatCompletionResponse, streams=True),
 )
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
@@ -132,7 +132,7 @@ async def answer_chat(context: ApiContext, request: Request, body: ChatCompletio
 @router.post(
     "/v1/chat/completions/batch",
     summary="Answer several conversations",
-    **described_generation(ChatBatchRequest, ChatCompletionResponse),
+    **described(ChatBatchRequest, answer=ChatCompletionResponse, streams=True),
 )
 async def create_chat_batch(request: Request) -> Response:
     context = context_of(request)

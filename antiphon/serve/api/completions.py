@@ -15,22 +15,15 @@ from antiphon.serve.api.parameters import check_answer_size, check_request, samp
 from antiphon.serve.api.prompts import bad_word_ids, completion_prompts
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, split_prompts
 from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
-from antiphon.serve.api.responses import (
-    GENERATION_ERRORS,
-    CompletionResponse,
-    described_errors,
-    described_generation,
-    described_stream,
-)
+from antiphon.serve.api.responses import CompletionResponse, described
 
 router = APIRouter(tags=["generation"])
-_KINDS = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ChatCompletionRequest, CompletionRequest)]
 
 
 @router.post(
     "/v1/completions",
     summary="Continue a text",
-    **described_generation(CompletionRequest, CompletionResponse),
+    **described(CompletionRequest, answer=CompletionResponse, streams=True),
 )
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
@@ -65,10 +58,7 @@ def _kind_of(body: dict[str, Any]) -> type[ChatCompletionRequest] | type[Complet
 @router.post(
     "/invocations",
     summary="Answer a conversation, or continue a text",
-    responses={**described_stream(), **described_errors(*GENERATION_ERRORS)},
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": {"oneOf": _KINDS}}}},
-    },
+    **described(ChatCompletionRequest, CompletionRequest, streams=True),
 )
 async def create_invocation(request: Request) -> Response:
     context = context_of(request)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from antiphon.serve.api.requests import AnyRequest
+from antiphon.serve.api.chat_messages import RequestModel
 
 
 def _answer(name: str, description: str | None = None, /, **fields: Any) -> type[BaseModel]:
@@ -174,40 +174,35 @@ DrainResponse = _answer(
 )
 
 
-def described_body(model: type[AnyRequest]) -> dict[str, Any]:
-    """OpenAPI's description of a JSON body (`create_app` adds the schemas these references point to)."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def described(
+    *requests: type[RequestModel],
+    answer: type[BaseModel] | None = None,
+    streams: bool = False,
+    errors: type[BaseModel] = ErrorResponse,
+) -> dict[str, Any]:
+    """What the route of an endpoint that computes says of itself: its body, one of `requests` (`create_app` adds the
+    schemas that these references point to), its answer, as one JSON or in pieces as server-sent events if it `streams`
+    (None: as the vendor describes it), its errors."""
+    schemas = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in requests]
+    body = {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}}
+    success: dict[str, Any] = {} if answer is None else {"model": answer}
+    if streams and answer is None:
+        content = {kind: {"schema": {"type": "object"}} for kind in ("application/json", "text/event-stream")}
+        success = {"description": "As the vendor describes it.", "content": content}
+    elif streams:
+        data = {"type": "string", "description": "A piece of the answer as JSON; [DONE] at the end."}
+        event = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        success["content"] = {"text/event-stream": {"schema": event}}
+    return {
+        "responses": ({200: success} if success else {}) | described_errors(*GENERATION_ERRORS, model=errors),
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": body}}},
+    }
 
 
 def described_path(name: str) -> dict[str, Any]:
     """OpenAPI's description of a path's last part, which may be any text."""
     return {
         "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-    }
-
-
-def described_answer(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's description of a 200 that is one JSON answer, or the same in pieces as server-sent events."""
-    event = {
-        "type": "object",
-        "required": ["data"],
-        "properties": {"data": {"type": "string", "description": "A piece of the answer as JSON; [DONE] at the end."}},
-    }
-    return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}
-
-
-def described_stream() -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's description of a 200 whose JSON the vendor's own description has, whole or as server-sent events."""
-    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "object"}}}
-    return {200: {"description": "As the vendor describes it.", "content": content}}
-
-
-def described_generation(request: type[AnyRequest], answer: type[BaseModel]) -> dict[str, Any]:
-    """What the route of a generating endpoint says of itself: its body, its answer, its errors."""
-    return {
-        "responses": {**described_answer(answer), **described_errors(*GENERATION_ERRORS)},
-        "openapi_extra": described_body(request),
     }
 
 

@@ -16,11 +16,10 @@ from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.prompts import encode_texts, render_conversation
 from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from antiphon.serve.api.responses import (
-    GENERATION_ERRORS,
     DetokenizeResponse,
     TokenizeResponse,
     TokenizerInfoResponse,
-    described_body,
+    described,
     described_errors,
 )
 
@@ -33,8 +32,7 @@ _TOKENS_A_TURN = 256  # some hundred microseconds
 @router.post(
     "/tokenize",
     summary="Token ids of a prompt or a conversation",
-    responses={200: {"model": TokenizeResponse}, **described_errors(*GENERATION_ERRORS)},
-    openapi_extra=described_body(TokenizeRequest),
+    **described(TokenizeRequest, answer=TokenizeResponse),
 )
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
@@ -106,8 +104,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 @router.post(
     "/detokenize",
     summary="Text of token ids, special tokens included",
-    responses={200: {"model": DetokenizeResponse}, **described_errors(*GENERATION_ERRORS)},
-    openapi_extra=described_body(DetokenizeRequest),
+    **described(DetokenizeRequest, answer=DetokenizeResponse),
 )
 async def detokenize(request: Request) -> Response:
     context = context_of(request)

@@ -13,9 +13,10 @@ promise to short texts once long ones have taken them all).
 import array
 import asyncio
 import concurrent.futures
+import math
 import threading
-from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,7 @@ from antiphon.serve.text.text_messages import (
     CompileTemplate,
     Decode,
     Encode,
+    Job,
     RenderChat,
     TemplateNames,
     TextConfigure,
@@ -48,21 +50,9 @@ _Expected = TypeVar("_Expected", TextResult, TokenIds, TemplateNames, TokenizerS
 _Answers = concurrent.futures.Future[list[Answer]]
 
 
-class _TextLane(NamedTuple):
-    """What one process takes: inputs up to `max_bytes`, chat templates or not. `niceness`: long texts step back behind
-    the workers, which share the cores."""
-
-    name: str
-    max_bytes: float
-    renders: bool
-    niceness: int
-
-
-_LANES = (
-    _TextLane("short texts", 4 * 1024, False, 0),
-    _TextLane("chats", 32 * 1024, True, 0),
-    _TextLane("long texts", float("inf"), True, 5),
-)
+# What each process takes: its name, inputs up to so many bytes, chat templates or not; and its niceness: long texts step
+# back behind the workers, which share the cores.
+_LANES = (("short texts", 4 * 1024, False, 0), ("chats", 32 * 1024, True, 0), ("long texts", math.inf, True, 5))
 _CHATS = 1
 
 
@@ -90,8 +80,8 @@ class TextService:
         """End the processes. Waits for them, seconds at most. Another job would start them again."""
         with self._starting:
             queues, self._queues = self._queues, []
-        for jobs in queues:
-            jobs.close()
+        for queue in queues:
+            queue.close()
 
     async def template_names(self) -> frozenset[str]:
         """The variables that the chat template reads without setting them."""
@@ -111,8 +101,7 @@ class TextService:
             num_bytes = len(msgspec.msgpack.encode(job))
         except (OverflowError, RecursionError, ValueError) as error:
             raise UserError(f"{_TEMPLATE} takes no numbers beyond 64 bits and no deep nesting: {error}") from error
-        request = TextRequest([job], _TEMPLATE, self.limits.template_timeout_s, client, num_bytes)
-        return expect((await self._ask(request))[0], TextResult).text
+        return expect((await self._ask([job], client, num_bytes))[0], TextResult).text
 
     async def encode(
         self, texts: list[str], *, add_special_tokens: bool, max_tokens: int | None, client: str = ""
@@ -124,34 +113,35 @@ class TextService:
         ]
         if not jobs:
             return []
-        num_bytes = sum(map(len, texts))
-        answers = await self._ask(TextRequest(jobs, _TOKENIZER, self.limits.tokenizer_timeout_s, client, num_bytes))
+        answers = await self._ask(jobs, client, sum(map(len, texts)))
         return [await _unpacked(packed) for answer in answers for packed in expect(answer, TokenIds).of_texts]
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool, client: str = "") -> str:
         """Text of the ids, which must be at least 0 and below 2**32."""
         packed = await _packed(token_ids)
-        job = Decode(packed, skip_special_tokens)
-        request = TextRequest([job], _TOKENIZER, self.limits.tokenizer_timeout_s, client, len(packed))
-        return expect((await self._ask(request))[0], TextResult).text
+        answers = await self._ask([Decode(packed, skip_special_tokens)], client, len(packed))
+        return expect(answers[0], TextResult).text
 
-    async def _ask(self, request: TextRequest) -> list[Answer]:
-        renders = isinstance(request.jobs[0], RenderChat)
-        queues = self._started()
-        jobs = next(
-            jobs
-            for lane, jobs in zip(_LANES, queues, strict=True)
-            if request.num_bytes <= lane.max_bytes and (lane.renders or not renders)
+    async def _ask(self, jobs: Sequence[Job], client: str, num_bytes: int) -> list[Answer]:
+        renders = isinstance(jobs[0], RenderChat)
+        what, timeout_s = _TOKENIZER, self.limits.tokenizer_timeout_s
+        if renders:
+            what, timeout_s = _TEMPLATE, self.limits.template_timeout_s
+        lanes = zip(_LANES, self._started(), strict=True)
+        queue = next(
+            queue
+            for (_, max_bytes, takes_chats, _), queue in lanes
+            if num_bytes <= max_bytes and (takes_chats or not renders)
         )
-        return await asyncio.wrap_future(jobs.submit(request))
+        return await asyncio.wrap_future(queue.submit(TextRequest(jobs, what, timeout_s, client, num_bytes)))
 
     def _started(self) -> list[TextQueue]:
         with self._starting:
             if not self._queues:
                 source = TokenizerSource.of(self._tokenizer)
-                queues = [self._queue(lane, source) for lane in _LANES]
-                for jobs in queues:
-                    jobs.start()
+                queues = [self._queue(name, niceness, source) for name, _, _, niceness in _LANES]
+                for queue in queues:
+                    queue.start()
                 self._queues = queues
             if self._tokenizer.has_chat_template and (self._compiled is None or _has_failed(self._compiled)):
                 request = TextRequest([CompileTemplate()], _TEMPLATE, self.limits.template_timeout_s)
@@ -159,9 +149,9 @@ class TextService:
                 self._compiled.add_done_callback(self._note_template)
             return self._queues
 
-    def _queue(self, lane: _TextLane, source: TokenizerSource) -> TextQueue:
-        configure = TextConfigure(source=source, memory_bytes=self.limits.memory_bytes, niceness=lane.niceness)
-        return TextQueue(lane.name, configure, self.limits)
+    def _queue(self, name: str, niceness: int, source: TokenizerSource) -> TextQueue:
+        configure = TextConfigure(source=source, memory_bytes=self.limits.memory_bytes, niceness=niceness)
+        return TextQueue(name, configure, self.limits)
 
     def _note_template(self, compiled: _Answers) -> None:
         """Remember what is wrong with the template. That its process did not start is another matter."""

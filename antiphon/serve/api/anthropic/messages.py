@@ -21,13 +21,7 @@ from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.respond import ItemEvents, respond_in_items
-from antiphon.serve.api.responses import (
-    GENERATION_ERRORS,
-    AnthropicErrorResponse,
-    described_body,
-    described_errors,
-    described_stream,
-)
+from antiphon.serve.api.responses import AnthropicErrorResponse, described
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.chat_rendering import settable_variables
 
@@ -116,8 +110,7 @@ def _input(arguments: str) -> dict[str, Any]:
 @router.post(
     "/v1/messages",
     summary="Answer a conversation, as Anthropic's API does",
-    responses={**described_stream(), **described_errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)},
-    openapi_extra=described_body(MessagesRequest),
+    **described(MessagesRequest, streams=True, errors=AnthropicErrorResponse),
 )
 async def create_message(request: Request) -> Response:
     context = context_of(request)
@@ -133,8 +126,7 @@ async def create_message(request: Request) -> Response:
 @router.post(
     "/v1/messages/count_tokens",
     summary="How many tokens a conversation has",
-    responses={**described_errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)},
-    openapi_extra=described_body(CountTokensRequest),
+    **described(CountTokensRequest, errors=AnthropicErrorResponse),
 )
 async def count_tokens(request: Request) -> Response:
     context = context_of(request)

@@ -17,13 +17,7 @@ from antiphon.serve.api.openai_responses.events import ResponseEvents
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest, as_chat
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import respond_in_items, take_whole
-from antiphon.serve.api.responses import (
-    GENERATION_ERRORS,
-    described_body,
-    described_errors,
-    described_path,
-    described_stream,
-)
+from antiphon.serve.api.responses import described, described_errors, described_path
 from antiphon.serve.text.chat_rendering import settable_variables
 
 router = APIRouter(tags=["Responses"])
@@ -54,8 +48,7 @@ async def _answer_in_background(context: ApiContext, generation: Generation, eve
 @router.post(
     "/v1/responses",
     summary="Answer a conversation, as OpenAI's Responses API does",
-    responses={**described_stream(), **described_errors(*GENERATION_ERRORS)},
-    openapi_extra=described_body(ResponsesRequest),
+    **described(ResponsesRequest, streams=True),
 )
 async def create_response(request: Request) -> Response:
     context, client = context_of(request), client_of(request)
