@@ -50,8 +50,8 @@ _Expected = TypeVar("_Expected", TextResult, TokenIds, TemplateNames, TokenizerS
 _Answers = concurrent.futures.Future[list[Answer]]
 
 
-# What each process takes: its name, inputs up to so many bytes, chat templates or not; and its niceness: long texts step
-# back behind the workers, which share the cores.
+# What each process takes: its name, inputs up to so many bytes, chat templates or not; and its niceness: long texts
+# step back behind the workers, which share the cores.
 _LANES = (("short texts", 4 * 1024, False, 0), ("chats", 32 * 1024, True, 0), ("long texts", math.inf, True, 5))
 _CHATS = 1
 
