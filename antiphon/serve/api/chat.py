@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`: a conversation in, the assistant's turn out."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,7 @@ async def submit_chat(
             if len(chats) > 1:
                 error.message = f"conversation {number}: {error.message}"
             raise
-        readings.append(offered.after(prompts[-1].text))
+        readings.append(replace(offered, prompt=prompts[-1].text))
         grammar = await compile_grammar(context, body, client, readings[-1])
         params.append(sampling_params(context, body, len(prompts[-1].token_ids), grammar, bad_words))
     check_answer_size(context, body, prompts, params)

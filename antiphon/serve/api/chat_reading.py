@@ -59,10 +59,6 @@ class ChatReading:
     def offers_tools(self) -> bool:
         return bool(self.functions)
 
-    def after(self, prompt: str) -> "ChatReading":
-        """For answers to `prompt`."""
-        return replace(self, prompt=prompt)
-
     def reader(self) -> AnswerReader:
         """For one answer."""
         schemas = {name: function.parameters or {} for name, function in self.functions.items()}

@@ -12,10 +12,8 @@ spans are cut to it.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from antiphon import __version__
 from antiphon.serve.api.dashboard_reading import (
@@ -66,21 +64,6 @@ _KINDS: dict[int, SpanKind] = {
 _IN_ONE_WORKER: dict[int, SpanKind | None] = {DISPATCH: "experts", COMBINE: None}  # a replica computes both halves
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sample:
-    """Counters, and ratios of that moment."""
-
-    taken_s: float
-    num_answers: float
-    generation_tokens: int
-    prompt_tokens: int
-    exposed_s: float
-    num_running: int
-    num_waiting: int
-    attention_idle_ratio: float
-    expert_idle_ratio: float
-
-
 class Dashboard:
     """Used from the event loop's thread only."""
 
@@ -89,7 +72,8 @@ class Dashboard:
         self._metrics = metrics
         self._model_name = model_name
         self._started_s = time.monotonic()
-        self._samples: deque[_Sample] = deque(maxlen=_HISTORY_S + 1)
+        self._counted: tuple[float, dict[str, float]] | None = None  # the last counters, and when they were taken down
+        self._history: deque[dict[str, float]] = deque(maxlen=_HISTORY_S)  # values of a `History`, and their time
         self._lock = asyncio.Lock()
         self._last_steps: LastSteps | None = None
         self._stepped_s = 0.0  # when the last steps were over
@@ -97,21 +81,29 @@ class Dashboard:
         self._read_s = 0.0
 
     def sample(self) -> None:
-        """Take the counters down. To be called once a second."""
-        stats = self._metrics.read_stats()
-        self._samples.append(
-            _Sample(
-                taken_s=time.monotonic(),
-                num_answers=self._metrics.num_answers,
-                generation_tokens=stats.generation_tokens,
-                prompt_tokens=stats.prompt_tokens,
-                exposed_s=stats.exposed_communication_s,
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
-                attention_idle_ratio=round(stats.attention_idle_ratio, 4),
-                expert_idle_ratio=round(stats.expert_idle_ratio, 4),
-            )
-        )
+        """Take the counters down, and what became of them since the last time. To be called once a second."""
+        stats, now_s = self._metrics.read_stats(), time.monotonic()
+        counters = {
+            "generation_tokens_per_s": stats.generation_tokens,
+            "prompt_tokens_per_s": stats.prompt_tokens,
+            "answers_per_s": self._metrics.num_answers,
+            "exposed_ratio": stats.exposed_communication_s,
+        }
+        if self._counted is not None:
+            then_s, before = self._counted
+            took_s = max(1e-3, now_s - then_s)
+            row = {name: round(max(0.0, count - before[name]) / took_s, 3) for name, count in counters.items()}
+            num_attention = self._engine.info.num_instances * self._engine.info.num_attention
+            row["exposed_ratio"] = min(1.0, row["exposed_ratio"] / num_attention)
+            row |= {
+                "taken_s": now_s,
+                "num_requests_running": stats.num_running,
+                "num_requests_waiting": stats.num_waiting,
+                "attention_idle_ratio": round(stats.attention_idle_ratio, 4),
+                "expert_idle_ratio": round(stats.expert_idle_ratio, 4),
+            }
+            self._history.append(row)
+        self._counted = now_s, counters
 
     async def reading(self) -> bytes:
         """A `DashboardReading` as JSON. Waits for the workers' spans, at most `_PATIENCE_S`."""
@@ -130,7 +122,9 @@ class Dashboard:
 
     def _compose(self) -> DashboardReading:
         stats, steps = self._metrics.read_stats(), self._last_steps
-        info = self._engine.info
+        info, now_s = self._engine.info, time.monotonic()
+        names = History.model_fields.keys() - {"ago_s"}
+        series: dict[str, Any] = {name: [row[name] for row in self._history] for name in names}
         if steps is not None:
             steps.ended_s_ago = time.monotonic() - self._stepped_s
             steps.left_out = [name for name in stats.workers if name not in {worker.name for worker in steps.workers}]
@@ -147,7 +141,7 @@ class Dashboard:
             now=_now(stats, has_expert_workers=info.num_experts_workers > 0),
             pools=_pools(stats),
             handovers=_handovers(stats),
-            history=_history(list(self._samples), info.num_instances * info.num_attention),
+            history=History(ago_s=[round(now_s - row["taken_s"], 2) for row in self._history], **series),
             last_steps=steps,
             load=_load(stats, info.expert_names),
             events=[ShownEvent.model_validate(event, from_attributes=True) for event in stats.events],
@@ -167,30 +161,6 @@ def _now(stats: EngineStats, *, has_expert_workers: bool) -> Now:
         num_preemptions=stats.num_preemptions,
         num_worker_restarts=stats.num_worker_restarts,
         num_placement_changes=stats.placement_changes,
-    )
-
-
-def _history(samples: list[_Sample], num_attention: int) -> History:
-    """One value for each two neighbours."""
-    pairs = list(pairwise(samples))
-    now_s = time.monotonic()
-
-    def rates(counter: Callable[[_Sample], float]) -> list[float]:
-        return [
-            round(max(0.0, counter(new) - counter(old)) / max(1e-3, new.taken_s - old.taken_s), 3) for old, new in pairs
-        ]
-
-    newest = [new for _, new in pairs]
-    return History(
-        ago_s=[round(now_s - new.taken_s, 2) for new in newest],
-        generation_tokens_per_s=rates(lambda sample: sample.generation_tokens),
-        prompt_tokens_per_s=rates(lambda sample: sample.prompt_tokens),
-        answers_per_s=rates(lambda sample: sample.num_answers),
-        num_requests_running=[new.num_running for new in newest],
-        num_requests_waiting=[new.num_waiting for new in newest],
-        attention_idle_ratio=[new.attention_idle_ratio for new in newest],
-        expert_idle_ratio=[new.expert_idle_ratio for new in newest],
-        exposed_ratio=[min(1.0, each / num_attention) for each in rates(lambda sample: sample.exposed_s)],
     )
 
 

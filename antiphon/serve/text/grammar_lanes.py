@@ -17,9 +17,9 @@ import signal
 import subprocess
 import threading
 from collections.abc import Hashable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
@@ -95,7 +95,7 @@ class GrammarTrials:
             if self._process is not None:
                 _kill(self._process)
             settled: _Settled = [(trial, _shutting_down()) for trial in self._take_all()]
-        _settle(settled)
+        _settle_all(settled)
         if self._thread is not None:
             self._thread.join(10.0)
 
@@ -172,7 +172,7 @@ class GrammarTrials:
                 _log.warning("the process for JSON schemas does not start: %s", error)
             with self._lock:
                 settled = self._on_loss(was_of_use=was_of_use) if not self._closing else []
-            _settle(settled)
+            _settle_all(settled)
 
     def _run_process(self) -> bool:
         """From its start to its end. Whether it has answered anything."""
@@ -197,7 +197,7 @@ class GrammarTrials:
                     with self._lock:
                         settled = self._on_end(TrialEnd.from_line(line))
                         self._begin_trials()
-                    _settle(settled)
+                    _settle_all(settled)
                     was_of_use = True
             finally:
                 with self._lock:
@@ -227,14 +227,18 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
 
 
-def _settle(settled: _Settled) -> None:
-    for trial, outcome in settled:
-        if not trial.verdict.set_running_or_notify_cancel():
-            continue
-        if isinstance(outcome, UserError):
-            trial.verdict.set_exception(outcome)
+def settle(answer: "Future[Any]", outcome: object) -> None:
+    """Unless it was cancelled: with an error, or a result."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
         else:
-            trial.verdict.set_result(outcome)
+            answer.set_result(outcome)
+
+
+def _settle_all(settled: _Settled) -> None:
+    for trial, outcome in settled:
+        settle(trial.verdict, outcome)
 
 
 def _shutting_down() -> ShuttingDown:

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.base.system import give_memory_back
 from antiphon.serve.engine_api import QueueFull
-from antiphon.serve.text.grammar_lanes import GrammarTrials
+from antiphon.serve.text.grammar_lanes import GrammarTrials, settle
 from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.grammar_trial import MaskTime, TrialVerdict, load_tokenizer, parser_limits, reason_of
 
@@ -206,9 +206,9 @@ class GrammarCompiler:
                     compiling.answers.append(answer)
             if is_kept:
                 self.matcher(grammar)
-                _settle(answer, grammar)
+                settle(answer, grammar)
         except Exception as error:
-            _settle(answer, error)
+            settle(answer, error)
             return
         if is_new and verdict is not None:
             self._on_verdict(grammar, verdict)
@@ -284,7 +284,7 @@ class GrammarCompiler:
         with self._lock:
             compiling = self._compiling.pop(grammar, None)
         for answer in compiling.answers if compiling is not None else ():
-            _settle(answer, error or grammar)
+            settle(answer, error or grammar)
 
 
 class _Compiling:
@@ -299,15 +299,6 @@ class _Compiling:
         """When all answers are cancelled, the trial need not begin. Not to be called with a lock: it may end all."""
         if self.verdict is not None and all(answer.cancelled() for answer in self.answers):
             self.verdict.cancel()
-
-
-def _settle(answer: "Future[str]", outcome: str | Exception) -> None:
-    """Unless it was cancelled."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(outcome, Exception):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
 
 
 def _digest(grammar: str) -> bytes:
