@@ -45,8 +45,25 @@ def check_kind(known: tuple[str, ...], advice: str, what: str = "it is") -> Befo
     return BeforeValidator(check)
 
 
-# For a text, or a list of something: tells them apart, so that a mistake is said of one only.
+def kind_by(key: str, known: tuple[str, ...], other: str) -> Discriminator:
+    """Tells objects apart by what stands under `key`, so that a mistake is said of one kind only."""
+
+    def kind(value: object) -> str:
+        found = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
+        return str(found) if found in known else other
+
+    return Discriminator(kind)
+
+
+def _kind_of_choice(value: object) -> str:
+    if not isinstance(value, dict | RequestModel):
+        return "word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
 TEXT_OR_LIST = Discriminator(lambda value: "list" if isinstance(value, list) else "text")
+WORD_OR_CHOICE = Discriminator(_kind_of_choice)
 Part = Annotated[
     Annotated[TextPart | RefusalPart, Field(discriminator="type")],
     check_kind(("text", "refusal"), "this server reads text only"),
@@ -123,16 +140,11 @@ class ToolMessage(_Turn):
     )
 
 
-def _kind_of_message(value: object) -> str:
-    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
-    return str(role) if role in ("assistant", "tool") else "other"
-
-
 Message = Annotated[
     Annotated[PlainMessage, Tag("other")]
     | Annotated[AssistantMessage, Tag("assistant")]
     | Annotated[ToolMessage, Tag("tool")],
-    Discriminator(_kind_of_message),
+    kind_by("role", ("assistant", "tool"), "other"),
 ]
 
 
@@ -171,17 +183,11 @@ class AllowedToolsChoice(RequestModel):
     allowed_tools: AllowedTools
 
 
-def _kind_of_choice(value: object) -> str:
-    if not isinstance(value, dict):
-        return type(value).__name__ if isinstance(value, RequestModel) else "word"
-    return "AllowedToolsChoice" if value.get("type") == "allowed_tools" else "NamedToolChoice"
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedToolChoice, Tag("NamedToolChoice")]
-    | Annotated[AllowedToolsChoice, Tag("AllowedToolsChoice")],
-    Discriminator(_kind_of_choice),
+    | Annotated[NamedToolChoice, Tag("named")]
+    | Annotated[AllowedToolsChoice, Tag("allowed")],
+    WORD_OR_CHOICE,
 ]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 

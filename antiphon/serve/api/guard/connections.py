@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
 
-from antiphon.base.logging import get_logger
+from antiphon.base.logging import Occasional, get_logger
 from antiphon.serve.api.errors import too_busy
 from antiphon.serve.api.guard.reading_line import ReadingLine
 from antiphon.serve.api.metrics import ServerMetrics
@@ -237,7 +237,7 @@ class Acceptor:
         self._loop = loop
         self._greetings: set[asyncio.Task[None]] = set()
         self._is_open = self._is_reading = False
-        self._warned_s = -_SECONDS_BETWEEN_WARNINGS
+        self._warnings = Occasional(_SECONDS_BETWEEN_WARNINGS)
 
     def open(self) -> None:
         """Begin to accept."""
@@ -272,7 +272,9 @@ class Acceptor:
                 return
             except OSError as error:
                 if error.errno in _NO_RESOURCES:
-                    self._warn(error)
+                    if self._warnings.count() is not None:
+                        words = error.strerror
+                        _log.warning("cannot accept a connection: %s; idle ones are closed (ulimit -n)", words)
                     self._wait_for_room()
                     return
                 continue  # this client is gone already
@@ -286,11 +288,6 @@ class Acceptor:
         self._pause()
         self._loop.call_later(_RETRY_S, self.resume)
         self._room.free_a_socket()
-
-    def _warn(self, error: OSError) -> None:
-        if time.monotonic() - self._warned_s >= _SECONDS_BETWEEN_WARNINGS:
-            self._warned_s = time.monotonic()
-            _log.warning("cannot accept a connection: %s; idle ones are closed (ulimit -n)", error.strerror)
 
     async def _greet(self, connection: socket.socket) -> None:
         """Give the connection its protocol, which says so when it is lost."""

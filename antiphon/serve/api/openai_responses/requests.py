@@ -10,9 +10,16 @@ import base64
 import binascii
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from antiphon.serve.api.chat_messages import TEXT_OR_LIST, FunctionName, RequestModel, check_kind
+from antiphon.serve.api.chat_messages import (
+    TEXT_OR_LIST,
+    WORD_OR_CHOICE,
+    FunctionName,
+    RequestModel,
+    check_kind,
+    kind_by,
+)
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import (
@@ -81,11 +88,6 @@ class FunctionOutputItem(InputItem):
     output: ItemContent
 
 
-def _kind_of_item(value: object) -> str:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
-    return kind if isinstance(kind, str) else "message"
-
-
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 Item = Annotated[
     Annotated[
@@ -93,7 +95,7 @@ Item = Annotated[
         | Annotated[ReasoningItem, Tag("reasoning")]
         | Annotated[FunctionCallItem, Tag("function_call")]
         | Annotated[FunctionOutputItem, Tag("function_call_output")],
-        Discriminator(_kind_of_item),
+        kind_by("type", _ITEMS, "message"),
     ],
     check_kind(_ITEMS, f"this server reads {', '.join(_ITEMS)}"),
 ]
@@ -170,17 +172,6 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
-def _kind_of_tool(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "namespace" if kind == "namespace" else "function"
-
-
-def _kind_of_tool_choice(value: object) -> str:
-    if not isinstance(value, dict):
-        return "word"
-    return "allowed" if value.get("type") == "allowed_tools" else "named"
-
-
 class ResponsesRequest(RequestModel):
     """`POST /v1/responses`."""
 
@@ -203,7 +194,7 @@ class ResponsesRequest(RequestModel):
             list[
                 Annotated[
                     Annotated[ResponseTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")],
-                    Discriminator(_kind_of_tool),
+                    kind_by("type", ("namespace",), "function"),
                     check_kind(("function", "namespace"), _NO_BUILT_IN),
                 ]
             ],
@@ -216,7 +207,7 @@ class ResponsesRequest(RequestModel):
             Annotated[Literal["none", "auto", "required"], Tag("word")]
             | Annotated[NamedFunction, Tag("named")]
             | Annotated[AllowedFunctions, Tag("allowed")],
-            Discriminator(_kind_of_tool_choice),
+            WORD_OR_CHOICE,
         ]
         | None
     ) = None
