@@ -169,16 +169,16 @@ def _labelled(name: str, text: str, label: str, values: Mapping[int, float]) -> 
 
 def _exchange(stats: EngineStats) -> Iterable[Metric]:
     """Traffic for each (worker, peer), and how long workers waited; absent where nothing is exchanged."""
-    families = {
-        field: kind(f"antiphon:m2n_{name}", text, labels=["worker", "peer"])
-        for field, kind, name, text in (
-            ("messages_sent", CounterMetricFamily, "messages", "Messages sent between workers"),
-            ("bytes_sent", CounterMetricFamily, "bytes", "Payload bytes sent"),
-            ("credit_waits", CounterMetricFamily, "credit_waits", "Sends that found no free slot"),
-            ("stale", CounterMetricFamily, "stale_messages", "Messages of steps that had been given up"),
-            ("credits", GaugeMetricFamily, "credits", "Free slots at the peer"),
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        field: CounterMetricFamily(f"antiphon:m2n_{name}", text, labels=["worker", "peer"])
+        for field, name, text in (
+            ("messages_sent", "messages", "Messages sent between workers"),
+            ("bytes_sent", "bytes", "Payload bytes sent"),
+            ("credit_waits", "credit_waits", "Sends that found no free slot"),
+            ("stale", "stale_messages", "Messages of steps that had been given up"),
         )
     }
+    families["credits"] = GaugeMetricFamily("antiphon:m2n_credits", "Free slots at the peer", labels=["worker", "peer"])
     waits = HistogramMetricFamily("antiphon:m2n_wait_seconds", "Waits for messages", labels=["worker"])
     trips = HistogramMetricFamily(
         "antiphon:m2n_round_trip_seconds", "From a send to the return of its credit", labels=["worker"]

@@ -104,8 +104,8 @@ def _format(name: str, structure: Structure, written: str, signs: tuple[str, ...
     """Calls that are `written` like this: marks around a NAME, KEY, VALUE, JSON or CALLS, two spaces where nothing
     stands between two marks, and - for a mark that is not written."""
     marks = ("" if mark == "-" else mark for mark in _BETWEEN.split(written))
-    fields = dict(zip(_MARKS[structure], marks, strict=True)) | {"line_breaks": structure == "tags"} | options
-    return CallFormat(name=name, structure=structure, signs=signs, **fields)
+    fields: dict[str, Any] = {"line_breaks": structure == "tags", **dict(zip(_MARKS[structure], marks, strict=True))}
+    return CallFormat(name=name, structure=structure, signs=signs, **(fields | options))
 
 
 def _listed(name: str, structure: Structure, written: str, **options: Any) -> CallFormat:
