@@ -16,7 +16,7 @@ from antiphon.serve.api.chat_messages import RequestModel
 
 def _answer(name: str, description: str | None = None, /, **fields: Any) -> type[BaseModel]:
     """A JSON object of this name. A field is a type, ``[type]`` for a list of it, or a pair of that and a `Field`."""
-    typed = {}
+    typed: dict[str, Any] = {}
     for key, field in fields.items():
         kind, more = field if isinstance(field, tuple) else (field, ...)
         typed[key] = (GenericAlias(list, (kind[0],)) if isinstance(kind, list) else kind, more)

@@ -146,10 +146,10 @@ def byte_pair_tokenizer(ranks: Mapping[bytes, int], pattern: str, special: Seque
 
 
 def _byte_level(
-    vocabulary: dict[str, int], merges: Sequence[tuple[str, ...]], patterns: Sequence[str], *, ignore_merges: bool
+    vocabulary: dict[str, int], merges: list[Any], patterns: Sequence[str], *, ignore_merges: bool
 ) -> Tokenizer:
     """Byte-pair encoding within the words that `patterns`, one after the other, cut a text into."""
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=ignore_merges))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
