@@ -20,9 +20,8 @@ from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli.bench_rows import check_limits, show_rows
 from antiphon.cli.options import check_count, words_of
 from antiphon.cli.output import check_output_file, write_whole
-from antiphon.report.document import Grid
+from antiphon.report.document import Grid, html
 from antiphon.report.load import load_page
-from antiphon.report.page import html
 from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
 

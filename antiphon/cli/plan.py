@@ -22,12 +22,11 @@ from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
 from antiphon.report.colocated import Target
+from antiphon.report.document import html, rendered
 from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
-from antiphon.report.page import html
 from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
-from antiphon.report.terminal import rendered
 from antiphon.report.training import training_page, training_pieces
 from antiphon.sim.promise import checked, is_checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names

@@ -11,9 +11,8 @@ from rich.text import Text
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
-from antiphon.reproduce.claim import PAPERS, Claim, Row, headline
+from antiphon.reproduce.claims import PAPERS, Claim, Row, headline, select
 from antiphon.reproduce.claims import reproduce as run_claims
-from antiphon.reproduce.claims import select
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.measured_servers import COLUMNS as COLUMNS_OF_SLICES
 from antiphon.reproduce.measured_servers import (

@@ -9,7 +9,7 @@ Rejected: turning a disaggregated plan's own sizes into colocated ones. They may
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import milliseconds, number
@@ -24,16 +24,7 @@ from antiphon.report.words import (
     score,
 )
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.plan import (
-    DeviceUse,
-    Layout,
-    Parallel,
-    PhaseName,
-    Placement,
-    Plan,
-    Predicted,
-    Rejected,
-)
+from antiphon.specs.plan import PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.precision import WEIGHTS_ONLY, PrecisionSpec
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 
@@ -68,107 +59,85 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Colocated:
-    """A colocated deployment of one phase.
+    """A colocated deployment of phase `name`: `plan` as it would be in that layout, its `placement` empty where it is
+    the engine's own. `num_experts`: of the model, 0 if the plan does not say. `why_not`: the promise it breaks, empty
+    if it keeps all."""
 
-    `batch`: requests at once (decode, serve), tokens of a pass (prefill). `num_experts`: of the model, 0 if the plan
-    does not say. `placement` empty: the engine's own. `why_not`: the promise it breaks, empty if it keeps all."""
-
-    phase: PhaseName
-    layout: Layout
-    parallel: Parallel
-    batch: int
-    micro_batches: int
-    devices: tuple[DeviceUse, ...]
-    predicted: Predicted
-    step_tokens: int | None = None
-    num_experts: int = 0
-    placement: Placement = ()
+    name: PhaseName
+    plan: PhasePlan
+    num_experts: int
     why_not: str = ""
 
     @property
     def per_rank(self) -> int:
-        """The share of `batch` of one data-parallel rank; the odd ones on top."""
-        return math.ceil(self.batch / self.parallel.attention_dp)
+        """The share of a batch of one data-parallel rank; the odd ones on top."""
+        return math.ceil(self.plan.batch / self.plan.parallel.attention_dp)
 
     @property
     def redundant_experts(self) -> int:
         """Copies of experts beyond the first: the plan's, and as many as make all ranks hold equally many."""
-        copies, ranks = max(sum(map(len, self.placement)), self.num_experts), self.parallel.expert_ep
+        copies, ranks = max(sum(map(len, self.plan.placement)), self.num_experts), self.plan.parallel.expert_ep
         return math.ceil(copies / ranks) * ranks - self.num_experts
 
     @property
     def is_exchanged(self) -> bool:
         """Whether rows go between data-parallel ranks to whole experts, by an all-to-all."""
-        return self.parallel.expert_ep > 1 and self.parallel.attention_dp > 1
+        return self.plan.parallel.expert_ep > 1 and self.plan.parallel.attention_dp > 1
 
     @property
     def overlaps_two_batches(self) -> bool:
         """Whether two halves of a batch take turns at devices and network; several stages take turns by themselves."""
-        return self.micro_batches > 1 and self.parallel.pp == 1 and self.is_exchanged
+        return self.plan.micro_batches > 1 and self.plan.parallel.pp == 1 and self.is_exchanged
 
     def rows_of_rank(self, workload: WorkloadSpec) -> int:
         """The most rows of a data-parallel rank in a step that only decodes, or that computes prompts, too."""
-        rows = self.per_rank if self.phase == "prefill" else self.per_rank * workload.rows_per_step
-        return max(rows, self.step_tokens or 0)
+        rows = self.per_rank if self.name == "prefill" else self.per_rank * workload.rows_per_step
+        return max(rows, self.plan.step_tokens or 0)
 
     @property
     def devices_per_stage(self) -> int:
-        return self.parallel.attention_dp * self.parallel.attention_tp
+        return self.plan.parallel.attention_dp * self.plan.parallel.attention_tp
 
     @property
     def num_instances(self) -> int:
         """Copies of the model; a command starts one of them."""
-        return sum(use.num_devices for use in self.devices) // (self.devices_per_stage * self.parallel.pp)
+        devices = sum(use.num_devices for use in self.plan.devices)
+        return devices // (self.devices_per_stage * self.plan.parallel.pp)
 
 
 def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
     """The deployment to configure; `ResourceError` if no colocated layout of this model runs on the cluster at all."""
     phase = plan.phases[name]
+    num_experts = len(phase.placement)
     if phase.layout != "disaggregated":
-        return Colocated(
-            phase=name,
-            layout=phase.layout,
-            parallel=phase.parallel,
-            batch=phase.batch,
-            step_tokens=phase.step_tokens,
-            micro_batches=phase.micro_batches,
-            devices=phase.devices,
-            predicted=phase.predicted,
-            num_experts=len(phase.placement),
-            placement=phase.placement,
+        return Colocated(name=name, plan=phase, num_experts=num_experts)
+    candidates = [
+        replace(
+            phase,
+            layout=loser.layout,
+            parallel=loser.parallel,
+            batch=loser.batch,
+            micro_batches=loser.micro_batches or 1,
+            devices=loser.devices,
+            predicted=loser.predicted,
+            placement=(),
         )
-    candidates = [loser for loser in phase.rejected if loser.layout != "disaggregated" and _runs(loser)]
+        for loser in phase.rejected
+        if loser.layout != "disaggregated" and loser.parallel and loser.predicted and loser.batch
+    ]
     if not candidates:
         reasons = "; ".join(f"{LAYOUT_TITLES[loser.layout]}: {loser.reason}" for loser in phase.rejected)
         raise ResourceError(
             f"no colocated layout of {plan.model} runs on {plan.cluster} ({reasons or 'none was searched'}): "
             f"plan with --layout auto, or on a cluster with more memory"
         )
-    best = max(candidates, key=lambda loser: _order(loser, slo, plan))
-    assert best.parallel is not None, "only candidates with sizes are compared"
-    assert best.predicted is not None, "only candidates with a prediction are compared"
-    return Colocated(
-        phase=name,
-        layout=best.layout,
-        parallel=best.parallel,
-        batch=best.batch or 1,
-        step_tokens=phase.step_tokens,
-        micro_batches=best.micro_batches or 1,
-        num_experts=len(phase.placement),
-        devices=best.devices,
-        predicted=best.predicted,
-        why_not=broken_promise(best.predicted, slo),
-    )
 
+    def order(one: PhasePlan) -> tuple[bool, float]:
+        keeps = not broken_promise(one.predicted, slo)
+        return keeps, score(one.predicted, plan.objective) or one.predicted.per_gpu
 
-def _runs(loser: Rejected) -> bool:
-    return loser.parallel is not None and loser.predicted is not None and loser.batch is not None
-
-
-def _order(loser: Rejected, slo: SloSpec, plan: Plan) -> tuple[bool, float]:
-    assert loser.predicted is not None, "only candidates with a prediction are compared"
-    keeps = not broken_promise(loser.predicted, slo)
-    return keeps, score(loser.predicted, plan.objective) or loser.predicted.per_gpu
+    best = max(candidates, key=order)
+    return Colocated(name=name, plan=best, num_experts=num_experts, why_not=broken_promise(best.predicted, slo))
 
 
 def broken_promise(predicted: Predicted, slo: SloSpec) -> str:
@@ -184,7 +153,7 @@ def broken_promise(predicted: Predicted, slo: SloSpec) -> str:
 
 def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
     """What running `nearest` gives up, one line each."""
-    phase = plan.phases[nearest.phase]
+    phase = plan.phases[nearest.name]
     if phase.layout == "disaggregated":
         kinds = {use.device for use in phase.devices}
         yield f"attention and experts apart: {degrees_text(phase.layout, phase.parallel)}"
@@ -193,32 +162,32 @@ def losses(plan: Plan, nearest: Colocated) -> Iterator[str]:
         if phase.micro_batches > 1:
             yield f"{phase.micro_batches} micro-batches in turn, which keep both sides busy"
     replicated = sum(len(owners) > 1 for owners in phase.placement)
-    if replicated and not nearest.placement:
+    if replicated and not nearest.plan.placement:
         yield f"the plan's placement: {plural(replicated, 'expert')} with replicas"
     elif replicated:
         yield f"which experts have replicas: the engine chooses by the load it sees, the plan by {plan.workload}"
-    if nearest.overlaps_two_batches and nearest.micro_batches > 2:
-        yield f"{nearest.micro_batches} micro-batches at once: the engine overlaps two"
+    if nearest.overlaps_two_batches and nearest.plan.micro_batches > 2:
+        yield f"{nearest.plan.micro_batches} micro-batches at once: the engine overlaps two"
     if nearest.why_not:
         yield f"a promise: {nearest.why_not}"
 
 
 def comparison(plan: Plan, nearest: Colocated) -> Iterator[str]:
     """The plan and the nearest deployment beside each other, with predicted numbers."""
-    name, phase = nearest.phase, plan.phases[nearest.phase]
-    unit = OBJECTIVE_UNITS[plan.objective]
-    yield f"{plan.model} on {plan.cluster}, {name}, workload {plan.workload}"
-    yield f"plan:    {_line(phase.layout, phase.parallel, phase.devices)}"
+    phase, unit = plan.phases[nearest.name], OBJECTIVE_UNITS[plan.objective]
+    yield f"{plan.model} on {plan.cluster}, {nearest.name}, workload {plan.workload}"
+    yield f"plan:    {_line(phase)}"
     yield f"         {_rates(phase.predicted, plan)}"
     if phase.layout == "disaggregated":
-        yield f"nearest: {_line(nearest.layout, nearest.parallel, nearest.devices)}"
-        mine, theirs = score(phase.predicted, plan.objective), score(nearest.predicted, plan.objective)
+        yield f"nearest: {_line(nearest.plan)}"
+        mine, theirs = (score(one.predicted, plan.objective) for one in (phase, nearest.plan))
         share = f"; {theirs / mine - 1:+.0%} {unit}" if mine and theirs else ""
-        yield f"         {_rates(nearest.predicted, plan)}{share}"
+        yield f"         {_rates(nearest.plan.predicted, plan)}{share}"
 
 
-def _line(layout: Layout, parallel: Parallel, devices: tuple[DeviceUse, ...]) -> str:
-    return f"{LAYOUT_TITLES[layout]}: {degrees_text(layout, parallel)}; {devices_text(devices)}"
+def _line(phase: PhasePlan) -> str:
+    sizes = degrees_text(phase.layout, phase.parallel)
+    return f"{LAYOUT_TITLES[phase.layout]}: {sizes}; {devices_text(phase.devices)}"
 
 
 def _rates(predicted: Predicted, plan: Plan) -> str:

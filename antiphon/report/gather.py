@@ -1,25 +1,22 @@
-"""Everything a report shows of a plan, from a search's result: what was chosen, looked at closely, and what else was
-possible.
+"""Everything a report shows of a plan, as plain data, from a search's result: what was chosen, looked at closely, and
+what else was possible. Terminal and page only draw it, so a test can hold a figure's numbers against these.
 
 The layer's parts, the memory of a device and the ping-pong conditions come from the functions of the search, at the
 plan's own sizes and batch. Rejected: working parts out from the plan's numbers. A part that bounds nothing leaves no
 trace in them.
-
-Only a page shows fronts, what-ifs and a stretch of the pipeline, so they are gathered only for one.
 
 Fronts of latency against rate: the search keeps one batch per candidate, the largest under the target, so its own
 points crowd below it. Here the best candidates of each layout are taken again with batches from what memory allows down
 to one. A front is what is left when everything that something else beats in both is gone. Rejected: all candidates at
 all batches, 10^6 evaluations.
 
-The pipeline is bars: simulated where attention and experts take turns, else laid out.
-
-- disaggregated: `sim.ping_pong` over a few layers, one attention and one expert worker, the exchange as their links
-- several stages: one token of as many micro-batches as there are stages, each passing all stages
-- one stage: the parts of two layers, one after the other
+The pipeline is bars: simulated over a few layers where attention and experts take turns, one worker of each and the
+exchange as their links; else one token of as many micro-batches as there are stages, each passing all stages; with one
+stage, the parts of two layers, one after the other.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +26,8 @@ from antiphon.cost.engine_step import server_load
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
-from antiphon.planner.candidates import BoolArray, Candidates, IntArray, joined
+from antiphon.cost.profile import Profile
+from antiphon.planner.candidates import Candidates, IntArray, joined
 from antiphon.planner.explain import account
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.predict import candidate_of, memory_of, step_parts_of
@@ -40,17 +38,96 @@ from antiphon.planner.setting import Setting
 from antiphon.planner.smallest_cluster import OneMoreNode, one_more_node
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import CandidateTable, Outcome, front
-from antiphon.report.contents import Condition, MemoryUse, PhaseContents, Points, Report, Sensitivity
 from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs import catalog
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.engine import load_engine
-from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan
+from antiphon.specs.model import ModelSpec
+from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan, Plan
+from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.workload import WorkloadSpec
 
 Gathered = TypeVar("Gathered")
 BALANCE_TOLERANCE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """The front of one layout: latency (TPOT in decode, TTFT in prefill), the objective's rate, a line of words."""
+
+    layout: Layout
+    latency_s: tuple[float, ...]
+    scores: tuple[float, ...]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """What lies in one device of a role. `reserve_bytes`: kept free for activations and the runtime."""
+
+    role: str
+    device: str
+    capacity_bytes: float
+    weight_bytes: float
+    kv_bytes: float
+    reserve_bytes: float
+
+    @property
+    def free_bytes(self) -> float:
+        return max(0.0, self.capacity_bytes - self.weight_bytes - self.kv_bytes - self.reserve_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """What the best plan gives when one thing changes: for each value, each layout's rate (None: it cannot run).
+    `current`: the value the plan was made for, in the axis's own unit; None if it has none, such as no target."""
+
+    title: str
+    axis: str
+    values: tuple[float, ...]
+    scores: dict[Layout, tuple[float | None, ...]]
+    current: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseContents:
+    """One phase. `tokens_per_request`: those that it computes, on average; `parts`: seconds of a layer and micro-batch
+    by part; `conditions`: those of MegaScale-Infer (section 4.1) as (equation, what it says, this plan's numbers,
+    whether it holds); `accounts`: of the plan and the best of each other layout, what a token takes, by what it is
+    spent on, in seconds of the objective's resource (none for a latency); `measured_like`: by engine, seconds a token
+    by constants fitted to its measured servers, and between what four of five lie (none where no such server was
+    measured); `fronts` and `bars`, a stretch of the pipeline, are empty where no page is made."""
+
+    name: PhaseName
+    phase: PhasePlan
+    tokens_per_request: float
+    fronts: tuple[Points, ...]
+    bars: tuple[Bar, ...]
+    bars_title: str
+    memory: tuple[MemoryUse, ...]
+    parts: dict[str, Parts]
+    conditions: tuple[tuple[str, str, str, str], ...]
+    accounts: dict[Layout, dict[str, float]]
+    measured_like: dict[str, tuple[float, float, float]]
+    num_candidates: int
+    num_feasible: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The plan, what it was made from, and what is shown of each phase. `profile`: measurements it was priced by."""
+
+    plan: Plan
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+    precision: PrecisionSpec
+    phases: tuple[PhaseContents, ...]
+    profile: Profile | None = None
+    sensitivity: tuple[Sensitivity, ...] = ()
+    more_nodes: dict[PhaseName, list[OneMoreNode]] = field(default_factory=dict)
 
 
 def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_progress: Progress | None = None) -> Report:
@@ -59,7 +136,13 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
     names = tuple(result.plan.phases)
     changes = [(name, over) for name in names for over in FACTORS] if for_page else []
     kinds = names if with_more_nodes else ()
-    steps = _Steps(len(names) + len(changes) + len(kinds), on_progress)
+    done, total = count(1), len(names) + len(changes) + len(kinds)
+
+    def step(gathered: Gathered) -> Gathered:
+        if on_progress is not None:
+            on_progress(next(done), total)
+        return gathered
+
     return Report(
         plan=result.plan,
         model=setting.model,
@@ -67,35 +150,19 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
         workload=setting.workload,
         precision=setting.precision,
         profile=setting.profile,
-        phases=tuple(steps.after(_phase(result, name, for_page)) for name in names),
-        sensitivity=tuple(
-            steps.after(sensitivity_of(result, name, over)) for name in names for over in FACTORS if for_page
-        ),
-        more_nodes={name: steps.after(_more_nodes(result, name)) for name in kinds},
+        phases=tuple(step(_phase(result, name, for_page)) for name in names),
+        sensitivity=tuple(step(sensitivity_of(result, name, over)) for name, over in changes),
+        more_nodes={name: step(_more_nodes(result, name)) for name in kinds},
     )
-
-
-@dataclass
-class _Steps:
-    """Tells how far gathering is."""
-
-    total: int
-    on_progress: Progress | None
-    done: int = 0
-
-    def after(self, gathered: Gathered) -> Gathered:
-        self.done += 1
-        if self.on_progress is not None:
-            self.on_progress(self.done, self.total)
-        return gathered
 
 
 def _more_nodes(result: PlanResult, name: PhaseName) -> list[OneMoreNode]:
     layouts = tuple(layout for code, layout in enumerate(LAYOUTS) if result.tables[name].num_considered[code])
-    setting = result.settings[name]
-    if setting.wants_latency:  # what more nodes bring is tokens/s
-        setting = replace(setting, objective="per-gpu")
-    return one_more_node(setting, layouts)
+    return one_more_node(_by_rate(result.settings[name]), layouts)  # what more nodes bring is tokens/s
+
+
+def _by_rate(setting: Setting) -> Setting:
+    return replace(setting, objective="per-gpu") if setting.wants_latency else setting
 
 
 def _phase(result: PlanResult, name: PhaseName, for_page: bool) -> PhaseContents:
@@ -166,96 +233,73 @@ def measured_like(setting: Setting, phase: PhasePlan) -> dict[str, tuple[float, 
 
 def layer_parts(one: Candidates, step: StepParts) -> dict[str, Parts]:
     """One MoE layer and micro-batch by what is done; the two ways of the exchange apart where they are two."""
-    parts = {"attention": step.attention.moe_layer.at(0)}
-    if bool(one.is_disaggregated[0]):
-        parts["to experts"] = step.dispatch.at(0)
-        parts["experts"] = step.experts.at(0)
-        parts["to attention"] = step.combine.at(0)
-    else:
-        parts["exchange, both ways"] = step.dispatch.at(0)
-        parts["experts"] = step.experts.at(0)
-    return parts
+    apart = bool(one.is_disaggregated[0])
+    parts = {
+        "attention": step.attention.moe_layer.at(0),
+        "to experts" if apart else "exchange, both ways": step.dispatch.at(0),
+        "experts": step.experts.at(0),
+    }
+    return parts | ({"to attention": step.combine.at(0)} if apart else {})
 
 
 def memory_uses(setting: Setting, one: Candidates) -> tuple[MemoryUse, ...]:
     """Weights, keys and values at the plan's batch, and the reserve, on a device of each role."""
-    weights, held = weight_bytes(setting, one), memory_of(setting, one)
-    attention_bytes, expert_bytes = float(weights.attention[0]), float(weights.experts[0])
-    kind, expert_kind = int(one.attention_kind[0]), int(one.expert_kind[0])
-    if "both" in held:
-        together = attention_bytes + expert_bytes
-        return (_use(setting, "both", kind, together, held["both"] - together),)
-    return (
-        _use(setting, "attention", kind, attention_bytes, held["attention"] - attention_bytes),
-        _use(setting, "experts", expert_kind, expert_bytes, held["experts"] - expert_bytes),
-    )
+    weights, reserve = weight_bytes(setting, one), setting.cluster.efficiency.memory_reserve
+    by_role = {"attention": float(weights.attention[0]), "experts": float(weights.experts[0])}
+    by_role["both"] = by_role["attention"] + by_role["experts"]
+    uses = []
+    for role, held_bytes in memory_of(setting, one).items():
+        kind = one.expert_kind if role == "experts" else one.attention_kind
+        device = setting.groups[int(kind[0])].device
+        uses.append(
+            MemoryUse(
+                role=role,
+                device=device.name,
+                capacity_bytes=float(device.memory_bytes),
+                weight_bytes=by_role[role],
+                kv_bytes=held_bytes - by_role[role],
+                reserve_bytes=device.memory_bytes * reserve,
+            )
+        )
+    return tuple(uses)
 
 
-def _use(setting: Setting, role: str, kind: int, weights: float, kv_bytes: float) -> MemoryUse:
-    device = setting.groups[kind].device
-    return MemoryUse(
-        role=role,
-        device=device.name,
-        capacity_bytes=float(device.memory_bytes),
-        weight_bytes=weights,
-        kv_bytes=kv_bytes,
-        reserve_bytes=device.memory_bytes * setting.cluster.efficiency.memory_reserve,
-    )
-
-
-def ping_pong_conditions(one: Candidates, parts: dict[str, Parts]) -> tuple[Condition, ...]:
+def ping_pong_conditions(one: Candidates, parts: dict[str, Parts]) -> tuple[tuple[str, str, str, str], ...]:
     """Eq. 1 to 3 of MegaScale-Infer with the candidate's times; none where attention and experts are together."""
     if not bool(one.is_disaggregated[0]):
         return ()
     t_a, t_e = (float(parts[name].total_s) for name in ("attention", "experts"))
     t_c = max(float(parts[name].total_s) for name in ("to experts", "to attention"))
     m, t_f = int(one.micro_batches[0]), max(t_a, t_e)
-    balanced, hidden, filled = (bool(holds) for holds in conditions(m, t_a, t_e, t_c, BALANCE_TOLERANCE))
-    return (
-        Condition(
-            equation="eq. 1",
-            says=f"T_a ≈ T_e, within {BALANCE_TOLERANCE:.0%}",
-            numbers=f"{milliseconds(t_a)} and {milliseconds(t_e)}",
-            holds=balanced,
-        ),
-        Condition(
-            equation="eq. 2",
-            says="T_c < T_f",
-            numbers=f"{milliseconds(t_c)} against {milliseconds(t_f)}",
-            holds=hidden,
-        ),
-        Condition(
-            equation="eq. 3",
-            says="m T_f ≥ 2 (T_f + T_c)",
-            numbers=f"{m} × {milliseconds(t_f)} = {milliseconds(m * t_f)} against {milliseconds(2 * (t_f + t_c))}",
-            holds=filled,
-        ),
+    turns = f"{m} × {milliseconds(t_f)} = {milliseconds(m * t_f)} against {milliseconds(2 * (t_f + t_c))}"
+    numbers = (
+        ("eq. 1", f"T_a ≈ T_e, within {BALANCE_TOLERANCE:.0%}", f"{milliseconds(t_a)} and {milliseconds(t_e)}"),
+        ("eq. 2", "T_c < T_f", f"{milliseconds(t_c)} against {milliseconds(t_f)}"),
+        ("eq. 3", "m T_f ≥ 2 (T_f + T_c)", turns),
     )
+    holds = conditions(m, t_a, t_e, t_c, BALANCE_TOLERANCE)
+    return tuple((*row, "yes" if bool(held) else "no") for row, held in zip(numbers, holds, strict=True))
 
 
-TITLES: dict[Over, str] = {
-    "slo": "a tighter or a looser target",
-    "context": "shorter and longer prompts",
-    "network": "a slower or a faster network between nodes",
+CHANGES: dict[Over, tuple[str, str, float]] = {
+    "slo": ("a tighter or a looser target", "{latency}, target (ms)", 1e-3),
+    "context": ("shorter and longer prompts", "Median prompt (tokens)", 1.0),
+    "network": ("a slower or a faster network between nodes", "Bandwidth of all NICs (times this cluster's)", 1.0),
 }
-AXES: dict[Over, tuple[str, float]] = {
-    "slo": ("{latency}, target (ms)", 1e-3),
-    "context": ("Median prompt (tokens)", 1.0),
-    "network": ("Bandwidth of all NICs (times this cluster's)", 1.0),
-}
+"""(what changes, the axis of its values, the size of one of its units) of each what-if."""
 
 
 def sensitivity_of(result: PlanResult, name: PhaseName, over: Over) -> Sensitivity:
     """The curves of all layouts, in the unit of the axis."""
     setting, table = result.settings[name], result.tables[name]
     points = sensitivity(setting, table, over=over)
-    what, scale = AXES[over]
+    title, axis, scale = CHANGES[over]
     is_promised = (setting.workload.slo.tpot_s if setting.decodes else setting.workload.slo.ttft_s) is not None
     current = base_value(setting, table, over) / scale if over != "slo" or is_promised else None
     latency = "time per output token" if setting.decodes else "time to first token"
     return Sensitivity(
-        title=f"{PHASE_TITLES[name]}: {TITLES[over]}",
-        axis=what.format(latency=latency[0].upper() + latency[1:]),
+        title=f"{PHASE_TITLES[name]}: {title}",
+        axis=axis.format(latency=latency[0].upper() + latency[1:]),
         values=tuple(point.value / scale for point in points),
         scores={layout: tuple(point.best[layout] for point in points) for layout in points[0].best},
         current=current,
@@ -269,12 +313,11 @@ NUM_BATCHES = 12
 
 def frontier(setting: Setting, table: CandidateTable) -> tuple[Points, ...]:
     """The front of each layout that has a candidate."""
-    if setting.wants_latency:  # a front of latencies against themselves shows nothing
-        setting = replace(setting, objective="per-gpu")
-    fronts = []
+    setting, fronts = _by_rate(setting), []  # a front of latencies against themselves shows nothing
     for layout in LAYOUTS:
         points = swept(setting, table, layout)
-        index = np.flatnonzero(_is_shown(points, setting.objective))
+        shown = np.isfinite(points.latency_s) & (points.latency_s > 0)
+        index = np.flatnonzero(shown & (np.nan_to_num(points.score(setting.objective)) > 0))
         if index.size:
             best = front(points.latency_s[index], points.score(setting.objective)[index])
             fronts.append(_points(points, layout, index[best], setting.objective))
@@ -306,22 +349,17 @@ def _worth_sweeping(table: CandidateTable, index: IntArray, objective: Objective
     order = index[np.argsort(-scores, kind="stable")]
     if order.size <= NUM_SWEPT:
         return order
-    rest = order[NUM_SWEPT // 2 :]
+    best, rest = np.split(order, [NUM_SWEPT // 2])
     spread = rest[np.linspace(0, rest.size - 1, NUM_SWEPT - NUM_SWEPT // 2).astype(np.int64)]
-    return np.unique(np.concatenate([order[: NUM_SWEPT // 2], spread]))
-
-
-def _is_shown(table: CandidateTable, objective: Objective) -> BoolArray:
-    latency_s = table.latency_s
-    return np.asarray(np.isfinite(latency_s) & (latency_s > 0) & (np.nan_to_num(table.score(objective)) > 0))
+    return np.unique(np.concatenate([best, spread]))
 
 
 def _points(table: CandidateTable, layout: Layout, index: IntArray, objective: Objective) -> Points:
-    latency_s, scores, batch = table.latency_s, table.score(objective), table.batch
+    batch = table.batch
     return Points(
         layout=layout,
-        latency_s=tuple(float(value) for value in latency_s[index]),
-        scores=tuple(float(value) for value in scores[index]),
+        latency_s=tuple(map(float, table.latency_s[index])),
+        scores=tuple(map(float, table.score(objective)[index])),
         labels=tuple(
             f"{short_degrees(layout, table.parallel(int(row)))}, "
             f"{plural(int(table.micro_batches[row]), 'micro-batch', 'micro-batches')}, batch {int(batch[row]):,}; "
@@ -345,9 +383,8 @@ def pipeline_bars(num_moe_layers: int, one: Candidates, step: StepParts) -> tupl
     """The bars of a single candidate whose step has these parts, and what they show."""
     num_layers = min(NUM_LAYERS, num_moe_layers)
     if bool(one.is_disaggregated[0]):
-        return _ping_pong(
-            step, int(one.micro_batches[0]), num_layers
-        ), f"The pipeline: {num_layers} layers of ping-pong"
+        bars = _ping_pong(step, int(one.micro_batches[0]), num_layers)
+        return bars, f"The pipeline: {num_layers} layers of ping-pong"
     stages = int(one.pp[0])
     if stages > 1:
         shown = min(stages, MAX_STAGES)

@@ -28,9 +28,8 @@ from antiphon.report.charts import (
     HeatMap,
     LineChart,
 )
-from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Sentence
+from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Sentence, html
 from antiphon.report.draw import draw
-from antiphon.report.page import html
 from antiphon.report.words import plural, time_unit
 from antiphon.specs.training_plan import training_plan_from_json
 from antiphon.train.metrics import FILE

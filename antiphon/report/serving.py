@@ -20,11 +20,10 @@ from antiphon.base.units import milliseconds, number
 from antiphon.planner.explain import RESOURCES
 from antiphon.report import figures, summary
 from antiphon.report.charts import Drawing
-from antiphon.report.contents import MemoryUse, PhaseContents, Report
-from antiphon.report.deployment import deployment_drawing
-from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence
+from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence, bar
 from antiphon.report.draw import draw
-from antiphon.report.terminal import bar
+from antiphon.report.figures import deployment_drawing
+from antiphon.report.gather import MemoryUse, PhaseContents, Report
 from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, score
 from antiphon.specs.plan import PHASES, Objective, PhaseName, PhasePlan, Plan, Predicted, plan_to_json
 from antiphon.specs.workload import SloSpec
@@ -148,8 +147,7 @@ def _accounts_grid(contents: PhaseContents) -> Grid:
 
 
 def _conditions_grid(contents: PhaseContents) -> Grid:
-    rows = [[row.equation, row.says, row.numbers, "yes" if row.holds else "no"] for row in contents.conditions]
-    return Grid(columns=["", "condition", "here", "holds"], rows=rows)
+    return Grid(columns=["", "condition", "here", "holds"], rows=contents.conditions)
 
 
 def _more_nodes(report: Report) -> list[Row]:

@@ -5,7 +5,7 @@ import re
 from datetime import UTC, datetime
 
 from antiphon.base.units import milliseconds, number
-from antiphon.report.contents import PhaseContents, Report
+from antiphon.report.gather import PhaseContents, Report
 from antiphon.report.words import (
     LAYOUT_TITLES,
     OBJECTIVE_UNITS,

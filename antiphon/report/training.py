@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from antiphon.base.units import milliseconds, number
 from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
-from antiphon.report.document import Grid, Notes, Pairs, Piece, ReportDocument, Sentence
+from antiphon.report.document import Grid, Notes, Pairs, Piece, ReportDocument, Sentence, bar
 from antiphon.report.draw import draw
-from antiphon.report.terminal import bar
 from antiphon.report.words import gigabytes, plural, time_unit
 from antiphon.specs.training_plan import (
     RejectedTraining,

@@ -12,7 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES
 from antiphon.cost.network import network
 from antiphon.cost.training.setup import TrainingPrecision
-from antiphon.reproduce.claim import shipped_cluster
+from antiphon.reproduce import shipped_cluster
 from antiphon.sim.schedules import SCHEDULES, Contention, Schedule
 from antiphon.sim.training_step import (
     BackwardLayer,

@@ -8,8 +8,8 @@ Rejected: a page written by hand. It would say what was true on the day it was w
 from collections.abc import Sequence
 from dataclasses import fields
 
-from antiphon.reproduce import peer_servers
-from antiphon.reproduce.claim import PAPERS, Row, Value, headline, shipped_cluster
+from antiphon.reproduce import peer_servers, shipped_cluster
+from antiphon.reproduce.claims import PAPERS, Row, Value, headline
 from antiphon.reproduce.published import deployments_section
 from antiphon.specs.cluster import EfficiencySpec
 

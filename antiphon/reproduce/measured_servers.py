@@ -27,7 +27,7 @@ from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerLoad, se
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
-from antiphon.reproduce.claim import shipped_device
+from antiphon.reproduce import shipped_device
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype

@@ -17,7 +17,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
-from antiphon.reproduce.claim import shipped_cluster, shipped_model, shipped_workload
+from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
 from antiphon.sim.collectives import Exchange, simulate_exchange
 from antiphon.specs.plan import Layout, PhaseName
 from antiphon.specs.precision import PrecisionSpec

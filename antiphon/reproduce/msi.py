@@ -26,7 +26,7 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.table import CandidateTable, Outcome
-from antiphon.reproduce.claim import shipped_cluster, shipped_device, shipped_model, shipped_workload
+from antiphon.reproduce import shipped_cluster, shipped_device, shipped_model, shipped_workload
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters

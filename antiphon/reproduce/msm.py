@@ -44,8 +44,7 @@ from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate
-from antiphon.reproduce.claim import shipped_cluster, shipped_model
-from antiphon.reproduce.measured_training import loss_over
+from antiphon.reproduce import shipped_cluster, shipped_model
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters
 
@@ -431,5 +430,4 @@ OURS |= {
     "least synchronisation": lambda: min(_sync_ratios()),
     "order of attention": _attention_order,
     "order of volumes": _attention_volumes,
-    "loss over": loss_over,
 }

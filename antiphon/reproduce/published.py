@@ -39,7 +39,7 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.training import plan_training
-from antiphon.reproduce.claim import shipped_cluster, shipped_device, shipped_model
+from antiphon.reproduce import shipped_cluster, shipped_device, shipped_model
 from antiphon.specs.catalog import DATA
 from antiphon.specs.checked import CountFromZero, NotNegative, Positive, read, read_mapping
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup

@@ -8,7 +8,7 @@ import pytest
 from antiphon.cost.layers import attention_decode, attention_prefill, expert_feed_forward
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes, kv_bytes_per_token, tokens_of_state
 from antiphon.cost.roofline import roofs
-from antiphon.reproduce.claim import shipped_model
+from antiphon.reproduce import shipped_model
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import load_device

@@ -12,7 +12,7 @@ from antiphon.planner.candidates import MANY_DOMAINS, stage_sizes
 from antiphon.planner.rate_match import _packed
 from antiphon.planner.search import make_plan
 from antiphon.planner.smallest_cluster import smallest_cluster
-from antiphon.reproduce.claim import shipped_cluster, shipped_model, shipped_workload
+from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.plan import PhaseName
 from antiphon.specs.precision import PrecisionSpec

@@ -7,8 +7,7 @@ import pytest
 from antiphon.cost.parts import Parts
 from antiphon.models.config import load_model_spec
 from antiphon.planner.smallest_cluster import OneMoreNode
-from antiphon.report.contents import (
-    Condition,
+from antiphon.report.gather import (
     MemoryUse,
     PhaseContents,
     Points,
@@ -131,9 +130,9 @@ def phase_contents(name: str, phase: PhasePlan, scale: float) -> PhaseContents:
         measured_like={"vllm": (0.08, 0.07, 0.1)},
         accounts={phase.layout: {"attention": 1e-3, "waiting": 2e-4}, "tp_pp": {"attention": 2e-3, "waiting": 0.0}},
         conditions=(
-            Condition(equation="eq. 1", says="T_a ≈ T_e", numbers="210 µs and 190 µs", holds=True),
-            Condition(equation="eq. 2", says="T_c < T_f", numbers="60 µs < 210 µs", holds=True),
-            Condition(equation="eq. 3", says="m T_f ≥ 2 (T_f + T_c)", numbers="420 µs ≥ 540 µs", holds=False),
+            ("eq. 1", "T_a ≈ T_e", "210 µs and 190 µs", "yes"),
+            ("eq. 2", "T_c < T_f", "60 µs < 210 µs", "yes"),
+            ("eq. 3", "m T_f ≥ 2 (T_f + T_c)", "420 µs ≥ 540 µs", "no"),
         ),
         num_candidates=5000,
         num_feasible=1200,

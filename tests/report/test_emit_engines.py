@@ -11,9 +11,14 @@ import pytest
 
 from antiphon.base.errors import ResourceError
 from antiphon.report.colocated import Target, nearest_colocated
-from antiphon.report.contents import Report
-from antiphon.report.emit_engines import sglang_command, vllm_command
-from antiphon.report.engine_rules import low_latency, low_latency_bytes, takes_ranks
+from antiphon.report.emit_engines import (
+    low_latency_bytes,
+    sglang_command,
+    takes_ranks,
+    vllm_command,
+    why_no_low_latency,
+)
+from antiphon.report.gather import Report
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
 from antiphon.specs.precision import PrecisionSpec
@@ -73,7 +78,7 @@ def comments(text: str) -> str:
 
 def test_the_best_colocated_loser_is_taken(report: Report) -> None:
     nearest = nearest_colocated(report.plan, "decode", TARGET.workload.slo)
-    assert nearest.layout == "hybrid"
+    assert nearest.plan.layout == "hybrid"
     assert nearest.why_not == ""
     assert nearest.per_rank == 160
     assert nearest.devices_per_stage == 8
@@ -83,7 +88,7 @@ def test_one_that_keeps_the_target_comes_before_a_faster_one(report: Report) -> 
     decode = report.plan.phases["decode"]
     fast = replace(decode.rejected[0], predicted=Predicted(tpot_s=0.4, per_gpu=95.0, per_cost=60.0))
     plan = replace(report.plan, phases={"decode": replace(decode, rejected=(fast, *decode.rejected[1:]))})
-    assert nearest_colocated(plan, "decode", TARGET.workload.slo).layout == "tp_pp"
+    assert nearest_colocated(plan, "decode", TARGET.workload.slo).plan.layout == "tp_pp"
     only_fast = replace(report.plan, phases={"decode": replace(decode, rejected=(fast,))})
     nearest = nearest_colocated(only_fast, "decode", TARGET.workload.slo)
     assert nearest.why_not == "a token takes 400 ms, the target is 150 ms"
@@ -397,5 +402,5 @@ def test_deepep_is_built_for_some_numbers_of_ranks(num_ranks: int, normal: bool,
 
 def test_low_latency_kernels_are_built_for_some_hidden_sizes() -> None:
     sizes = {"num_experts": 128, "room_bytes": 8e9}
-    assert low_latency(64, hidden_size=4096, **sizes).why_not == ""
-    assert "none for rows of 2,880 elements" in low_latency(64, hidden_size=2880, **sizes).why_not
+    assert why_no_low_latency(64, hidden_size=4096, **sizes) == ""
+    assert "none for rows of 2,880 elements" in why_no_low_latency(64, hidden_size=2880, **sizes)

@@ -13,8 +13,8 @@ import yaml
 
 from antiphon.base.errors import UserError
 from antiphon.cli.main import COMMANDS
-from antiphon.report.contents import Report
 from antiphon.report.emit_k8s import kubernetes_manifest
+from antiphon.report.gather import Report
 from antiphon.specs.plan import Plan
 from antiphon.specs.precision import PrecisionSpec
 

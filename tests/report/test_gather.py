@@ -15,8 +15,7 @@ from antiphon.planner.predict import candidate_of, step_parts_of
 from antiphon.planner.search import PlanResult, SearchLimits, make_plan
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import front
-from antiphon.report.contents import Report
-from antiphon.report.gather import gather, measured_like, pipeline_bars, swept
+from antiphon.report.gather import Report, gather, measured_like, pipeline_bars, swept
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
@@ -104,7 +103,7 @@ def test_memory_is_the_predicted_one_and_fits(gathered: Report, by_layout: dict[
 def test_only_ping_pong_has_its_conditions(by_layout: dict[Layout, PlanResult]) -> None:
     for layout, found in by_layout.items():
         (contents,) = gather(found, for_page=False, with_more_nodes=False).phases
-        equations = [condition.equation for condition in contents.conditions]
+        equations = [equation for equation, *_ in contents.conditions]
         assert equations == (["eq. 1", "eq. 2", "eq. 3"] if layout == "disaggregated" else [])
 
 

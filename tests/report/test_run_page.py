@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.report.page import html
+from antiphon.report.document import html
 from antiphon.report.run import (
     BACKWARD_COLOUR,
     MOST_COLUMNS,

@@ -3,9 +3,9 @@
 import pytest
 from rich.console import Console
 
-from antiphon.report.contents import MemoryUse, Report
+from antiphon.report.document import BAR_WIDTH, rendered
+from antiphon.report.gather import MemoryUse, Report
 from antiphon.report.serving import memory_bar, plan_pieces
-from antiphon.report.terminal import BAR_WIDTH, rendered
 
 
 def printed(report: Report, width: int, *, explain: bool) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from antiphon.report.page import html
-from antiphon.report.terminal import bar, rendered
+from antiphon.report.document import bar, html, rendered
 from antiphon.report.training import (
     LOSER_COLUMNS,
     facts,

@@ -3,7 +3,7 @@
 import pytest
 
 from antiphon.base.units import milliseconds, number
-from antiphon.report.contents import Report
+from antiphon.report.gather import Report
 from antiphon.report.summary import given, placement_summary, reasons, subtitle, verdict
 from antiphon.report.words import degrees_text, gigabytes, plural, short_degrees, time_unit
 from antiphon.specs.plan import Parallel, Rejected

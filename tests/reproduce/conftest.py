@@ -2,8 +2,7 @@
 
 import pytest
 
-from antiphon.reproduce.claim import Row
-from antiphon.reproduce.claims import reproduce, select
+from antiphon.reproduce.claims import Row, reproduce, select
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.reproduce.claim import NOT_ANALYSED, Claim, digit, evaluate, holds
+from antiphon.reproduce.claims import NOT_ANALYSED, Claim, digit, evaluate, holds
 
 CLAIM = Claim(id="x-1", paper="MSI", source="Table 1", what="x", theirs=2.0, ours=lambda: 2.0, kind="counted")
 

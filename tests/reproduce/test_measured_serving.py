@@ -3,8 +3,7 @@
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.reproduce.claims import select
-from antiphon.reproduce.measured_serving import measured_effect
+from antiphon.reproduce.claims import measured_effect, select
 
 
 def test_a_measured_row_says_where_it_was_measured() -> None:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from antiphon.reproduce.claim import Row
+from antiphon.reproduce.claims import Row
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.reproduce.claim import NOT_ANALYSED, PAPERS, SORTS, Row, headline
-from antiphon.reproduce.claims import all_claims
+from antiphon.reproduce.claims import NOT_ANALYSED, PAPERS, SORTS, Row, all_claims, headline
 from antiphon.specs.cluster import load_cluster
 
 MUST_HOLD = (

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from antiphon.report.charts import BATCH_COLOURS, HEAT_COLOURS, MARK
-from antiphon.report.page import render
+from antiphon.report.document import render
 from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.dashboard_reading import DashboardReading
