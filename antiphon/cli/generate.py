@@ -83,10 +83,7 @@ def generate(
     """Complete a prompt with MODEL, without a server."""
     check_output_file("--timeline", timeline)
     params = sampling.params()
-    planned, served = options.planned_config(context, model, workers, _CAPACITY, trace=timeline is not None)
-    config = workers.with_micro_batches(planned)
-    if served is not None:
-        options.check_plan_fits(config, served)
+    config = options.config_here(context, model, workers, _CAPACITY, trace=timeline is not None)
     ids, tokenizer = prompt.read(model)
     engine = start_with_progress(prepare(config))
     try:

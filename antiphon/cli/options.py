@@ -308,6 +308,17 @@ def planned_config(
     return replace(config, prefill=prefill_config, pool="decode"), served
 
 
+def config_here(
+    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
+) -> ServeConfig:
+    """`planned_config` of workers that all start on this machine, which must be able to carry those of a plan."""
+    planned, served = planned_config(context, model, workers, capacity, trace=trace)
+    config = workers.with_micro_batches(planned)
+    if served is not None:
+        check_plan_fits(config, served)
+    return config
+
+
 def _obey(
     served: ServedPlan, workers: WorkerOptions, capacity: CapacityOptions, model: Path, room: int | None, *, trace: bool
 ) -> ServeConfig:

@@ -1,14 +1,20 @@
-"""`antiphon serve`: an OpenAI-compatible server over one checkpoint."""
+"""`antiphon serve`: an OpenAI-compatible server over one checkpoint; `antiphon batch`: the same for a file of requests,
+in OpenAI's batch format, without a port."""
 
+import asyncio
 import re
-from contextlib import AbstractContextManager, closing, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from fastapi import FastAPI
 
 from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
 from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import (
@@ -21,12 +27,14 @@ from antiphon.cli.engine_run import (
     start_with_progress,
 )
 from antiphon.cli.options import check_not_empty, check_plan_fits, planned_config
-from antiphon.cli.output import check_json, check_output_file, emit_json, tell
+from antiphon.cli.output import JsonOption, check_json, check_output_file, emit_json, show, table, tell
+from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import build_grammars, create_app
 from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.joining import read_join_secret
@@ -35,6 +43,7 @@ from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.served_plan import ServedPlan
 from antiphon.serve.text.chat_rendering import MAX_TEMPLATE_CHARACTERS
+from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_reading import read_tokenizer
 
 
@@ -262,13 +271,7 @@ def run(
     address = reserve(settings.host, settings.port)
     with closing(address), ray.placement(asked) as placement:
         config = asked if placement is None else placement.config
-        prepared = prepare(config)
-        grammars = build_grammars(prepared.info, tokenizer)
-        engine: Engine | None = None
-        check = (lambda: None) if placement is None else placement.check
-        try:
-            engine = start_with_progress(prepared, check, None if grammars is None else grammars.matcher)
-            app = create_app(engine, tokenizer, settings, grammars)
+        with _app(config, tokenizer, settings, placement) as (engine, app):
 
             def on_listening(url: str) -> None:
                 facts = server_facts(engine, config, spec, app.state.context.model_name, url)
@@ -283,10 +286,71 @@ def run(
                 raise engine.failure()
             if timeline is not None:
                 report_timeline(engine, timeline, json)
+
+
+@contextmanager
+def _app(
+    config: ServeConfig, tokenizer: TextTokenizer, settings: ServerSettings, placement: RayPlacement | None = None
+) -> Iterator[tuple[Engine, FastAPI]]:
+    """A running engine and the app over it; both are stopped afterwards. A node of `placement` that fails while the
+    engine loads ends the start."""
+    prepared = prepare(config)
+    grammars = build_grammars(prepared.info, tokenizer)
+    engine: Engine | None = None
+    check = (lambda: None) if placement is None else placement.check
+    try:
+        engine = start_with_progress(prepared, check, None if grammars is None else grammars.matcher)
+        yield engine, create_app(engine, tokenizer, settings, grammars)
+    finally:
+        if grammars is not None:
+            grammars.close()
+        if placement is not None:
+            placement.expect_end()
+        if engine is not None:
+            engine.stop()
+
+
+@takes_groups
+def batch(
+    context: typer.Context,
+    requests: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one a line (JSONL).")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; a file of an earlier run is gone on with.")],
+    model: Annotated[Path, typer.Option("--model", metavar="MODEL", help="Checkpoint folder.", callback=model_folder)],
+    workers: options.WorkerOptions,
+    capacity: options.CapacityOptions,
+    at_once: Annotated[int, typer.Option("--at-once", metavar="N", help="Requests at once.")] = 256,
+    json: JsonOption = None,
+) -> None:
+    """Answer the requests in IN (OpenAI's batch format) with a model, into OUT."""
+    options.check_count("--at-once", at_once, ServerSettings.max_streams)
+    check_requests(requests)
+    if answers.exists() and answers.samefile(requests):
+        raise UserError(f"{answers} holds the requests: name another file for the answers")
+    config = options.config_here(context, model, workers, capacity, trace=False)
+    spec = load_model_spec(config.model, config.rope_scaling)
+    tokenizer = read_tokenizer(config.model, spec.vocab_size)
+    with _app(config, tokenizer, ServerSettings()) as (_, app):
+        began_s = time.monotonic()
+        try:
+            with progress("answering") as report:
+                counts = asyncio.run(answer_batch(app, requests, answers, at_once, report))
         finally:
-            if grammars is not None:
-                grammars.close()
-            if placement is not None:
-                placement.expect_end()
-            if engine is not None:
-                engine.stop()
+            app.state.context.texts.close()
+    show_counts(counts, time.monotonic() - began_s, json)
+    if counts.num_refused:
+        raise UserError(f"{counts.num_refused} requests were refused: {answers} says why, each in its line")
+
+
+def show_counts(counts: BatchCounts, time_s: float, json: str | None) -> None:
+    """What came of the requests, as a table or as JSON."""
+    result = {
+        "answered": counts.num_answered,
+        "refused": counts.num_refused,
+        "answered_before": counts.num_skipped,
+        "prompt_tokens": counts.tokens["prompt"],
+        "completion_tokens": counts.tokens["completion"],
+        "time_s": time_s,
+    }
+    rows = [(name.replace("_", " "), value) for name, value in result.items()]
+    show(table(("requests", ""), rows), json=json)
+    emit_json(json, result)

@@ -199,8 +199,7 @@ def accounts(setting: Setting, table: CandidateTable, phase: PhasePlan) -> dict[
     return found
 
 
-MEASURED_DEVICES = 8
-"""The most devices of a server that the engines' constants were fitted to."""
+MEASURED_DEVICES = 8  # the most of a server that the engines' constants were fitted to
 
 
 def measured_like(setting: Setting, phase: PhasePlan) -> dict[str, tuple[float, float, float]]:
@@ -369,8 +368,7 @@ def _points(table: CandidateTable, layout: Layout, index: IntArray, objective: O
     )
 
 
-NUM_LAYERS = 4
-MAX_STAGES = 8
+NUM_LAYERS, MAX_STAGES = 4, 8
 TRACKS = {
     "attention[0]": "attention",
     "attention[0] out": "to experts",
@@ -404,10 +402,9 @@ def _ping_pong(step: StepParts, num_micro_batches: int, num_layers: int) -> tupl
         experts_s=float(step.experts.at(0).total_s),
         experts_send_s=float(step.combine.at(0).total_s),
     )
-    bars = simulate_ping_pong(pipeline).bars
     named = [
         replace(bar, track=TRACKS[bar.track], label=f"layer {bar.layer + 1}, micro-batch {bar.micro_batch + 1}")
-        for bar in bars
+        for bar in simulate_ping_pong(pipeline).bars
     ]
     order = list(TRACKS.values())
     return tuple(sorted(named, key=lambda bar: (bar.start_s, order.index(bar.track))))

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cli.drain import drain
+from antiphon.cli.top import drain
 from tests.serve.api_harness import Live, fake_engine, live
 
 KEY = "a-key-of-forty-characters-or-nearly-so-12"
