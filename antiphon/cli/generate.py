@@ -61,13 +61,7 @@ class SamplingOptions:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.")] = False
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            logprobs=self.logprobs,
-            ignore_eos=self.ignore_eos,
-        )
+        return SamplingParams(**vars(self))
 
 
 @takes_groups

@@ -36,6 +36,11 @@ ModelFolder = Annotated[
 _SIZES = ("layout", "instances", "attention", "experts", "tp", "expert_tp", "pp", "micro_batches")
 _PLANNED = (*_SIZES, "max_running", "prefill_collectives", "decode_collectives")  # options a plan decides
 _OF_ONE_POOL = (*_SIZES, "placement")  # options that say nothing of two pools
+_AS_WRITTEN = (  # options that are fields of a configuration
+    *("stepping", "exchange", "prefill_collectives", "decode_collectives", "device", "dtype", "kernels", "graphs"),
+    *("streams", "max_model_len", "rope_scaling", "weights", "kv_dtype", "num_threads", "timeout_s", "balance"),
+    *("expert_slots", "record_routing"),
+)
 DeviceOption = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu or cuda.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32.")]
 KernelsOption = Annotated[str, typer.Option("--kernels", metavar="NAME", help="cpu (native), triton (GPU), reference.")]
@@ -90,7 +95,7 @@ class WorkerOptions:
     stepping: Annotated[
         Stepping, rare_option(metavar="HOW", help="Attention workers together (barrier), or each for itself (free).")
     ] = "barrier"
-    transport: Annotated[str, typer.Option(metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
+    exchange: Annotated[str, typer.Option("--transport", metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     prefill_collectives: Annotated[
         Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid, or --tp.")
     ] = "auto"
@@ -115,8 +120,8 @@ class WorkerOptions:
     kv_dtype: Annotated[
         KVStorage, rare_option(metavar="NAME", help="Keys and values: auto (the model's), int8, fp8.")
     ] = "auto"
-    threads: ThreadsOption = None
-    timeout: Annotated[float, typer.Option(metavar="S", help="Patience between workers.")] = 30.0
+    num_threads: ThreadsOption = None
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Patience between workers.")] = 30.0
     balance: Annotated[Policy, typer.Option(metavar="HOW", help="static, window, predict, paths.")] = "off"
     path_profile: Annotated[Path | None, rare_option(metavar="FILE", help="Of --balance paths.")] = None
     expert_slots: Annotated[
@@ -195,35 +200,16 @@ class WorkerOptions:
 
     def _one_pool(self, layout: dict[str, Any], capacity: CapacityOptions, model: Path, *, trace: bool) -> ServeConfig:
         """The configuration of workers in that layout."""
+        given: dict[str, Any] = vars(self) | vars(capacity)
         return ServeConfig(
+            **{name: given[name] for name in (*_AS_WRITTEN, *vars(capacity))},
             **layout,
             model=model,
-            stepping=self.stepping,
-            exchange=self.transport,
-            prefill_collectives=self.prefill_collectives,
-            decode_collectives=self.decode_collectives,
-            device=self.device,
-            dtype=self.dtype,
-            kernels=self.kernels,
-            graphs=self.graphs,
-            streams=self.streams,
-            max_model_len=self.max_model_len,
-            rope_scaling=self.rope_scaling,
-            weights=self.weights,
-            kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
-            kv_dtype=self.kv_dtype,
-            max_running=capacity.max_running,
-            max_batch_tokens=capacity.max_batch_tokens,
-            max_waiting=capacity.max_waiting,
-            num_threads=self.threads,
-            timeout_s=self.timeout,
             trace=trace,
-            balance=self.balance,
+            kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
             path_profile=self._checked_profile(model),
-            expert_slots=self.expert_slots,
             expert_bytes=None if self.expert_memory is None else parse_size("--expert-memory", self.expert_memory),
             placement=None if self.placement is None else read_placement(self.placement),
-            record_routing=self.record_routing,
             of_attention=OneRole(
                 device=self.attention_device, dtype=self.attention_dtype, num_threads=self.attention_threads
             ),
@@ -257,34 +243,25 @@ class WorkerOptions:
             any(value is not None for value in (self.experts, self.expert_tp, self.instances, self.placement))
             or self._roles_differ
         )
-        if self.layout == "auto" and (apart or several or self.transport != "auto"):
+        if self.layout == "auto" and (apart or several or self.exchange != "auto"):
             return "disaggregated"
-        if self.experts is not None:
-            self._refuse_in_colocated(f"--experts {self.experts}")
-        if self.instances is not None:
-            raise UserError(
-                f"--instances {self.instances} does not apply to --layout colocated: there an instance is a replica, "
-                f"use --attention"
-            )
-        if self.expert_tp is not None:
-            raise UserError(
-                f"--expert-tp {self.expert_tp} does not apply to --layout colocated: a replica's experts are split as "
-                f"its attention is, by --tp"
-            )
-        if self.transport != "auto" and self.tp * self.pp == 1:  # else its ranks may be on several machines
-            self._refuse_in_colocated(f"--transport {self.transport}")
-        if self.placement is not None:
-            self._refuse_in_colocated(f"--placement {self.placement}")
+        leave = "leave it out or use disaggregated"
+        ranks_are_apart = self.tp * self.pp > 1  # maybe on several machines
+        for option, value, advice in (
+            ("--experts", self.experts, leave),
+            ("--instances", self.instances, "there an instance is a replica, use --attention"),
+            ("--expert-tp", self.expert_tp, "a replica's experts are split as its attention is, by --tp"),
+            ("--transport", None if self.exchange == "auto" or ranks_are_apart else self.exchange, leave),
+            ("--placement", self.placement, leave),
+        ):
+            if value is not None:
+                raise UserError(f"{option} {value} does not apply to --layout colocated: {advice}")
         return "colocated"
 
     @property
     def _roles_differ(self) -> bool:
         names = self.attention_device, self.expert_device, self.attention_dtype, self.expert_dtype
         return any(names) or self.attention_threads is not None or self.expert_threads is not None
-
-    @staticmethod
-    def _refuse_in_colocated(option: str) -> None:
-        raise UserError(f"{option} does not apply to --layout colocated: leave it out or use disaggregated")
 
 
 def planned_config(

@@ -14,7 +14,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
-from antiphon.cli.plan_inputs import TRAIN, OverrideOptions, PlanInputs, SearchOptions, read_inputs
+from antiphon.cli.plan_inputs import TRAIN, PlanInputs, SearchOptions, read_inputs
 from antiphon.cli.plan_training import TrainingOptions, find_training_plan
 from antiphon.cli.plan_watch import WatchOptions, watch
 from antiphon.cost.profile import read_serving_profile
@@ -146,7 +146,6 @@ def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder, config.json, or a shipped name.")],
     search: SearchOptions,
-    overrides: OverrideOptions,
     training: TrainingOptions,
     answer: AnswerOptions,
     watching: WatchOptions,
@@ -164,7 +163,7 @@ def plan(
     if search.trains():
         _training(model, search, training, answer, json)
     else:
-        _serving(model, search, overrides, answer, json)
+        _serving(model, search, answer, json)
 
 
 def refuse_other_phase(context: typer.Context, search: SearchOptions) -> None:
@@ -197,10 +196,8 @@ def _training(
         write_whole("--html", answer.html, html(training_page(found)))
 
 
-def _serving(
-    model: str, search: SearchOptions, overrides: OverrideOptions, answer: AnswerOptions, json: str | None
-) -> None:
-    inputs = read_inputs(model, search, overrides)
+def _serving(model: str, search: SearchOptions, answer: AnswerOptions, json: str | None) -> None:
+    inputs = read_inputs(model, search)
     if answer.no_check and not is_checked(inputs.phases, inputs.workload):
         raise UserError(
             "--no-check leaves out the simulation of a whole service with a rate and a target, and this plan is none: "

@@ -54,7 +54,7 @@ ProfileFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Measurem
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What to plan, on what, and which answers count."""
+    """What to plan, on what, and which answers count; numbers in place of those in the files."""
 
     cluster: Annotated[str, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; required.")] = ""
     workload: Annotated[str, typer.Option(metavar="NAME|FILE", help="Requests and targets.")] = "msi-production"
@@ -94,6 +94,27 @@ class SearchOptions:
     )
     nodes: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="… or on these; a cluster's file.")
+    ] = None
+    # numbers that take the place of those in the files
+    slo_tpot: TokenTarget = None
+    slo_ttft: FirstTokenTarget = None
+    percentile: Annotated[
+        float | None, typer.Option(metavar="P", show_default=False, help="Of requests that keep them, e.g. 0.99.")
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", show_default=False, callback=above_zero("requests per second"), help="Requests per second."
+        ),
+    ] = None
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, show_default=False, hidden=True, help="Requests at once, whatever their rate."
+        ),
+    ] = None
+    price: Annotated[
+        Values, typer.Option(metavar="DEVICE=X", show_default=False, help="A device's price; any unit.")
     ] = None
 
     def trains(self) -> bool:
@@ -175,32 +196,6 @@ class SearchOptions:
             pins=pins,
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class OverrideOptions:
-    """Numbers that take the place of those in the files."""
-
-    slo_tpot: TokenTarget = None
-    slo_ttft: FirstTokenTarget = None
-    percentile: Annotated[
-        float | None, typer.Option(metavar="P", show_default=False, help="Of requests that keep them, e.g. 0.99.")
-    ] = None
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="R", show_default=False, callback=above_zero("requests per second"), help="Requests per second."
-        ),
-    ] = None
-    in_flight: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, show_default=False, hidden=True, help="Requests at once, whatever their rate."
-        ),
-    ] = None
-    price: Annotated[
-        Values, typer.Option(metavar="DEVICE=X", show_default=False, help="A device's price; any unit.")
-    ] = None
-
     def apply_to_workload(self, workload: WorkloadSpec) -> WorkloadSpec:
         """`workload` with the given targets and rate; "none" takes a target away."""
         slo = with_targets(workload.slo, tpot=self.slo_tpot, ttft=self.slo_ttft)
@@ -253,12 +248,12 @@ class PlanInputs:
     profile: Path | None
 
 
-def read_inputs(model: str, search: SearchOptions, overrides: OverrideOptions) -> PlanInputs:
+def read_inputs(model: str, search: SearchOptions) -> PlanInputs:
     """Load and check all of it; `UserError` names the option."""
-    cluster = overrides.apply_to_cluster(search.cluster_spec())
+    cluster = search.apply_to_cluster(search.cluster_spec())
     path = model_folder(shipped_model_config(model))
     planned = load_planned_model(path, search.model_set or ())
-    workload = overrides.apply_to_workload(load_workload(search.workload))
+    workload = search.apply_to_workload(load_workload(search.workload))
     if search.routing is not None:
         workload = with_recorded_popularity(workload, search.routing)
     if not workload.says_loads and search.profile is None:  # a profile is of a machine whose loads were measured

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
@@ -28,6 +28,7 @@ from antiphon.specs import catalog
 from antiphon.specs.engine import load_engine
 
 COLUMNS = ("", "id", "what", "theirs", "ours", "unit", "tolerance", "kind")
+LISTED = ("id", "paper", "source", "what", "theirs", "unit", "tolerance", "kind")
 HOLDS, MISSES = Text("█", style="green"), Text("░ no", style="red")
 
 
@@ -77,7 +78,7 @@ def reproduce(
         if markdown is not None:
             raise UserError("--markdown with --list: leave out --list, a page needs our values")
         show(list_table(claims), json=json)
-        emit_json(json, {"bench": "reproduce", "rows": [_listed(claim) for claim in claims]})
+        emit_json(json, {"bench": "reproduce", "rows": [{key: getattr(one, key) for key in LISTED} for one in claims]})
         return
     with progress("reproducing") as report:
         rows = run_claims(claims, report)
@@ -120,19 +121,6 @@ def list_table(claims: Sequence[Claim]) -> RenderableType:
     return table(
         ("id", "source", "what", "kind"), [(claim.id, claim.source, claim.what, claim.kind) for claim in claims]
     )
-
-
-def _listed(claim: Claim) -> dict[str, Any]:
-    return {
-        "id": claim.id,
-        "paper": claim.paper,
-        "source": claim.source,
-        "what": claim.what,
-        "theirs": claim.theirs,
-        "unit": claim.unit,
-        "tolerance": claim.tolerance,
-        "kind": claim.kind,
-    }
 
 
 def tables(rows: Sequence[Row]) -> list[RenderableType]:

@@ -16,7 +16,7 @@ from antiphon.base.progress import progress
 from antiphon.base.units import format_seconds
 from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
-from antiphon.cli.simulate_inputs import DemandOptions, EventOptions, SystemOptions, differences, plan_model
+from antiphon.cli.simulate_inputs import SimulateOptions, differences, plan_model
 from antiphon.cost.ping_pong import iteration
 from antiphon.report.emit_k8s import chosen_phase
 from antiphon.sim.gantt import write_trace
@@ -30,20 +30,13 @@ from antiphon.specs.plan import Plan, read_plan
 
 Cells = tuple[object, ...]
 _RECORDED_WORKERS = 8
-_SERVING_ONLY = (
-    *DemandOptions.__dataclass_fields__,
-    *SystemOptions.__dataclass_fields__,
-    *EventOptions.__dataclass_fields__,
-)
 
 
 @takes_groups
 def simulate(
     context: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that antiphon plan wrote.")],
-    demand: DemandOptions,
-    system: SystemOptions,
-    events: EventOptions,
+    chosen: SimulateOptions,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="One decode step from inside instead.")] = False,
     perfetto: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")] = None,
     json: JsonOption = None,
@@ -52,36 +45,27 @@ def simulate(
     check_output_file("--perfetto", perfetto)
     found = read_plan(plan)
     if pipeline:
-        if given := given_options(context, _SERVING_ONLY) - {"seed"}:
+        if given := given_options(context, vars(chosen)) - {"seed"}:
             option = sorted(given)[0].replace("_", "-")
             raise UserError(f"--{option} does not apply to --pipeline, which runs one step: leave one of them out")
         show_pipeline(found, perfetto, json)
         return
-    serve(found, plan, demand, system, events, perfetto, json)
+    serve(found, plan, chosen, perfetto, json)
 
 
-def serve(
-    plan: Plan,
-    file: Path,
-    demand: DemandOptions,
-    system: SystemOptions,
-    events: EventOptions,
-    perfetto: Path | None,
-    json: str | None,
-) -> None:
+def serve(plan: Plan, file: Path, chosen: SimulateOptions, perfetto: Path | None, json: str | None) -> None:
     """Request level."""
-    workload = demand.read(plan)
-    setting = system.setting(plan, workload)
-    requests = demand.draw(workload)
-    pools = system.pools(plan, setting, requests)
-    shared, here = system.shared_prefix, system.client_here
-    options = events.serving(pools, seed=demand.seed, shared_prefix=shared, client_here=here)
+    workload = chosen.read(plan)
+    setting = chosen.setting(plan, workload)
+    requests = chosen.draw(workload)
+    pools = chosen.pools(plan, setting, requests)
+    options = chosen.serving(pools)
     with progress("simulating") as report:
         run = simulate_serving(pools, requests, options, record_steps=perfetto is not None, on_progress=report)
     result = serving_result(run, workload.slo, num_cut=requests.num_cut)
-    changed = [] if demand.skew is not None else differences(plan, setting)
+    changed = [] if chosen.skew is not None else differences(plan, setting)
     notes = changed + notes_of(plan, pools, options, run, result)
-    if pools[0].kv_arrives and system.prefill is None:
+    if pools[0].kv_arrives and chosen.prefill is None:
         notes.append("prompts come computed, as the prediction assumes (--prefill mixed computes them in the steps)")
     if perfetto is not None:
         with whole_file("--perfetto", perfetto) as partial:
@@ -90,7 +74,7 @@ def serve(
     for item in shown(result, notes):
         show(item, json=json)
     about = {"plan": file, "model": plan.model, "cluster": setting.cluster.name, "workload": workload.name}
-    emit_json(json, {**about, "seed": demand.seed, **result_to_json(result), "notes": notes})
+    emit_json(json, {**about, "seed": chosen.seed, **result_to_json(result), "notes": notes})
 
 
 def notes_of(

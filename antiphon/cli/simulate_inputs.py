@@ -5,10 +5,10 @@ the plan's prediction meaningless (another precision or cluster) is noticed by c
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -33,17 +33,18 @@ from antiphon.sim.arrivals import Demand, draw_demand
 from antiphon.sim.pools import Pool, Prefill, pools_of
 from antiphon.sim.serving_options import ServingOptions, parse_kill
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec, cluster_from_json, load_cluster
+from antiphon.specs.cluster import cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import PhaseName, Plan
 from antiphon.specs.workload import WorkloadSpec, load_workload, workload_from_json
 
+Spec = TypeVar("Spec")
 _OTHERWISE = 0.01  # relative difference from which the plan's times are of something else
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemandOptions:
-    """Which requests come, and when."""
+class SimulateOptions:
+    """Which requests come and when, what serves them, and what happens meanwhile."""
 
     workload: Annotated[
         str | None,
@@ -70,10 +71,48 @@ class DemandOptions:
     slo_ttft: FirstTokenTarget = None
     slo_tpot: TokenTarget = None
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Same seed, same run.")] = 0
+    # what serves them
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; the plan's own.")
+    ] = None
+    precision: Annotated[
+        Values, typer.Option(metavar="PART=F", show_default=False, help="As in antiphon plan; the plan's own.")
+    ] = None
+    profile: ProfileFile = None
+    prefill: Annotated[
+        Prefill | None,
+        typer.Option(metavar="NAME", show_default="elsewhere", help="Of a decode plan: mixed or elsewhere."),
+    ] = None
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, show_default="2048", help="Rows of a mixed step of a worker.")
+    ] = None
+    shared_prefix: Annotated[int, typer.Option(metavar="N", min=0, help="Equal first tokens of all prompts.")] = 0
+    client_here: Annotated[
+        bool, typer.Option("--client-here", help="Clients take cores of the serving machine (--profile).")
+    ] = False
+    # what happens while they are served
+    kill: Annotated[Values, typer.Option(metavar="NAME@S", help="A worker dies: attention[0]@12.5.")] = None
+    restart_s: Annotated[float, typer.Option(metavar="S", min=0, help="It is back after this long.")] = 20.0
+    rebalance_every: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", show_default=False, callback=above_zero("s"), help="Place experts anew by their counts."
+        ),
+    ] = None
+    shift_every: Annotated[
+        float | None,
+        typer.Option(metavar="S", show_default=False, callback=above_zero("s"), help="Other experts become popular."),
+    ] = None
+    hand_over: Annotated[
+        HandOver | None,
+        typer.Option(metavar="WHEN", show_default="layers", help="Of two pools: by layers, or at the end."),
+    ] = None
 
     def read(self, plan: Plan) -> WorkloadSpec:
         """The workload with what is given in place of its own."""
-        found = _workload(self.workload, plan)
+        found = _of_plan(
+            "workload", self.workload, plan.workload, plan.workload_config, load_workload, workload_from_json
+        )
         if self.trace is not None:
             traced = load_workload(self.trace)
             if not traced.arrivals_s and self.rate is None and not self.all_at_once:
@@ -98,36 +137,14 @@ class DemandOptions:
             workload, num_requests=self.requests, rate=self.rate, all_at_once=self.all_at_once, seed=self.seed
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class SystemOptions:
-    """What serves them."""
-
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", show_default=False, help="The machines; the plan's own.")
-    ] = None
-    precision: Annotated[
-        Values, typer.Option(metavar="PART=F", show_default=False, help="As in antiphon plan; the plan's own.")
-    ] = None
-    profile: ProfileFile = None
-    prefill: Annotated[
-        Prefill | None,
-        typer.Option(metavar="NAME", show_default="elsewhere", help="Of a decode plan: mixed or elsewhere."),
-    ] = None
-    max_batch_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, show_default="2048", help="Rows of a mixed step of a worker.")
-    ] = None
-    shared_prefix: Annotated[int, typer.Option(metavar="N", min=0, help="Equal first tokens of all prompts.")] = 0
-    client_here: Annotated[
-        bool, typer.Option("--client-here", help="Clients take cores of the serving machine (--profile).")
-    ] = False
-
     def setting(self, plan: Plan, workload: WorkloadSpec) -> Setting:
         """The setting of the decode phase, or of the only one."""
         parts = split_list(self.precision)
         return Setting(
             model=plan_model(plan),
-            cluster=_cluster(self.cluster, plan),
+            cluster=_of_plan(
+                "cluster", self.cluster, plan.cluster, plan.cluster_config, load_cluster, cluster_from_json
+            ),
             workload=workload,
             phase=next(name for name in ("serve", "decode", "prefill") if name in plan.phases),
             precision=parse_precision(parts) if parts else plan.precision,
@@ -145,43 +162,21 @@ class SystemOptions:
         prefill = self.prefill or default
         return pools_of(plan, setting, demand, prefill=prefill, max_batch_tokens=self.max_batch_tokens)
 
-
-@dataclass(frozen=True, kw_only=True)
-class EventOptions:
-    """What happens while they are served."""
-
-    kill: Annotated[Values, typer.Option(metavar="NAME@S", help="A worker dies: attention[0]@12.5.")] = None
-    restart_s: Annotated[float, typer.Option(metavar="S", min=0, help="It is back after this long.")] = 20.0
-    rebalance_every: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", show_default=False, callback=above_zero("s"), help="Place experts anew by their counts."
-        ),
-    ] = None
-    shift_every: Annotated[
-        float | None,
-        typer.Option(metavar="S", show_default=False, callback=above_zero("s"), help="Other experts become popular."),
-    ] = None
-    hand_over: Annotated[
-        HandOver | None,
-        typer.Option(metavar="WHEN", show_default="layers", help="Of two pools: by layers, or at the end."),
-    ] = None
-
-    def serving(self, pools: Sequence[Pool], *, seed: int, shared_prefix: int, client_here: bool) -> ServingOptions:
+    def serving(self, pools: Sequence[Pool]) -> ServingOptions:
         counts = [pool.counts for pool in pools]
         if not math.isfinite(self.restart_s):
             raise UserError(f"--restart-s is {self.restart_s:g}: it must be a finite number of seconds")
         if self.hand_over is not None and len(pools) == 1:
             raise UserError("--hand-over does not apply: the plan has one pool, nothing is handed over; leave it out")
         return ServingOptions(
-            seed=seed,
-            shared_prefix_tokens=shared_prefix,
+            seed=self.seed,
+            shared_prefix_tokens=self.shared_prefix,
             kills=tuple(parse_kill(text, counts) for text in self.kill or ()),
             restart_s=self.restart_s,
             rebalance_every_s=self.rebalance_every,
             shift_every_s=self.shift_every,
             hand_over=self.hand_over or "layers",
-            client_here=client_here,
+            client_here=self.client_here,
         )
 
 
@@ -219,29 +214,20 @@ def _difference(name: PhaseName, *times: float | None) -> str:
     )
 
 
-def _workload(given: str | None, plan: Plan) -> WorkloadSpec:
-    """That of the option, else the plan's own; an older plan only names it."""
+def _of_plan(
+    kind: str,
+    given: str | None,
+    name: str,
+    config: dict[str, object],
+    load: Callable[[str], Spec],
+    read: Callable[..., Spec],
+) -> Spec:
+    """What the option --`kind` names, else the plan's own; an older plan only names it."""
     if given is not None:
-        return load_workload(given)
-    if plan.workload_config:
-        return workload_from_json(plan.workload_config, "plan: workload_config")
+        return load(given)
+    if config:
+        return read(config, f"plan: {kind}_config")
     try:
-        return load_workload(plan.workload)
+        return load(name)
     except UserError as error:
-        raise UserError(
-            f"the plan's workload {plan.workload!r} is not a shipped one: give its file with --workload"
-        ) from error
-
-
-def _cluster(given: str | None, plan: Plan) -> ClusterSpec:
-    """That of the option, else the plan's own; an older plan only names it."""
-    if given is not None:
-        return load_cluster(given)
-    if plan.cluster_config:
-        return cluster_from_json(plan.cluster_config, "plan: cluster_config")
-    try:
-        return load_cluster(plan.cluster)
-    except UserError as error:
-        raise UserError(
-            f"the plan's cluster {plan.cluster!r} is not a shipped one: give its file with --cluster"
-        ) from error
+        raise UserError(f"the plan's {kind} {name!r} is not a shipped one: give its file with --{kind}") from error

@@ -5,7 +5,7 @@ A section a source, whose assumptions stand at its head; `OURS` has what rows of
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from antiphon.base.errors import UserError
@@ -140,9 +140,7 @@ def _transformer_xl(num_experts: int, num_layers: int) -> float:
     return float(model.parameters(num_experts, num_layers) + num_layers * (biases + gate))
 
 
-@cache
-def _timelines() -> dict[Schedule, BackwardTimeline]:
-    return figure_7()
+_timelines = cache(figure_7)
 
 
 def _end_ms(schedule: Schedule, part: str) -> float:
@@ -250,35 +248,37 @@ def _options(num_experts: int, packed: int, lina: bool) -> BackwardOptions:
     return BackwardOptions(schedule="baseline", contention=MEASURED_CONTENTION)
 
 
-def _speedup(num_experts: int) -> float:
-    """Mean over the three models, which differ in packing only."""
-    packings = PACKED[num_experts]
-    gains = [step_s(num_experts, 1, False) / step_s(num_experts, packed, True) for packed in packings]
-    return sum(gains) / len(gains)
+def _gain(num_experts: int, time: Callable[[int, bool], float]) -> float:
+    """The baseline's time over Lina's, `time(experts of a device, whether of Lina)`; mean over the three models, which
+    differ in packing only."""
+    baseline, packings = time(1, False), PACKED[num_experts]
+    return sum(baseline / time(packed, True) for packed in packings) / len(packings)
 
 
 def _exchange_gain(num_experts: int) -> float:
-    """All-to-all of the backward pass, the baseline's beside all-reduce, over Lina's; mean over the three models."""
-    sums = []
-    for packed, lina in ((1, False), *((packed, True) for packed in PACKED[num_experts])):
+    """All-to-all of the backward pass; the baseline's is beside all-reduce."""
+
+    def exchange_s(packed: int, lina: bool) -> float:
         run = simulate_backward([layer_of(num_experts, packed)] * NUM_LAYERS, _options(num_experts, packed, lina))
-        sums.append(sum(run.all_to_all_s()))
-    return sum(sums[0] / one for one in sums[1:]) / len(sums[1:])
+        return sum(run.all_to_all_s())
+
+    return _gain(num_experts, exchange_s)
 
 
 def _layer_gain(num_experts: int, backward: bool) -> float:
-    """MoE layers of one pass (gate, experts, combine and their exchanges), the baseline's over Lina's; mean over the
-    three models. Backward the baseline's exchanges run beside all-reduce."""
-    times = []
-    for packed, lina in ((1, False), *((packed, True) for packed in PACKED[num_experts])):
+    """MoE layers of one pass (gate, experts, combine and their exchanges). Backward the baseline's exchanges run beside
+    all-reduce."""
+
+    def layers_s(packed: int, lina: bool) -> float:
         layer = layer_of(num_experts, packed)
         options = _options(num_experts, packed, lina)
         if not backward:
             layer = forward_of(layer)
             options = options if lina else BackwardOptions(schedule="priority")
         run = simulate_backward([layer] * NUM_LAYERS, options)
-        times.append(run.compute_end_s - NUM_LAYERS * layer.gradient_s)
-    return sum(times[0] / one for one in times[1:]) / len(times[1:])
+        return run.compute_end_s - NUM_LAYERS * layer.gradient_s
+
+    return _gain(num_experts, layers_s)
 
 
 def _chunk_step(num_bytes: float) -> float:
@@ -332,7 +332,7 @@ def packed_bytes(name: str, packed: int) -> float:
 
 OURS |= {
     "packing adds": lambda name, packed: packed_bytes(name, packed) / DEVICE_BYTES,
-    "speed-up": _speedup,
+    "speed-up": lambda num_experts: _gain(num_experts, partial(step_s, num_experts)),
     "exchange gain": _exchange_gain,
     "layer gain": _layer_gain,
     "chunk step": _chunk_step,

@@ -27,9 +27,8 @@ from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerLoad, se
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
-from antiphon.reproduce import shipped_device
+from antiphon.reproduce import cluster_of, shipped_device
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.engine import EngineSpec
 from antiphon.specs.model import ModelSpec
@@ -119,21 +118,14 @@ def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
     device = shipped_device(first.device)
     num_devices = int(first.degrees.attention_tp * first.degrees.attention_dp)
     in_node = min(device.scale_up_domain, 8)
-    group = NodeGroup(
-        device=device,
-        num_nodes=-(-num_devices // in_node),
-        devices_per_node=in_node,
-        scale_up_domain=device.scale_up_domain,
-        scale_up_bytes_per_s=device.scale_up_bytes_per_s,
-        node_scale_out_bytes_per_s=in_node * device.scale_out_bytes_per_s,
-    )
+    cluster = cluster_of(device, -(-num_devices // in_node), device.scale_up_domain, in_node=in_node)
     compute = ARITHMETIC.get(first.weights, "bfloat16")
     if compute not in device.flops_per_s:
         compute = "bfloat16"
     columns = np.array([(one.in_flight / one.workers, one.prompt, one.output) for one in points], dtype=np.float64).T
     return server_load(
         _model(first.model),
-        ClusterSpec(name=first.device, groups=(group,)),
+        cluster,
         first.degrees,
         PrecisionSpec(weights=first.weights, experts=first.experts, compute=compute),
         in_flight=columns[0] / first.degrees.attention_dp,

@@ -4,7 +4,7 @@ A section a source, whose assumptions stand at its head; `OURS` has what rows of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -161,86 +161,79 @@ WORKLOAD = "mix-sharegpt-4"
 IN_FLIGHT = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One configuration of parallel degrees. `fused`: the collectives of hybrid TP-EP overlap."""
-
-    layout: Layout
-    attention_tp: int
-    attention_dp: int
-    expert_tp: int
-    pp: int = 1
-    fused: bool = True
+Case = tuple[Layout, SearchLimits]
+"""One configuration: its layout, and the limits of a search that finds only its parallel degrees."""
 
 
-def hybrid(attention_tp: int, attention_dp: int, expert_tp: int, *, fused: bool = True) -> Case:
-    return Case(layout="hybrid", attention_tp=attention_tp, attention_dp=attention_dp, expert_tp=expert_tp, fused=fused)
-
-
-def dp_ep(attention_tp: int, attention_dp: int) -> Case:
-    return Case(layout="dp_ep", attention_tp=attention_tp, attention_dp=attention_dp, expert_tp=1)
+def _case(
+    layout: Layout, attention_tp: int, attention_dp: int, expert_tp: int = 1, pp: int = 1, *, fused: bool = True
+) -> Case:
+    """`fused`: the collectives of hybrid TP-EP overlap."""
+    return layout, SearchLimits(
+        attention_tp=(attention_tp,),
+        attention_dp=(attention_dp,),
+        expert_tp=(expert_tp,),
+        pp=(pp,),
+        collectives="fused" if fused else "synchronous",
+        sliced=layout == "hybrid",
+        overlapped=False,
+        per_node=False,
+        whole_prompts=True,
+        extra_slots=(0,),
+    )
 
 
 CASES: dict[str, dict[str, Case]] = {
     ASCEND: {
-        "TP+PP": Case(layout="tp_pp", attention_tp=8, attention_dp=1, expert_tp=8, pp=4),
-        "DP+EP TP8": dp_ep(8, 4),
-        "DP+EP TP4": dp_ep(4, 8),
-        "d_DP = d_EP": hybrid(8, 4, 8),
-        "d_DP > d_EP": hybrid(4, 8, 8),
-        "d_DP < d_EP": hybrid(8, 4, 4),
+        "TP+PP": _case("tp_pp", 8, 1, 8, pp=4),
+        "DP+EP TP8": _case("dp_ep", 8, 4),
+        "DP+EP TP4": _case("dp_ep", 4, 8),
+        "d_DP = d_EP": _case("hybrid", 8, 4, 8),
+        "d_DP > d_EP": _case("hybrid", 4, 8, 8),
+        "d_DP < d_EP": _case("hybrid", 8, 4, 4),
     },
     H20: {
-        "TP+PP": Case(layout="tp_pp", attention_tp=8, attention_dp=1, expert_tp=8, pp=2),
-        "DP+EP TP8": dp_ep(8, 2),
-        "DP+EP TP4": dp_ep(4, 4),
-        "Tutel TP8": hybrid(8, 2, 8, fused=False),
-        "Tutel TP4": hybrid(4, 4, 4, fused=False),
-        "d_DP = d_EP": hybrid(8, 2, 8),
-        "d_DP > d_EP": hybrid(4, 4, 8),
-        "d_DP < d_EP": hybrid(8, 2, 4),
+        "TP+PP": _case("tp_pp", 8, 1, 8, pp=2),
+        "DP+EP TP8": _case("dp_ep", 8, 2),
+        "DP+EP TP4": _case("dp_ep", 4, 4),
+        "Tutel TP8": _case("hybrid", 8, 2, 8, fused=False),
+        "Tutel TP4": _case("hybrid", 4, 4, 4, fused=False),
+        "d_DP = d_EP": _case("hybrid", 8, 2, 8),
+        "d_DP > d_EP": _case("hybrid", 4, 4, 8),
+        "d_DP < d_EP": _case("hybrid", 8, 2, 4),
     },
 }
 MIXSERVE = {ASCEND: "d_DP = d_EP", H20: "d_DP < d_EP"}
 """What the paper's own search takes (Figure 11)."""
 
 
+def _precision(model: str, cluster_name: str) -> PrecisionSpec:
+    return PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()
+
+
 @cache
 def _prepared(model: str, cluster_name: str, case: Case, phase: PhaseName) -> tuple[Setting, Candidates]:
-    limits = SearchLimits(
-        attention_tp=(case.attention_tp,),
-        attention_dp=(case.attention_dp,),
-        expert_tp=(case.expert_tp,),
-        pp=(case.pp,),
-        collectives="fused" if case.fused else "synchronous",
-        sliced=case.layout == "hybrid",
-        overlapped=False,
-        per_node=False,
-        whole_prompts=True,
-        extra_slots=(0,),
-    )
-    precision = PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()
-    workload = replace(shipped_workload(WORKLOAD), requests_per_s=None)
+    layout, limits = case
     setting = settings_of(
         shipped_model(model),
         shipped_cluster(cluster_name),
-        workload,
+        replace(shipped_workload(WORKLOAD), requests_per_s=None),
         phases=(phase,),
-        precision=precision,
+        precision=_precision(model, cluster_name),
         limits=limits,
     )[phase]
-    candidates = evaluate_phase(setting, (case.layout,)).candidates
+    candidates = evaluate_phase(setting, (layout,)).candidates
     assert len(candidates) == 1, f"{model} on {cluster_name}: {len(candidates)} candidates for {case}"
     return setting, candidates
 
 
 def pass_times(model: str, cluster_name: str, name: str, phase: PhaseName, *, fused: bool | None = None) -> StepTimes:
     """One pass of all sixteen: a token each (decode), or their prompts (prefill)."""
-    case = CASES[cluster_name][name]
+    layout, limits = CASES[cluster_name][name]
     if fused is not None:
-        case = replace(case, fused=fused)
-    setting, candidates = _prepared(model, cluster_name, case, phase)
-    each = IN_FLIGHT / case.attention_dp
+        limits = replace(limits, collectives="fused" if fused else "synchronous")
+    setting, candidates = _prepared(model, cluster_name, (layout, limits), phase)
+    each = IN_FLIGHT / limits.attention_dp[0]
     if phase == "prefill":
         each *= setting.lengths.prompt
     return step_times(setting, candidates.with_batch(np.array([max(round(each), 1)])))
@@ -341,12 +334,11 @@ READ: dict[str, Callable[..., float]] = {"TTFT": ttft_s, "ITL": itl_s, "throughp
 
 def _recommended(model: str, cluster_name: str) -> str:
     """The layout that the search recommends for sixteen requests in flight, by their time per token on the cluster."""
-    precision = PrecisionSpec(weights="fp8") if (model, cluster_name) == (R1, H20) else PrecisionSpec()
     workload = replace(shipped_workload(WORKLOAD), requests_per_s=None, max_batch=IN_FLIGHT)
-    settings = settings_of(
+    precision = _precision(model, cluster_name)
+    setting = settings_of(
         shipped_model(model), shipped_cluster(cluster_name), workload, objective="tpot", precision=precision
-    )
-    setting = settings["decode"]
+    )["decode"]
     table = evaluate_phase(setting)
     index = table.best(setting.objective)
     return "none" if index is None else table.candidates.layout_of(index)

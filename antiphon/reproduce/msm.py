@@ -413,21 +413,20 @@ def _pair_speedups() -> tuple[float, ...]:
     return tuple(found)
 
 
+EXTREMES: dict[str, Callable[[], tuple[float, ...]]] = {
+    "gain": _gains,
+    "speed-up": _pair_speedups,
+    "saving": _intra_savings,
+    "states": _state_ratios,
+    "synchronisation": _sync_ratios,
+}
 OURS |= {
-    "least gain": lambda: min(_gains()),
-    "most gain": lambda: max(_gains()),
+    **{f"least {name}": lambda values=values: min(values()) for name, values in EXTREMES.items()},
+    **{f"most {name}": lambda values=values: max(values()) for name, values in EXTREMES.items()},
     "best with": lambda layout: sum(_best_layout(name) == layout for name in TABLE_2),
-    "least speed-up": lambda: min(_pair_speedups()),
-    "most speed-up": lambda: max(_pair_speedups()),
-    "least saving": lambda: min(_intra_savings()),
-    "most saving": lambda: max(_intra_savings()),
     "memory saved": _saved,
     "speed kept": _speed,
-    "least states": lambda: min(_state_ratios()),
-    "most states": lambda: max(_state_ratios()),
-    "most synchronisation": lambda: max(_sync_ratios()),
     "compression": lambda few, many: _gradient_time(few) / _gradient_time(many),
-    "least synchronisation": lambda: min(_sync_ratios()),
     "order of attention": _attention_order,
     "order of volumes": _attention_volumes,
 }

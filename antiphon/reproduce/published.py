@@ -39,10 +39,10 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.training import plan_training
-from antiphon.reproduce import shipped_cluster, shipped_device, shipped_model
+from antiphon.reproduce import cluster_of, shipped_cluster, shipped_device, shipped_model
 from antiphon.specs.catalog import DATA
 from antiphon.specs.checked import CountFromZero, NotNegative, Positive, read, read_mapping
-from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
+from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import DeviceSpec, load_device
 from antiphon.specs.plan import PhaseName
 from antiphon.specs.precision import PrecisionSpec, StorageDtype
@@ -118,15 +118,8 @@ def spread_of_errors(kind: MeasuredKind) -> float:
 
 def _network(device: DeviceSpec, num_ranks: int) -> tuple[Network, int]:
     """Nodes of 8 with the device's own links, and how many ranks share one."""
-    group = NodeGroup(
-        device=device,
-        num_nodes=max(num_ranks // 8, 1),
-        devices_per_node=8,
-        scale_up_domain=8,
-        scale_up_bytes_per_s=device.scale_up_bytes_per_s,
-        node_scale_out_bytes_per_s=8 * device.scale_out_bytes_per_s,
-    )
-    return network(ClusterSpec(name=device.name, groups=(group,)), group), min(num_ranks, 8)
+    cluster = cluster_of(device, max(num_ranks // 8, 1))
+    return network(cluster, cluster.groups[0]), min(num_ranks, 8)
 
 
 def _spread(num_ranks: int, together: int) -> Spread:
@@ -298,15 +291,7 @@ class Deployment:
 
     def ours(self) -> float:
         """Tokens per second of a node or GPU."""
-        device = shipped_device(self.device)
-        group = NodeGroup(
-            device=device,
-            num_nodes=self.nodes,
-            devices_per_node=GPUS,
-            scale_up_domain=GPUS,
-            scale_up_bytes_per_s=device.scale_up_bytes_per_s,
-            node_scale_out_bytes_per_s=self.node_scale_out_bytes_per_s or GPUS * device.scale_out_bytes_per_s,
-        )
+        nodes = cluster_of(shipped_device(self.device), self.nodes, nics=self.node_scale_out_bytes_per_s)
         num_devices = self.nodes * GPUS
         workload = WorkloadSpec(
             input_tokens=LengthSpec(median=self.prompt),
@@ -324,7 +309,7 @@ class Deployment:
             extra_slots=(0,),
         )
         precision = PrecisionSpec(weights="fp8", compute="fp8", dispatch="fp8", kv=self.kv)
-        cluster = ClusterSpec(name=self.id, groups=(group,))
+        cluster = replace(nodes, name=self.id)
         model = shipped_model("deepseek-v3")
         settings = settings_of(model, cluster, workload, phases=(self.phase,), precision=precision, limits=limits)
         setting = settings[self.phase]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from antiphon.base.errors import UserError
 from antiphon.cli.plan import rounded_at_load
 from antiphon.cli.plan_inputs import (
-    OverrideOptions,
     SearchOptions,
     parse_precision,
     parse_price,
@@ -104,29 +103,29 @@ def test_layouts_are_kept_in_one_order() -> None:
 
 def test_overrides_change_what_was_named_and_nothing_else() -> None:
     workload = load_workload("chat")
-    changed = OverrideOptions(slo_tpot="80ms", slo_ttft="none", percentile=0.9, rate=7.5).apply_to_workload(workload)
+    changed = SearchOptions(slo_tpot="80ms", slo_ttft="none", percentile=0.9, rate=7.5).apply_to_workload(workload)
     assert (changed.slo.tpot_s, changed.slo.ttft_s, changed.slo.percentile) == (pytest.approx(0.08), None, 0.9)
     assert changed.requests_per_s == 7.5
     assert changed.input_tokens == workload.input_tokens
-    assert OverrideOptions().apply_to_workload(workload) == workload
+    assert SearchOptions().apply_to_workload(workload) == workload
 
 
 @settings(max_examples=50, deadline=None)
 @given(price=st.floats(min_value=1e-3, max_value=1e6))
 def test_prices_reach_their_device_alone(price: float) -> None:
     cluster = load_cluster("msi-hetero")
-    changed = OverrideOptions(price=[f"l40s={price!r}"]).apply_to_cluster(cluster)
+    changed = SearchOptions(price=[f"l40s={price!r}"]).apply_to_cluster(cluster)
     assert [group.device.price for group in changed.groups] == [cluster.groups[0].device.price, price]
     assert math.isclose(sum(group.num_devices for group in changed.groups), cluster.num_devices)
 
 
 def test_a_price_of_a_device_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"--price H200: cluster msi-hetero has no such device: did you mean H20\?"):
-        OverrideOptions(price=["H200=5"]).apply_to_cluster(load_cluster("msi-hetero"))
+        SearchOptions(price=["H200=5"]).apply_to_cluster(load_cluster("msi-hetero"))
 
 
 def test_inputs_know_where_the_model_came_from() -> None:
-    inputs = read_inputs("Mixtral 8x22B", SearchOptions(cluster="msi-hetero", phase="both"), OverrideOptions())
+    inputs = read_inputs("Mixtral 8x22B", SearchOptions(cluster="msi-hetero", phase="both"))
     assert inputs.model_name == "mixtral-8x22b"
     assert inputs.model.router.num_experts == inputs.config["num_local_experts"] == 8
     assert inputs.phases == ("prefill", "decode")

@@ -102,7 +102,7 @@ def test_workers_on_cpus_share_the_cores_that_gpus_leave(
 
 def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, times: dict[int, TurnTimes]) -> None:
     def chosen(**options: object) -> ServeConfig:
-        workers = WorkerOptions(threads=1, **options)  # type: ignore[arg-type]
+        workers = WorkerOptions(num_threads=1, **options)  # type: ignore[arg-type]
         return workers.with_micro_batches(workers.config(tiny_model.folder, CapacityOptions(), trace=False))
 
     assert chosen(experts=1).num_micro_batches == 3
