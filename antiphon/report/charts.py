@@ -136,13 +136,13 @@ class Drawing:
     legend: tuple[tuple[str, str], ...] = field(default=())
 
 
-def stacked(rows: dict[str, dict[str, float]], unit: str) -> tuple[ChartBlock, ...]:
-    """Bars laid end to end: row -> group -> length."""
+def stacked(rows: dict[str, dict[str, float]], unit: str, between: str = "\n") -> tuple[ChartBlock, ...]:
+    """Bars laid end to end: row -> group -> length. `between`: row and group in a tip."""
     blocks = []
     for row, lengths in rows.items():
         start = 0.0
         for group, length in lengths.items():
-            tip = f"{row}\n{group}: {length:.4g} {unit}" if row else f"{group}: {length:.4g} {unit}"
+            tip = f"{row}{between if row else ''}{group}: {length:.4g} {unit}"
             blocks.append(ChartBlock(row=row, start=start, length=length, group=group, tip=tip))
             start += length
     return tuple(blocks)

@@ -27,6 +27,7 @@ from antiphon.report.charts import (
     Drawing,
     HeatMap,
     LineChart,
+    stacked,
 )
 from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Sentence, html
 from antiphon.report.draw import draw
@@ -349,17 +350,13 @@ def time_chart(record: RunRecord) -> BlockChart:
     both_ways = {name: (whole.get(name, 0.0), whole.get(name + BACKWARD, 0.0)) for name in names}
     rest_s = max(0.0, step_s - sum(map(sum, both_ways.values())))
     scale_s, unit = time_unit(step_s)
-    blocks: list[ChartBlock] = []
-    for name, (forward_s, backward_s) in (both_ways | {"the rest": (rest_s, 0.0)}).items():
-        row, start = f"{name} ({(forward_s + backward_s) / step_s:.0%})", 0.0
-        for way, seconds in (("forward", forward_s), ("backward", backward_s)):
-            length = seconds / scale_s
-            tip = f"{row}, {way}: {length:.4g} {unit}"
-            blocks.append(ChartBlock(row=row, start=start, length=length, group=way, tip=tip))
-            start += length
+    lengths = {
+        f"{name} ({sum(ways) / step_s:.0%})": {"forward": ways[0] / scale_s, "backward": ways[1] / scale_s}
+        for name, ways in (both_ways | {"the rest": (rest_s, 0.0)}).items()
+    }
     colours = {"forward": FORWARD_COLOUR, "backward": BACKWARD_COLOUR}
     x = Axis(title=f"Time of one step ({unit})")
-    return BlockChart(x=x, blocks=tuple(blocks), colours=colours, row_height=ROW_HEIGHT)
+    return BlockChart(x=x, blocks=stacked(lengths, unit, between=", "), colours=colours, row_height=ROW_HEIGHT)
 
 
 def bytes_chart(record: RunRecord) -> BlockChart:

@@ -15,6 +15,7 @@ published should be compared as it is; `antiphon simulate` says how it would do 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from antiphon.base.units import milliseconds, number
 from antiphon.planner.explain import RESOURCES
@@ -88,13 +89,10 @@ def _phase_pieces(contents: PhaseContents, objective: Objective, *, explain: boo
 
 def _facts_of_phases(report: Report) -> Grid:
     """A column per phase; a phase without some fact has an empty cell."""
-    columns = [dict(summary.facts(contents.name, contents.phase)) for contents in report.phases]
-    names = [name for name in summary.FACTS if any(column.get(name) for column in columns)]
-    names += [
-        name for name in dict.fromkeys(name for column in columns for name in column) if name not in summary.FACTS
-    ]
+    columns = [summary.all_facts(contents.name, contents.phase) for contents in report.phases]
     titles = ["", *(PHASE_TITLES[contents.name].lower() for contents in report.phases)]
-    return Grid(columns=titles, rows=[[name, *(column.get(name, "") for column in columns)] for name in names])
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in dict.fromkeys(chain(*columns))]
+    return Grid(columns=titles, rows=[row for row in rows if any(row[1:])])
 
 
 def _memory_grid(memory: Sequence[MemoryUse]) -> Grid:
@@ -304,13 +302,12 @@ def sentence(first: Plan, second: Plan, name: PhaseName, names: tuple[str, str])
 
 
 def _compared(name: PhaseName, first: PhasePlan | None, second: PhasePlan | None) -> list[Row]:
-    stated = [{} if phase is None else dict(summary.facts(name, phase)) for phase in (first, second)]
+    stated = [{} if phase is None else summary.all_facts(name, phase) for phase in (first, second)]
     ratios = {} if first is None or second is None else _ratios(first.predicted, second.predicted)
-    order = [*summary.FACTS, *(key for each in stated for key in each if key not in summary.FACTS)]
     return [
-        [key, stated[0].get(key, "-"), stated[1].get(key, "-"), ratios.get(key, "")]
-        for key in dict.fromkeys(order)
-        if any(key in each for each in stated)
+        [key, *(each.get(key) or "-" for each in stated), ratios.get(key, "")]
+        for key in dict.fromkeys(chain(*stated))
+        if any(each.get(key) for each in stated)
     ]
 
 

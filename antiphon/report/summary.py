@@ -21,27 +21,6 @@ from antiphon.report.words import (
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.plan import ONE_POOL, TWO_POOLS, Objective, PhaseName, PhasePlan, Rejected
 
-Row = tuple[str, ...]
-FACTS = (
-    "layout",
-    "instances",
-    "sizes of one",
-    "devices",
-    "micro-batches",
-    "batch of one instance",
-    "rows of a worker's step",
-    "time per output token",
-    "time to first token",
-    "of it in the queue",
-    "tokens/s",
-    "  per device",
-    "  per unit of price",
-    "  per watt",
-    "attention, a layer",
-    "experts, a layer",
-    "exchange, one way",
-)
-"""Names of `facts` in the order in which they are shown; what parts wait for comes after them."""
 NEARLY_EQUAL = 0.95
 LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan", "four of five")
 
@@ -63,13 +42,11 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
     others = _other_side(phase)
     if not others:
         return ""
-    rates = [(rate, loser) for loser in others if loser.predicted and (rate := score(loser.predicted, objective))]
-    mine = score(phase.predicted, objective)
-    apart = phase.layout == "disaggregated"
-    if not rates or mine is None:
+    apart, found = phase.layout == "disaggregated", _against_other_side(phase, objective)
+    if found is None:
         colocated = "Disaggregate here: no colocated layout meets the constraints"
         return colocated if apart else f"Do not disaggregate here: {others[0].reason}"
-    best, loser = max(rates, key=lambda pair: pair[0])
+    mine, best, loser = found
     other, unit = LAYOUT_TITLES[loser.layout], OBJECTIVE_UNITS[objective]
     if apart and mine < best:
         return f"Disaggregate here, beside the other phase; alone {other} gives {best / mine:.2f} times as much"
@@ -81,6 +58,13 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
         return f"Disaggregate here: {mine / best:.2f} times the best {other} in {unit}"
     why = f"{loser.reason[:1].upper()}{loser.reason[1:]}"
     return f"Do not disaggregate here: apart would give {best / mine:.2f} times the {unit}. {why}"
+
+
+def _against_other_side(phase: PhasePlan, objective: Objective) -> tuple[float, float, Rejected] | None:
+    """(the plan's rate, the best one of layouts on the other side, which that is); None where one is not known."""
+    others = [(rate, one) for one in _other_side(phase) if one.predicted and (rate := score(one.predicted, objective))]
+    mine = score(phase.predicted, objective)
+    return (mine, *max(others, key=lambda pair: pair[0])) if mine and others else None
 
 
 def ratio_band(phase: PhasePlan, loser: Rejected, objective: Objective) -> tuple[float, float] | None:
@@ -106,45 +90,41 @@ def _other_side(phase: PhasePlan) -> list[Rejected]:
     return [loser for loser in phase.rejected if (loser.layout == "disaggregated") != apart]
 
 
+def all_facts(name: PhaseName, phase: PhasePlan) -> dict[str, str]:
+    """A phase of a plan by name, in the order in which it is shown; what it has not is empty."""
+    predicted = phase.predicted
+
+    def time(value: float | None) -> str:
+        return "" if value is None else milliseconds(value)
+
+    return {
+        "layout": LAYOUT_TITLES[phase.layout],
+        "instances": f"{phase.num_instances:,}",
+        "sizes of one": degrees_text(phase.layout, phase.parallel),
+        "devices": devices_text(phase.devices),
+        "micro-batches": f"{phase.micro_batches}",
+        "batch of one instance": f"{phase.batch:,} {'tokens' if name == 'prefill' else 'requests'}",
+        "rows of a worker's step": f"{phase.step_tokens:,} at most" if phase.step_tokens else "",
+        "time per output token": time(predicted.tpot_s),
+        "time to first token": time(predicted.ttft_s),
+        "of it in the queue": time(predicted.queueing_s),
+        "tokens/s": number(predicted.tokens_per_s),
+        "  per device": number(predicted.per_gpu),
+        "  per unit of price": number(predicted.per_cost),
+        "  per watt": number(predicted.per_power),
+        "attention, a layer": time(predicted.t_a_s),
+        "experts, a layer": time(predicted.t_e_s),
+        "exchange, one way": time(predicted.t_c_s),
+        **{f"{part} waits for": what for part, what in predicted.bound_by.items()},
+    }
+
+
 def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
-    """A phase of a plan as (name, value)."""
-    predicted = phase.predicted
-    unit = "tokens" if name == "prefill" else "requests"
-    rows = [
-        ("layout", LAYOUT_TITLES[phase.layout]),
-        ("instances", f"{phase.num_instances:,}"),
-        ("sizes of one", degrees_text(phase.layout, phase.parallel)),
-        ("devices", devices_text(phase.devices)),
-        ("micro-batches", f"{phase.micro_batches}"),
-        ("batch of one instance", f"{phase.batch:,} {unit}"),
-        *([("rows of a worker's step", f"{phase.step_tokens:,} at most")] if phase.step_tokens else []),
-        *latencies(phase),
-        ("tokens/s", number(predicted.tokens_per_s)),
-        ("  per device", number(predicted.per_gpu)),
-        ("  per unit of price", number(predicted.per_cost)),
-        ("  per watt", number(predicted.per_power)),
-    ]
-    if predicted.t_a_s is not None:
-        rows += [
-            ("attention, a layer", milliseconds(predicted.t_a_s)),
-            ("experts, a layer", milliseconds(predicted.t_e_s)),
-            ("exchange, one way", milliseconds(predicted.t_c_s)),
-        ]
-    return rows + [(f"{part} waits for", what) for part, what in predicted.bound_by.items()]
+    """Those that the phase has."""
+    return [(what, value) for what, value in all_facts(name, phase).items() if value]
 
 
-def latencies(phase: PhasePlan) -> list[tuple[str, str]]:
-    """Those of the two latencies and the queueing delay that are predicted."""
-    predicted = phase.predicted
-    named = (
-        ("time per output token", predicted.tpot_s),
-        ("time to first token", predicted.ttft_s),
-        ("of it in the queue", predicted.queueing_s),
-    )
-    return [(name, milliseconds(value)) for name, value in named if value is not None]
-
-
-def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) -> Row:
+def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) -> tuple[str, ...]:
     """A layout that lost, in the order of `LOSER_COLUMNS`."""
     predicted = loser.predicted
     if predicted is None or loser.parallel is None:
@@ -251,9 +231,6 @@ def search_summary(report: Report) -> str:
     return f"{considered:,} candidates considered in {report.plan.search_s:.2f} s{known}"
 
 
-Pairs = list[tuple[str, str]]
-
-
 def answer(report: Report) -> str:
     """What to run on what, and why that."""
     runs = " and ".join(_run(contents) for contents in report.phases)
@@ -274,25 +251,18 @@ def _run(contents: PhaseContents) -> str:
 
 def _why(contents: PhaseContents, objective: Objective) -> str:
     """Against the best layout on the other side of the question "apart or together"."""
-    phase = contents.phase
-    apart = phase.layout == "disaggregated"
-    rates = {
-        loser.layout: rate
-        for loser in _other_side(phase)
-        if loser.predicted is not None and (rate := score(loser.predicted, objective))
-    }
-    mine = score(phase.predicted, objective)
-    if not rates or not mine:
+    found = _against_other_side(contents.phase, objective)
+    if found is None:
         return ""
-    best = max(rates, key=lambda layout: rates[layout])
-    unit, ratio = OBJECTIVE_UNITS[objective], f"{rates[best] / mine:.2f}"
-    if apart:
-        gains = ": " if rates[best] <= NEARLY_EQUAL * mine else ", which gains little: "
-        return f"{gains}{mine / rates[best]:.2f} times the {unit} of the best {LAYOUT_TITLES[best]}"
-    return f"; attention and experts apart would give {ratio} times its {unit}"
+    mine, best, loser = found
+    unit = OBJECTIVE_UNITS[objective]
+    if contents.phase.layout == "disaggregated":
+        gains = ": " if best <= NEARLY_EQUAL * mine else ", which gains little: "
+        return f"{gains}{mine / best:.2f} times the {unit} of the best {LAYOUT_TITLES[loser.layout]}"
+    return f"; attention and experts apart would give {best / mine:.2f} times its {unit}"
 
 
-def three_numbers(report: Report) -> Pairs:
+def three_numbers(report: Report) -> list[tuple[str, str]]:
     """The page's cards."""
     objective = report.plan.objective
     by_name = {contents.name: contents.phase.predicted for contents in report.phases}
@@ -345,7 +315,7 @@ def totals(report: Report) -> list[tuple[str, str, str, str]]:
     return [(name, f"{count:,}", number(price), f"{number(watts / 1e3)} kW") for name, count, price, watts in rows]
 
 
-def sources(report: Report, now: datetime | None = None) -> Pairs:
+def sources(report: Report, now: datetime | None = None) -> list[tuple[str, str]]:
     """Where the numbers come from, most important first."""
     rows = []
     if report.profile is not None:

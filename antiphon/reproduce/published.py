@@ -21,7 +21,7 @@ papers, whose clusters have calibrations of their own.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from antiphon.base.units import format_bytes
 from antiphon.cost.exchange import Spread, direct, expected_distinct, once_per_node
 from antiphon.cost.layers import query_tile
 from antiphon.cost.network import Network, network
+from antiphon.cost.parts import Parts
 from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.planner.outcome import outcome_at
@@ -88,6 +89,8 @@ WITHIN = 0.15
 FP8_ROW, BF16_ROW = 7168 * (1 + 4 / 128), 7168 * 2.0  # FP8 with one 4-byte scale for each 128 elements
 LOW_LATENCY_TOKENS, NORMAL_TOKENS = 128, 4096
 Case = dict[str, Cell]
+Answer = tuple[str, float, Parts]
+"""What was measured, their time, and ours in parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +110,13 @@ class Compared:
 def compared(table: MeasuredTable) -> list[Compared]:
     """All rows of a table."""
     device = load_device(table.device)
-    return [ANSWERS[table.kind](device, case) for case in table.each()]
+    answers = (ANSWERS[table.kind](device, case) for case in table.each())
+    return [Compared(what=what, theirs_s=theirs_s, ours_s=float(parts.total_s)) for what, theirs_s, parts in answers]
 
 
-def spread_of_errors(kind: MeasuredKind) -> float:
-    """Root mean square of the logarithms of ours over theirs, over all tables of a kind."""
-    errors = [math.log(1 + row.error) for table in measured() if table.kind == kind for row in compared(table)]
-    return math.sqrt(sum(error**2 for error in errors) / len(errors))
+def spread_of_errors(rows: Sequence[Compared]) -> float:
+    """Root mean square of the logarithms of ours over theirs."""
+    return math.sqrt(sum(math.log(1 + row.error) ** 2 for row in rows) / len(rows))
 
 
 def _network(device: DeviceSpec, num_ranks: int) -> tuple[Network, int]:
@@ -137,41 +140,32 @@ def _spread(num_ranks: int, together: int) -> Spread:
     )
 
 
-def _direct(device: DeviceSpec, case: Case) -> Compared:
+def _direct(device: DeviceSpec, case: Case) -> Answer:
     ranks = int(case["ranks"])
     wires, together = _network(device, ranks)
     per_row = 8.0 if case.get("copies") is None else float(_spread(ranks, together).ranks_per_row)
     copies = Spread(num_ranks=ranks, ranks_per_domain=together, ranks_per_row=per_row, domains_per_row=1.0)
     parts = direct(wires, copies, LOW_LATENCY_TOKENS, _row_bytes(case))
-    return Compared(
-        what=f"{case['way']}, {ranks} ranks", theirs_s=float(case["time_us"]) * 1e-6, ours_s=float(parts.total_s)
-    )
+    return f"{case['way']}, {ranks} ranks", float(case["time_us"]) * 1e-6, parts
 
 
-def _per_node(device: DeviceSpec, case: Case) -> Compared:
+def _per_node(device: DeviceSpec, case: Case) -> Answer:
     ranks = int(case["ranks"])
     wires, together = _network(device, ranks)
     spread, one_node = _spread(ranks, together), ranks == together
     counted = NORMAL_TOKENS * float(spread.ranks_per_row if one_node else spread.domains_per_row) * _row_bytes(case)
     parts = (direct if one_node else once_per_node)(wires, spread, NORMAL_TOKENS, _row_bytes(case))
-    return Compared(
-        what=f"{case['way']}, {ranks} ranks",
-        theirs_s=counted / (float(case["gb_per_s"]) * 1e9),
-        ours_s=float(parts.total_s),
-    )
+    return f"{case['way']}, {ranks} ranks", counted / (float(case["gb_per_s"]) * 1e9), parts
 
 
-def _blocks(device: DeviceSpec, case: Case) -> Compared:
+def _blocks(device: DeviceSpec, case: Case) -> Answer:
     ranks, size_bytes = int(case["ranks"]), float(case["bytes"])
     wires, _ = _network(device, ranks)
-    return Compared(
-        what=f"{format_bytes(size_bytes)}, {ranks} ranks",
-        theirs_s=size_bytes / float(case["bytes_per_s"]),
-        ours_s=float(wires.all_to_all(size_bytes, ranks).total_s),
-    )
+    what = f"{format_bytes(size_bytes)}, {ranks} ranks"
+    return what, size_bytes / float(case["bytes_per_s"]), wires.all_to_all(size_bytes, ranks)
 
 
-def _product(device: DeviceSpec, case: Case) -> Compared:
+def _product(device: DeviceSpec, case: Case) -> Answer:
     """In FP8 with results in BF16, or rows, weights and results in 16 bits."""
     groups, m, n, k = (int(case.get(name, 1)) for name in ("groups", "m", "n", "k"))
     narrow = case.get("format", "fp8") == "fp8"
@@ -180,40 +174,33 @@ def _product(device: DeviceSpec, case: Case) -> Compared:
     parts = grouped_gemm(reached, groups * m, groups, k, n, weight_bytes, row_bytes)
     what = f"{m} x {n} x {k}" + (f", {groups} groups" if "groups" in case else "")
     flops = 2.0 * groups * m * n * k
-    return Compared(what=what, theirs_s=flops / (float(case["tflops"]) * 1e12), ours_s=float(parts.total_s))
+    return what, flops / (float(case["tflops"]) * 1e12), parts
 
 
-def _absorbed(device: DeviceSpec, case: Case) -> Compared:
+def _absorbed(device: DeviceSpec, case: Case) -> Answer:
     """DeepSeek-V3's cached row of 576, of which 512 are the value."""
     sequences, queries, heads, context = (int(case[name]) for name in ("sequences", "queries", "heads", "context"))
     roofs_ = roofs(device, EfficiencySpec())
     width = query_tile(roofs_, queries * heads, shared=True) * (576 + 512)
     moved = sequences * (context * 576 + queries * heads * (576 + 512)) * 2.0
     parts = kernel(roofs_.attention, 2.0 * sequences * context * width, moved)
-    return Compared(
-        what=f"{queries} x {heads} query rows, context {context}",
-        theirs_s=float(case["time_ms"]) * 1e-3,
-        ours_s=float(parts.total_s),
-    )
+    return f"{queries} x {heads} query rows, context {context}", float(case["time_ms"]) * 1e-3, parts
 
 
-def _whole(device: DeviceSpec, case: Case) -> Compared:
+def _whole(device: DeviceSpec, case: Case) -> Answer:
     sequences, tokens, heads, head_dim = (int(case[name]) for name in ("sequences", "tokens", "heads", "head_dim"))
     pairs = tokens * ((tokens + 1) / 2 if case["causal"] == "yes" else tokens)
     moved = 4 * sequences * tokens * heads * head_dim * 2.0
     parts = kernel(roofs(device, EfficiencySpec()).attention, 4.0 * sequences * pairs * heads * head_dim, moved)
-    return Compared(
-        what=f"{heads} heads of {head_dim}" + (", causal" if case["causal"] == "yes" else ""),
-        theirs_s=float(case["time_ms"]) * 1e-3,
-        ours_s=float(parts.total_s),
-    )
+    what = f"{heads} heads of {head_dim}" + (", causal" if case["causal"] == "yes" else "")
+    return what, float(case["time_ms"]) * 1e-3, parts
 
 
 def _row_bytes(case: Case) -> float:
     return FP8_ROW if case["way"] == "dispatch" else BF16_ROW
 
 
-ANSWERS: dict[MeasuredKind, Callable[[DeviceSpec, Case], Compared]] = {
+ANSWERS: dict[MeasuredKind, Callable[[DeviceSpec, Case], Answer]] = {
     "rows sent direct": _direct,
     "rows sent once per node": _per_node,
     "all-to-all of blocks": _blocks,
@@ -247,7 +234,7 @@ def calibration_page() -> str:
     for table, rows in tables:
         close = sum(abs(row.error) <= WITHIN for row in rows)
         largest = max((row.error for row in rows), key=abs)
-        spread = math.sqrt(sum(math.log(1 + row.error) ** 2 for row in rows) / len(rows))
+        spread = spread_of_errors(rows)
         lines.append(f"| [{table.name}](#{table.name}) | {len(rows)} | {close} | {largest:+.0%} | {spread:.0%} |")
     for table, rows in tables:
         lines += ["", f"## {table.name}", "", f"{table.summary}; {table.device}. {' '.join(table.source.split())}", ""]
