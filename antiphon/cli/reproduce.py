@@ -11,18 +11,21 @@ from rich.text import Text
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
-from antiphon.reproduce.claims import PAPERS, Claim, Row, headline, select
+from antiphon.reproduce.claims import PAPERS, Claim, Row, by_reason, headline, select
 from antiphon.reproduce.claims import reproduce as run_claims
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
 from antiphon.reproduce.measured_servers import COLUMNS as COLUMNS_OF_SLICES
 from antiphon.reproduce.measured_servers import (
+    STORED,
+    compare,
     cross_validated,
     engine_file,
     fitted_engines,
     measured_points,
+    peer_times,
     slices,
+    times_file,
 )
-from antiphon.reproduce.peer_servers import STORED, compare, peer_times, times_file
 from antiphon.reproduce.published import calibration_page
 from antiphon.specs import catalog
 from antiphon.specs.engine import load_engine
@@ -132,13 +135,7 @@ def tables(rows: Sequence[Row]) -> list[RenderableType]:
             holding = sum(row.holds for row in of_paper)
             heading = f"{paper}: {title}, {holding} of {len(of_paper)} hold"
             found += [table(COLUMNS, [_cells(row) for row in of_paper], title=heading), ""]
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        if row.reason:
-            by_reason.setdefault(row.reason, []).append(row.id)
-    for reason, names in by_reason.items():
-        found.append(f"{', '.join(names)}: {reason}\n")
-    return found
+    return found + [f"{', '.join(row.id for row in alike)}: {reason}\n" for reason, alike in by_reason(rows).items()]
 
 
 def _cells(row: Row) -> tuple[object, ...]:

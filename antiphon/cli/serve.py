@@ -46,24 +46,6 @@ from antiphon.serve.text.chat_rendering import MAX_TEMPLATE_CHARACTERS
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_reading import read_tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class RayOptions:
-    """All workers on a Ray cluster."""
-
-    ray: Annotated[bool, typer.Option("--ray", help="Place all workers on a Ray cluster.")] = False
-    ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.", hidden=True)
-    ] = None
-
-    def placement(self, config: ServeConfig) -> AbstractContextManager[RayPlacement | None]:
-        """Within it the workers are on their way to their nodes; None where the engine starts its workers itself."""
-        check_not_empty("--ray-address", self.ray_address)
-        if self.ray_address and not self.ray:
-            raise UserError(f"--ray-address {self.ray_address} does nothing without --ray: add it")
-        return RayPlacement(config, RayCluster(self.ray_address or "auto")) if self.ray else nullcontext()
-
-
 ReadyOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", callback=check_json, help="When ready, write URL and processes as JSON."),
@@ -178,8 +160,8 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinOptions:
-    """Workers of other machines (`antiphon worker`)."""
+class ElsewhereOptions:
+    """Workers of other machines (`antiphon worker`), or all workers on a Ray cluster."""
 
     join_address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where workers join.")] = None
     join_workers: Annotated[
@@ -188,8 +170,12 @@ class JoinOptions:
     # Out of the help, which fills its screen; docs/ranks.md has it.
     ranks_here: Annotated[int, typer.Option(metavar="N", help="Ranks of the first of them.", hidden=True)] = 0
     secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Secret shared with them.")] = None
+    ray: Annotated[bool, typer.Option("--ray", help="Place all workers on a Ray cluster.")] = False
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.", hidden=True)
+    ] = None
 
-    def by_plan(self, served: ServedPlan | None) -> "JoinOptions":
+    def by_plan(self, served: ServedPlan | None) -> "ElsewhereOptions":
         """Who joins as the plan has it, where nothing else was said."""
         if served is None or not served.node_devices or not self.join_address or self.join_workers != "0+0":
             return self
@@ -225,6 +211,13 @@ class JoinOptions:
             ranks_here=self.ranks_here,
         )
 
+    def placement(self, config: ServeConfig) -> AbstractContextManager[RayPlacement | None]:
+        """Within it the workers are on their way to their nodes; None where the engine starts its workers itself."""
+        check_not_empty("--ray-address", self.ray_address)
+        if self.ray_address and not self.ray:
+            raise UserError(f"--ray-address {self.ray_address} does nothing without --ray: add it")
+        return RayPlacement(config, RayCluster(self.ray_address or "auto")) if self.ray else nullcontext()
+
 
 @takes_groups
 def serve(
@@ -232,8 +225,7 @@ def serve(
     model: options.ModelFolder,
     workers: options.WorkerOptions,
     capacity: options.CapacityOptions,
-    join: JoinOptions,
-    ray: RayOptions,
+    elsewhere: ElsewhereOptions,
     http: HttpOptions,
     timeline: options.TimelineOption = None,
     json: ReadyOption = None,
@@ -242,24 +234,24 @@ def serve(
     """Serve MODEL over HTTP; attention and experts in one process or apart."""
     check_output_file("--timeline", timeline)
     asked, served = planned_config(context, model, workers, capacity, trace=timeline is not None)
-    config = join.by_plan(served).add_to(asked)
-    if not ray.ray:
+    config = elsewhere.by_plan(served).add_to(asked)
+    if not elsewhere.ray:
         config = workers.with_micro_batches(config)
     settings = replace(http.settings(), model_root=str(model.resolve()))
     if served is not None:
         if config.join_address:
             tell(join_lines(config), json=json)
-        if not ray.ray:
+        if not elsewhere.ray:
             check_plan_fits(config, served)
         settings = replace(settings, predicted=served.predicted)
-    run(config, settings, served, ray, timeline, json)
+    run(config, settings, served, elsewhere, timeline, json)
 
 
 def run(
     asked: ServeConfig,
     settings: ServerSettings,
     served: ServedPlan | None,
-    ray: RayOptions,
+    elsewhere: ElsewhereOptions,
     timeline: Path | None,
     json: str | None,
 ) -> None:
@@ -269,7 +261,7 @@ def run(
     spec = load_model_spec(asked.model, asked.rope_scaling)
     tokenizer = read_tokenizer(asked.model, spec.vocab_size)
     address = reserve(settings.host, settings.port)
-    with closing(address), ray.placement(asked) as placement:
+    with closing(address), elsewhere.placement(asked) as placement:
         config = asked if placement is None else placement.config
         with _app(config, tokenizer, settings, placement) as (engine, app):
 

@@ -297,6 +297,15 @@ def reproduce(claims: Sequence[Claim], report: Report) -> list[Row]:
     return rows
 
 
+def by_reason(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Those that have a reason; rows with the same one are together."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.reason:
+            found.setdefault(row.reason, []).append(row)
+    return found
+
+
 def _unknown(name: str, known: list[str], paper: str | None) -> str:
     groups = {"-".join(one.split("-")[:2]) for one in known}
     near = nearest_names(name, [*known, *sorted(groups)])

@@ -1,4 +1,5 @@
-"""Servers that others measured, beside what the planner says of them: by slice, with the spread of the errors.
+"""Servers that others measured, beside what the planner says of them: by slice, with the spread of the errors. Beside
+it, on request, NVIDIA's aiconfigurator.
 
 1. `data/measured_servers.csv` has the points with their source. A point is one run of a closed loop: model, device,
    engine, layout, formats, lengths, requests at once, and its median times.
@@ -7,12 +8,20 @@
    (factors of 1). Nothing is fitted to a model or a device.
 3. What is reported is cross-validated: the points of a model on a device are predicted by constants that were fitted
    without them. So is the band in which four of five points lie.
+4. aiconfigurator runs in an interpreter of its own (`aiconfigurator_peer.py`) and says one line a server. What it said
+   is kept in `data/aiconfigurator_servers.csv`, so that the page can be written without it. Both are judged on the
+   servers that both price. Rejected: all servers. It takes seconds for each, and neighbours are nearly the same server.
 
 Rejected: cross-validation by single points. Neighbouring concurrencies of one server are nearly the same point.
 """
 
 import csv
-from collections.abc import Sequence
+import json
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import groupby
@@ -22,6 +31,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerLoad, server_load
 from antiphon.cost.exchange import Degrees
@@ -41,6 +51,11 @@ FIRST_GOAL = 0.6
 """The share of times to first token that should be within."""
 ARITHMETIC: dict[StorageDtype, ComputeDtype] = {"fp8": "fp8", "nvfp4": "fp4"}
 """What products are computed in by the format of the weights, if the device can; else BF16."""
+STEP = 7
+TIMEOUT_S = 300.0  # for one server; a database is loaded for some
+STORED = DATA.with_name("aiconfigurator_servers.csv")
+PeerTimes = Mapping[int, tuple[float, float]]
+"""By place in the file: seconds a token, seconds to the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +92,12 @@ class MeasuredPoint:
 @cache
 def measured_points() -> tuple[MeasuredPoint, ...]:
     """All of the file, in its order."""
-    lines = DATA.read_text(encoding="utf-8").splitlines()
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return tuple(_point(row) for row in rows)
+    return tuple(_point(row) for row in _rows(DATA))
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return csv.DictReader(line for line in lines if not line.startswith("#"))
 
 
 def _point(row: dict[str, str]) -> MeasuredPoint:
@@ -347,3 +365,79 @@ def engine_file(spec: EngineSpec) -> str:
         elif one.name != "name":
             lines.append(f"{one.name} = {float(f'{value:.3g}')!r}")
     return "\n".join(lines) + "\n"
+
+
+def peer_times(python: str, report: Report | None = None) -> PeerTimes:
+    """What aiconfigurator, which the interpreter `python` has, says of every seventh server without pools; those that
+    it refuses are left out. Five minutes. `UserError` if that interpreter does not do it."""
+    program = Path(__file__).with_name("aiconfigurator_peer.py")
+    theirs: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        try:
+            process = subprocess.Popen(
+                [python, str(program), str(DATA), str(STEP)], stdout=subprocess.PIPE, stderr=said, text=True
+            )
+        except OSError as error:
+            raise UserError(f"--peer {python}: it does not run ({error.strerror}): give a Python") from error
+        with process:
+            assert process.stdout is not None
+            silent = threading.Timer(TIMEOUT_S, process.kill)
+            silent.start()
+            for line in process.stdout:
+                if not line.startswith('{"index"'):
+                    continue  # what a library prints
+                found = json.loads(line)
+                theirs[found["index"]] = found
+                silent.cancel()
+                silent = threading.Timer(TIMEOUT_S, process.kill)
+                silent.start()
+                if report is not None:
+                    report(len(theirs), found["of"])
+            silent.cancel()
+        said.seek(0)
+        _check_ended(python, process.returncode, said.read().strip().splitlines())
+    priced = {
+        index: (found["tpot_ms"] / 1e3, found["ttft_ms"] / 1e3)
+        for index, found in sorted(theirs.items())
+        if "error" not in found
+    }
+    if not priced:
+        raise UserError(f"--peer {python}: aiconfigurator refused all {len(theirs)} servers: is it of version 0.12?")
+    return priced
+
+
+def _check_ended(python: str, code: int, lines: list[str]) -> None:
+    if code == -signal.SIGKILL:
+        raise UserError(f"--peer {python}: it said nothing for {TIMEOUT_S:.0f} s and was killed")
+    if code:
+        reason = lines[-1] if lines else f"exit code {code}"
+        raise UserError(
+            f"--peer {python}: {reason}: give a Python that has aiconfigurator (pip install aiconfigurator)"
+        )
+
+
+def stored_times() -> PeerTimes:
+    """What it said when it was last asked."""
+    return {int(row["index"]): (float(row["tpot_s"]), float(row["ttft_s"])) for row in _rows(STORED)}
+
+
+def times_file(times: PeerTimes) -> str:
+    """As `STORED` has it."""
+    lines = [
+        "# What aiconfigurator 0.12 (Apache-2.0) predicts for measured_servers.csv; index: the row there, from 0.",
+        "# Made by: antiphon reproduce --deployments --peer PYTHON --fit FOLDER",
+        "index,tpot_s,ttft_s",
+        *(f"{index},{tpot_s:.4g},{ttft_s:.4g}" for index, (tpot_s, ttft_s) in times.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def compare(judged: Judged, times: PeerTimes) -> list[PointSlice]:
+    """Two slices over the servers that both price: aiconfigurator and this project."""
+    both = [index for index in times if np.isfinite(judged.tpot_s[index])]
+    tpot_s, ttft_s = np.full((2, len(judged.points)), np.nan)
+    for index in both:
+        tpot_s[index], ttft_s[index] = times[index]
+    peer = replace(judged, tpot_s=tpot_s, ttft_s=ttft_s)
+    chosen = np.isin(np.arange(len(judged.points)), both)
+    return [slice_of("aiconfigurator", peer, chosen), slice_of("antiphon", judged, chosen)]

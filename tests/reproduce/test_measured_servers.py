@@ -10,15 +10,18 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS
 from antiphon.reproduce.measured_servers import (
+    compare,
     cross_validated,
     engine_file,
     fit_engine,
     fitted_engines,
     loads,
     measured_points,
+    peer_times,
     slices,
+    stored_times,
+    times_file,
 )
-from antiphon.reproduce.peer_servers import compare, peer_times, stored_times, times_file
 from antiphon.specs.catalog import names
 from antiphon.specs.engine import EngineSpec, load_engine
 
