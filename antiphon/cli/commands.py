@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
@@ -180,13 +180,13 @@ def above_zero(unit: str) -> Callable[..., float | None]:
 
 def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    required, keyword = inspect.Parameter.empty, inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+            field.name,
+            keyword,
+            default=required if field.default is MISSING else field.default,
+            annotation=hints[field.name],
         )
         for field in fields(group)
     ]
-
-
-def _default(field: "Field[Any]") -> Any:
-    return inspect.Parameter.empty if field.default is MISSING else field.default

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
-from rich.console import RenderableType
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
@@ -267,32 +266,20 @@ def show_list() -> None:
         if kind == "engine":  # of measured servers (`antiphon reproduce --deployments`); no plan takes one
             continue
         title = FOLDERS[kind].capitalize()
-        show(device_table(title) if kind == "device" else summary_table(kind, title))
+        if kind == "device":
+            show(table(DEVICE_COLUMNS, [_device_row(load_device(name)) for name in names("device")], title=title))
+        else:
+            show(table((kind, "what it is"), [(entry.name, entry.summary) for entry in catalog(kind)], title=title))
         show("")
     show("A file of your own goes by its path; docs/planning.md shows what is in one.")
 
 
-def summary_table(kind: Kind, title: str) -> RenderableType:
-    return table((kind, "what it is"), [(entry.name, entry.summary) for entry in catalog(kind)], title=title)
-
-
-def device_table(title: str) -> RenderableType:
-    columns = ("device", "GB", "TB/s", "TFLOP/s bf16", "fp8", "GB/s scale-up", "scale-out", "W", "price")
-    return table(columns, [_device_row(load_device(name)) for name in names("device")], title=title)
+DEVICE_COLUMNS = ("device", "GB", "TB/s", "TFLOP/s bf16", "fp8", "GB/s scale-up", "scale-out", "W", "price")
 
 
 def _device_row(device: DeviceSpec) -> tuple[object, ...]:
-    def tera(rate: float | None) -> float | None:
-        return None if rate is None else rate / 1e12
-
-    return (
-        device.name,
-        device.memory_bytes / 1e9,
-        tera(device.memory_bytes_per_s),
-        tera(device.flops_per_s.get("bfloat16")),
-        tera(device.flops_per_s.get("fp8")),
-        device.scale_up_bytes_per_s / 1e9,
-        device.scale_out_bytes_per_s / 1e9,
-        device.power_w,
-        device.price,
-    )
+    """In the order of `DEVICE_COLUMNS`."""
+    rates = (device.memory_bytes_per_s, device.flops_per_s.get("bfloat16"), device.flops_per_s.get("fp8"))
+    links = (device.scale_up_bytes_per_s / 1e9, device.scale_out_bytes_per_s / 1e9)
+    tera = (None if rate is None else rate / 1e12 for rate in rates)
+    return device.name, device.memory_bytes / 1e9, *tera, *links, device.power_w, device.price

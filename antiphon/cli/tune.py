@@ -32,6 +32,8 @@ CAPABILITIES = (80, 90)
 CONTEXTS = (256, 8192)  # keys of the longest row where attention is measured
 MOST_ROWS = 512  # of them at once
 BLOCK_SIZE = 16  # the server's
+TILE_KEYS = ("rows", "columns", "inputs", "warps", "stages", "num_registers")
+NEEDS = ("weight", "for", *TILE_KEYS[:-1], "registers", "shared KiB", "stack", "wgmma")
 WeightsOption = Annotated[
     Literal["bf16", "fp8", "int8", "int4", "mxfp4"],
     typer.Option(metavar="NAME", help="How experts are stored: bf16, fp8, int8, int4, mxfp4."),
@@ -102,36 +104,12 @@ def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], 
             with progress(f"compiling {name} for {capability / 10}") as report:
                 needs = tuning.compile_candidates(weight, row_counts, capability, report)
             rows += [{"weight": name, **vars(tile), **vars(need), "fits": need.fits} for tile, need in needs]
-    show(
-        table(
-            [
-                "weight",
-                "for",
-                "rows",
-                "columns",
-                "inputs",
-                "warps",
-                "stages",
-                "registers",
-                "shared KiB",
-                "stack",
-                "wgmma",
-            ],
-            [
-                [
-                    row["weight"],
-                    f"{row['capability'] / 10}",
-                    *(str(row[key]) for key in ("rows", "columns", "inputs", "warps", "stages", "num_registers")),
-                    f"{row['shared_bytes'] / 1024:.0f}",
-                    str(row["stack_bytes"]),
-                    str(row["num_wgmma"]),
-                ]
-                for row in rows
-            ],
-            title="What tiles need of a GPU (a stack means spilled registers)",
-        ),
-        json=json,
-    )
+    shown = [
+        [row["weight"], f"{row['capability'] / 10}", *(str(row[key]) for key in TILE_KEYS),
+         f"{row['shared_bytes'] / 1024:.0f}", str(row["stack_bytes"]), str(row["num_wgmma"])]
+        for row in rows
+    ]  # fmt: skip
+    show(table(NEEDS, shown, title="What tiles need of a GPU (a stack means spilled registers)"), json=json)
     num_fit = sum(row["fits"] for row in rows)
     show(f"{num_fit} of {len(rows)} tiles fit without spills; none has been run", json=json)
     emit_json(json, {"tiles": rows})

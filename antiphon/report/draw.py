@@ -332,16 +332,10 @@ def _heat_names(chart: HeatMap, left: float, width: float, row_height: float) ->
         if index % every == 0
     ]
     count, bottom = len(chart.columns), 26 + row_height * len(chart.rows)
-    columns = [
-        label(
-            left + width * (index + 0.5) / count,
-            bottom,
-            f"{chart.columns[index]:,}",
-            text_anchor="middle",
-            css="soft",
-        )
-        for index in range(0, count, max(1, -(-count * 60 // int(width))))
-    ]
+    columns = []
+    for index in range(0, count, max(1, -(-count * 60 // int(width)))):
+        middle = left + width * (index + 0.5) / count
+        columns.append(label(middle, bottom, f"{chart.columns[index]:,}", text_anchor="middle", css="soft"))
     return "".join(rows + columns)
 
 

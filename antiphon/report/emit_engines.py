@@ -240,9 +240,8 @@ def _on_several_nodes(program: str, options: Options, variables: dict[str, int],
     shared: Options = [*options, ("--data-parallel-size-local", local), ("--data-parallel-address", "$HEAD")]
     others: Options = [*shared, ("--headless", None), ("--data-parallel-start-rank", f"$((NODE*{local}))")]
     num_nodes, uneven = -(-num_ranks // local), num_ranks % local
-    text = commented(f"on the first of {num_nodes} nodes; HEAD is its address") + _shell_command(
-        program, shared, variables
-    )
+    text = commented(f"on the first of {num_nodes} nodes; HEAD is its address")
+    text += _shell_command(program, shared, variables)
     text += commented(f"on the others, NODE = 1 to {num_nodes - 1}" if num_nodes > 2 else "on the other, NODE = 1")
     if uneven:
         text += commented(f"the last one runs fewer ranks: --data-parallel-size-local {uneven} there")

@@ -121,14 +121,14 @@ def _front(points: Points, high: float) -> ChartLine:
 def _spots(contents: PhaseContents, objective: Objective) -> list[Spot]:
     """The chosen plan, then the best of every other layout, the runner-up first."""
     phase = contents.phase
-    losers = [loser for loser in phase.rejected if loser.predicted is not None and loser.parallel is not None]
-    losers.sort(key=lambda loser: -(score(loser.predicted, objective) or 0.0 if loser.predicted else 0.0))
+    losers = [
+        (loser.layout, loser.parallel, loser.predicted)
+        for loser in phase.rejected
+        if loser.predicted is not None and loser.parallel is not None
+    ]
+    losers.sort(key=lambda loser: -(score(loser[2], objective) or 0.0))
     found = [_spot("chosen: ", phase.layout, phase.parallel, phase.predicted, objective)]
-    for index, loser in enumerate(losers):
-        assert loser.predicted is not None
-        assert loser.parallel is not None
-        head = "" if index else "runner-up: "
-        found.append(_spot(head, loser.layout, loser.parallel, loser.predicted, objective))
+    found += [_spot("" if index else "runner-up: ", *loser, objective) for index, loser in enumerate(losers)]
     return [spot for spot in found if spot is not None]
 
 
