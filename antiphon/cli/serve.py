@@ -77,63 +77,60 @@ class HttpOptions:
         None
     )
     allowed_hosts: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Names of this server, a,b; others: 403.", hidden=True)
+        str | None, options.rare_option(metavar="NAMES", help="Names of this server, a,b; others: 403.")
     ] = None
     served_model_names: Annotated[
         str | None,
         typer.Option("--served-model-name", metavar="NAME", show_default="the folder's", help="Its names, a,b."),
     ] = None
     cors_origins: Annotated[
-        str | None,
-        typer.Option("--cors-origin", metavar="ORIGINS", help="Pages that may use it, a,b or *.", hidden=True),
+        str | None, options.rare_option("--cors-origin", metavar="ORIGINS", help="Pages that may use it, a,b or *.")
     ] = None
     own_chat_template: Annotated[
         Path | None,
-        typer.Option("--chat-template", metavar="FILE", show_default="the model's", help="Jinja file.", hidden=True),
+        options.rare_option("--chat-template", metavar="FILE", show_default="the model's", help="Jinja file."),
     ] = None
     chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Variables of the chat template.", hidden=True)
+        str | None, options.rare_option(metavar="JSON", help="Variables of the chat template.")
     ] = None
     reasoning_parser: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", show_default="by the chat template", help="Marks of reasoning.", hidden=True),
+        str | None, options.rare_option(metavar="NAME", show_default="by the chat template", help="Marks of reasoning.")
     ] = None
     tool_parser: Annotated[
         str | None,
-        typer.Option(metavar="NAME", show_default="by the chat template", help="Format of tool calls.", hidden=True),
+        options.rare_option(metavar="NAME", show_default="by the chat template", help="Format of tool calls."),
     ] = None
     root_path: Annotated[
-        str, typer.Option(metavar="PATH", show_default="none", help="What a proxy puts before paths.", hidden=True)
+        str, options.rare_option(metavar="PATH", show_default="none", help="What a proxy puts before paths.")
     ] = ServerSettings.root_path
     return_tokens_as_token_ids: Annotated[
-        bool, typer.Option("--return-tokens-as-token-ids", help="Tokens of logprobs as token_id:N.", hidden=True)
+        bool, options.rare_option("--return-tokens-as-token-ids", help="Tokens of logprobs as token_id:N.")
     ] = False
     force_include_usage: Annotated[
-        bool, typer.Option("--force-include-usage", help="Token counts in all events of streams.", hidden=True)
+        bool, options.rare_option("--force-include-usage", help="Token counts in all events of streams.")
     ] = False
     max_streams: Annotated[int, typer.Option(metavar="N", help="HTTP requests at once; more: 429.")] = (
         ServerSettings.max_streams
     )
     # Only in `--help-all`; the log and the metrics name them where they matter.
-    max_connections: Annotated[int, typer.Option(metavar="N", help="Connections at once; more: 503.", hidden=True)] = (
+    max_connections: Annotated[int, options.rare_option(metavar="N", help="Connections at once; more: 503.")] = (
         ServerSettings.max_connections
     )
-    max_slow_bodies: Annotated[int, typer.Option(metavar="N", help="Late bodies of an address.", hidden=True)] = (
+    max_slow_bodies: Annotated[int, options.rare_option(metavar="N", help="Late bodies of an address.")] = (
         ServerSettings.max_slow_bodies
     )
     send_timeout_s: Annotated[
-        float,
-        typer.Option("--send-timeout", metavar="S", help="Patience with clients that do not read.", hidden=True),
+        float, options.rare_option("--send-timeout", metavar="S", help="Patience with clients that do not read.")
     ] = ServerSettings.send_timeout_s
     max_body_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", show_default="by context", help="Largest request body.", hidden=True)
+        str | None, options.rare_option(metavar="SIZE", show_default="by context", help="Largest request body.")
     ] = None
-    max_answer_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Largest answer.", hidden=True)] = "64MiB"
+    max_answer_bytes: Annotated[str, options.rare_option(metavar="SIZE", help="Largest answer.")] = "64MiB"
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", show_default="no limit", help="Longest prompt.", hidden=True)
+        int | None, options.rare_option(metavar="N", show_default="no limit", help="Longest prompt.")
     ] = None
     drain_timeout_s: Annotated[
-        float, typer.Option("--drain-timeout", metavar="S", help="Time to finish at the end.", hidden=True)
+        float, options.rare_option("--drain-timeout", metavar="S", help="Time to finish at the end.")
     ] = ServerSettings.drain_timeout_s
 
     def settings(self) -> ServerSettings:
@@ -168,11 +165,11 @@ class ElsewhereOptions:
         str, typer.Option(metavar="A+E", show_default=False, help="How many join: attention (or replicas) + experts.")
     ] = "0+0"
     # Out of the help, which fills its screen; docs/ranks.md has it.
-    ranks_here: Annotated[int, typer.Option(metavar="N", help="Ranks of the first of them.", hidden=True)] = 0
+    ranks_here: Annotated[int, options.rare_option(metavar="N", help="Ranks of the first of them.")] = 0
     secret_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Secret shared with them.")] = None
     ray: Annotated[bool, typer.Option("--ray", help="Place all workers on a Ray cluster.")] = False
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.", hidden=True)
+        str | None, options.rare_option(metavar="ADDRESS", show_default="auto", help="auto, local or HOST:PORT.")
     ] = None
 
     def by_plan(self, served: ServedPlan | None) -> "ElsewhereOptions":
