@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,17 +101,11 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _point(row: dict[str, str]) -> MeasuredPoint:
+    texts = ("run", "engine", "version", "model", "device", "weights", "experts")
+    given: dict[str, Any] = {name: row[name] for name in texts}
     return MeasuredPoint(
-        run=row["run"],
-        engine=row["engine"],
-        version=row["version"],
-        model=row["model"],
-        device=row["device"],
-        weights=cast(StorageDtype, row["weights"]),
-        experts=cast(StorageDtype, row["experts"]),
-        prompt=int(row["prompt"]),
-        output=int(row["output"]),
-        in_flight=int(row["in_flight"]),
+        **given,
+        **{name: int(row[name]) for name in ("prompt", "output", "in_flight")},
         degrees=Degrees(**{one.name: int(row[one.name]) for one in fields(Degrees)}),
         workers=int(row["workers"] or 1),
         prefill_workers=int(row["prefill_workers"] or 0),

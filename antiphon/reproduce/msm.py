@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from antiphon.cost.network import all_to_all_bytes, network
+from antiphon.cost.network import Network, all_to_all_bytes, network
 from antiphon.cost.roofline import roofs
 from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
 from antiphon.cost.training.counts import (
@@ -25,7 +25,7 @@ from antiphon.cost.training.counts import (
 )
 from antiphon.cost.training.dispatch import crossover_top_k
 from antiphon.cost.training.fit_memory import Rematerialize
-from antiphon.cost.training.gradient_sync import SyncBytes, across_to_inside, sync_time
+from antiphon.cost.training.gradient_sync import SyncBytes, SyncTime, across_to_inside, sync_time
 from antiphon.cost.training.layer_case import LayerCase
 from antiphon.cost.training.layer_time import computation_to_communication, fused_speedup
 from antiphon.cost.training.megascale_models import (
@@ -45,8 +45,8 @@ from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSe
 from antiphon.cost.training.step import estimate_step
 from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.reproduce import shipped_cluster, shipped_model
-from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.counts import count_parameters
+from antiphon.specs.model import ModelSpec
 
 # --- By counting ---
 #
@@ -150,75 +150,54 @@ SETUPS: dict[Variant, TrainingSetup] = {
 }
 
 
-@cache
-def step_352b(variant: Variant, num_devices: int, batch: int = TABLE_3_BATCH) -> StepEstimate:
-    """One iteration of the 352B model, pipeline 15, the rest of the devices in data parallelism."""
-    cluster = shipped_cluster(H800)
-    training = Training(
-        model=shipped_model("msm-internal-352b"),
-        cluster=cluster,
-        group=cluster.groups[0],
-        sequence_length=SEQUENCE_LENGTH,
-        batch=batch,
-    )
-    setup = replace(
+def _training(model: ModelSpec, batch: int, cluster_name: str = H800) -> Training:
+    cluster = shipped_cluster(cluster_name)
+    return Training(model=model, cluster=cluster, group=cluster.groups[0], sequence_length=SEQUENCE_LENGTH, batch=batch)
+
+
+def _setup(variant: Variant, num_devices: int, pipeline: int = 1, virtual_stages: int = 1) -> TrainingSetup:
+    """Groups of one node each, the rest of the devices in data parallelism."""
+    return replace(
         SETUPS[variant],
         model_parallel=NODE_DEVICES,
-        pipeline=TABLE_3_PIPELINE,
-        virtual_stages=VIRTUAL_STAGES,
-        data_parallel=num_devices // (NODE_DEVICES * TABLE_3_PIPELINE),
+        pipeline=pipeline,
+        virtual_stages=virtual_stages,
+        data_parallel=num_devices // (NODE_DEVICES * pipeline),
     )
-    return estimate_step(training, setup)
+
+
+@cache
+def step_352b(variant: Variant, num_devices: int, batch: int = TABLE_3_BATCH) -> StepEstimate:
+    """One iteration of the 352B model, pipeline 15."""
+    training = _training(shipped_model("msm-internal-352b"), batch)
+    return estimate_step(training, _setup(variant, num_devices, TABLE_3_PIPELINE, VIRTUAL_STAGES))
 
 
 @cache
 def step_one_node(
-    name: str, variant: Variant, cluster_name: str = H800, data_parallel: int = 1, batch: int = 32
+    name: str, variant: Variant, cluster_name: str = H800, num_devices: int = NODE_DEVICES, batch: int = 32
 ) -> StepEstimate:
     """One iteration of a Table 2 model without pipeline, nothing made again (section 6.2: one node, batch 32; section
     6.1, Figure 13: four nodes). Layers are left as they are: time per layer does not depend on how many there are."""
-    training = training_of(name, shipped_cluster(cluster_name), batch)
-    return estimate_step(training, setup_of_one_node(SETUPS[variant], data_parallel), "none")
-
-
-def setup_of_one_node(setup: TrainingSetup, data_parallel: int) -> TrainingSetup:
-    """Groups of one node each, no pipeline."""
-    return replace(setup, model_parallel=NODE_DEVICES, data_parallel=data_parallel)
+    training = _training(TABLE_2[name].model(), batch, cluster_name)
+    return estimate_step(training, _setup(variant, num_devices), "none")
 
 
 @cache
 def step_for_memory(name: str, num_devices: int, rematerialize: Rematerialize) -> StepEstimate:
     """`name` on that many H800 with the shortest pipeline that has room for all activations (Figure 17 ran without SAR;
     its configuration is not stated), one micro-batch per stage in flight."""
-    pipeline = next(pipeline for pipeline in (1, 2, 4, 8, 16) if _fits(name, num_devices, pipeline))
-    return _with_pipeline(name, num_devices, pipeline, rematerialize)
+    training = _training(TABLE_2[name].model(), num_devices)
+    for pipeline in (1, 2, 4, 8, 16):
+        setup = _setup("megascale", num_devices, pipeline)
+        if float(np.max(estimate_step(training, setup, "none").memory.total)) <= training.usable_bytes:
+            return estimate_step(training, setup, rematerialize)
+    raise AssertionError(f"no pipeline has room for {name}")
 
 
-def _fits(name: str, num_devices: int, pipeline: int) -> bool:
+def _network() -> Network:
     cluster = shipped_cluster(H800)
-    usable = training_of(name, cluster, num_devices).usable_bytes
-    return float(np.max(_with_pipeline(name, num_devices, pipeline, "none").memory.total)) <= usable
-
-
-def _with_pipeline(name: str, num_devices: int, pipeline: int, rematerialize: Rematerialize) -> StepEstimate:
-    training = training_of(name, shipped_cluster(H800), num_devices)
-    setup = replace(
-        SETUPS["megascale"],
-        model_parallel=NODE_DEVICES,
-        pipeline=pipeline,
-        data_parallel=num_devices // (NODE_DEVICES * pipeline),
-    )
-    return estimate_step(training, setup, rematerialize)
-
-
-def training_of(name: str, cluster: ClusterSpec, batch: int) -> Training:
-    return Training(
-        model=TABLE_2[name].model(),
-        cluster=cluster,
-        group=cluster.groups[0],
-        sequence_length=SEQUENCE_LENGTH,
-        batch=batch,
-    )
+    return network(cluster, cluster.groups[0])
 
 
 def number(value: object) -> float:
@@ -237,16 +216,16 @@ FIGURE_13 = {"H800": H800, "A100": "msm-a100", "H20": "msm-h20"}
 
 
 def _crossover() -> float:
-    cluster, hidden = shipped_cluster(H800), TABLE_2["Mixtral-8x7B"].hidden_size
-    return float(crossover_top_k(network(cluster, cluster.groups[0]), SEQUENCE_LENGTH, 2.0 * hidden, NODE_DEVICES))
-
-
-def _over(better: Variant, worse: Variant, num_devices: int) -> float:
-    return number(step_352b(better, num_devices).tokens_per_s) / number(step_352b(worse, num_devices).tokens_per_s)
+    row_bytes = 2.0 * TABLE_2["Mixtral-8x7B"].hidden_size
+    return float(crossover_top_k(_network(), SEQUENCE_LENGTH, row_bytes, NODE_DEVICES))
 
 
 def _rate(variant: Variant, num_devices: int) -> float:
     return number(step_352b(variant, num_devices).tokens_per_s)
+
+
+def _over(better: Variant, worse: Variant, num_devices: int) -> float:
+    return _rate(better, num_devices) / _rate(worse, num_devices)
 
 
 def _mfu(num_devices: int) -> float:
@@ -255,11 +234,11 @@ def _mfu(num_devices: int) -> float:
 
 def _ladder_order() -> str:
     names: dict[Variant, str] = {"tp_tp": "TP+TP", "sp_ep": "SP+EP", "inter": "inter", "intra": "intra"}
-    return " < ".join(names[one] for one in sorted(names, key=lambda one: number(step_352b(one, 240).tokens_per_s)))
+    return " < ".join(names[one] for one in sorted(names, key=lambda one: _rate(one, 240)))
 
 
 def _figure_13(device: str, variant: Variant) -> float:
-    return number(step_one_node("Mixtral-8x7B", variant, FIGURE_13[device], 4, 128).mfu)
+    return number(step_one_node("Mixtral-8x7B", variant, FIGURE_13[device], 4 * NODE_DEVICES, 128).mfu)
 
 
 def _figure_13_order() -> str:
@@ -325,36 +304,33 @@ def _speed(name: str) -> float:
 def _state_ratios() -> tuple[float, ...]:
     """EP for experts on both sides, attention by SP against TP, one node (section 6.2)."""
     found = []
+    variants: tuple[Variant, ...] = ("sp_ep", "tp_ep")
     for row in TABLE_2.values():
         if row.num_shared:
             continue
         model = row.model()
         layers = fullest_stage(model, 1)
         sizes = []
-        for variant in ("sp_ep", "tp_ep"):
-            setup = setup_of_one_node(SETUPS[variant], data_parallel=1)
+        for variant in variants:
+            setup = _setup(variant, NODE_DEVICES)
             sizes.append(sum(number(part) for part in state_bytes(rank_parameters(model, setup, layers), setup)))
         found.append(sizes[0] / sizes[1])
     return tuple(found)
 
 
+def _sync(size: SyncBytes, data_parallel: int) -> SyncTime:
+    return sync_time(_network(), degree=NODE_DEVICES, data_parallel=data_parallel, gradients=size, parameters=size)
+
+
 @cache
 def _sync_ratios() -> tuple[float, ...]:
     """10 GB of experts per GPU; attention of P bytes on each GPU (SP) or P / 8 (TP)."""
-    cluster = shipped_cluster(H800)
-    net = network(cluster, cluster.groups[0])
     found = []
     for data_parallel in (4, 8):
         for attention_bytes in (384e6, 768e6, 1536e6):
-            times = []
-            for size in (
-                SyncBytes(sharded=10e9, replicated=attention_bytes),
-                SyncBytes(sharded=10e9 + attention_bytes / NODE_DEVICES, replicated=0.0),
-            ):
-                total = sync_time(
-                    net, degree=NODE_DEVICES, data_parallel=data_parallel, gradients=size, parameters=size
-                ).total
-                times.append(number(total.total_s))
+            sequence = SyncBytes(sharded=10e9, replicated=attention_bytes)
+            tensor = SyncBytes(sharded=10e9 + attention_bytes / NODE_DEVICES, replicated=0.0)
+            times = [number(_sync(size, data_parallel).total.total_s) for size in (sequence, tensor)]
             found.append(times[0] / times[1])
     return tuple(found)
 
@@ -382,27 +358,21 @@ def _attention_volumes(heads_per_kv_head: int) -> str:
 
 
 def _gradient_time(element_bytes: float) -> float:
-    cluster = shipped_cluster(H800)
-    size = SyncBytes(sharded=5e9 * element_bytes, replicated=0.0)
-    return number(
-        sync_time(
-            network(cluster, cluster.groups[0]), degree=NODE_DEVICES, data_parallel=8, gradients=size, parameters=size
-        ).gradients.total_s
-    )
+    return number(_sync(SyncBytes(sharded=5e9 * element_bytes, replicated=0.0), 8).gradients.total_s)
 
 
 @cache
 def _pair_speedups() -> tuple[float, ...]:
     """Figure 16, forward, all pairs of all models: time one after the other over time fused."""
     cluster = shipped_cluster(H800)
-    group, efficiency = cluster.groups[0], cluster.efficiency
+    efficiency = cluster.efficiency
     found = []
     for row in TABLE_2.values():
         case = LayerCase(
             model=row.model(),
-            setup=setup_of_one_node(SETUPS["intra"], data_parallel=1),
-            roofs=roofs(group.device, efficiency),
-            network=network(cluster, group),
+            setup=_setup("intra", NODE_DEVICES),
+            roofs=roofs(cluster.groups[0].device, efficiency),
+            network=_network(),
             sequence_length=SEQUENCE_LENGTH,
         )
         operators = layer_operators(case)
