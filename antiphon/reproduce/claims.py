@@ -17,7 +17,7 @@ Rejected: expected results as tests. A test that fails is repaired or removed; a
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -48,20 +48,25 @@ ROUNDING = 1e-9  # of floating point, relative
 GAINS = (0.9, 10.0)  # numbers without a unit in this range are ratios to something without the gain
 CALIBRATING = "chose the calibration"
 """In the note of rows by which a cluster's calibration was chosen: that they hold predicts nothing."""
+JSON_KEYS = (
+    *("id", "paper", "source", "what", "theirs", "ours", "unit", "tolerance", "relation", "holds", "kind", "cluster"),
+    *("reason", "note"),
+)
 NOT_ANALYSED = "not analysed: the row held when the reasons were written"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """`source`: table, figure or section. `tolerance`: largest difference, as a fraction of `theirs`; with a relation
-    other than "within" the limit may be missed by as much. `cluster`: whose calibration the value rests on."""
+    """`source`: table, figure or section. `ours`: a function, which gives our value. `tolerance`: largest difference, as
+    a fraction of `theirs`; with a relation other than "within" the limit may be missed by as much. `cluster`: whose
+    calibration the value rests on."""
 
     id: str
     paper: Paper
     source: str
     what: str
     theirs: Value
-    ours: Callable[[], Any]
+    ours: Any
     unit: str = ""
     tolerance: float = 0.0
     relation: Relation = "within"
@@ -78,23 +83,11 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A claim with our value. `reason` is empty where the row holds, and not loosely."""
+class Row(Claim):
+    """A claim with our value in the place of the function. `reason` is empty where the row holds, and not loosely."""
 
-    id: str
-    paper: Paper
-    source: str
-    what: str
-    theirs: Value
     ours: Value
-    unit: str
-    tolerance: float
-    relation: Relation
     holds: bool
-    kind: Kind
-    cluster: str
-    reason: str
-    note: str
 
     @property
     def sort(self) -> str:
@@ -120,7 +113,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; a value that is no number (a plan that does not exist) is None."""
-        fields: dict[str, Any] = dict(vars(self))
+        fields: dict[str, Any] = {name: getattr(self, name) for name in JSON_KEYS}
         for name in ("theirs", "ours"):
             if isinstance(fields[name], float) and not math.isfinite(fields[name]):
                 fields[name] = None
