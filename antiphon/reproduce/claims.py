@@ -57,7 +57,7 @@ NOT_ANALYSED = "not analysed: the row held when the reasons were written"
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """`source`: table, figure or section. `ours`: a function, which gives our value. `tolerance`: largest difference, as
+    """`source`: table, figure or section. `ours`: the function of our value. `tolerance`: largest difference, as
     a fraction of `theirs`; with a relation other than "within" the limit may be missed by as much. `cluster`: whose
     calibration the value rests on."""
 
