@@ -278,7 +278,7 @@ DEVICE_COLUMNS = ("device", "GB", "TB/s", "TFLOP/s bf16", "fp8", "GB/s scale-up"
 
 
 def _device_row(device: DeviceSpec) -> tuple[object, ...]:
-    """In the order of `DEVICE_COLUMNS`."""
+    """A device in the order of `DEVICE_COLUMNS`."""
     rates = (device.memory_bytes_per_s, device.flops_per_s.get("bfloat16"), device.flops_per_s.get("fp8"))
     links = (device.scale_up_bytes_per_s / 1e9, device.scale_out_bytes_per_s / 1e9)
     tera = (None if rate is None else rate / 1e12 for rate in rates)

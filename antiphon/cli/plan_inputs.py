@@ -135,7 +135,7 @@ class SearchOptions:
         return phases
 
     def _phases_of_latency(self, online: bool) -> tuple[PhaseName, ...]:
-        """Of the least latency, which one kind of server has; empty for the other objectives."""
+        """The phase of a plan for the least latency, which one kind of server has; empty for the other objectives."""
         if self.objective not in LATENCIES:
             return ()
         alone: PhaseName = "prefill" if self.objective == "ttft" else "decode"
@@ -170,7 +170,7 @@ class SearchOptions:
         return load_cluster(str(file))
 
     def layouts(self) -> tuple[Layout, ...]:
-        """In the order of `LAYOUTS`; all of them for auto."""
+        """Those asked for, in the order of `LAYOUTS`; all of them for auto."""
         asked = split_list(self.layout) or ["auto"]
         if unknown := [name for name in asked if name not in (*LAYOUTS, "auto")]:
             raise UserError(f"--layout {unknown[0]} does not exist: use auto or some of {', '.join(LAYOUTS)}")

@@ -188,7 +188,7 @@ def load_between(before: dict[str, float], after: dict[str, float], seconds: flo
 
 
 def _mean(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
-    """Of what a histogram counted between two readings; None if that is nothing."""
+    """The mean of what a histogram counted between two readings; None if that is nothing."""
     total, count = (after.get(f"{name}_{end}", 0.0) - before.get(f"{name}_{end}", 0.0) for end in ("sum", "count"))
     return total / count if count > 0 else None
 

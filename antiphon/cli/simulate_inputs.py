@@ -181,7 +181,7 @@ class SimulateOptions:
 
 
 def plan_model(plan: Plan) -> ModelSpec:
-    """From the plan itself; a plan without a config may be of a shipped model."""
+    """The model from the plan itself; a plan without a config may be of a shipped model."""
     if plan.model_config:
         return planned_model(plan.model_config).spec
     try:

@@ -142,7 +142,7 @@ def rendered(pieces: Iterable[Piece]) -> Iterator[RenderableType]:
 
 
 def _table(grid: Grid) -> Table:
-    """Without lines."""
+    """A table without lines."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(grid.columns):
         result.add_column(column, justify="right" if index in grid.right else "left", overflow="fold")

@@ -250,7 +250,7 @@ def _spot(spot: Spot, x: float, y: Scale, height: float) -> str:
 
 
 def _band(spot: Spot, x: float, y: Scale) -> str:
-    """From the lowest to the highest value expected, as far as the plot goes."""
+    """A bar from the lowest to the highest value expected, as far as the plot goes."""
     if spot.low is None or spot.high is None:
         return ""
     ends = [min(max(y(value), y.end), y.start) for value in (spot.low, spot.high)]

@@ -19,7 +19,7 @@ Limits of their exchange kernels, DeepEP (github.com/deepseek-ai/DeepEP):
    kernels are built for 2, 4 and 8 ranks of a node and for 2, 4, 8, 16, 18 and 20 nodes (`SWITCH_RANKS`,
    `SWITCH_RDMA_RANKS`, `csrc/kernels/launch.cuh`); the low-latency ones for some hidden sizes (`SWITCH_HIDDEN`).
 2. Low-latency kernels: at most 1,024 rows of a rank in a call (`FINISHED_SUM_TAG`, `csrc/kernels/configs.cuh`; SGLang's
-   `layers/moe/token_dispatcher/deepep.py` asserts it). SGLang takes 128 unless told in
+   `layers/moe/token_dispatcher/deepep.py` asserts it). SGLang takes 128, or the number in
    `SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`; vLLM takes `--max-num-batched-tokens`.
 3. Their buffers are made for that number of rows to every expert, twice (`LowLatencyLayout`, `csrc/config.hpp`).
 4. NVSHMEM's queue holds two entries for each row and two more; its own default is 1,024

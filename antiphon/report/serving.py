@@ -126,7 +126,7 @@ def _parts_grid(contents: PhaseContents) -> Grid:
 
 
 def _losers_grid(contents: PhaseContents, objective: Objective) -> Grid:
-    """Without the reasons, which are sentences: they follow below it."""
+    """The numbers of layouts that lost; the reasons, which are sentences, follow below."""
     rows = []
     for loser in contents.phase.rejected:
         layout, sizes, devices, latency, rate, against, band = summary.loser_row(loser, contents, objective)

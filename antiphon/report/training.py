@@ -302,7 +302,7 @@ def single_changes(plan: TrainingPlan) -> list[RejectedTraining]:
 
 
 def loser_row(rejected: RejectedTraining, plan: TrainingPlan) -> Row:
-    """In the order of `LOSER_COLUMNS`; without numbers where it cannot be run."""
+    """An alternative in the order of `LOSER_COLUMNS`; without numbers where it cannot be run."""
     sizes = "-" if rejected.layout is None else short_sizes(rejected.layout)
     if rejected.predicted is None or not fits(rejected):
         return rejected.name, sizes, "-", "-", "-", "-", rejected.reason

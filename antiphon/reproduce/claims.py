@@ -47,7 +47,7 @@ PAPERS: dict[Paper, str] = {
 ROUNDING = 1e-9  # of floating point, relative
 GAINS = (0.9, 10.0)  # numbers without a unit in this range are ratios to something without the gain
 CALIBRATING = "chose the calibration"
-"""In the note of rows by which a cluster's calibration was chosen: that they hold predicts nothing."""
+"""Part of the note of rows by which a cluster's calibration was chosen: that they hold predicts nothing."""
 JSON_KEYS = (
     *("id", "paper", "source", "what", "theirs", "ours", "unit", "tolerance", "relation", "holds", "kind", "cluster"),
     *("reason", "note"),
@@ -129,7 +129,7 @@ SORTS = {
     "counted": "counted by formulas, which predicts nothing",
     "measured": "measured",
 }
-"""Of rows, the hardest first: a number may miss on either side, an order has few values, a limit one side."""
+"""What rows predict, the hardest first: a number may miss on either side, an order has few values, a limit one side."""
 
 
 def headline(rows: Sequence[Row]) -> list[str]:

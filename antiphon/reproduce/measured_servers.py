@@ -125,7 +125,7 @@ def _model(name: str) -> ModelSpec:
 
 
 def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
-    """Of points that are alike. A pool that decodes takes no prompts."""
+    """The load of points that are alike. A pool that decodes takes no prompts."""
     first = points[0]
     device = shipped_device(first.device)
     num_devices = int(first.degrees.attention_tp * first.degrees.attention_dp)
@@ -148,7 +148,7 @@ def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
 
 
 def loads(points: Sequence[MeasuredPoint]) -> ServerLoad:
-    """Of all points, in their order; those that are alike are priced in one call."""
+    """The loads of all points, in their order; those that are alike are priced in one call."""
     order = sorted(range(len(points)), key=lambda index: str(_alike(points[index])))
     parts = [
         load_of([points[index] for index in alike]) for _, alike in groupby(order, lambda index: _alike(points[index]))
@@ -283,7 +283,7 @@ class PointSlice:
     first_within: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """As a row of a table."""
+        """The slice as a row of a table."""
         in_band = "" if self.in_band is None else f"{self.in_band:.0%}"
         shares = (f"{self.within:.0%}", in_band, f"{self.error:.0%}")
         return (
@@ -416,7 +416,7 @@ def stored_times() -> PeerTimes:
 
 
 def times_file(times: PeerTimes) -> str:
-    """As `STORED` has it."""
+    """The text of `STORED`."""
     lines = [
         "# What aiconfigurator 0.12 (Apache-2.0) predicts for measured_servers.csv; index: the row there, from 0.",
         "# Made by: antiphon reproduce --deployments --peer PYTHON --fit FOLDER",

@@ -166,7 +166,7 @@ def _blocks(device: DeviceSpec, case: Case) -> Answer:
 
 
 def _product(device: DeviceSpec, case: Case) -> Answer:
-    """In FP8 with results in BF16, or rows, weights and results in 16 bits."""
+    """A product in FP8 with results in BF16, or with rows, weights and results in 16 bits."""
     groups, m, n, k = (int(case.get(name, 1)) for name in ("groups", "m", "n", "k"))
     narrow = case.get("format", "fp8") == "fp8"
     weight_bytes, row_bytes = (1.0, (k + 2 * n) / (k + n)) if narrow else (2.0, 2.0)
