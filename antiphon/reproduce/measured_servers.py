@@ -103,9 +103,9 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
 def _point(row: dict[str, str]) -> MeasuredPoint:
     texts = ("run", "engine", "version", "model", "device", "weights", "experts")
     given: dict[str, Any] = {name: row[name] for name in texts}
+    given |= {name: int(row[name]) for name in ("prompt", "output", "in_flight")}
     return MeasuredPoint(
         **given,
-        **{name: int(row[name]) for name in ("prompt", "output", "in_flight")},
         degrees=Degrees(**{one.name: int(row[one.name]) for one in fields(Degrees)}),
         workers=int(row["workers"] or 1),
         prefill_workers=int(row["prefill_workers"] or 0),
