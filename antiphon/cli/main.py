@@ -1,6 +1,7 @@
 """The `antiphon` command: the list of its commands, and the two options that all share.
 
-One small file a command, or for a few that begin alike. `--debug` may stand anywhere; it is taken out before the rest is read.
+One small file a command, or for a few that begin alike. `--debug` may stand anywhere; it is taken out before the rest
+is read.
 """
 
 import atexit
