@@ -79,7 +79,7 @@ class GrowingText:
         self._escaped += encode_json(text)[1:-1]
 
     def encoded(self, before: str = "") -> Encoded:
-        """Behind the text `before`."""
+        """The string, behind the text `before`."""
         begin = [encode_json(before)[:-1], self._escaped[1:]] if before else [self._escaped]
         return Encoded([*begin, b'"'])
 

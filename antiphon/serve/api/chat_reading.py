@@ -60,7 +60,7 @@ class ChatReading:
         return bool(self.functions)
 
     def reader(self) -> AnswerReader:
-        """For one answer."""
+        """A reader for one answer."""
         schemas = {name: function.parameters or {} for name, function in self.functions.items()}
         return AnswerReader(self.dialect, schemas, prompt=self.prompt, at_most_one=self.at_most_one, forced=self.forced)
 

@@ -60,7 +60,7 @@ class ChoiceDelta:
     prompt_logprobs: PromptLogprobs | None = None
 
     def slices(self) -> Iterator["ChoiceDelta"]:
-        """The same in parts of a bounded length, without `echoed`, each made when it is asked for."""
+        """This delta in parts of a bounded length, without `echoed`, each made when it is asked for."""
         if self.echoed is not None:
             part = ChoiceDelta(self.index, text=self.text, prompt_token_ids=self.prompt_token_ids)
             echoed, self.echoed, self.text, self.prompt_token_ids = self.echoed, None, "", None

@@ -100,7 +100,7 @@ class ApiContext:
         self._idle.set()
 
     def pace(self) -> Pace:
-        """For one request."""
+        """The pace of one request."""
         return Pace(self._turns)
 
     def enter(self) -> None:

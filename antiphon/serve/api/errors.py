@@ -68,7 +68,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, path: str = "") -> JSONResponse:
-        """For a request to `path`, which decides on the shape."""
+        """The answer to a request to `path`, which decides on the shape."""
         body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 

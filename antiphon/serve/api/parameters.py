@@ -74,7 +74,8 @@ def sampling_params(
     grammar: str | None,
     bad_words: BadWords,
 ) -> SamplingParams:
-    """For the answers to one prompt; `ApiError` 400 for what does not fit the context or contradicts itself."""
+    """The engine's parameters for the answers to one prompt; `ApiError` 400 for what does not fit the context or
+    contradicts itself."""
     limit = context.engine.info.max_model_len
     room = max(1, limit - num_prompt_tokens)  # at least one, so that a full context is an error
     if isinstance(request, ChatCompletionRequest):

@@ -183,7 +183,7 @@ class StreamedEvents(Protocol):
         """Once all answers are complete."""
 
     def failure(self, error: ApiError) -> bytes:
-        """In place of the ending."""
+        """What comes in place of the ending."""
 
 
 class ChoiceEvents:
@@ -330,7 +330,7 @@ async def respond_in_items(
     *,
     streams: bool | None,
 ) -> Response:
-    """As `respond`, for endpoints whose whole `answer` is what their events add up to."""
+    """The response of an endpoint whose whole `answer` is what its events add up to; as `respond`."""
     if streams:
         return EventStream(context, generation, events)
     await until_disconnect(request.receive, take_whole(context, generation, events))

@@ -150,7 +150,7 @@ class AnswerFields:
         return reading
 
     def take_rest(self) -> Reading:
-        """As `take`, for the last time."""
+        """What is left, as `take` gives it; the last call."""
         self._reading.reasoning += self._line_breaks
         if not self.had_fields:
             self._reading.text += "".join(self._spaces)
@@ -199,7 +199,7 @@ class AnswerFields:
         self.num_calls += 1
 
     def add_arguments(self, arguments: str) -> None:
-        """Of the last call."""
+        """More arguments of the last call."""
         if not self.has_arguments:
             arguments = arguments.lstrip()
         if not arguments:

@@ -5,7 +5,7 @@ Families differ in marks, hardly in structure. Five structures cover them: JSON 
 sections of a name and JSON, tags with a value for each parameter, calls as Python writes them, and the channels of
 gpt-oss. A row says the marks; `AnswerReader` reads by them and `grammar_text` writes by them.
 
-Rejected: a class for each family. They repeat each other, and a fault mended in one stays in the others.
+Rejected: a class for each family. They repeat each other, and a fault repaired in one stays in the others.
 """
 
 import re

@@ -207,7 +207,7 @@ class GrammarTrials:
 
 
 def _why_ended(by_signal: int) -> str:
-    """In words, by which signal a trial was ended."""
+    """Why a trial was ended by this signal, in words."""
     if by_signal == signal.SIGPROF:
         return f"building it takes more than {_CPU_LIMITS_S[-1]:.0f} s"
     if by_signal == signal.SIGSEGV:
@@ -228,7 +228,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def settle(answer: "Future[Any]", outcome: object) -> None:
-    """Unless it was cancelled: with an error, or a result."""
+    """Give `answer` its result or its error, unless it was cancelled."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)

@@ -104,7 +104,7 @@ class StopStrings:
         return self.marks.setdefault(token_id, chr(_FIRST_SURROGATE + len(self.marks)))
 
     def search(self) -> "StopSearch":
-        """For one answer."""
+        """The search in one answer."""
         return StopSearch(self)
 
 

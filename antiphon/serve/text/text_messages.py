@@ -93,7 +93,7 @@ class TextResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenIds(msgspec.Struct, frozen=True, tag=True):
-    """For each text its ids, 32-bit words in this machine's byte order."""
+    """The ids of each text, 32-bit words in this machine's byte order."""
 
     of_texts: list[bytes]
 

@@ -115,8 +115,8 @@ class TextWork:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Within it nothing is written to the error stream: a library that panics writes a page there, every time. What
-    ends the block is written."""
+    """Nothing is written to the error stream within the block: a library that panics writes a page there, every time.
+    What ends the block is written."""
     try:
         kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     except OSError:  # there is no error stream
@@ -146,7 +146,7 @@ def die_with_parent() -> None:
 
 
 def serve_jobs(channel: Channel, make_work: type[TextWork]) -> None:
-    """Until the server hangs up."""
+    """Do jobs until the server hangs up."""
     channel.speak("the server", TextConfigure)
     configure = channel.receive(_CONFIGURE_TIMEOUT_S)
     work = make_work(configure.source)

@@ -99,7 +99,7 @@ class TextRequest:
 
 
 class WaitingBytes:
-    """Of how many bytes the requests of each client are that wait. For any thread."""
+    """The bytes of the requests that wait, counted for each client. For any thread."""
 
     def __init__(self, max_bytes: int) -> None:
         """The limit of one client; all together may have some times as much."""
