@@ -247,11 +247,6 @@ def further_tensors(folder: Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor
             checkpoint.release(name)
 
 
-def _kept_wide(spec: ModelSpec) -> tuple[str, ...]:
-    """How the names of tensors end that are written in float32 whatever the others are."""
-    return tuple(name.rpartition(".")[2] for name in tensor_names(spec).score_bias)
-
-
 def _of_plan(source: Parameters, where: str, plan: LoadPlan) -> Iterator[PublishedTensor]:
     for purpose, refs in plan.items():
         first, last = 0, 0
@@ -319,14 +314,14 @@ def export(
         raise UserError(f"{folder} holds weights already: name a new folder, or remove them")
     _check_rounding(source.spec, dtype)
 
-    wide_layers = set[str]()
+    wide_layers, kept_wide = set[str](), tuple(name.rpartition(".")[2] for name in tensor_names(source.spec).score_bias)
 
     def tensors(source: Parameters) -> Iterator[tuple[str, Tensor]]:
         further = () if begun_with is None else further_tensors(begun_with, source.spec)
         for each in chain(tensors_of(source), (PublishedTensor(name, value) for name, value in further)):
             if each.is_linear and not each.may_be_rounded:
                 wide_layers.add(each.name.removesuffix(".weight"))
-            yield from _written_as(each, dtype, _kept_wide(source.spec))
+            yield from _written_as(each, dtype, kept_wide)
             del each  # else it is held while the next one is read
 
     sizes = {name: tensor.nbytes for name, tensor in tensors(Shapes(source.spec, further=source.further))}

@@ -74,7 +74,8 @@ class _SearchState:
             link_s = max(now_s, link_s) + times.travelling_s[action]
             arrivals[Action(WAIT_OF[action.verb], action.operator)] = link_s
         now_s = max(now_s, arrivals.pop(action, 0.0))
-        return _SearchState(now_s, link_s, tuple(sorted(arrivals.items(), key=_by_name)), (*self.order, action))
+        by_name = sorted(arrivals.items(), key=lambda arrival: str(arrival[0]))
+        return _SearchState(now_s, link_s, tuple(by_name), (*self.order, action))
 
     def is_behind(self, other: "_SearchState") -> bool:
         """Whether nothing here is earlier than in `other`, which did the same actions."""
@@ -152,10 +153,6 @@ def _longest_after(order: Sequence[Action], needs: Needs, times: ActionTimes) ->
             way_s = times.travelling_s.get(other, 0.0) if WAIT_OF.get(other.verb) == action.verb else 0.0
             left_s[other] = max(left_s[other], left_s[action] + way_s)
     return left_s
-
-
-def _by_name(arrival: tuple[Action, float]) -> str:
-    return str(arrival[0])
 
 
 ROUNDS = 4  # the first one warms up

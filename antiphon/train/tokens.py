@@ -5,11 +5,9 @@ end mark), `train.starts` and `held_out.starts` (where documents begin, 8 bytes 
 `held_out.learned` where chats are among them (a byte for each id: whether a loss is taken on it), and `meta.json`,
 written last: what the ids were made from. A folder made from something else is written anew.
 
-A document is held out by a hash of its content, so other documents, files and seeds do not change its side.
-
-Until then `progress.json` tells, chunk by chunk, how far the documents are read and how long the files are: started
-again, tokenizing cuts the files to that length and goes on. The files are the same, byte for byte, as if it had never
-been stopped.
+Until that is written, `progress.json` tells chunk by chunk how far the documents are read and how long the files are.
+Started again, tokenizing cuts the files to that length and goes on. The files are the same, byte for byte, as if it had
+never been stopped.
 """
 
 import hashlib

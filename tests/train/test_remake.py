@@ -163,6 +163,13 @@ def refused(**options: Any) -> str:
     return str(caught.value)
 
 
+def test_a_line_of_a_schedule_may_name_several_actions() -> None:
+    lines = parse("forward:\nln1\nstart dispatch\nbackward:\ngradient ln1\n", "")
+    assert parse("forward:\nln1, start  dispatch,  # both\nbackward:\ngradient ln1", "") == lines
+    with pytest.raises(UserError, match=r"s\.txt, line 2: there is no operator 'fc9'"):
+        parse("forward:\nln1, fc9\n", "s.txt")
+
+
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     where = {"where": "s.txt"}
     assert "s.txt, forward: 'fc2' needs fc2_in, which 'activation' gives, and that comes later" in refused(
