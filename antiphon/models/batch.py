@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from antiphon.cost.kv_blocks import blocks_of
 from antiphon.kernels.api import AttentionBatch
 
 Ints = npt.NDArray[np.int32]
@@ -45,7 +46,7 @@ class BlockTables:
     a few array operations instead of a Python loop."""
 
     def __init__(self, block_size: int, num_slots: int, max_blocks_per_request: int, device: torch.device) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._device = device
         self._table = np.zeros((num_slots, max_blocks_per_request), dtype=np.int32)
 
@@ -60,26 +61,17 @@ class BlockTables:
         """The most blocks that a request may have."""
         return self._table.shape[1]
 
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens that a request may have."""
-        return self.most_blocks * self._block_size
-
-    def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self._block_size)
-
     def blocks(self, slot: int, num_tokens: int) -> Tensor:
         """The blocks of the first tokens in that slot, int32 in host memory; a copy."""
-        return torch.from_numpy(self._table[slot, : self.num_blocks(num_tokens)].copy())
+        return torch.from_numpy(self._table[slot, : blocks_of(num_tokens, self.block_size)].copy())
 
     def attention_batch(self, sequences: Sequence[SequenceRows]) -> AttentionBatch:
         """Metadata of one micro-batch; its rows are the sequences' tokens, one sequence after the other."""
         queries = np.fromiter((len(s.token_ids) for s in sequences), np.int32, len(sequences))
         contexts = np.fromiter((s.start for s in sequences), np.int32, len(sequences)) + queries
         slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
-        tables = self._table[slots, : -(-int(contexts.max()) // self._block_size)]
-        return _batch(queries, contexts, tables, self._block_size, self._device)
+        tables = self._table[slots, : blocks_of(int(contexts.max()), self.block_size)]
+        return _batch(queries, contexts, tables, self.block_size, self._device)
 
     def decode_rows(self, sequences: Sequence[SequenceRows], num_blocks: int) -> "DecodeRows":
         """Of sequences with one row each; tables have `num_blocks` columns, those beyond a sequence's own are any."""
@@ -88,8 +80,8 @@ class BlockTables:
         tables = np.zeros((len(sequences), num_blocks), np.int32)
         known = self._table[numbers, :num_blocks]
         tables[:, : known.shape[1]] = known
-        blocks = tables[np.arange(len(sequences)), positions // self._block_size]
-        return DecodeRows(positions, blocks * np.int32(self._block_size) + positions % self._block_size, tables)
+        blocks = tables[np.arange(len(sequences)), positions // self.block_size]
+        return DecodeRows(positions, blocks * np.int32(self.block_size) + positions % self.block_size, tables)
 
 
 class DecodeRows(NamedTuple):
@@ -98,6 +90,23 @@ class DecodeRows(NamedTuple):
     positions: Ints
     slots: Ints
     tables: Ints
+
+
+def refilled_batch(
+    positions_T: Tensor, slots_T: Tensor, context_lens_T: Tensor, block_tables_TB: Tensor, *, block_size: int
+) -> AttentionBatch:
+    """One row a sequence on buffers that get the values of one step after another (`AttentionBatch.refilled`)."""
+    rows, most_blocks = block_tables_TB.shape
+    return AttentionBatch(
+        positions_T=positions_T,
+        slots_T=slots_T,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=slots_T.device),
+        context_lens_S=context_lens_T,
+        block_tables_SB=block_tables_TB,
+        query_lens=(1,) * rows,
+        context_lens=(most_blocks * block_size,) * rows,
+        refilled=True,
+    )
 
 
 def make_attention_batch(

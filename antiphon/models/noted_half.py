@@ -24,6 +24,7 @@ from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.noted_calls import CallBuffers, CannotNote, NotedCalls
 from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.batch import refilled_batch
 
 _log = get_logger("kernels")
 
@@ -45,16 +46,8 @@ class _Lane:
 
     def __init__(self, most_rows: int, most_blocks: int, block_size: int, hidden: int, dtype: torch.dtype) -> None:
         integers = [torch.zeros(most_rows, dtype=torch.int32) for _ in range(3)]
-        self.batch = AttentionBatch(
-            positions_T=integers[0],
-            slots_T=integers[1],
-            query_starts=torch.arange(most_rows + 1, dtype=torch.int32),
-            context_lens_S=integers[2],
-            block_tables_SB=torch.zeros((most_rows, most_blocks), dtype=torch.int32),
-            query_lens=(1,) * most_rows,
-            context_lens=(most_blocks * block_size,) * most_rows,
-            refilled=True,
-        )
+        tables_TB = torch.zeros((most_rows, most_blocks), dtype=torch.int32)
+        self.batch = refilled_batch(*integers, tables_TB, block_size=block_size)
         self.x_TH = torch.zeros((most_rows, hidden), dtype=dtype)
         self.delta_TH = torch.zeros((most_rows, hidden), dtype=dtype)
         self.buffers, self.local_buffers = CallBuffers(), CallBuffers()

@@ -62,9 +62,7 @@ class Worker:
             table.normal_()
         self.sampler = RowSampler(backend)
         tables = BlockTables(BLOCK_SIZE, 8, 8, backend.device)
-        self.steps = CapturedSteps(
-            half, decoder.expert_half, self.cache, tables, self.sampler, block_size=BLOCK_SIZE, pad_block=NUM_BLOCKS
-        )
+        self.steps = CapturedSteps(half, decoder.expert_half, self.cache, tables, self.sampler, pad_block=NUM_BLOCKS)
 
     def step(self, lengths: list[int], params: SamplingParams, token: int = 5) -> RunStep:
         sequences = []
@@ -163,7 +161,7 @@ def test_padded_rows_touch_no_expert(folder: Path, monkeypatch: pytest.MonkeyPat
     worker = Worker(folder)
     worker.run([9, 30, 17])
     (bucket,) = worker.steps._buckets.values()
-    experts, rows = worker.steps._experts, []
+    experts, rows = worker.steps.experts, []
     forward = experts.forward
     monkeypatch.setattr(experts, "forward", lambda layer, x, ids, w: (rows.append(ids), forward(layer, x, ids, w))[1])
     worker.steps.forward(bucket, "greedy")

@@ -23,7 +23,13 @@ def test_its_ends_are_closed_when_the_engine_is_gone(monkeypatch: pytest.MonkeyP
     links = part("links", abort=None, ranks=SimpleNamespace(ticket=b""))
     spans = part("spans", watch=lambda name, thread: None)
     worker = build.Follower(
-        part("runner"), spans, links, part("moves"), None, "cpu", 1.0, part("kv", heard=None, ticket=b"")
+        runner=part("runner"),
+        recorder=spans,
+        links=links,
+        moves=part("moves"),
+        kernels="cpu",
+        timeout_s=1.0,
+        kv=part("kv", heard=None, ticket=b""),
     )
     orders = SimpleNamespace(start=lambda: None, next=gone)
     channel: Any = SimpleNamespace(receive=lambda timeout_s: SimpleNamespace(), send=lambda message: None)

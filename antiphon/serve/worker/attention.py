@@ -14,6 +14,7 @@ Rejected: steps from the engine to every rank. The engine's thread would send ea
 """
 
 import time
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -24,12 +25,11 @@ from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.step import PENDING, SequenceStep
-from antiphon.serve.worker.captured_step import CapturedSteps
+from antiphon.serve.worker.captured_step import DecodeSteps
 from antiphon.serve.worker.endpoints import hear_leader
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
-from antiphon.serve.worker.native_step import NativeSteps
 from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.spans import ATTENTION, HAND_OVER, INPUTS, SAMPLE, STEP, SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, MicroBatch
@@ -39,33 +39,22 @@ _DECODE_STEP = msgspec.msgpack.Decoder(RunStep)
 _FLUSH_WORTH_SHOWING_NS = 20_000
 
 
+@dataclass(eq=False)
 class AttentionRunner:
-    """Runs steps over one attention half and its KV cache. Not thread-safe."""
+    """Runs steps over one attention half and its KV cache. `sender`: takes keys and values that other workers are to
+    have, layer by layer. `captured`: runs the steps that need no host, or no Python, between the first layer and the
+    logits. Not thread-safe."""
 
-    def __init__(
-        self,
-        half: AttentionHalf,
-        exchange: StepExchange,
-        cache: KVCache,
-        tables: BlockTables,
-        stage: AllLayers,
-        routing: RowRouting,
-        recorder: SpanRecorder,
-        sender: KVSender | None = None,
-        captured: CapturedSteps | NativeSteps | None = None,
-    ) -> None:
-        """`sender`: takes keys and values that other workers are to have, layer by layer. `captured`: runs the steps
-        that need no host, or no Python, between the first layer and the logits."""
-        self._half = half
-        self._sender = sender
-        self._captured = captured
-        self._exchange = exchange
-        self._cache = cache
-        self._tables = tables
-        self._stage = stage
-        self._routing = routing
-        self._recorder = recorder
-        self._newest: list[Sampled] = []  # what the last step sampled
+    half: AttentionHalf
+    exchange: StepExchange
+    cache: KVCache
+    tables: BlockTables
+    stage: AllLayers
+    routing: RowRouting
+    recorder: SpanRecorder
+    sender: KVSender | None = None
+    captured: DecodeSteps | None = None
+    _newest: list[Sampled] = field(default_factory=list, init=False)  # what the last step sampled
 
     @torch.inference_mode()
     def run(self, step: RunStep) -> StepResult | None:
@@ -83,35 +72,35 @@ class AttentionRunner:
         return result
 
     def _run_known(self, step: RunStep) -> StepResult:
-        if self._sender is None:
+        if self.sender is None:
             return self._run(step)
-        self._sender.open(step.offers)
+        self.sender.open(step.offers)
         try:
             result = self._run(step)
         except BaseException:
-            self._sender.flush()
+            self.sender.flush()
             raise
         return msgspec.structs.replace(result, hand_over_s=self._flush())
 
     def _flush(self) -> float:
         """Wait until what was computed for other workers has left the pages; seconds."""
-        if self._sender is None:
+        if self.sender is None:
             return 0.0
         flush_ns = time.monotonic_ns()
-        self._sender.flush()
+        self.sender.flush()
         flushed_ns = time.monotonic_ns() - flush_ns
         if flushed_ns > _FLUSH_WORTH_SHOWING_NS:
-            self._recorder.add(HAND_OVER, flush_ns)
+            self.recorder.add(HAND_OVER, flush_ns)
         return flushed_ns * 1e-9
 
     def _run(self, step: RunStep) -> StepResult:
         started_ns = time.monotonic_ns()
-        exchange, stage, recorder = self._exchange, self._stage, self._recorder
+        exchange, stage, recorder = self.exchange, self.stage, self.recorder
         recorder.step = step.step
-        self._routing.begin_step()
+        self.routing.begin_step()
         stage.begin_step(step)
         exchange.begin_step(step)
-        if self._captured is not None and (sampled := self._captured.run(step)) is not None:
+        if self.captured is not None and (sampled := self.captured.run(step)) is not None:
             self._give_all(step)
             return self._result(sampled, started_ns, sum(map(len, step.micro_batches)))
         done: list[MicroBatch] = []
@@ -129,12 +118,12 @@ class AttentionRunner:
         return self._result(requests, started_ns, sum(each.batch.num_tokens for each in done))
 
     def _result(self, requests: list[Sampled], started_ns: int, rows: int) -> StepResult:
-        exchange, stage = self._exchange, self._stage
+        exchange, stage = self.exchange, self.stage
         dispatch_bytes = exchange.bytes_sent  # first: in stream order it waits until the times are known
-        routed, forecasts = self._routing.of_step()
-        self._recorder.add(STEP, started_ns, rows=rows)
+        routed, forecasts = self.routing.of_step()
+        self.recorder.add(STEP, started_ns, rows=rows)
         return StepResult(
-            step=self._recorder.step,
+            step=self.recorder.step,
             requests=requests,
             step_s=(time.monotonic_ns() - started_ns) * 1e-9,
             wait_s=exchange.wait_s + stage.wait_s,
@@ -143,7 +132,7 @@ class AttentionRunner:
             expert_rows=exchange.take_counts(),
             routed=routed,
             forecasts=forecasts,
-            prompt_rows=self._routing.prompt_counts(),
+            prompt_rows=self.routing.prompt_counts(),
             prefetch=exchange.take_prefetch_counts(),
         )
 
@@ -152,47 +141,47 @@ class AttentionRunner:
             return None
         start_ns = time.monotonic_ns()
         for sequence in sequences:
-            self._tables.update(sequence)
-        batch = self._tables.attention_batch(sequences)
-        x_TH = self._stage.rows([token for sequence in sequences for token in sequence.token_ids])
-        self._recorder.add(INPUTS, start_ns, rows=batch.num_tokens)
+            self.tables.update(sequence)
+        batch = self.tables.attention_batch(sequences)
+        x_TH = self.stage.rows([token for sequence in sequences for token in sequence.token_ids])
+        self.recorder.add(INPUTS, start_ns, rows=batch.num_tokens)
         return MicroBatch(
             sequences,
             batch,
             x_TH,
-            recorded_T=self._routing.recorded_rows(sequences),
-            prompt_T=self._routing.prompt_rows(sequences),
+            recorded_T=self.routing.recorded_rows(sequences),
+            prompt_T=self.routing.prompt_rows(sequences),
         )
 
     def _run_layers(self, micro_batches: list[tuple[int, MicroBatch | None]]) -> None:
-        for layer in self._half.layers:
+        for layer in self.half.layers:
             for index, micro_batch in micro_batches:
                 if micro_batch is None:
-                    self._exchange.serve_others(layer, index)
+                    self.exchange.serve_others(layer, index)
                 else:
                     self._collect(index, micro_batch)
                     self._attend(layer, index, micro_batch)
         for index, micro_batch in micro_batches:
             if micro_batch is None:
-                self._exchange.serve_others(None, index)
+                self.exchange.serve_others(None, index)
             else:
                 self._collect(index, micro_batch)
 
     def _attend(self, layer: int, index: int, micro_batch: MicroBatch) -> None:
         """Attention and gate of one layer, then the dispatch; a dense layer is finished here."""
-        half, recorder, rows = self._half, self._recorder, micro_batch.batch.num_tokens
+        half, recorder, rows = self.half, self.recorder, micro_batch.batch.num_tokens
         start_ns = time.monotonic_ns()
-        x_TH, y_TH = half.attend(layer, micro_batch.x_TH, micro_batch.delta_TH, self._cache, micro_batch.batch)
+        x_TH, y_TH = half.attend(layer, micro_batch.x_TH, micro_batch.delta_TH, self.cache, micro_batch.batch)
         micro_batch.x_TH, micro_batch.delta_TH = x_TH, None
-        if self._sender is not None:
-            self._give(self._sender, layer, micro_batch.sequences)
+        if self.sender is not None:
+            self._give(self.sender, layer, micro_batch.sequences)
         if not half.routes(layer):
             micro_batch.delta_TH = half.dense_feed_forward(layer, y_TH)
             recorder.add(ATTENTION, start_ns, layer, index, rows)
             return
-        choices = self._routing.choose(layer, y_TH, micro_batch.recorded_T, micro_batch.prompt_T)
+        choices = self.routing.choose(layer, y_TH, micro_batch.recorded_T, micro_batch.prompt_T)
         recorder.add(ATTENTION, start_ns, layer, index, rows)
-        self._exchange.dispatch(layer, index, y_TH, choices)
+        self.exchange.dispatch(layer, index, y_TH, choices)
         micro_batch.in_flight = layer
         start_ns = time.monotonic_ns()
         micro_batch.local_TH = half.local_feed_forward(layer, y_TH)
@@ -203,21 +192,21 @@ class AttentionRunner:
         """The keys and values of this layer are in the pages; not waiting."""
         for sequence in sequences:
             until = sequence.start + len(sequence.token_ids)
-            blocks = partial(self._tables.blocks, sequence.slot, until)
+            blocks = partial(self.tables.blocks, sequence.slot, until)
             sender.layer_done(sequence.request_id, layer, until, blocks)
 
     def _give_all(self, step: RunStep) -> None:
         """The keys and values of all layers are in the pages, as after a captured step."""
-        if self._sender is not None:
-            for layer in self._half.layers:
+        if self.sender is not None:
+            for layer in self.half.layers:
                 for sequences in step.micro_batches:
-                    self._give(self._sender, layer, sequences)
+                    self._give(self.sender, layer, sequences)
 
     def _collect(self, index: int, micro_batch: MicroBatch) -> None:
         """Wait for the experts' part of the layer under way, if any, and complete `delta_TH`."""
         if micro_batch.in_flight is None:
             return
-        micro_batch.delta_TH = self._exchange.combine(micro_batch.in_flight, index, micro_batch.local_TH)
+        micro_batch.delta_TH = self.exchange.combine(micro_batch.in_flight, index, micro_batch.local_TH)
         micro_batch.local_TH, micro_batch.in_flight = None, None
 
 
@@ -239,29 +228,21 @@ def with_sampled(sequences: list[SequenceStep], newest: list[Sampled]) -> list[S
     return known
 
 
-class LeadingAttention:
-    """Runs the engine's steps with several ranks. A worker of one rank uses `AttentionRunner` alone."""
+class AttentionRanks:
+    """Several ranks that run the engine's steps together. A worker of one rank uses `AttentionRunner` alone."""
 
     def __init__(self, ranks: RankGroup, runner: AttentionRunner) -> None:
         self._ranks = ranks
         self._runner = runner
 
     def run(self, step: RunStep) -> StepResult | None:
-        """See `AttentionRunner.run`. Followers do not sample, so they get nothing of what that takes."""
+        """Lead one step, see `AttentionRunner.run`. Followers do not sample, so they get nothing of what that takes."""
         passed_on = msgspec.structs.replace(step, released=[], starts=[], bitmasks={})
         self._ranks.broadcast_bytes(_ENCODER.encode(passed_on))
         return self._runner.run(step)
 
-
-class FollowingAttention:
-    """The steps of an attention worker or replica on a rank that does not lead it."""
-
-    def __init__(self, ranks: RankGroup, runner: AttentionRunner) -> None:
-        self._ranks = ranks
-        self._runner = runner
-
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
-        """Follow one step; False if none came within `idle_s`. Raises as the leader's collectives do."""
+        """Follow one step of the leader; False if none came within `idle_s`. Raises as the leader's collectives do."""
         heard = hear_leader(self._ranks, idle_s)
         if heard is None:
             return False

@@ -1,9 +1,11 @@
 """From a `Configure` message to a process that can run: device, kernels, its part of the model, cache, exchange."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,8 +38,8 @@ from antiphon.models.warm_up import warm_up_attention
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, read_path_profile
-from antiphon.serve.worker.attention import AttentionRunner, FollowingAttention, LeadingAttention
-from antiphon.serve.worker.captured_step import CapturedSteps
+from antiphon.serve.worker.attention import AttentionRanks, AttentionRunner
+from antiphon.serve.worker.captured_step import CapturedSteps, DecodeSteps
 from antiphon.serve.worker.counting_recorder import CountingRecorder
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
 from antiphon.serve.worker.exchange import BlockExchange, LeadersExperts, LocalExperts, OffloadingExchange, StepExchange
@@ -45,6 +47,7 @@ from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.hybrid import (
     HybridStepExchange,
+    PrefetchingHybrid,
     hybrid_exchange,
     hybrid_experts,
     hybrid_forms,
@@ -52,10 +55,10 @@ from antiphon.serve.worker.hybrid import (
 )
 from antiphon.serve.worker.kv_transfer import KVLinks, KVSender, Say, cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure
-from antiphon.serve.worker.native_step import NativeSteps, native_steps
+from antiphon.serve.worker.native_step import native_steps
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchingExchange
 from antiphon.serve.worker.routing import RoutingReplay, RowRouting
-from antiphon.serve.worker.row_sampler import NoSampler, RowSampler
+from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.side_by_side import SharedExchange, SideBySide
 from antiphon.serve.worker.spans import SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, PipelineStage
@@ -64,50 +67,41 @@ from antiphon.specs.model import ModelSpec
 _log = get_logger("worker")
 
 
-@dataclass
-class AttentionWorker:
-    """A loaded attention worker (or a replica, whose experts are in the same process), or the leader of one. `kv`: the
-    way of keys and values to other workers, or from them."""
+@dataclass(kw_only=True)
+class LoadedWorker:
+    """A process that can work. `moves`: of experts that it holds for others; `counters`: of what they compute, if it
+    leads their ranks; `kv`: the way of keys and values to other workers, or from them."""
 
-    runner: AttentionRunner | LeadingAttention
     recorder: SpanRecorder
-    exchange: AttentionExchange
     links: PeerLinks
-    moves: ExpertMoves | None
-    counters: ExpertCounters | None
-    kernels: str
-    kv: KVLinks | None
-
-
-@dataclass
-class ExpertWorker:
-    """A loaded expert worker, or the leader of one."""
-
-    runner: ExpertRunner
-    recorder: SpanRecorder
-    exchange: ExpertExchange
-    links: PeerLinks
-    moves: ExpertMoves
-    counters: ExpertCounters
     kernels: str
     timeout_s: float
-
-
-@dataclass
-class Follower:
-    """A loaded rank that does what the leader of its worker says. `counters`: if it leads ranks that share experts."""
-
-    runner: FollowingAttention | ExpertRanks
-    recorder: SpanRecorder
-    links: PeerLinks
-    moves: ExpertMoves | None
-    counters: ExpertCounters | None
-    kernels: str
-    timeout_s: float
+    moves: ExpertMoves | None = None
+    counters: ExpertCounters | None = None
     kv: KVLinks | None = None
 
 
-LoadedWorker = AttentionWorker | ExpertWorker | Follower
+@dataclass(kw_only=True)
+class AttentionWorker(LoadedWorker):
+    """An attention worker (or a replica, whose experts are in the same process), or the leader of one."""
+
+    runner: AttentionRunner | AttentionRanks
+    exchange: AttentionExchange
+
+
+@dataclass(kw_only=True)
+class ExpertWorker(LoadedWorker):
+    """An expert worker, or the leader of one."""
+
+    runner: ExpertRunner
+    exchange: ExpertExchange
+
+
+@dataclass(kw_only=True)
+class Follower(LoadedWorker):
+    """A rank that does what the leader of its worker says."""
+
+    runner: AttentionRanks | ExpertRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +196,14 @@ def _build_experts(source: _Source) -> ExpertWorker | Follower:
     load = partial(load_expert, source.checkpoint, spec, share, half)
     moves = ExpertMoves(configure.index, half, load, placement, _num_prefetched(configure))
     experts = ExpertRanks(ranks, half, moves, recorder)
+    common: dict[str, Any] = {"recorder": recorder, "kernels": backend.name, "timeout_s": configure.timeout_s}
     if ranks.rank > 0:
-        return Follower(experts, recorder, PeerLinks(None, ranks), moves, None, backend.name, configure.timeout_s)
+        return Follower(runner=experts, links=PeerLinks(None, ranks), moves=moves, **common)
     exchange = _experts_end(source)
     counters = ExpertCounters(configure.index, half)
     runner = ExpertRunner(experts, exchange, counters, recorder, in_stream_order=configure.streams)
     links = PeerLinks(exchange, ranks)
-    return ExpertWorker(runner, recorder, exchange, links, moves, counters, backend.name, configure.timeout_s)
+    return ExpertWorker(runner=runner, exchange=exchange, links=links, moves=moves, counters=counters, **common)
 
 
 def _experts_end(source: _Source) -> ExpertExchange:
@@ -253,11 +248,12 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
     runner = _attention_runner(source, seat, half, exchange, moves, cache, None if kv is None else kv.sender)
     links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
     crew = seat.ranks if seat.stages is None else seat.stages.crew
+    common: dict[str, Any] = {"recorder": recorder, "kernels": kernels, "timeout_s": configure.timeout_s}
+    common |= {"links": links, "moves": moves, "counters": counters, "kv": kv}
     if configure.rank > 0:
-        follower = FollowingAttention(crew, runner)
-        return Follower(follower, recorder, links, moves, counters, kernels, configure.timeout_s, kv)
-    leader = runner if crew.size == 1 else LeadingAttention(crew, runner)
-    return AttentionWorker(leader, recorder, exchange, links, moves, counters, kernels, kv)
+        return Follower(runner=AttentionRanks(crew, runner), **common)
+    leader = runner if crew.size == 1 else AttentionRanks(crew, runner)
+    return AttentionWorker(runner=leader, exchange=exchange, **common)
 
 
 def _kv_links(source: _Source, seat: _Seat, cache: KVCache) -> KVLinks | None:
@@ -373,16 +369,14 @@ def _attention_runner(
     """Only the leader samples, counts rows and records routing."""
     configure, backend, recorder, leads = source.configure, source.backend, source.recorder, source.configure.rank == 0
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
-    sampler = RowSampler(backend) if leads else NoSampler()
+    sampler = RowSampler(backend) if leads else None
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
-    captured: CapturedSteps | NativeSteps | None = None
+    captured: DecodeSteps | None = None
     if configure.graphs:
         assert isinstance(exchange, LocalExperts), "only a worker with all experts runs without the host"
         assert isinstance(exchange.half, ExpertHalf), "in its memory"
-        assert isinstance(sampler, RowSampler), "it has one rank"
-        captured = CapturedSteps(
-            half, exchange.half, cache, tables, sampler, block_size=configure.block_size, pad_block=configure.num_blocks
-        )
+        assert sampler is not None, "it has one rank"
+        captured = CapturedSteps(half, exchange.half, cache, tables, sampler, pad_block=configure.num_blocks)
         if _compiles(backend) or backend.device.type == "cuda":
             captured.warm_up(configure.max_running)
     elif not (configure.record_routing or configure.replay_routing):
@@ -410,38 +404,24 @@ def _step_exchange(
     """What steps use of `exchange`, with what the layout adds."""
     configure, recorder, timeout_s = source.configure, source.recorder, source.configure.timeout_s
     counts_rows = configure.count_rows and configure.rank == 0
+    prefetcher = None
+    if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange | HybridExchange):
+        num_experts = source.spec.router.num_experts
+        prefetcher = Prefetcher(num_experts, exchange, configure.prefetch_rows, configure.phases)
     if seat.levels is not None:
         assert isinstance(exchange, HybridExchange), "it goes over the levels"
         assert moves is not None, "experts that serve others may move"
         forms = hybrid_forms(configure, source.spec, source.backend, seat.levels, exchange)
-        prefetcher = None
-        if configure.prefetch_rows:
-            num_experts = source.spec.router.num_experts
-            prefetcher = Prefetcher(num_experts, exchange, configure.prefetch_rows, configure.phases)
-        return HybridStepExchange(
-            exchange,
-            half,
-            recorder,
-            timeout_s,
-            counts_rows=counts_rows,
-            moves=moves,
-            forms=forms,
-            prefetcher=prefetcher,
-        )
+        make: Callable[..., StepExchange] = HybridStepExchange
+        if prefetcher is not None:
+            make = partial(PrefetchingHybrid, prefetcher=prefetcher)
+        return make(exchange, half, recorder, timeout_s, counts_rows=counts_rows, moves=moves, forms=forms)
     if isinstance(exchange, LocalExperts) and isinstance(exchange.half, OffloadedExperts):
         return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
     if configure.sums_in_blocks and isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):
         return BlockExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
-    if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange):
-        return PrefetchingExchange(
-            exchange,
-            half,
-            recorder,
-            timeout_s,
-            counts_rows=counts_rows,
-            load_rows=configure.prefetch_rows,
-            phases=configure.phases,
-        )
+    if prefetcher is not None:
+        return PrefetchingExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows, prefetcher=prefetcher)
     if configure.exchange is not None and configure.exchange.side_by_side:
         assert isinstance(exchange, NativeAttentionExchange), "other libraries carry steps that all take together"
         return SharedExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows)

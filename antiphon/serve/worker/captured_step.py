@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from antiphon.base.logging import get_logger
+from antiphon.cost.kv_blocks import blocks_of
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.models.attention_half import AttentionHalf
-from antiphon.models.batch import BlockTables
+from antiphon.models.batch import BlockTables, refilled_batch
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.messages import RunStep, Sampled
@@ -58,31 +59,30 @@ class _Bucket:
     cannot_record: set[str] = field(default_factory=set)  # forms
 
 
-class CapturedSteps:
-    """Runs the steps that qualify. `pad_block`: a block of the cache that no sequence has. Not thread-safe."""
+@dataclass(eq=False)
+class DecodeSteps:
+    """Decode steps of a replica, which has all layers and all experts. Not thread-safe."""
 
-    def __init__(
-        self,
-        half: AttentionHalf,
-        experts: ExpertHalf,
-        cache: KVCache,
-        tables: BlockTables,
-        sampler: RowSampler,
-        *,
-        block_size: int,
-        pad_block: int,
-    ) -> None:
-        self._half = half
-        self._experts = experts
-        self._cache = cache
-        self._tables = tables
-        self._sampler = sampler
-        self._block_size = block_size
-        self._pad_block = pad_block
-        self._device = half.backend.device
-        self._buckets: dict[tuple[int, int], _Bucket] = {}
-        self._has_warned = False
-        self._pool: Any = None  # memory that all graphs share: one runs at a time
+    half: AttentionHalf
+    experts: ExpertHalf
+    cache: KVCache
+    tables: BlockTables
+    sampler: RowSampler
+
+    def run(self, step: RunStep) -> list[Sampled] | None:
+        """The step's tokens, or None if it does not qualify: nothing has happened then. Its `released` and `starts`
+        have been obeyed."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class CapturedSteps(DecodeSteps):
+    """Runs the steps that qualify. `pad_block`: a block of the cache that no sequence has."""
+
+    pad_block: int = field(kw_only=True)
+    _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict, init=False)
+    _has_warned: bool = field(default=False, init=False)
+    _pool: Any = field(default=None, init=False)  # memory that all graphs share: one runs at a time
 
     def warm_up(self, most_rows: int) -> None:
         """Compile and record the buckets of short contexts, for steps of up to `most_rows` rows, before any request.
@@ -96,25 +96,23 @@ class CapturedSteps:
         _log.info("decode steps of up to %d rows: ready after %.1f s", sizes[-1], time.monotonic() - started)
 
     def run(self, step: RunStep) -> list[Sampled] | None:
-        """The step's tokens, or None if it does not qualify: nothing has happened then. Its `released` and `starts`
-        have been obeyed."""
         if (sequences := decoding_sequences(step)) is None:
             return None
         for sequence in sequences:
-            self._tables.update(sequence)
+            self.tables.update(sequence)
         bucket = self._bucket_of(sequences)
-        draws = self._sampler.draws(sequences, step.bitmasks)
+        draws = self.sampler.draws(sequences, step.bitmasks)
         self._fill(bucket, sequences, draws)
         form = "logits" if draws is None else "drawn" if any(not each.params.greedy for each in draws) else "greedy"
         output = self._compute(bucket, form)
         if draws is None:
-            return self._sampler.sample(output[: len(sequences)], sequences, step.bitmasks)
+            return self.sampler.sample(output[: len(sequences)], sequences, step.bitmasks)
         token_ids: list[int] = output[: len(sequences)].tolist()
         return [Sampled(each.request_id, token) for each, token in zip(sequences, token_ids, strict=True)]
 
     def _compute(self, bucket: _Bucket, form: str) -> Tensor:
         """Step 2; the output belongs to the bucket, until the same form runs again."""
-        if self._device.type != "cuda":
+        if self.half.backend.device.type != "cuda":
             return self.forward(bucket, form)
         if form not in bucket.graphs:
             bucket.graphs[form] = None  # the first time everything is compiled, loaded and warmed: not recorded
@@ -146,23 +144,23 @@ class CapturedSteps:
 
     def forward(self, bucket: _Bucket, form: str) -> Tensor:
         """From the bucket's buffers to token ids [T], or to logits. Asks the host nothing."""
-        self._half.backend.asks_host = False
+        self.half.backend.asks_host = False
         try:
             return self._forward(bucket, form)
         finally:
-            self._half.backend.asks_host = True
+            self.half.backend.asks_host = True
 
     def _forward(self, bucket: _Bucket, form: str) -> Tensor:
-        half, batch = self._half, bucket.batch
+        half, batch = self.half, bucket.batch
         x_TH = half.embed(bucket.tokens_T)
         delta_TH: Tensor | None = None
         for layer in half.layers:
-            x_TH, y_TH = half.attend(layer, x_TH, delta_TH, self._cache, batch)
+            x_TH, y_TH = half.attend(layer, x_TH, delta_TH, self.cache, batch)
             delta_TH = half.local_feed_forward(layer, y_TH)
             if half.routes(layer):
                 ids_TK, weights_TK = half.gate(layer, y_TH)
                 ids_TK = torch.where(bucket.valid_T1, ids_TK, -1)
-                routed_TH = self._experts.forward(layer, y_TH, ids_TK, weights_TK)
+                routed_TH = self.experts.forward(layer, y_TH, ids_TK, weights_TK)
                 delta_TH = routed_TH if delta_TH is None else routed_TH + delta_TH
         logits_TW = half.head(x_TH, delta_TH)
         if form == "logits":
@@ -172,7 +170,7 @@ class CapturedSteps:
     # --- buffers
 
     def _bucket_of(self, sequences: list[SequenceStep]) -> _Bucket:
-        num_blocks = max(sequence.start for sequence in sequences) // self._block_size + 1
+        num_blocks = blocks_of(max(sequence.start for sequence in sequences) + 1, self.tables.block_size)
         return self._bucket(_rounded(len(sequences)), max(_LEAST_BLOCKS, _rounded(num_blocks)))
 
     def _bucket(self, rows: int, blocks: int) -> _Bucket:
@@ -181,33 +179,24 @@ class CapturedSteps:
         return self._buckets[rows, blocks]
 
     def _new_bucket(self, rows: int, blocks: int) -> _Bucket:
-        pinned = self._device.type == "cuda"
+        device = self.half.backend.device
+        pinned = device.type == "cuda"
         host_integers = torch.zeros(rows * (_INTEGERS_OF_A_ROW + blocks), dtype=torch.int32, pin_memory=pinned)
         host_numbers = torch.zeros(4 * rows, dtype=torch.float64, pin_memory=pinned)
-        integers, numbers = (torch.zeros_like(each, device=self._device) for each in (host_integers, host_numbers))
+        integers, numbers = (torch.zeros_like(each, device=device) for each in (host_integers, host_numbers))
         tokens_T, positions_T, slots_T, contexts_T, last_ranks_T, greedy_T = integers[: rows * _INTEGERS_OF_A_ROW].view(
             _INTEGERS_OF_A_ROW, rows
         )
         temperatures_T, top_ps_T, min_ps_T, uniforms_T = numbers.view(4, rows)
-        longest = blocks * self._block_size
-        batch = AttentionBatch(
-            positions_T=positions_T,
-            slots_T=slots_T,
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
-            context_lens_S=contexts_T,
-            block_tables_SB=integers[rows * _INTEGERS_OF_A_ROW :].view(rows, blocks),
-            query_lens=(1,) * rows,
-            context_lens=(longest,) * rows,
-            refilled=True,
-        )
+        tables_TM = integers[rows * _INTEGERS_OF_A_ROW :].view(rows, blocks)
         return _Bucket(
             host_integers=host_integers,
             host_numbers=host_numbers,
             integers=integers,
             numbers=numbers,
-            valid_T1=torch.zeros((rows, 1), dtype=torch.bool, device=self._device),
+            valid_T1=torch.zeros((rows, 1), dtype=torch.bool, device=device),
             tokens_T=tokens_T,
-            batch=batch,
+            batch=refilled_batch(positions_T, slots_T, contexts_T, tables_TM, block_size=self.tables.block_size),
             draws=Draws(temperatures_T, last_ranks_T, top_ps_T, min_ps_T, uniforms_T, greedy_T),
             graphs={},
             outputs={},
@@ -216,19 +205,19 @@ class CapturedSteps:
     def _fill(self, bucket: _Bucket, sequences: list[SequenceStep], draws: list[RowDraw] | None) -> None:
         """Step 1."""
         rows, blocks = bucket.batch.block_tables_SB.shape
-        count, pad_slot = len(sequences), self._pad_block * self._block_size
+        count, pad_slot = len(sequences), self.pad_block * self.tables.block_size
         integers = bucket.host_integers.numpy()
         heads = integers[: rows * _INTEGERS_OF_A_ROW].reshape(_INTEGERS_OF_A_ROW, rows)
         tables = integers[rows * _INTEGERS_OF_A_ROW :].reshape(rows, blocks)
         heads[:, count:] = np.array([[0], [0], [pad_slot], [1], [0], [1]])
-        tables[count:] = self._pad_block
-        own = self._tables.decode_rows(sequences, blocks)
+        tables[count:] = self.pad_block
+        own = self.tables.decode_rows(sequences, blocks)
         heads[0, :count] = [sequence.token_ids[0] for sequence in sequences]
         heads[1, :count], heads[2, :count], tables[:count] = own.positions, own.slots, own.tables
         heads[3, :count] = own.positions + 1
         numbers = bucket.host_numbers.numpy().reshape(4, rows)
         numbers[:] = np.array([[1.0], [1.0], [0.0], [0.0]])
-        vocabulary = self._half.spec.vocab_size
+        vocabulary = self.half.spec.vocab_size
         for row, draw in enumerate(draws or ()):
             params = draw.params
             heads[4, row], heads[5, row] = draw.last_rank(vocabulary), params.greedy

@@ -9,6 +9,7 @@ comes back is the whole sum, on every rank.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,18 +21,14 @@ from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling
 from antiphon.comm.two_level.levels import Levels, open_levels
 from antiphon.comm.two_level.topology import TwoLevel
 from antiphon.kernels.api import KernelBackend
-from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
-from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.endpoints import group_maker
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.expert_moves import ExpertMoves
 from antiphon.serve.worker.experts import ExpertCounters
 from antiphon.serve.worker.messages import Configure, RunStep
-from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
-from antiphon.serve.worker.routing import Choices
-from antiphon.serve.worker.spans import PREDICT, SpanRecorder
+from antiphon.serve.worker.prefetch import PrefetchingExchange, PrefetchSlots
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
 
@@ -88,62 +85,43 @@ def hybrid_exchange(
     return HybridExchange(levels, placement, compute, fetch=slots.start if slots.num_slots else None)
 
 
+@dataclass(eq=False)
 class HybridStepExchange(StepExchange):
     """Steps over `exchange`, whose experts serve other workers too. `moves`: of the experts here. `forms`: how the rows
-    of a step travel. `prefetcher`: asks for copies ahead of a layer; all ranks of the replica decide alike."""
+    of a step travel."""
 
-    def __init__(
-        self,
-        exchange: HybridExchange,
-        half: AttentionHalf,
-        recorder: SpanRecorder,
-        timeout_s: float,
-        *,
-        counts_rows: bool,
-        moves: ExpertMoves,
-        forms: Forms,
-        prefetcher: Prefetcher | None = None,
-    ) -> None:
-        super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
-        self._moves = moves
-        self._forms = forms
-        self._prefetcher = prefetcher
-        self._served: dict[int, int] = {}  # by micro-batch without rows here: the layer under way
+    exchange: HybridExchange
+    moves: ExpertMoves = field(kw_only=True)
+    forms: Forms = field(kw_only=True)
+    _served: dict[int, int] = field(default_factory=dict, init=False)  # by micro-batch without rows here: its layer
 
     def begin_step(self, step: RunStep) -> None:
         """Rows go by the placement that the step names. The first step of an epoch may measure, and wait."""
         self._served.clear()
-        self._exchange.place(self._moves.named(step.placement))
+        self.exchange.place(self.moves.named(step.placement))
         super().begin_step(step)
-        self._forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)
-        if self._prefetcher is not None:
-            self._prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])
-
-    def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
-        if self._prefetcher is not None:
-            start_ns = time.monotonic_ns()
-            self._prefetcher.ask(layer, micro_batch, choices.ids_TK, choices.forecast)
-            self._recorder.add(PREDICT, start_ns, layer, micro_batch, y_TH.shape[0])
-        super().dispatch(layer, micro_batch, y_TH, choices)
-
-    def take_prefetch_counts(self) -> PrefetchCounts | None:
-        return None if self._prefetcher is None else self._prefetcher.take_counts()
+        self.forms.begin_step(prefill=step.prefill, most_rows=step.most_rows)
 
     def _complete(self, experts_TH: Tensor, local_TH: Tensor | None) -> Tensor:
-        return experts_TH if local_TH is None else experts_TH + self._half.sum_over_ranks(local_TH)
+        return experts_TH if local_TH is None else experts_TH + self.half.sum_over_ranks(local_TH)
 
     def serve_others(self, layer: int | None, micro_batch: int) -> None:
         """Other workers may have rows in this micro-batch: the experts here are needed all the same."""
         before = self._served.pop(micro_batch, None)
         if before is not None:
-            self._exchange.combine(before, micro_batch, self._timeout_s)
-        if layer is not None and self._half.routes(layer):
-            spec = self._half.spec
+            self.exchange.combine(before, micro_batch, self.timeout_s)
+        if layer is not None and self.half.routes(layer):
+            spec = self.half.spec
             nothing_K = torch.empty(0, spec.router.top_k)
-            backend = self._half.backend
+            backend = self.half.backend
             rows_TH = torch.empty(0, spec.hidden_size, dtype=backend.dtype, device=backend.device)
-            self._exchange.dispatch(layer, micro_batch, rows_TH, nothing_K.int(), nothing_K)
+            self.exchange.dispatch(layer, micro_batch, rows_TH, nothing_K.int(), nothing_K)
             self._served[micro_batch] = layer
+
+
+@dataclass(eq=False)
+class PrefetchingHybrid(PrefetchingExchange, HybridStepExchange):
+    """The same with copies asked for ahead of a layer; all ranks of a replica decide alike."""
 
 
 def hybrid_forms(

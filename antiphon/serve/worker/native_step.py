@@ -17,7 +17,8 @@ Letters as in `antiphon.kernels.api`; here T is the most rows of a step, one for
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,31 +27,29 @@ from torch import Tensor
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange
+from antiphon.cost.kv_blocks import blocks_of
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.noted_calls import CannotNote, NotedCalls
 from antiphon.models.attention_half import AttentionHalf
-from antiphon.models.batch import BlockTables
+from antiphon.models.batch import BlockTables, refilled_batch
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.policy.step import SequenceStep
-from antiphon.serve.worker.captured_step import decoding_sequences
+from antiphon.serve.worker.captured_step import DecodeSteps, decoding_sequences
 from antiphon.serve.worker.exchange import LocalExperts
 from antiphon.serve.worker.messages import RunStep, Sampled
-from antiphon.serve.worker.row_sampler import NoSampler, RowSampler
+from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, INPUTS, SAMPLE, SpanRecorder
 
 _log = get_logger("worker")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Buffers:
-    """What the calls read, and `logits_TW`, which they make. The arrays are the batch's tensors, which it keeps."""
+class _Buffers(NamedTuple):
+    """What the calls read, and `logits_TW`, which they make. `numbers`: positions, slots, contexts and block tables of
+    the batch, as arrays on its tensors."""
 
     batch: AttentionBatch
-    positions: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    contexts: NDArray[np.int32]
-    tables: NDArray[np.int32]
+    numbers: list[NDArray[np.int32]]
     x_TH: Tensor
     logits_TW: Tensor
     calls: NotedCalls
@@ -61,7 +60,7 @@ def native_steps(
     exchange: AttentionExchange,
     cache: KVCache,
     tables: BlockTables,
-    sampler: RowSampler | NoSampler,
+    sampler: RowSampler | None,
     recorder: SpanRecorder,
     *,
     most_rows: int,
@@ -70,86 +69,57 @@ def native_steps(
     is_whole = half.ranks.size == 1 and half.embedding_WH is not None and half.output_head is not None
     if not (is_whole and isinstance(half.backend, CpuBackend) and isinstance(exchange, LocalExperts)):
         return None
-    if not (isinstance(exchange.half, ExpertHalf) and isinstance(sampler, RowSampler)):
+    if sampler is None or not isinstance(exchange.half, ExpertHalf):
         return None
     return NativeSteps(half, exchange.half, cache, tables, sampler, recorder, most_rows=most_rows)
 
 
-class NativeSteps:
-    """Runs the steps that qualify, of up to `most_rows` rows. Not thread-safe."""
+@dataclass(eq=False)
+class NativeSteps(DecodeSteps):
+    """Runs the steps that qualify, of up to `most_rows` rows."""
 
-    def __init__(
-        self,
-        half: AttentionHalf,
-        experts: ExpertHalf,
-        cache: KVCache,
-        tables: BlockTables,
-        sampler: RowSampler,
-        recorder: SpanRecorder,
-        *,
-        most_rows: int,
-    ) -> None:
-        assert isinstance(half.backend, CpuBackend), "it makes the native calls"
-        self._half = half
-        self._backend = half.backend
-        self._experts = experts
-        self._cache = cache
-        self._tables = tables
-        self._sampler = sampler
-        self._recorder = recorder
-        self._most_rows = most_rows
-        self._buffers: _Buffers | None = None
-        self._cannot = False
-        self._spans: list[tuple[int, int]] = []  # name and layer, for each time that a step takes
+    recorder: SpanRecorder
+    most_rows: int = field(kw_only=True)
+    _buffers: _Buffers | None = field(default=None, init=False)
+    _cannot: bool = field(default=False, init=False)
+    _spans: list[tuple[int, int]] = field(default_factory=list, init=False)  # name and layer of each time of a step
 
     def run(self, step: RunStep) -> list[Sampled] | None:
-        """The step's tokens, or None if it does not qualify: nothing has happened then. Its `released` and `starts`
-        have been obeyed."""
         sequences = decoding_sequences(step)
-        if sequences is None or self._cannot or len(sequences) > self._most_rows:
+        if sequences is None or self._cannot or len(sequences) > self.most_rows:
             return None
         buffers = self._buffers or self._noted()
         if buffers is None:
             return None
-        start_ns, count, recorder = time.monotonic_ns(), len(sequences), self._recorder
+        start_ns, count, recorder = time.monotonic_ns(), len(sequences), self.recorder
         self._fill(buffers, sequences)
         recorder.add(INPUTS, start_ns, rows=count)
         recorder.add_all(self._spans, buffers.calls.run(count).tobytes(), rows=count)
         start_ns = time.monotonic_ns()
-        sampled = self._sampler.sample(buffers.logits_TW[:count], sequences, step.bitmasks)
+        sampled = self.sampler.sample(buffers.logits_TW[:count], sequences, step.bitmasks)
         recorder.add(SAMPLE, start_ns)
         return sampled
 
     def _fill(self, buffers: _Buffers, sequences: list[SequenceStep]) -> None:
         """Step 1."""
-        count, tables = len(sequences), self._tables
+        count, tables = len(sequences), self.tables
         for sequence in sequences:
             tables.update(sequence)
         longest = max(sequence.start for sequence in sequences) + 1
-        rows = tables.decode_rows(sequences, tables.num_blocks(longest))
-        buffers.positions[:count], buffers.slots[:count] = rows.positions, rows.slots
-        np.add(rows.positions, 1, out=buffers.contexts[:count])
-        buffers.tables[:count, : rows.tables.shape[1]] = rows.tables
+        rows = tables.decode_rows(sequences, blocks_of(longest, tables.block_size))
+        positions, slots, contexts, block_tables = buffers.numbers
+        positions[:count], slots[:count] = rows.positions, rows.slots
+        np.add(rows.positions, 1, out=contexts[:count])
+        block_tables[:count, : rows.tables.shape[1]] = rows.tables
         token_ids = torch.tensor([sequence.token_ids[0] for sequence in sequences])
-        buffers.x_TH[:count] = self._half.embed(token_ids)
+        buffers.x_TH[:count] = self.half.embed(token_ids)
 
     def _noted(self) -> _Buffers | None:
         """Note the calls; None where that cannot be done, now and later."""
-        rows, calls = self._most_rows, NotedCalls()
-        zeros = [np.zeros(rows, np.int32) for _ in range(3)]
-        positions, slots, contexts = zeros
-        tables = np.zeros((rows, self._tables.most_blocks), np.int32)
-        batch = AttentionBatch(
-            positions_T=torch.from_numpy(positions),
-            slots_T=torch.from_numpy(slots),
-            query_starts=torch.arange(rows + 1, dtype=torch.int32),
-            context_lens_S=torch.from_numpy(contexts),
-            block_tables_SB=torch.from_numpy(tables),
-            query_lens=(1,) * rows,
-            context_lens=(self._tables.most_tokens,) * rows,
-            refilled=True,
-        )
-        x_TH = torch.zeros((rows, self._half.spec.hidden_size), dtype=self._backend.dtype)
+        rows, calls = self.most_rows, NotedCalls()
+        numbers = [np.zeros(rows, np.int32) for _ in range(3)] + [np.zeros((rows, self.tables.most_blocks), np.int32)]
+        batch = refilled_batch(*map(torch.from_numpy, numbers), block_size=self.tables.block_size)
+        x_TH = torch.zeros((rows, self.half.spec.hidden_size), dtype=self.half.backend.dtype)
         self._spans.clear()
         try:
             logits_TW = calls.note(lambda: self._forward(x_TH, batch, calls))
@@ -158,31 +128,23 @@ class NativeSteps:
             _log.info("decode steps are not one native call: %s between its kernels", error)
             return None
         _log.info("decode steps of up to %d rows: %d kernels in one native call", rows, len(calls) - len(self._spans))
-        self._buffers = _Buffers(
-            batch=batch,
-            positions=positions,
-            slots=slots,
-            contexts=contexts,
-            tables=tables,
-            x_TH=x_TH,
-            logits_TW=logits_TW,
-            calls=calls,
-        )
+        self._buffers = _Buffers(batch, numbers, x_TH, logits_TW, calls)
         return self._buffers
 
     def _forward(self, x_TH: Tensor, batch: AttentionBatch, calls: NotedCalls) -> Tensor:
         """From embedded rows to logits."""
-        half = self._half
+        half, backend = self.half, self.half.backend
+        assert isinstance(backend, CpuBackend), "it makes the native calls"
         delta_TH: Tensor | None = None
         for layer in half.layers:
-            x_TH, y_TH = half.attend(layer, x_TH, delta_TH, self._cache, batch)
+            x_TH, y_TH = half.attend(layer, x_TH, delta_TH, self.cache, batch)
             if half.routes(layer):
                 ids_TK, weights_TK = half.gate(layer, y_TH)
                 self._mark(calls, ATTENTION, layer)
-                delta_TH = self._experts.forward(layer, y_TH, ids_TK, weights_TK)
+                delta_TH = self.experts.forward(layer, y_TH, ids_TK, weights_TK)
                 self._mark(calls, DISPATCH, layer)
                 if (local_TH := half.local_feed_forward(layer, y_TH)) is not None:
-                    delta_TH = self._backend.add_rows(delta_TH, local_TH)
+                    delta_TH = backend.add_rows(delta_TH, local_TH)
                     self._mark(calls, ATTENTION, layer)
             else:
                 delta_TH = half.dense_feed_forward(layer, y_TH)

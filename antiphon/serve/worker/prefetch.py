@@ -35,15 +35,13 @@ import numpy as np
 from torch import Tensor
 
 from antiphon import _native
-from antiphon.comm.m2n.native import NativeAttentionExchange
-from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, Phases, Prefetch, needs_phase_two
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.routing import Choices, Forecast
-from antiphon.serve.worker.spans import PREDICT, SpanRecorder
+from antiphon.serve.worker.spans import PREDICT
 from antiphon.specs.placement import ExpertPlacement
 
 _FADING = 1 / 128  # of what a missing copy has cost so far, by step
@@ -169,36 +167,24 @@ class Prefetcher:
         return counts
 
 
+@dataclass(eq=False)
 class PrefetchingExchange(StepExchange):
-    """Steps over `exchange` in which expert workers are asked for copies ahead of a layer."""
+    """Steps in which expert workers are asked for copies ahead of a layer; `prefetcher` is of the same exchange."""
 
-    def __init__(
-        self,
-        exchange: NativeAttentionExchange,
-        half: AttentionHalf,
-        recorder: SpanRecorder,
-        timeout_s: float,
-        *,
-        counts_rows: bool,
-        load_rows: int,
-        phases: Phases = "both",
-    ) -> None:
-        """`load_rows`, `phases`: as for `Prefetcher`."""
-        super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
-        self._prefetcher = Prefetcher(half.spec.router.num_experts, exchange, load_rows, phases)
+    prefetcher: Prefetcher = field(kw_only=True)
 
     def begin_step(self, step: RunStep) -> None:
-        self._prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])
+        self.prefetcher.begin_step([sum(len(each.token_ids) for each in rows) for rows in step.micro_batches])
         super().begin_step(step)
 
     def dispatch(self, layer: int, micro_batch: int, y_TH: Tensor, choices: Choices) -> None:
         start_ns = time.monotonic_ns()
-        self._prefetcher.ask(layer, micro_batch, choices.ids_TK, choices.forecast)
-        self._recorder.add(PREDICT, start_ns, layer, micro_batch, y_TH.shape[0])
+        self.prefetcher.ask(layer, micro_batch, choices.ids_TK, choices.forecast)
+        self.recorder.add(PREDICT, start_ns, layer, micro_batch, y_TH.shape[0])
         super().dispatch(layer, micro_batch, y_TH, choices)
 
     def take_prefetch_counts(self) -> PrefetchCounts:
-        return self._prefetcher.take_counts()
+        return self.prefetcher.take_counts()
 
 
 @dataclass

@@ -311,7 +311,7 @@ def _ready(worker: LoadedWorker) -> WorkerReady:
         kernels=worker.kernels,
         ticket=worker.exchange.ticket if isinstance(worker, ExpertWorker) else b"",
         rank_ticket=worker.links.ranks.ticket,
-        kv_ticket=b"" if isinstance(worker, ExpertWorker) or worker.kv is None else worker.kv.ticket,
+        kv_ticket=b"" if worker.kv is None else worker.kv.ticket,
     )
 
 
@@ -328,7 +328,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             worker = _start(channel, adapt(configure))
             worker.recorder.watch("orders", thread)
             orders.on_abort = worker.links.abort
-            orders.on_kv = None if isinstance(worker, ExpertWorker) or worker.kv is None else worker.kv.heard
+            orders.on_kv = None if worker.kv is None else worker.kv.heard
             channel.send(_ready(worker))
         except UserError as error:
             channel.send(WorkerFailure(str(error), error.exit_code))
@@ -361,7 +361,7 @@ def _serve(worker: LoadedWorker, channel: Channel, orders: Orders) -> None:
 def _close(worker: LoadedWorker) -> None:
     if worker.moves is not None:
         worker.moves.close()  # Python cannot end while a thread of it computes
-    if not isinstance(worker, ExpertWorker) and worker.kv is not None:
+    if worker.kv is not None:
         worker.kv.close()
     worker.links.close()
 

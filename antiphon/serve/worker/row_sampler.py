@@ -32,6 +32,7 @@ from antiphon.serve.worker.sampling import (
     draw_tokens,
     edit_logits,
     filtered_probabilities,
+    is_filtered,
 )
 from antiphon.specs.sampling import PackedLogprobs
 
@@ -96,20 +97,6 @@ class RowOperations:
         return RowOperations(getattr(backend, "argmax_rows", argmax_of_rows), getattr(backend, "choose_rows", None))
 
 
-class NoSampler:
-    """In the place of a `RowSampler` on a rank that leaves sampling to its leader."""
-
-    def add(self, start: SequenceStart) -> None:
-        """The leader knows the request."""
-
-    def remove(self, request_id: str) -> None:
-        """The leader forgets it."""
-
-    def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
-        """Nothing: the leader samples."""
-        return []
-
-
 class RowSampler:
     """Sampling state of all requests on this worker."""
 
@@ -136,10 +123,8 @@ class RowSampler:
 
     def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
-        if (
-            len(steps) == logits_RV.shape[0]
-            and (chosen_R := self._plainly_chosen(logits_RV, steps, bitmasks)) is not None
-        ):
+        draws = self.draws(steps, bitmasks) if len(steps) == logits_RV.shape[0] else None
+        if draws is not None and (chosen_R := self._plainly_chosen(logits_RV, draws)) is not None:
             return [Sampled(step.request_id, token) for step, token in zip(steps, chosen_R.tolist(), strict=True)]
         prompt_reports: dict[str, list[PackedLogprobs]] = {}
         sampling: list[SequenceStep] = []
@@ -165,14 +150,10 @@ class RowSampler:
             result.append(Sampled(request_id, token_id, logprob, prompt_reports.get(request_id)))
         return result
 
-    def _plainly_chosen(
-        self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]
-    ) -> Tensor | None:
-        """Step 1, where each sequence has one row. None if a row needs more. The states of such requests need not learn
-        of tokens."""
-        temperatures: list[float] = []
-        uniforms: list[float] = []
-        vocab_size = logits_RV.shape[1]
+    def draws(self, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[RowDraw] | None:
+        """How the rows of these steps are drawn, one each, if neither edits nor reports concern any of them: then their
+        states need not learn of tokens. Else None, and `sample` must be asked."""
+        found: list[RowDraw] = []
         for step in steps:
             state = self._states[step.request_id]
             params, index = state.params, step.start + len(step.token_ids) - state.num_prompt
@@ -180,19 +161,20 @@ class RowSampler:
                 return None
             if params.min_tokens and state.bans_stop_ids(index):
                 return None
-            if params.greedy:
-                temperatures.append(0.0)
-                uniforms.append(0.0)
-            elif self._operations.choose is None or state.is_filtered(vocab_size):
-                return None
-            else:
-                temperatures.append(params.temperature)
-                uniforms.append(counter_uniform(state.seed, index))
+            found.append(RowDraw(params, 0.0 if params.greedy else counter_uniform(state.seed, index)))
         if bitmasks and any(step.request_id in bitmasks for step in steps):
             return None
-        if self._operations.choose is None or not any(temperatures):
+        return found
+
+    def _plainly_chosen(self, logits_RV: Tensor, draws: list[RowDraw]) -> Tensor | None:
+        """Step 1. None if a row is filtered, or drawn where the back-end draws none."""
+        choose, drawn = self._operations.choose, [draw.params for draw in draws if not draw.params.greedy]
+        if not drawn:
             return self._operations.argmax(logits_RV)
-        return self._operations.choose(logits_RV, temperatures, uniforms)
+        if choose is None or any(is_filtered(params, logits_RV.shape[1]) for params in drawn):
+            return None
+        temperatures = [0.0 if draw.params.greedy else draw.params.temperature for draw in draws]
+        return choose(logits_RV, temperatures, [draw.uniform for draw in draws])
 
     def _choose(
         self, logits_RV: Tensor, sampling: list[SequenceStep], rows: list[int], bitmasks: dict[str, bytes]
@@ -210,19 +192,6 @@ class RowSampler:
             step.request_id: (token_id, logprob)
             for step, token_id, logprob in zip(sampling, sampled.token_ids, logprobs, strict=True)
         }
-
-    def draws(self, sampling: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[RowDraw] | None:
-        """How these rows are drawn, one each, if neither edits nor reports concern any of them; else None, and `sample`
-        must be asked. The states learn of the step's tokens either way; to learn of them twice changes nothing."""
-        found: list[RowDraw] = []
-        plain = True
-        for step in sampling:
-            state = self._states[step.request_id]
-            state.observe(step.start, step.token_ids)
-            index = step.start + len(step.token_ids) - state.num_prompt
-            plain &= state.only_drawn and not state.bans_stop_ids(index) and step.request_id not in bitmasks
-            found.append(RowDraw(state.params, 0.0 if state.params.greedy else counter_uniform(state.seed, index)))
-        return found if plain else None
 
     @staticmethod
     def _grammar(sampling: list[SequenceStep], bitmasks: dict[str, bytes]) -> GrammarMask | None:
@@ -281,7 +250,7 @@ def _choose(
     token_ids: list[int] = [-1] * len(states)
     drawn = [row for row, state in enumerate(states) if not state.params.greedy]
     if operations.choose is not None:
-        plain = [row for row in drawn if not states[row].is_filtered(edited_RV.shape[1])]
+        plain = [row for row in drawn if not is_filtered(states[row].params, edited_RV.shape[1])]
         if plain:
             temperatures = [states[row].params.temperature for row in plain]
             uniforms = [counter_uniform(states[row].seed, output_indices[row]) for row in plain]

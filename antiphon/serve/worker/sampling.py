@@ -124,14 +124,14 @@ class SamplingState:
             if len(word) == 1 or tuple(self._tail[1 - len(word) :]) == word[:-1]
         }
 
-    def is_filtered(self, vocab_size: int) -> bool:
-        """Whether some tokens are left out of its draws for being improbable."""
-        params = self.params
-        return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
-
     def bans_stop_ids(self, output_index: int) -> bool:
         """Whether output token `output_index` (0 is the first) must not end the request."""
         return output_index < self.params.min_tokens and bool(self.stop_ids)
+
+
+def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether some tokens are left out of its draws for being improbable."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
 
 @dataclass(frozen=True)

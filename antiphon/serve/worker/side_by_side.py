@@ -27,18 +27,13 @@ import msgspec
 import torch
 
 from antiphon.comm.m2n.native import NativeAttentionExchange
-from antiphon.kernels.api import KVCache
-from antiphon.models.attention_half import AttentionHalf
-from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner, with_sampled
 from antiphon.serve.worker.exchange import StepExchange
-from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
-from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.row_sampler import logit_rows, needs_logits
-from antiphon.serve.worker.spans import SAMPLE, SpanRecorder
-from antiphon.serve.worker.stages import AllLayers, MicroBatch
+from antiphon.serve.worker.spans import SAMPLE
+from antiphon.serve.worker.stages import MicroBatch
 
 _ROWS_A_PIECE = 64  # enough that reading the head's weights takes less time than their product with the rows
 
@@ -46,29 +41,19 @@ _ROWS_A_PIECE = 64  # enough that reading the head's weights takes less time tha
 class SharedExchange(StepExchange):
     """The exchange of steps that run side by side: times and bytes are counted from one result to the next."""
 
-    def __init__(
-        self,
-        exchange: NativeAttentionExchange,
-        half: AttentionHalf,
-        recorder: SpanRecorder,
-        timeout_s: float,
-        *,
-        counts_rows: bool = False,
-    ) -> None:
-        super().__init__(exchange, half, recorder, timeout_s, counts_rows=counts_rows)
-        self._native = exchange
+    exchange: NativeAttentionExchange
 
     def begin_step(self, step: RunStep) -> None:
         """Announce one more step."""
-        self._native.begin_step(step.step, step.participants, step.first_micro_batch)
+        self.exchange.begin_step(step.step, step.participants, step.first_micro_batch)
 
     def count_from_here(self) -> None:
         """A result has been made of what was counted."""
-        self._before = self._native.wait_s, self._native.exposed_s, self._native.bytes_sent
+        self._before = self._counted()
 
     def is_back(self, layer: int, micro_batch: int) -> bool:
         """`combine` would not wait."""
-        return self._native.is_back(layer, micro_batch)
+        return self.exchange.is_back(layer, micro_batch)
 
 
 @dataclass(eq=False)
@@ -99,28 +84,17 @@ class _Step:
         return self.pieces is not None and not self.pieces
 
 
+@dataclass(eq=False)
 class SideBySide(AttentionRunner):
     """The steps of one attention worker. `begin` some, at most two of a micro-batch; then `advance`."""
 
-    _exchange: SharedExchange
-
-    def __init__(
-        self,
-        half: AttentionHalf,
-        exchange: SharedExchange,
-        cache: KVCache,
-        tables: BlockTables,
-        stage: AllLayers,
-        routing: RowRouting,
-        recorder: SpanRecorder,
-        sender: KVSender | None = None,
-    ) -> None:
-        super().__init__(half, exchange, cache, tables, stage, routing, recorder, sender)
-        self._steps: list[_Step] = []  # by their last piece of work, the oldest first
-        self._behind: dict[int, RunStep] = {}  # by micro-batch: begins when the one before it has its tokens
-        self._sampled: dict[int, list[Sampled]] = {}  # by micro-batch: what its last step sampled
-        self._counted_until_ns = 0
-        self._is_void = False  # until all begins anew
+    exchange: SharedExchange
+    _steps: list[_Step] = field(default_factory=list, init=False)  # by their last piece of work, the oldest first
+    # By micro-batch: what begins when the step before it has its tokens, and what its last step sampled.
+    _behind: dict[int, RunStep] = field(default_factory=dict, init=False)
+    _sampled: dict[int, list[Sampled]] = field(default_factory=dict, init=False)
+    _counted_until_ns: int = field(default=0, init=False)
+    _is_void: bool = field(default=False, init=False)  # until all begins anew
 
     @property
     def num_running(self) -> int:
@@ -136,31 +110,31 @@ class SideBySide(AttentionRunner):
         if any(step.order.first_micro_batch == order.first_micro_batch for step in self._steps):
             self._behind[order.first_micro_batch] = order
         else:
-            self._recorder.step = order.step
+            self.recorder.step = order.step
             self._start(order)
 
     @torch.inference_mode()
     def _start(self, order: RunStep) -> None:
         if not self._steps:
             self._counted_until_ns = time.monotonic_ns()
-            self._exchange.count_from_here()
-        self._stage.begin_step(order)
-        self._exchange.begin_step(order)
-        if self._sender is not None:
-            self._sender.open(order.offers)
+            self.exchange.count_from_here()
+        self.stage.begin_step(order)
+        self.exchange.begin_step(order)
+        if self.sender is not None:
+            self.sender.open(order.offers)
         sequences = with_sampled(order.micro_batches[0], self._sampled.get(order.first_micro_batch, []))
         assert sequences is not None, "the step before it has ended, or nothing begins"
         micro_batch = self._begin(sequences)
         assert micro_batch is not None, "a step has rows"
         names = {each.request_id for each in sequences}
         after = [step for step in self._steps if not names.isdisjoint(step.names)]
-        self._steps.append(_Step(order, micro_batch, iter(self._half.layers), after))
+        self._steps.append(_Step(order, micro_batch, iter(self.half.layers), after))
 
     def _start_waiting(self) -> None:
         """Those whose micro-batch is free: the step before them has ended."""
         for micro_batch in self._behind.keys() - {step.order.first_micro_batch for step in self._steps}:
             order = self._behind.pop(micro_batch)
-            self._recorder.step = order.step
+            self.recorder.step = order.step
             self._start(order)
 
     def fail(self) -> None:
@@ -183,7 +157,7 @@ class SideBySide(AttentionRunner):
         `run` does; `current_step` is then the one that failed."""
         self._start_waiting()
         step = self._next()
-        self._recorder.step = step.order.step
+        self.recorder.step = step.order.step
         if step.pieces is None:
             self._go_on(step)
         else:
@@ -197,14 +171,14 @@ class SideBySide(AttentionRunner):
     @property
     def current_step(self) -> int:
         """The number of the step that was worked on last."""
-        return self._recorder.step
+        return self.recorder.step
 
     def _next(self) -> _Step:
-        able = [step for step in self._steps if not step.after or step.may_go_on(len(self._half.layers))]
+        able = [step for step in self._steps if not step.after or step.may_go_on(len(self.half.layers))]
         for step in able:
             layer = step.micro_batch.in_flight
             through = step.pieces is not None
-            if not through and (layer is None or self._exchange.is_back(layer, step.order.first_micro_batch)):
+            if not through and (layer is None or self.exchange.is_back(layer, step.order.first_micro_batch)):
                 return step
         return next((step for step in able if step.pieces is not None), able[0])
 
@@ -221,16 +195,16 @@ class SideBySide(AttentionRunner):
 
     def _sample(self, step: _Step, piece: MicroBatch) -> None:
         start_ns = time.monotonic_ns()
-        step.sampled += self._stage.sample([piece], step.order.bitmasks)
-        self._recorder.add(SAMPLE, start_ns, micro_batch=step.order.first_micro_batch, rows=len(piece.sequences))
+        step.sampled += self.stage.sample([piece], step.order.bitmasks)
+        self.recorder.add(SAMPLE, start_ns, micro_batch=step.order.first_micro_batch, rows=len(piece.sequences))
 
     def _end(self, step: _Step) -> StepResult:
         flushed_s = self._flush()
         self._sampled[step.order.first_micro_batch] = step.sampled
         started_ns, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
         result = self._result(step.sampled, started_ns, step.micro_batch.batch.num_tokens)
-        self._exchange.count_from_here()
-        self._routing.begin_step()  # what it counted has been said
+        self.exchange.count_from_here()
+        self.routing.begin_step()  # what it counted has been said
         return msgspec.structs.replace(result, hand_over_s=flushed_s)
 
 

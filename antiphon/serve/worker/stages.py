@@ -8,7 +8,7 @@ Rejected: one class with a pipeline that may be missing. Each of its methods wou
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.placement.split import IntArray
 from antiphon.serve.policy.step import SequenceStep
 from antiphon.serve.worker.messages import RunStep, Sampled
-from antiphon.serve.worker.row_sampler import NoSampler, RowSampler, needs_logits, rows_with_logits
+from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import RECEIVE, SpanRecorder
 
 
@@ -40,22 +40,23 @@ class MicroBatch:
 Numbered = tuple[int, list[SequenceStep]]  # a micro-batch's number in the step, and its sequences
 
 
+@dataclass(eq=False)
 class AllLayers:
-    """The place of a process that has all layers. `wait_s`: spent in this step waiting for other stages."""
+    """The place of a process that has all layers. `sampler` None: the leader samples, and knows the requests. `wait_s`:
+    spent in this step waiting for other stages."""
 
-    def __init__(self, half: AttentionHalf, sampler: RowSampler | NoSampler) -> None:
-        self._half = half
-        self._sampler = sampler
-        self._device = half.backend.device
-        self.wait_s = 0.0
+    half: AttentionHalf
+    sampler: RowSampler | None
+    wait_s: float = field(default=0.0, init=False)
 
     def begin_step(self, step: RunStep) -> None:
         """Forget requests that ended, add those that start."""
         self.wait_s = 0.0
-        for request_id in step.released:
-            self._sampler.remove(request_id)
-        for start in step.starts:
-            self._sampler.add(start)
+        if self.sampler is not None:
+            for request_id in step.released:
+                self.sampler.remove(request_id)
+            for start in step.starts:
+                self.sampler.add(start)
 
     def rounds(self, micro_batches: list[list[SequenceStep]]) -> list[list[Numbered]]:
         """The micro-batches that take turns in the layers, round by round: here all of them at once."""
@@ -63,7 +64,7 @@ class AllLayers:
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[T, H]: what the first layer of this process begins with."""
-        return self._half.embed(torch.tensor(token_ids, dtype=torch.int64, device=self._device))
+        return self.half.embed(torch.tensor(token_ids, dtype=torch.int64, device=self.half.backend.device))
 
     def pass_on(self, micro_batch: MicroBatch) -> None:
         """The layers of this process are done with `micro_batch`."""
@@ -78,27 +79,24 @@ class AllLayers:
             return []
         logits_RV = self._logits(micro_batches)
         sequences = [each for micro_batch in micro_batches for each in micro_batch.sequences if needs_logits(each)]
-        return self._sampler.sample(logits_RV, sequences, bitmasks)
+        return [] if self.sampler is None else self.sampler.sample(logits_RV, sequences, bitmasks)
 
     def _logits(self, micro_batches: list[MicroBatch]) -> Tensor:
         parts, deltas = list[Tensor](), list[Tensor]()
         for each in micro_batches:
             assert each.delta_TH is not None, "every layer has a feed-forward"
-            index = torch.tensor(rows_with_logits(each.sequences), device=self._device)
+            index = torch.tensor(rows_with_logits(each.sequences), device=self.half.backend.device)
             parts.append(each.x_TH.index_select(0, index))
             deltas.append(each.delta_TH.index_select(0, index))
-        return self._half.head(torch.cat(parts), torch.cat(deltas))
+        return self.half.head(torch.cat(parts), torch.cat(deltas))
 
 
+@dataclass(eq=False)
 class PipelineStage(AllLayers):
     """The place of a process that has the layers of one stage; `stages` connects it to the others."""
 
-    def __init__(
-        self, half: AttentionHalf, sampler: RowSampler | NoSampler, stages: Stages, recorder: SpanRecorder
-    ) -> None:
-        super().__init__(half, sampler)
-        self._stages = stages
-        self._recorder = recorder
+    stages: Stages
+    recorder: SpanRecorder
 
     def rounds(self, micro_batches: list[list[SequenceStep]]) -> list[list[Numbered]]:
         """One micro-batch a round."""
@@ -106,11 +104,11 @@ class PipelineStage(AllLayers):
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[T, H]: embedded in the first stage, else what the stage before made. Waits for it."""
-        if self._stages.place.is_first:
+        if self.stages.place.is_first:
             return super().rows(token_ids)
         start_ns = time.monotonic_ns()
         x_TH = self._take(len(token_ids))
-        self._recorder.add(RECEIVE, start_ns, next(iter(self._half.layers)), rows=len(token_ids))
+        self.recorder.add(RECEIVE, start_ns, next(iter(self.half.layers)), rows=len(token_ids))
         self.wait_s += (time.monotonic_ns() - start_ns) * 1e-9
         return x_TH
 
@@ -118,28 +116,28 @@ class PipelineStage(AllLayers):
         """Give the next stage all rows; the last one gives the first stage those that it wants."""
         assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
         x_TH = micro_batch.x_TH + micro_batch.delta_TH
-        self._stages.give(x_TH[_returned(micro_batch)] if self._stages.place.is_last else x_TH)
+        self.stages.give(x_TH[_returned(micro_batch)] if self.stages.place.is_last else x_TH)
 
     def take_back(self, micro_batches: list[MicroBatch]) -> None:
         """In the first stage: the last one's rows, [R, H], in place of each micro-batch's. Then all stages have
         computed the step."""
-        if not self._stages.place.is_first:
+        if not self.stages.place.is_first:
             return
         start_ns = time.monotonic_ns()
         for each in micro_batches:
             each.x_TH, each.delta_TH = self._take(len(_returned(each))), None
-        self._recorder.add(RECEIVE, start_ns)
+        self.recorder.add(RECEIVE, start_ns)
         self.wait_s += (time.monotonic_ns() - start_ns) * 1e-9
 
     def sample(self, micro_batches: list[MicroBatch], bitmasks: dict[str, bytes]) -> list[Sampled]:
-        return super().sample(micro_batches, bitmasks) if self._stages.place.is_first else []
+        return super().sample(micro_batches, bitmasks) if self.stages.place.is_first else []
 
     def _logits(self, micro_batches: list[MicroBatch]) -> Tensor:
-        return self._half.head(torch.cat([each.x_TH for each in micro_batches]), None)
+        return self.half.head(torch.cat([each.x_TH for each in micro_batches]), None)
 
     def _take(self, num_rows: int) -> Tensor:
-        width, dtype = self._half.spec.hidden_size, self._half.backend.dtype
-        return self._stages.take(num_rows, width, dtype).to(self._device)
+        width, dtype = self.half.spec.hidden_size, self.half.backend.dtype
+        return self.stages.take(num_rows, width, dtype).to(self.half.backend.device)
 
 
 def _returned(micro_batch: MicroBatch) -> list[int]:
