@@ -10,10 +10,11 @@ import torch
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.kernels.select import resolve_device
 from antiphon.serve.config import OneRole, ServeConfig
-from antiphon.serve.joining import JoinRole, join_engine
+from antiphon.serve.joining import JoinRole
 from antiphon.serve.launch import configure
 from antiphon.serve.prepare import prepare
 from antiphon.serve.remote_workers import JoinedWorker, RemoteWorkers
+from antiphon.serve.worker.joined import join_engine
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import TinyModel, config

@@ -19,10 +19,19 @@ from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
 from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.join_listener import JoinedPeer, JoinListener
-from antiphon.serve.joining import Accepted, Challenge, Join, exchange_secret, join_engine, prove, read_join_secret
+from antiphon.serve.joining import (
+    Accepted,
+    Challenge,
+    Join,
+    JoinedPeer,
+    JoinListener,
+    exchange_secret,
+    prove,
+    read_join_secret,
+)
 from antiphon.serve.launch import start_engine
 from antiphon.serve.worker.channel import Channel
+from antiphon.serve.worker.joined import join_engine
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config
 from tests.serve.fork_server import PROGRAMS

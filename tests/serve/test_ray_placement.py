@@ -20,7 +20,7 @@ import pytest
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.serve import ray_actor, ray_placement
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.join_listener import JoinedPeer, JoinListener
+from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.launch import start_engine
 from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
 from antiphon.serve.ray_actor import WorkerActor, WorkerEnd

@@ -7,8 +7,8 @@ import pytest
 
 from antiphon.base.errors import Refused, UserError
 from antiphon.serve.config import ServeConfig
-from antiphon.serve.join_listener import JoinedPeer, JoinListener
-from antiphon.serve.joining import is_wildcard, join_engine, refuse_wildcard
+from antiphon.serve.joining import JoinedPeer, JoinListener, is_wildcard, refuse_wildcard
+from antiphon.serve.worker.joined import join_engine
 from tests.serve.fork_server import PROGRAMS
 
 SECRET = b"correct horse battery staple"

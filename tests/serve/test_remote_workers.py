@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from antiphon.serve.joining import join_engine
 from antiphon.serve.launch import configure
 from antiphon.serve.prepare import PreparedEngine, prepare
 from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.worker.channel import Channel
+from antiphon.serve.worker.joined import join_engine
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import TinyModel, config
 from tests.waiting import wait_until

@@ -7,11 +7,16 @@ input, whatever ends that one. The secret comes the same way, because arguments 
 read from outside. Signals to a whole group or service are the engine's affair, as for workers it starts itself.
 """
 
+import hmac
 import io
 import os
 import platform
+import random
+import secrets
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -20,13 +25,28 @@ from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import raise_limit
+from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.serve import signals
-from antiphon.serve.joining import JoinRole, exchange_secret, join_engine, refuse_wildcard
+from antiphon.serve.joining import (
+    MAX_OPENING_BYTES,
+    OPENING_S,
+    Accepted,
+    Challenge,
+    Join,
+    JoinRole,
+    TurnedAway,
+    exchange_secret,
+    prove,
+    refuse_wildcard,
+    watch_for_dead_machine,
+)
+from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import Configure, ToWorker
 from antiphon.serve.worker.process import run_worker
 
 _log = get_logger("worker")
 EXIT_ADRIFT = 3  # the process at the other end of standard input is gone
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.05, 0.5
 
 
 class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +66,51 @@ class TetheredJob(msgspec.Struct, frozen=True, kw_only=True):
 
     order: JoinOrder
     secret: bytes
+
+
+def join_engine(
+    address: str, secret: bytes, *, role: JoinRole, name: str, host: str, pid: int, patience_s: float
+) -> Channel:
+    """Connect to an engine, trying for `patience_s` until it is there and has heard us; returns the channel to it.
+
+    `PeerTimeout` if no engine answers, `Refused` if either side does not know the secret."""
+    split_address(address)  # a mistake in it is not worth waiting for
+    deadline = time.monotonic() + patience_s
+    pause_s = _FIRST_RETRY_S
+    while True:
+        try:
+            return _open_channel(address, secret, role=role, name=name, host=host, pid=pid)
+        except Refused:
+            raise
+        except (PeerLost, OSError) as error:  # not there yet, or so busy with strangers that it took us for one
+            if time.monotonic() + pause_s > deadline:
+                raise PeerTimeout(f"join {address}", [f"the engine ({error})"], patience_s) from error
+        time.sleep(pause_s * random.uniform(0.5, 1.0))  # nothing tells when a machine begins to listen
+        pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+
+
+def _open_channel(address: str, secret: bytes, *, role: JoinRole, name: str, host: str, pid: int) -> Channel:
+    """One try of `join_engine`."""
+    stream = socket.create_connection(split_address(address), timeout=OPENING_S)
+    try:
+        watch_for_dead_machine(stream)
+        channel = Channel(stream, "engine", Challenge | Accepted | TurnedAway, max_message_bytes=MAX_OPENING_BYTES)
+        challenge = channel.receive(OPENING_S)
+        nonce = secrets.token_bytes(32)
+        if not isinstance(challenge, Challenge):
+            raise Refused(f"{address} does not speak as an engine does")
+        fields = (challenge.nonce, nonce, role.encode(), name.encode(), host.encode())
+        proof = prove(secret, "worker", *fields)
+        channel.send(Join(role=role, name=name, host=host, pid=pid, nonce=nonce, proof=proof), OPENING_S)
+        answer = channel.receive(OPENING_S)
+        if isinstance(answer, TurnedAway):
+            raise Refused(f"{address} turned this worker away: {answer.reason}")
+        if not isinstance(answer, Accepted) or not hmac.compare_digest(answer.proof, prove(secret, "engine", *fields)):
+            raise Refused(f"{address} does not know the secret: it is not our engine")
+    except BaseException:
+        stream.close()
+        raise
+    return channel
 
 
 def run_joined_worker(order: JoinOrder, secret: bytes, on_joined: Callable[[], None] = lambda: None) -> int:
