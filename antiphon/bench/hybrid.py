@@ -47,8 +47,7 @@ from antiphon.bench.m2n.cases import TRANSPORTS
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange
-from antiphon.comm.two_level.levels import Levels, open_levels
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import Levels, TwoLevel, open_levels
 from antiphon.specs.placement import contiguous_placement
 
 FUSED, SYNCHRONOUS, EXPERT, TENSOR = "fused", "synchronous", "expert parallel", "tensor parallel"

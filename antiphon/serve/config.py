@@ -16,7 +16,7 @@ from pydantic import Field
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
 from antiphon.comm.m2n.rendezvous import split_address
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import TwoLevel
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.placement.split import Phases

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from antiphon.base.errors import UserError
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
 from antiphon.serve.config import Layout, ServeConfig

@@ -14,7 +14,7 @@ from antiphon.comm.float8 import Format
 from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
 from antiphon.comm.replicas import LEVEL_CHUNKS
-from antiphon.comm.tiles import check_tile_rows
+from antiphon.comm.tile_flight import check_tile_rows
 from antiphon.specs.checked import Count, CountFromZero, Flag, NotNegative, Positive, Whole, checked
 
 _WIDEST_BYTES = 8  # of a number: a chunk holds one at least

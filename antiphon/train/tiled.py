@@ -6,8 +6,8 @@
 
 Each is made of the three operators whose place it takes, and its backward is the other one's forward: gradients of what
 left arrive and are multiplied; gradients of what arrived are multiplied, summed and leave. So there are two loops, and
-`comm/tiles` says in which order tiles pass them. Which tiles there are depends on routing and not on time, so a step
-has the same bits every time.
+`comm/tile_flight` says in which order tiles pass them. Which tiles there are depends on routing and not on time, so a
+step has the same bits every time.
 
 Rejected: tiles of the whole layer, each through both products before the next one. Their rows would be too few for a
 product each, and backward needs what lies between the products in whole.
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import Collective
-from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
-from antiphon.comm.tiles import Tile, boundaries, tiles_of
+from antiphon.comm.tile_flight import Tile, TileFlight, TileLinks, boundaries, launch_in_tiles, tiles_of
 from antiphon.kernels.ops.permute import RowMap, sum_rows
 from antiphon.train.operators import Compute, LayerContext, Operator, RowExchange, WeightProduct
 

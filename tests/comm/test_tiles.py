@@ -16,8 +16,7 @@ from antiphon.comm.collectives import AllGather, AllToAll, Collective, Flight, R
 from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Group, Sizes, connect
-from antiphon.comm.tile_flight import launch_in_tiles
-from antiphon.comm.tiles import boundaries, check_tile_rows, in_turns, outgoing, tiles_of
+from antiphon.comm.tile_flight import boundaries, check_tile_rows, in_turns, launch_in_tiles, outgoing, tiles_of
 from antiphon.train.config_ranks import OverlapConfig
 from antiphon.train.tiled import Parts, works
 from tests.comm.ranks import on_ranks

@@ -20,8 +20,7 @@ from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange
-from antiphon.comm.two_level.levels import Levels, open_levels
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import Levels, TwoLevel, open_levels
 from antiphon.placement.split import split_rows
 from antiphon.specs.placement import ExpertPlacement, Owners, contiguous_placement
 from tests.comm.m2n.backends import PATIENCE_S, Backend, by_name

@@ -10,8 +10,7 @@ import torch
 from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling, fused_is_faster
-from antiphon.comm.two_level.levels import Levels
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import Levels, TwoLevel
 from antiphon.specs.placement import contiguous_placement
 from antiphon.specs.plan import Collectives
 from tests.comm.test_two_level import HIDDEN, MAX_ROWS, TOP_K, TOPOLOGIES, Box, box

@@ -27,8 +27,7 @@ from antiphon.bench.profile.orders import ExchangeOrder, Rounds, Served
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.comm.two_level.hybrid import HybridExchange
-from antiphon.comm.two_level.levels import Levels
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import Levels, TwoLevel
 from antiphon.cost.curves import Curve
 from antiphon.cost.local_times import RowCalls
 from antiphon.kernels.select import resolve_dtype

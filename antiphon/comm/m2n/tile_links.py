@@ -38,7 +38,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, gather_sizes, run
 from antiphon.comm.m2n.native import view_of
 from antiphon.comm.mesh import Group
-from antiphon.comm.tiles import Tile
+from antiphon.comm.tile_flight import Tile
 
 _log = get_logger("train")
 MOST_SLOTS = 128

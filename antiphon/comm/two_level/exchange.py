@@ -30,8 +30,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.rank_group import RankGroup
-from antiphon.comm.two_level.levels import Levels
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import Levels, TwoLevel
 
 _CHOICE_BYTES = 8  # an id and a weight
 MOST_REQUESTS = 2  # that ride on a message: of this layer, and of the next one

@@ -18,8 +18,7 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.comm.two_level.exchange import message_bytes
 from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling
-from antiphon.comm.two_level.levels import Levels, open_levels
-from antiphon.comm.two_level.topology import TwoLevel
+from antiphon.comm.two_level.levels import Levels, TwoLevel, open_levels
 from antiphon.kernels.api import KernelBackend
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.shares import Share, share_of
