@@ -33,8 +33,8 @@ from antiphon.serve.outputs import AsyncSink, Sink, TrackedRequest, TrackedReque
 from antiphon.serve.policy.handover import KVDrained, KVFailed, KVLanded
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
 from antiphon.serve.request_router import RequestRouter
-from antiphon.serve.span_collection import SpanCollections
 from antiphon.serve.statistics import EngineStatistics
+from antiphon.serve.timeline import SpanCollections
 from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
