@@ -12,7 +12,8 @@ Attention workers step in one of two ways:
     free      each for itself: the next step begins with a worker's own answer, and a slow one delays no other. Expert
               workers compute what is ready of a layer together (`comm/m2n/ready_batches`). A worker runs as many steps
               side by side as there are micro-batches, each of other requests (`worker/side_by_side`). Behind each of
-              these lanes the next step may wait at the worker, planned before the tokens are known that it begins with
+              these lanes the next step may wait at the worker, planned before the tokens are known that it begins with.
+              Replicas that plan ahead (`ServeConfig.plans_ahead`) step this way too, with one lane
 
 What needs all to stand still (to begin anew, to take requests back) holds new steps until no step runs; where experts
 are may change beside steps (`placement_control`). How the workers begin anew after a failure is in `recovery`.
@@ -135,7 +136,7 @@ class StepGroup:
         self._side_by_side = side_by_side
         self._num_lanes = num_micro_batches if side_by_side else 1
         self._is_held = False
-        self._recovery = Recovery(members, fleet, statistics, timeout_s, placing)
+        self._recovery = Recovery(members, fleet, statistics, timeout_s, placing, lambda: self.quiet)
         self._parts: dict[_Place, _Part] = {}  # planned and not computed
         self._running: list[_Place] = []  # whose parts were sent, and not answered yet
         self._num_steps = self._num_results = 0  # sent to all its workers, and come from them
@@ -247,7 +248,7 @@ class StepGroup:
         members, missing = self.members, self.members.missing_experts()
         if self.placing.absent - missing:
             if self.quiet:
-                self._recovery.begin(quiet=True)
+                self._recovery.begin()
             return False
         if not missing:
             if self._balancer is not None:
@@ -360,9 +361,9 @@ class StepGroup:
             worker.ready = True
             if self.placing is not None:
                 self.placing.on_ready(worker, is_loaded=self.members.is_loaded(worker.name.leader))
-            self._recovery.on_ready(worker, message, quiet=self.quiet)
+            self._recovery.on_ready(worker, message)
         elif isinstance(message, ResetDone):
-            self._recovery.on_joined(worker, message.epoch, quiet=self.quiet)
+            self._recovery.on_joined(worker, message.epoch)
         elif isinstance(message, Prepared) and self.placing is not None:
             self.placing.on_prepared(worker, message)
         return None
@@ -384,7 +385,7 @@ class StepGroup:
         if self.quiet or self._steps_freely:
             counted_until_s, self._counted_until_s = self._counted_until_s, time.monotonic()
             self._statistics.record_group_step(self._counted_until_s - counted_until_s, len(self.members.experts))
-        self._recovery.advance(quiet=self.quiet)
+        self._recovery.advance()
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
         failure: StepFailure | None = None
@@ -397,7 +398,7 @@ class StepGroup:
             _log.error("%s: %s", worker.name, failed.message)
             self._statistics.events.note("failed", failed.message, str(worker.name))
         self._give_up(worker.name)
-        self._recovery.on_step_failed(worker, failed, quiet=self.quiet)
+        self._recovery.on_step_failed(worker, failed)
         return failure
 
     def _is_of(self, place: _Place, step: int) -> bool:
@@ -432,7 +433,7 @@ class StepGroup:
             for place in self._places(name):
                 self._parts.pop(place, None)
             homeless = self.schedulers[name].take_back(cache_lost=True)
-        self._recovery.on_death(name, quiet=self.quiet)
+        self._recovery.on_death(name)
         return failure, homeless
 
     def renew(self, name: WorkerName) -> None:
@@ -440,7 +441,7 @@ class StepGroup:
         worker = self._fleet.workers[name]
         worker.ready = False
         worker.kill("its errors may be its own")
-        self._recovery.expel(name, quiet=self.quiet)
+        self._recovery.expel(name)
 
     def on_tick(self) -> None:
         """Kill workers that have owed an answer for too long."""

@@ -19,8 +19,10 @@ when to begin anew.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.fleet import Fleet
@@ -43,27 +45,23 @@ class RecoveryPhase(Enum):
     JOINING = "joining"
 
 
+@dataclass(eq=False)
 class Members:
     """The workers of one group, the processes they consist of, and which of those are up.
 
     `ranks_of`: the processes of every worker, its leader first, by the leader's name. `share_experts`: attention
     workers hold experts for each other (layout hybrid), so that none can step without the others."""
 
-    def __init__(
-        self,
-        attention: Sequence[WorkerName],
-        experts: Sequence[WorkerName],
-        ranks_of: Mapping[WorkerName, tuple[WorkerName, ...]],
-        fleet: Fleet,
-        *,
-        share_experts: bool = False,
-    ) -> None:
-        self.attention = attention
-        self.experts = experts
-        self.ranks_of = ranks_of
-        self.processes = tuple(name for ranks in ranks_of.values() for name in ranks)
-        self.share_experts = share_experts
-        self._fleet = fleet
+    attention: Sequence[WorkerName]
+    experts: Sequence[WorkerName]
+    ranks_of: Mapping[WorkerName, tuple[WorkerName, ...]]
+    fleet: Fleet
+    share_experts: bool = field(default=False, kw_only=True)
+
+    @cached_property
+    def processes(self) -> tuple[WorkerName, ...]:
+        """All of them, worker by worker."""
+        return tuple(name for ranks in self.ranks_of.values() for name in ranks)
 
     def peers_of(self, name: WorkerName) -> Sequence[WorkerName]:
         """The processes that reach each other as ranks: those of one worker, or of all that share experts."""
@@ -75,7 +73,7 @@ class Members:
 
     def is_ready(self, name: WorkerName) -> bool:
         """This process has loaded its part and takes orders."""
-        worker = self._fleet.workers.get(name)
+        worker = self.fleet.workers.get(name)
         return worker is not None and worker.ready
 
     def is_loaded(self, leader: WorkerName) -> bool:
@@ -86,7 +84,7 @@ class Members:
         """The processes of the workers whose ranks are all up, without the expert workers `absent`."""
         left_out = {name for name in self.experts if name.index in absent}
         leaders = [leader for leader in self.ranks_of if leader not in left_out and self.is_loaded(leader)]
-        return [self._fleet.workers[name] for name in self.ranks(leaders)]
+        return [self.fleet.workers[name] for name in self.ranks(leaders)]
 
     def loaded_attention(self) -> list[WorkerName]:
         """Attention workers whose ranks are all up."""
@@ -109,8 +107,8 @@ class Members:
 class Recovery:
     """The phase of one group, the epoch of its exchange, and which processes have joined it; for the engine's thread.
 
-    `quiet` as an argument: no step of the group runs. `placing`: where experts are, if attention workers do not have
-    them all. A group of one process has no exchange, so it has no epochs: it steps when it has loaded."""
+    `is_quiet`: no step of the group runs. `placing`: where experts are, if attention workers do not have them all. A
+    group of one process has no exchange, so it has no epochs: it steps when it has loaded."""
 
     def __init__(
         self,
@@ -119,6 +117,7 @@ class Recovery:
         statistics: EngineStatistics,
         timeout_s: float,
         placing: PlacementControl | None,
+        is_quiet: Callable[[], bool],
     ) -> None:
         self.phase = RecoveryPhase.LOADING
         self._members = members
@@ -126,6 +125,7 @@ class Recovery:
         self._statistics = statistics
         self._timeout_s = timeout_s
         self._placing = placing
+        self._is_quiet = is_quiet
         self._has_exchange = len(members.processes) > 1
         self._was_complete = False
         self._epoch = 0
@@ -159,7 +159,7 @@ class Recovery:
         """A step of these workers has begun: their answers are waited for from now on."""
         self._stepping_since_s |= dict.fromkeys(names, self._fleet.clock.now_s)
 
-    def on_ready(self, worker: WorkerProcess, ready: WorkerReady, *, quiet: bool) -> None:
+    def on_ready(self, worker: WorkerProcess, ready: WorkerReady) -> None:
         """A process is ready and can be reached at its tickets; a restarted one has new ones."""
         leader = worker.name.leader
         self._tickets[worker.name] = ready
@@ -170,38 +170,38 @@ class Recovery:
             self.phase = RecoveryPhase.STEPPING
         elif leader in self._members.attention and self.phase in (RecoveryPhase.STEPPING, RecoveryPhase.JOINING):
             self._call_in(self._members.ranks_of[leader] if self._members.is_loaded(leader) else ())
-        self.advance(quiet=quiet)
+        self.advance()
 
-    def on_joined(self, worker: WorkerProcess, epoch: int, *, quiet: bool) -> None:
+    def on_joined(self, worker: WorkerProcess, epoch: int) -> None:
         """A process has joined this epoch."""
         if epoch == self._epoch and worker.ready:
             self._joined.add(worker.name)
-        self.advance(quiet=quiet)
+        self.advance()
 
-    def on_step_failed(self, worker: WorkerProcess, failed: StepFailed, *, quiet: bool) -> None:
+    def on_step_failed(self, worker: WorkerProcess, failed: StepFailed) -> None:
         """A worker has left a step, or could not join the epoch."""
         if failed.reason != "aborted":
             self._unresponsive.update(peer.partition(" ")[0] for peer in failed.peers)  # "replica[0][1] nodes"
             if self.phase is RecoveryPhase.STEPPING:
-                self.begin(quiet=quiet)
+                self.begin()
             elif failed.reason == "timeout" and self.phase is RecoveryPhase.JOINING:
                 # It could not reach a peer. That may pass; `overdue` names it if it does not.
                 self._num_asked[worker.name] += 1
                 if self._num_asked[worker.name] <= _MAX_ASKS:
                     self._call_in([worker.name])
-        self.advance(quiet=quiet)
+        self.advance()
 
-    def on_death(self, name: WorkerName, *, quiet: bool) -> None:
+    def on_death(self, name: WorkerName) -> None:
         """A process is gone, and its worker with it."""
         self._joined.difference_update(self._members.ranks_of[name.leader])
         if not self._has_exchange:
             self.phase = RecoveryPhase.LOADING
-        self.begin(quiet=quiet)
+        self.begin()
 
-    def expel(self, name: WorkerName, *, quiet: bool) -> None:
+    def expel(self, name: WorkerName) -> None:
         """This process takes part in nothing more; its death follows."""
         self._joined.discard(name)
-        self.advance(quiet=quiet)
+        self.advance()
 
     def overdue(self, stepping: Iterable[WorkerName]) -> list[tuple[WorkerName, float]]:
         """The workers that owe an answer for longer than twice their own timeout, in which they would have said why,
@@ -222,7 +222,7 @@ class Recovery:
 
     # --- from phase to phase -------------------------------------------------------------------------------------
 
-    def begin(self, *, quiet: bool) -> None:
+    def begin(self) -> None:
         """Begin a new epoch: call all workers out of the running step."""
         if not self._has_exchange:
             return
@@ -233,13 +233,13 @@ class Recovery:
             self._fleet.send(self._fleet.workers[name], Abort(self._epoch))
         self._joined.clear()
         self._enter(RecoveryPhase.LEAVING)
-        self.advance(quiet=quiet)
+        self.advance()
 
-    def advance(self, *, quiet: bool) -> None:
+    def advance(self) -> None:
         """Go as far as answers allow."""
         if not self._has_exchange:
             return
-        if self.phase is RecoveryPhase.LEAVING and quiet:
+        if self.phase is RecoveryPhase.LEAVING and self._is_quiet():
             self._enter(RecoveryPhase.LOADING)
         if self.phase is RecoveryPhase.LOADING and self._experts_loaded():
             self._enter(RecoveryPhase.JOINING)

@@ -60,6 +60,14 @@ _MAX_VIEWS = 1024  # far more than slots times usual batch sizes
 _Result = TypeVar("_Result")
 
 
+def aborting(call: Callable[..., _Result], *arguments: object) -> _Result:
+    """A call whose wait is interrupted only because the running step is void: `StepAborted`."""
+    try:
+        return call(*arguments)
+    except Interrupted as error:
+        raise StepAborted from error
+
+
 class _End:
     """What both ends share: an endpoint, an epoch, and waits that the engine can end."""
 
@@ -82,8 +90,12 @@ class _End:
         """Say goodbye to all peers."""
         self._endpoint.close()
 
+    def _rest(self) -> None:
+        """Wait until no call is under way, before what looks at all of them. Here each has ended when it returns."""
+
     def traffic(self) -> Traffic:
         """What this end has carried since its start."""
+        self._rest()
         return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
 
     def _check_epoch(self) -> None:
@@ -175,6 +187,7 @@ class NativeAttentionExchange(_End):
             self._place_layer(layer)
 
     def _place_layer(self, layer: int) -> None:
+        self._rest()
         placement, prefetched = self.placement, self._prefetched.get(layer, {})
         owners = placement.owners[layer]
         if prefetched:
@@ -199,6 +212,7 @@ class NativeAttentionExchange(_End):
         """By worker an expert of which it fetches a copy, in place of the one that it fetched before: rows of `layer`
         go there from now on. The request rides on the next dispatch, of this layer or of an earlier one. Only while no
         rows of this layer are under way, unless it repeats a request. Copies last until the next epoch."""
+        self._rest()
         present = self._prefetched.setdefault(layer, {})
         is_new = any(present.get(worker) != expert for worker, expert in copies.items())
         present.update(copies)
@@ -209,6 +223,7 @@ class NativeAttentionExchange(_End):
 
     def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
         """Further copies worth having for these rows (`placement/split`), for workers that may take one."""
+        self._rest()
         wanted = self._side.wanted_copies(layer, counts_E.astype(np.uint32), open_W)
         return [Prefetch(*each) for each in wanted]
 
@@ -242,6 +257,7 @@ class NativeAttentionExchange(_End):
         )
 
     def take_counts(self) -> bytes:
+        self._rest()
         return self._side.take_counts()
 
     def is_back(self, layer: int, micro_batch: int) -> bool:
@@ -294,6 +310,7 @@ class NativeExpertExchange(_End):
 
     @property
     def bytes_sent(self) -> int:
+        self._rest()
         return self._side.bytes_sent
 
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
@@ -342,6 +359,7 @@ class NativeExpertExchange(_End):
 
     def _welcome(self, source: int, ticket: bytes) -> None:
         """Connect back to an attention worker. One that is gone again already is left to the engine."""
+        self._rest()
         try:
             outbox = self._endpoint.connect(ticket, self._index, _CONNECT_S)
             self._side.set_attention(source, outbox)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from antiphon import _m2n
-from antiphon.base.errors import Interrupted, UserError
+from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.ledger import Traffic, read_traffic
-from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.native import dtype_name, view_of
+from antiphon.comm.m2n.native import aborting, dtype_name, view_of
 
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
 _NUM_BLOCKS, _BLOCK_ROWS = 4, 128  # at most as many blocks of rows, each of at least as many rows
@@ -128,7 +127,7 @@ class NativeRankGroup:
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         assert (payload is not None) == (root == self.rank), "the root gives the payload, the others get it"
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return _aborting(self._native.broadcast, payload, root, timeout_s, self._timeout_s)
+        return aborting(self._native.broadcast, payload, root, timeout_s, self._timeout_s)
 
     def barrier(self) -> None:
         self._run(self._native.barrier)
@@ -168,14 +167,7 @@ class NativeRankGroup:
         return torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
 
     def _run(self, call: Callable[..., _Result], *arguments: object) -> _Result:
-        return _aborting(call, *arguments, self._timeout_s)
-
-
-def _aborting(call: Callable[..., _Result], *arguments: object) -> _Result:
-    try:
-        return call(*arguments)
-    except Interrupted as error:
-        raise StepAborted from error
+        return aborting(call, *arguments, self._timeout_s)
 
 
 def row_elements(tensor: Tensor) -> int:

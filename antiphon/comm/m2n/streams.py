@@ -22,19 +22,17 @@ Letters as in `antiphon.comm.m2n.api`.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from antiphon import _m2n
-from antiphon.base.errors import Interrupted, PeerTimeout, UserError
+from antiphon.base.errors import PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.ledger import Traffic
-from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
-from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
-from antiphon.placement.split import BoolArray, IntArray, Prefetch
+from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch
+from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange, _End, aborting
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("m2n")
@@ -103,7 +101,26 @@ class _Streaming:
             raise PeerTimeout("the calls of a stream", [str(self.device)], 4 * self.timeout_s)
 
 
-class StreamAttentionExchange(NativeAttentionExchange):
+class _StreamEnd(_End):
+    """What both ends do otherwise than those of `native`: their calls only begin the work."""
+
+    _streaming: _Streaming
+
+    def _rest(self) -> None:
+        self._streaming.rest()
+
+    def abort(self, epoch: int) -> None:
+        """Any thread: the running step is void, `epoch` is about to begin."""
+        super().abort(epoch)
+        self._streaming.core.abort(epoch)
+
+    def close(self) -> None:
+        """Say goodbye to all peers."""
+        self._streaming.core.stop()
+        super().close()
+
+
+class StreamAttentionExchange(_StreamEnd, NativeAttentionExchange):
     """`AttentionExchange` whose dispatches and combines are in the order of the device's stream."""
 
     def __init__(
@@ -160,21 +177,14 @@ class StreamAttentionExchange(NativeAttentionExchange):
         self.wait_s, self.exposed_s = self._calls.wait_ns * 1e-9, self._calls.exposed_ns * 1e-9
         return sums_TH
 
-    def _call(self, call: object, *arguments: object) -> None:
-        assert callable(call)
+    def _call(self, call: Callable[..., object], *arguments: object) -> None:
         self._check()
-        try:
-            call(*arguments)
-        except Interrupted:
-            raise StepAborted from None
+        aborting(call, *arguments)
 
     def _check(self) -> None:
         """Raise what an earlier call met."""
         self._check_epoch()
-        try:
-            self._streaming.core.check()
-        except Interrupted:
-            raise StepAborted from None
+        aborting(self._streaming.core.check)
 
     # --- out of the stream's order
 
@@ -190,11 +200,6 @@ class StreamAttentionExchange(NativeAttentionExchange):
         self._check()
         super().begin_step(step, participants, first)
 
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void, `epoch` is about to begin."""
-        super().abort(epoch)
-        self._streaming.core.abort(epoch)
-
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
         """See `NativeAttentionExchange.reset`."""
         self._streaming.rest()
@@ -202,36 +207,8 @@ class StreamAttentionExchange(NativeAttentionExchange):
         self._num_rows.clear()
         super().reset(epoch, tickets)
 
-    def _place_layer(self, layer: int) -> None:
-        self._streaming.rest()
-        super()._place_layer(layer)
 
-    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
-        """See `NativeAttentionExchange.prefetch`."""
-        self._streaming.rest()
-        super().prefetch(layer, copies)
-
-    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
-        """See `NativeAttentionExchange.wanted_copies`."""
-        self._streaming.rest()
-        return super().wanted_copies(layer, counts_E, open_W)
-
-    def take_counts(self) -> bytes:
-        self._streaming.rest()
-        return super().take_counts()
-
-    def traffic(self) -> Traffic:
-        """See `NativeAttentionExchange.traffic`."""
-        self._streaming.rest()
-        return super().traffic()
-
-    def close(self) -> None:
-        """Say goodbye to all peers."""
-        self._streaming.core.stop()
-        super().close()
-
-
-class StreamExpertExchange(NativeExpertExchange):
+class StreamExpertExchange(_StreamEnd, NativeExpertExchange):
     """`ExpertExchange` whose replies are in the order of the device's stream."""
 
     def __init__(
@@ -265,16 +242,10 @@ class StreamExpertExchange(NativeExpertExchange):
 
     def _next(self, patience_s: float) -> tuple[int, int, int, tuple[int, ...]] | tuple[int, bytes] | None:
         self._check_epoch()
-        try:
-            return self._calls.next(self._side, patience_s)
-        except Interrupted:
-            raise StepAborted from None
+        return aborting(self._calls.next, self._side, patience_s)
 
     def _collected(self, numbers: list[int]) -> _m2n.ReceivedBatch | None:
-        try:
-            return self._calls.collect(numbers)
-        except Interrupted:
-            raise StepAborted from None
+        return aborting(self._calls.collect, numbers)
 
     def _views_of(self, num_rows: int, rows: int, ids: int, weights: int) -> tuple[Tensor, Tensor, Tensor]:
         stage = self._stage_at[rows]
@@ -282,10 +253,6 @@ class StreamExpertExchange(NativeExpertExchange):
 
     def _overdue(self, timeout_s: float) -> list[str]:
         return self._calls.overdue(timeout_s)
-
-    def _welcome(self, source: int, ticket: bytes) -> None:
-        self._streaming.rest()
-        super()._welcome(source, ticket)
 
     def reply(self, batch: ExpertBatch, partial_RH: Tensor, computed_ns: tuple[int, int]) -> None:
         assert self._batch is not None, "one reply to one batch"
@@ -297,26 +264,10 @@ class StreamExpertExchange(NativeExpertExchange):
         sums_RH = self._stages[self._num_replies % _EXPERT_STAGES].sums_TH[: len(partial_RH)]
         sums_RH.copy_(partial_RH, non_blocking=True)
         self._num_replies += 1
-        try:
-            self._calls.reply(
-                self._streaming.handle, received, sums_RH.data_ptr(), start_ns, end_ns, self._streaming.timeout_s
-            )
-        except Interrupted:
-            raise StepAborted from None
+        place, timeout_s = (self._streaming.handle, received, sums_RH.data_ptr()), self._streaming.timeout_s
+        aborting(self._calls.reply, *place, start_ns, end_ns, timeout_s)
         self._batch = None
         self._ready.answered(steps, (computed_ns[1] - computed_ns[0]) * 1e-9, time.monotonic())
-
-    # --- out of the stream's order
-
-    @property
-    def bytes_sent(self) -> int:
-        self._streaming.rest()
-        return super().bytes_sent
-
-    def abort(self, epoch: int) -> None:
-        """Any thread: the running step is void, `epoch` is about to begin."""
-        super().abort(epoch)
-        self._streaming.core.abort(epoch)
 
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
         """See `NativeExpertExchange.reset`."""
@@ -325,13 +276,3 @@ class StreamExpertExchange(NativeExpertExchange):
         self._calls.forget()
         self._num_replies = 0
         super().reset(epoch, tickets)
-
-    def traffic(self) -> Traffic:
-        """See `NativeExpertExchange.traffic`."""
-        self._streaming.rest()
-        return super().traffic()
-
-    def close(self) -> None:
-        """Say goodbye to all peers."""
-        self._streaming.core.stop()
-        super().close()
