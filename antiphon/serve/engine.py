@@ -125,13 +125,13 @@ class Engine:
     ) -> AsyncIterator[EngineOutput]:
         """See `AsyncEngine.submit`. Call inside the event loop that reads the outputs."""
         sink = AsyncSink.of_running_loop(self._sinks)
-        sink.open(request_id)
+        stream = sink.open(request_id, self.abort)
         try:
             self.submit_to(sink, request_id, prompt_token_ids, params, owner=owner)
         except BaseException:  # whatever it is, nothing was queued: the id must be free again
             sink.close(request_id)
             raise
-        return sink.stream(request_id, self.abort)
+        return stream
 
     def submit_to(
         self,

@@ -39,7 +39,7 @@ class AsyncSink:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._streams: dict[str, OutputStream] = {}
 
     @staticmethod
     def of_running_loop(sinks: "dict[asyncio.AbstractEventLoop, AsyncSink]") -> "AsyncSink":
@@ -57,51 +57,61 @@ class AsyncSink:
 
     def _distribute(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
-            if (pending := self._queues.get(output.request_id)) is not None:
-                pending.put_nowait(output)
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.take(output)
 
-    def open(self, request_id: str) -> None:
-        if request_id in self._queues:
+    def open(self, request_id: str, abort: Callable[[str], None]) -> "OutputStream":
+        """Outputs until the last one. `aclose` before that aborts the request. `UserError` while the id is in use: an
+        aborted one is until its last output has come, which would else end another request of the same id."""
+        if request_id in self._streams:
             raise UserError(f"request id {request_id!r} is in use: choose another")
-        self._queues[request_id] = asyncio.Queue()
+        stream = self._streams[request_id] = OutputStream(self, request_id, abort)
+        return stream
 
     def close(self, request_id: str) -> None:
-        self._queues.pop(request_id, None)
-
-    def stream(self, request_id: str, abort: Callable[[str], None]) -> "OutputStream":
-        """Outputs until the last one. `aclose` before that aborts the request."""
-        return OutputStream(self, request_id, self._queues[request_id], abort)
+        """The id is free."""
+        self._streams.pop(request_id, None)
 
 
 class OutputStream:
     """The outputs of one request, read in its event loop. No generator: one resumed per token and layer adds up."""
 
-    def __init__(
-        self, sink: AsyncSink, request_id: str, queue: asyncio.Queue[EngineOutput], abort: Callable[[str], None]
-    ) -> None:
+    def __init__(self, sink: AsyncSink, request_id: str, abort: Callable[[str], None]) -> None:
         self._sink = sink
         self._request_id = request_id
-        self._queue = queue
         self._abort = abort
-        self._finished = False
+        self._queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self._has_last = False
+        self._is_closed = False  # nothing is read any more
+
+    def take(self, output: EngineOutput) -> None:
+        """It has come."""
+        self._has_last = output.finish_reason is not None
+        if not self._is_closed:
+            self._queue.put_nowait(output)
+        elif self._has_last:
+            self._sink.close(self._request_id)
 
     def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> EngineOutput:
-        if self._finished:
+        if self._is_closed:
             raise StopAsyncIteration
         output = await self._queue.get()
         if output.finish_reason is not None:
-            self._finished = True
+            self._is_closed = True
             self._sink.close(self._request_id)
         return output
 
     async def aclose(self) -> None:
         """Forget the request; the engine hears of it if it has not ended it. Safe to call again."""
-        if not self._finished:
-            self._finished = True
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._has_last:
             self._sink.close(self._request_id)
+        else:
             self._abort(self._request_id)
 
 

@@ -1,13 +1,16 @@
-"""What requests show of a grammar that broke off while a mask was computed."""
+"""What requests show of a grammar that broke off while a mask was computed, and whose outputs are whose."""
 
+import asyncio
 import threading
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.mask_pool import MaskJob
-from antiphon.serve.outputs import TrackedRequest, TrackedRequests
+from antiphon.serve.outputs import AsyncSink, TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import new_request
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until
@@ -91,3 +94,38 @@ def test_steps_wait_for_masks_that_are_near_and_for_no_others() -> None:
     tracked.take_masks()
     assert tracked.mask_patience_s is None, "not for ever"
     tracked.close()
+
+
+def test_outputs_of_an_aborted_request_never_reach_the_next_one_of_its_name() -> None:
+    """The engine hears of the abort later, and what it had made before then, with its last word, comes later still."""
+
+    def made(token: int, *, last: bool = False) -> list[EngineOutput]:
+        return [EngineOutput(request_id="a", token_ids=[token], finish_reason="abort" if last else None)]
+
+    async def talk() -> None:
+        sink, aborted = AsyncSink(), list[str]()
+        stream = sink.open("a", aborted.append)
+        sink.deliver(made(1))
+        assert (await anext(stream)).token_ids == [1]
+        await stream.aclose()
+        await stream.aclose()
+        assert aborted == ["a"]
+        for outputs in ([], made(2)):
+            sink.deliver(outputs)
+            await asyncio.sleep(0)
+            with pytest.raises(UserError, match="'a' is in use"):
+                sink.open("a", aborted.append)
+        sink.deliver(made(3, last=True))
+        await asyncio.sleep(0)
+        other = sink.open("a", aborted.append)
+        sink.deliver(made(4))
+        sink.deliver(made(5, last=True))
+        assert [output.token_ids async for output in other] == [[4], [5]]
+        unread = sink.open("a", aborted.append)
+        sink.deliver(made(6, last=True))
+        await asyncio.sleep(0)
+        await unread.aclose()
+        assert aborted == ["a"], "it had ended"
+        sink.open("a", aborted.append)
+
+    asyncio.run(talk())
