@@ -50,10 +50,10 @@ from antiphon.models.config import load_model_spec
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile
 from antiphon.placement.split import balancedness
-from antiphon.serve.balancer import POLICIES
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
+from antiphon.serve.placement_control import POLICIES
 from antiphon.serve.worker.routing import RoutingReplay
 from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName

@@ -20,9 +20,9 @@ from antiphon.comm.two_level.levels import TwoLevel
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.placement.split import Phases
-from antiphon.serve.balancer import FORECASTING, Policy
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.layout_text import layout_text
+from antiphon.serve.placement_control import FORECASTING, Policy
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
 from antiphon.specs.checked import Count, Positive, checked

@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.balancer import Balancer
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.outputs import TrackedRequests
-from antiphon.serve.placement_control import PlacementControl
+from antiphon.serve.placement_control import Balancer, PlacementControl
 from antiphon.serve.policy.handover import KVOffer
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.request import Request, RequestStatus

@@ -17,7 +17,6 @@ from antiphon.models.config import read_config
 from antiphon.models.quantization import left_out
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import RoutingRecord
-from antiphon.serve.balancer import FORECASTING, Balancer
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
@@ -25,7 +24,7 @@ from antiphon.serve.group import StepGroup
 from antiphon.serve.handovers import KVEnds
 from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.outputs import TrackedRequests
-from antiphon.serve.placement_control import PlacementControl
+from antiphon.serve.placement_control import FORECASTING, Balancer, PlacementControl
 from antiphon.serve.policy.handover import CachePart, KVSource
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.prepare import PreparedEngine, prepare

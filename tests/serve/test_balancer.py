@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from antiphon.serve import balancer
-from antiphon.serve.balancer import Balancer
+from antiphon.serve.placement_control import Balancer
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
 FIRST = contiguous_placement(4, 2, [3])
