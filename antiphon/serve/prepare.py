@@ -8,7 +8,6 @@ then come up after minutes of loading, once in every worker.
 import secrets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -45,20 +44,12 @@ _EXPRESS_SLOTS = 8
 _LEAST_BLOCKS = 64  # of a worker with an express lane
 
 
-class LaneSplit(NamedTuple):
-    """Slots of the main way, and what the express lane has of an attention worker."""
-
-    max_running: int
-    express_slots: int
-    express_blocks: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class PreparedEngine:
     """A checked configuration and all that follows from it.
 
     `placement`: where experts are at first; `slots`: experts that a worker may hold in a layer; `load_rows`: rows that
-    an expert worker computes in the time of one load; `num_blocks`: KV blocks of each attention worker. `secret` is
+    an expert worker computes in the time of one load; `scheduler`: limits of each attention worker. `secret` is
     shared by the workers of this run; those that join derive it themselves, so it never travels. `prefill`: the pool
     for prompts, where it is apart; this is then the one that decodes."""
 
@@ -68,8 +59,7 @@ class PreparedEngine:
     placement: ExpertPlacement
     slots: int
     load_rows: int
-    num_blocks: int
-    lane: LaneSplit
+    scheduler: SchedulerConfig
     secret: bytes = field(repr=False)
     prefill: "PreparedEngine | None" = None
 
@@ -114,22 +104,6 @@ class PreparedEngine:
             return []
         parts, instances = range(config.num_expert_parts), range(config.num_instances)
         return [str(self._name("experts", part, instance)) for instance in instances for part in parts]
-
-    @property
-    def scheduler_config(self) -> SchedulerConfig:
-        """Limits of each attention worker."""
-        return SchedulerConfig(
-            num_blocks=self.num_blocks,
-            block_size=self.config.block_size,
-            max_model_len=self.context_length,
-            max_batch_tokens=self.config.max_batch_tokens,
-            context_tokens_per_row=context_tokens_per_row(self.spec),
-            logprob_row_cost=logprob_row_cost(self.spec, _RANKING_COLUMNS),
-            max_running=self.lane.max_running,
-            express_slots=self.lane.express_slots,
-            express_blocks=self.lane.express_blocks,
-            vocab_size=self.spec.vocab_size,
-        )
 
     # --- the processes ---------------------------------------------------------------------------------------------
 
@@ -233,6 +207,7 @@ def _prepare_pool(config: ServeConfig, spec: ModelSpec, context_length: int, sec
     slots = config.slots_of(placement)
     _check_ranks(config, spec)
     num_blocks = num_kv_blocks(config, spec, context_length)
+    max_running, express_slots, express_blocks = split_for_lane(config, num_blocks, context_length)
     return PreparedEngine(
         config=config,
         spec=spec,
@@ -240,8 +215,18 @@ def _prepare_pool(config: ServeConfig, spec: ModelSpec, context_length: int, sec
         placement=placement,
         slots=slots,
         load_rows=_LOAD_ROWS[device],
-        num_blocks=num_blocks,
-        lane=split_for_lane(config, num_blocks, context_length),
+        scheduler=SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=context_length,
+            max_batch_tokens=config.max_batch_tokens,
+            context_tokens_per_row=context_tokens_per_row(spec),
+            logprob_row_cost=logprob_row_cost(spec, _RANKING_COLUMNS),
+            max_running=max_running,
+            express_slots=express_slots,
+            express_blocks=express_blocks,
+            vocab_size=spec.vocab_size,
+        ),
         secret=secret,
     )
 
@@ -322,7 +307,8 @@ def _check_all_fits(run: PreparedEngine, stored_bytes: int) -> None:
     free_bytes = free_memory_bytes("cpu")
     weights = {pool.config.pool: _weight_bytes(pool, stored_bytes) for pool in run.pools if pool.config.device == "cpu"}
     kv_bytes = sum(
-        pool.num_blocks * kv_cache_block_bytes(pool.spec, pool.config.block_size, _itemsize(pool), pool.config.kv_dtype)
+        pool.scheduler.num_blocks
+        * kv_cache_block_bytes(pool.spec, pool.config.block_size, _itemsize(pool), pool.config.kv_dtype)
         for pool in run.pools
         for name in pool.local_names()
         if name.role != "experts" and name.rank == 0 and pool.config.device == "cpu"
@@ -356,10 +342,7 @@ def _check_gpu_memory(run: PreparedEngine, stored_bytes: int) -> None:
             of_gpu = kept.setdefault(gpu, {})
             of_gpu[f"weights of {name}"] = _kept_weight_bytes(pool, name.role, stored_bytes)
             if name.role != "experts":
-                block_bytes = kv_cache_block_bytes(
-                    pool.spec, pool.config.block_size, _itemsize(pool), pool.config.kv_dtype
-                )
-                of_gpu[f"KV cache of {name}"] = pool.num_blocks * block_bytes // pool.config.attention_ranks
+                of_gpu[f"KV cache of {name}"] = _cache_bytes(pool) // pool.config.attention_ranks
     for gpu, parts in kept.items():
         needed, free_bytes = sum(parts.values()), int(torch.cuda.mem_get_info(gpu.index)[0])
         if needed > free_bytes:
@@ -395,6 +378,13 @@ def _kept_weight_bytes(pool: PreparedEngine, role: Role, stored_bytes: int) -> i
     return int((rest_bytes + (experts_bytes if role == "replica" else 0)) / config.attention_ranks)
 
 
+def _cache_bytes(pool: PreparedEngine) -> int:
+    """The KV cache of one attention worker or replica, over all its ranks."""
+    config = pool.config
+    block_bytes = kv_cache_block_bytes(pool.spec, config.block_size, _itemsize(pool), config.kv_dtype)
+    return pool.scheduler.num_blocks * block_bytes
+
+
 def _itemsize(pool: PreparedEngine) -> int:
     return resolve_dtype(pool.config.own("attention").dtype).itemsize
 
@@ -417,13 +407,14 @@ def _weight_bytes(pool: PreparedEngine, stored_bytes: int) -> int:
     return int(num_attention * rest_bytes + of_experts * experts_bytes)
 
 
-def split_for_lane(config: ServeConfig, num_blocks: int, context_length: int) -> LaneSplit:
-    """The express lane's part: 8 slots on top of `max_running`, or out of it where a step has no rows for more; 1/64 of
-    the blocks, of small caches 1/16 up to 32. Nothing where a sequence of full length needs the blocks."""
+def split_for_lane(config: ServeConfig, num_blocks: int, context_length: int) -> tuple[int, int, int]:
+    """Slots of the main way, and slots and blocks of the express lane, of an attention worker. The lane has 8 slots on
+    top of `max_running`, or out of it where a step has no rows for more; 1/64 of the blocks, of small caches 1/16 up to
+    32. Nothing where a sequence of full length needs the blocks."""
     num_spare = num_blocks - blocks_of(context_length, config.block_size)
     blocks = min(max(num_blocks // 64, min(num_blocks // 16, 32)), num_spare)
     extra = min(_EXPRESS_SLOTS, config.max_batch_tokens - config.max_running)
     slots = extra or min(_EXPRESS_SLOTS, config.max_running // 4)
     if num_blocks < _LEAST_BLOCKS or blocks < 1 or slots < 1:
-        return LaneSplit(config.max_running, 0, 0)
-    return LaneSplit(config.max_running if extra else config.max_running - slots, slots, blocks)
+        return config.max_running, 0, 0
+    return config.max_running if extra else config.max_running - slots, slots, blocks

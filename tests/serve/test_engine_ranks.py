@@ -273,6 +273,8 @@ def test_groups_of_a_hybrid_have_to_divide(tiny_model: TinyModel) -> None:
 
 def test_the_budget_counts_every_ranks_part(tiny_model: TinyModel) -> None:
     """Six heads share two KV heads: two ranks have one each, three ranks hold four between them."""
-    blocks = [prepare(config(tiny_model, layout, kv_bytes=1 << 20)).num_blocks for layout in ("1", "1t2", "1t3")]
+    blocks = [
+        prepare(config(tiny_model, layout, kv_bytes=1 << 20)).scheduler.num_blocks for layout in ("1", "1t2", "1t3")
+    ]
     assert blocks[0] == blocks[1]
     assert blocks[2] == blocks[0] // 2
