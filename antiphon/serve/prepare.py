@@ -307,8 +307,7 @@ def _check_all_fits(run: PreparedEngine, stored_bytes: int) -> None:
     free_bytes = free_memory_bytes("cpu")
     weights = {pool.config.pool: _weight_bytes(pool, stored_bytes) for pool in run.pools if pool.config.device == "cpu"}
     kv_bytes = sum(
-        pool.scheduler.num_blocks
-        * kv_cache_block_bytes(pool.spec, pool.config.block_size, _itemsize(pool), pool.config.kv_dtype)
+        _cache_bytes(pool)
         for pool in run.pools
         for name in pool.local_names()
         if name.role != "experts" and name.rank == 0 and pool.config.device == "cpu"

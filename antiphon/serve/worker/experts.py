@@ -10,6 +10,7 @@ answers to the leader alone, and waits for its next announcement.
 
 import time
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -93,103 +94,97 @@ class _Announced(msgspec.Struct, frozen=True, array_like=True):
 _DECODE_BATCH = msgspec.msgpack.Decoder(_Announced)
 
 
+@dataclass(eq=False)
 class ExpertRanks:
     """The experts of one worker over its ranks: each computes some columns of every expert."""
 
-    def __init__(self, ranks: RankGroup, half: ExpertHalf, moves: ExpertMoves, recorder: SpanRecorder) -> None:
-        self._ranks = ranks
-        self._moves = moves
-        self.half = half
-        self._recorder = recorder
-        self._top_k = half.spec.router.top_k
+    ranks: RankGroup
+    half: ExpertHalf
+    moves: ExpertMoves
+    recorder: SpanRecorder
 
     def lead(self, batch: ExpertBatch) -> Tensor:
         """The weighted partial sums of a batch: the followers get its rows, and add their columns."""
-        self._moves.check(batch.placements)
-        self._moves.prefetched.start(batch.prefetches)
+        self.moves.check(batch.placements)
+        self.moves.prefetched.start(batch.prefetches)
         rows_RH = batch.rows_RH.to(self.half.backend.dtype)
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             return self._part(batch.layer, rows_RH, batch.ids_RK, batch.weights_RK)
         announced = _Announced(batch.step, batch.layer, batch.micro_batch, rows_RH.shape[0], batch.prefetches)
-        self._ranks.broadcast_bytes(_ENCODER.encode(announced))
+        self.ranks.broadcast_bytes(_ENCODER.encode(announced))
         return self._together(announced, rows_RH, batch.ids_RK, batch.weights_RK)
 
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Follow one batch of the leader; False if none came within `idle_s`."""
-        heard = hear_leader(self._ranks, idle_s)
+        heard = hear_leader(self.ranks, idle_s)
         if heard is None:
             return False
         batch = _DECODE_BATCH.decode(heard)
-        half, self._recorder.step = self.half, batch.step
-        self._moves.prefetched.start(batch.prefetches)
+        half, self.recorder.step = self.half, batch.step
+        self.moves.prefetched.start(batch.prefetches)
         rows_RH = torch.empty(0, half.spec.hidden_size, dtype=half.backend.dtype)
-        nothing_K = torch.empty(0, self._top_k)
+        nothing_K = torch.empty(0, half.spec.router.top_k)
         self._together(batch, rows_RH, nothing_K.int(), nothing_K)
         return True
 
     def _together(self, batch: _Announced, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         """The leader's rows go to all, the sum of the parts to the leader; the others return no rows."""
-        num_rows = [batch.num_rows] + [0] * (self._ranks.size - 1)
-        rows_RH, ids_RK, weights_RK = (self._ranks.all_gather(x, num_rows) for x in (rows_RH, ids_RK, weights_RK))
+        num_rows = [batch.num_rows] + [0] * (self.ranks.size - 1)
+        rows_RH, ids_RK, weights_RK = (self.ranks.all_gather(x, num_rows) for x in (rows_RH, ids_RK, weights_RK))
         part_RH = self._part(batch.layer, rows_RH, ids_RK, weights_RK)
-        part_RH = part_RH if self._ranks.takes(part_RH.device) else part_RH.cpu()
-        return self._ranks.reduce_scatter(part_RH, num_rows)
+        part_RH = part_RH if self.ranks.takes(part_RH.device) else part_RH.cpu()
+        return self.ranks.reduce_scatter(part_RH, num_rows)
 
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         half, device = self.half, self.half.backend.device
-        self._moves.prefetched.settle(layer)
+        self.moves.prefetched.settle(layer)
         local_RK = half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device, non_blocking=True))
-        if self._moves.prefetched.num_slots:
-            self._moves.prefetched.check(layer, ids_RK, local_RK)
+        if self.moves.prefetched.num_slots:
+            self.moves.prefetched.check(layer, ids_RK, local_RK)
         if device.type == "cpu":
             return half.forward(layer, rows_RH, local_RK, weights_RK)
         rows_RH, weights_RK = (each.to(device, non_blocking=True) for each in (rows_RH, weights_RK))
         return half.forward(layer, rows_RH, local_RK, weights_RK)
 
 
+@dataclass(eq=False)
 class ExpertRunner:
-    """Serves one batch at a time and counts it."""
+    """Serves one batch at a time and counts it. `in_stream_order`: replies are in the order of the device's stream, and
+    its events say when it computed; on a CPU they are not."""
 
-    def __init__(
-        self,
-        ranks: ExpertRanks,
-        exchange: ExpertExchange,
-        counters: ExpertCounters,
-        recorder: SpanRecorder,
-        *,
-        in_stream_order: bool = False,
-    ) -> None:
-        """`in_stream_order`: replies are in the order of the device's stream, and its events say when it computed."""
-        self._in_stream_order = in_stream_order and ranks.half.backend.device.type != "cpu"
-        self._ranks = ranks
-        self._exchange = exchange
-        self._counters = counters
-        self._recorder = recorder
+    ranks: ExpertRanks
+    exchange: ExpertExchange
+    counters: ExpertCounters
+    recorder: SpanRecorder
+    in_stream_order: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.in_stream_order &= self.ranks.half.backend.device.type != "cpu"
 
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Answer one batch; False if none came within `idle_s`. Raises `StepAborted`, or `PeerTimeout` when some
         attention workers of a batch stayed away for `timeout_s`."""
         start_ns = time.monotonic_ns()
-        batch = self._exchange.receive(idle_s, timeout_s)
+        batch = self.exchange.receive(idle_s, timeout_s)
         if batch is None:
             return False
         compute_ns = time.monotonic_ns()
         rows = batch.rows_RH.shape[0]
-        self._recorder.step = batch.step
-        self._recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
-        if self._in_stream_order:
-            stream = _cuda.current_stream(self._ranks.half.backend.device)  # another device may be the current one
+        self.recorder.step = batch.step
+        self.recorder.add(RECEIVE, start_ns, batch.layer, batch.micro_batch, rows)
+        if self.in_stream_order:
+            stream = _cuda.current_stream(self.ranks.half.backend.device)  # another device may be the current one
             begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(stream)
-            partial_RH = self._ranks.lead(batch)
+            partial_RH = self.ranks.lead(batch)
             end.record(stream)
-            self._counters.add_span(begin, end)
+            self.counters.add_span(begin, end)
         else:
-            partial_RH = self._ranks.lead(batch).cpu()  # else only the launch is timed
-        self._recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
-        computed_s = 0.0 if self._in_stream_order else (time.monotonic_ns() - compute_ns) * 1e-9
-        self._counters.add(batch.layer, batch.ids_RK, computed_s)  # after the reply its memory is the next sender's
+            partial_RH = self.ranks.lead(batch).cpu()  # else only the launch is timed
+        self.recorder.add(EXPERTS, compute_ns, batch.layer, batch.micro_batch, rows)
+        computed_s = 0.0 if self.in_stream_order else (time.monotonic_ns() - compute_ns) * 1e-9
+        self.counters.add(batch.layer, batch.ids_RK, computed_s)  # after the reply its memory is the next sender's
         end_ns = time.monotonic_ns()
-        self._exchange.reply(batch, partial_RH, (compute_ns, end_ns))
-        self._recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
+        self.exchange.reply(batch, partial_RH, (compute_ns, end_ns))
+        self.recorder.add(REPLY, end_ns, batch.layer, batch.micro_batch, rows)
         return True

@@ -142,8 +142,6 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
                 _report_experts(worker, channel)
         elif isinstance(message, Reset):
             _reset(worker, channel, message)
-        elif isinstance(message, Place):
-            worker.exchange.place(message.placement)
         elif message is not None and not _obey_any(worker, channel, message):
             return
 
@@ -158,8 +156,6 @@ def serve_side_by_side(worker: AttentionWorker, steps: SideBySide, channel: Chan
         elif isinstance(message, Reset):
             steps.forget()
             _reset(worker, channel, message)
-        elif isinstance(message, Place):
-            worker.exchange.place(message.placement)
         elif message is not None:
             if not _obey_any(worker, channel, message):
                 return
@@ -282,6 +278,8 @@ def _obey_any(worker: LoadedWorker, channel: Channel, message: object) -> bool:
     """Orders that every worker takes between steps. False: exit."""
     if isinstance(message, TakeSpans):
         channel.send(worker.recorder.take(message.last_steps))
+    elif isinstance(worker, AttentionWorker) and isinstance(message, Place):
+        worker.exchange.place(message.placement)
     elif worker.moves is not None and isinstance(message, PreparePlacement):
         worker.moves.prepare(message.placement)
     elif worker.moves is not None and isinstance(message, Retire):
