@@ -13,7 +13,6 @@ on; its order of sums depends on size and on the number of ranks; a rank that di
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,68 +20,82 @@ from torch import Tensor
 from antiphon.comm.ledger import Traffic
 
 
-class RankGroup(Protocol):
+class RankGroup:
     """One rank's end of a group. Tensors are in host memory or where `takes` says: bfloat16, float16 or float32 where
     they are summed, any type elsewhere. Messages of pairs are in host memory. Rows are entries of the first dimension;
-    lists have one entry for each rank, zeros included."""
+    lists have one entry for each rank, zeros included.
 
-    @property
-    def rank(self) -> int: ...
+    What calls do here is what they do in a group of one, where nothing travels. A group of several
+    (`m2n/rank_group`) does all of them otherwise."""
 
-    @property
-    def size(self) -> int: ...
+    rank = 0
+    size = 1
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that have left this rank for others."""
+        return 0
 
     @property
     def ticket(self) -> bytes:
         """How the others reach this rank."""
+        return b""
 
     def takes(self, device: torch.device) -> bool:
         """Whether collectives take tensors there."""
+        return True
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, which is contiguous and of the same shape on all ranks, by the sum over all ranks."""
 
     def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
         """First and last row, exclusive, of the blocks in which `num_rows` rows should be summed, in order."""
+        return [(0, num_rows)]
 
     def begin_sum(self, tensor: Tensor) -> None:
         """As `all_reduce`, but the sum is there after `finish_sums`. Sums begun are made in their order; until they are
         finished only others may begin."""
+        self.all_reduce(tensor)
 
     def finish_sums(self) -> None:
         """Waits until all that began have ended; raises what the first that failed did."""
 
     def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         """[sum of `rows_by_rank`, ...]: the rows of all ranks in order; `tensor` has this rank's."""
+        return tensor
 
     def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
         """[`rows_by_rank[rank]`, ...]: this rank's rows of the sum; `tensor` has all rows, in order of ranks."""
+        return tensor
 
     def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
         """[sum of `rows_from`, ...]: what the others had for this rank, in order; `tensor` has `rows_to[i]` for i."""
+        return tensor
 
     def open_exchange(self) -> int:
         """Begin an exchange of messages of one pair at a time; something else may be done in between. All ranks open
         the same ones in the same order, and in each a rank posts one message to every peer, of one slot at most, and
         takes and releases the peer's."""
+        return 0
 
     def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
         """Send a message, which is the bytes of `pieces` one after another. Waits only for a free slot."""
+        raise AssertionError("there is no peer")
 
     def take(self, exchange: int, peer: int) -> Tensor:
         """The bytes of the peer's message where they were received, valid until `release`. May be called again."""
+        raise AssertionError("there is no peer")
 
     def release(self, exchange: int, peer: int) -> None:
         """Give the message's slot back to the peer."""
+        raise AssertionError("there is no peer")
 
     def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
         """`payload` of `root`, on every rank; the others give None. `timeout_s`: until something comes, the rest has
         the group's timeout. A rank whose wait ends with `PeerTimeout` before anything came may call again: so an idle
         follower listens."""
+        assert payload is not None, "the only rank is the one that has it"
+        return payload
 
     def barrier(self) -> None:
         """Until all ranks are here."""
@@ -99,70 +112,11 @@ class RankGroup(Protocol):
 
     def traffic(self) -> Traffic:
         """What this rank has carried since its start."""
+        return Traffic(pairs=[], waits=[], round_trips=[])
 
     def close(self) -> None:
         """Say goodbye to the others; nothing may follow."""
 
 
-class Alone:
-    """A group of one: nothing travels."""
-
-    rank = 0
-    size = 1
-    bytes_sent = 0
-    ticket = b""
-
-    def takes(self, device: torch.device) -> bool:
-        return True
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """The sum of one is itself."""
-
-    def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
-        return [(0, num_rows)]
-
-    def begin_sum(self, tensor: Tensor) -> None:
-        self.all_reduce(tensor)
-
-    def finish_sums(self) -> None:
-        """None is under way."""
-
-    def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
-        return tensor
-
-    def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
-        return tensor
-
-    def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
-        return tensor
-
-    def open_exchange(self) -> int:
-        return 0
-
-    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
-        raise AssertionError("there is no peer")
-
-    def take(self, exchange: int, peer: int) -> Tensor:
-        raise AssertionError("there is no peer")
-
-    def release(self, exchange: int, peer: int) -> None:
-        raise AssertionError("there is no peer")
-
-    def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
-        assert payload is not None, "the only rank is the one that has it"
-        return payload
-
-    def barrier(self) -> None:
-        """A group of one waits for no other rank."""
-
-    def abort(self, epoch: int) -> None:
-        """Nothing waits."""
-
-    def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
-        """A group of one connects to no other rank."""
-
-    def traffic(self) -> Traffic:
-        return Traffic(pairs=[], waits=[], round_trips=[])
-
-    def close(self) -> None:
-        """A group of one has no other rank to tell."""
+class Alone(RankGroup):
+    """A group of one."""

@@ -18,6 +18,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.ledger import Traffic, read_traffic
 from antiphon.comm.m2n.native import aborting, dtype_name, view_of
+from antiphon.comm.rank_group import RankGroup
 
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
 _NUM_BLOCKS, _BLOCK_ROWS = 4, 128  # at most as many blocks of rows, each of at least as many rows
@@ -25,7 +26,7 @@ _CONNECT_S = 10.0  # for peers that are known to be there
 _Result = TypeVar("_Result")
 
 
-class NativeRankGroup:
+class NativeRankGroup(RankGroup):
     """`RankGroup` of rank `rank` of `size`. `names`: of the ranks, for errors before they have connected; then an
     endpoint's own name counts. `in_blocks`: many rows are summed in blocks, beside what makes the next one; that takes
     a thread, and pays where links are slow.
