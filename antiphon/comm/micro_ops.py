@@ -15,7 +15,7 @@ the two all-to-alls of one MoE layer's backward and those of the next, and share
 Numbers and names only: the trainer launches what `next` returns, the simulator prices it. Rejected: deferring
 all-reduce to the end of an all-to-all pair (Lina Figure 7c), which leaves the gap between the two idle.
 
-A tensor is cut into ceil(size / chunk) pieces whose sizes differ by at most one element: equal pieces make waiting
+A tensor is cut into ceil(size / chunk) pieces whose sizes differ by at most one byte: equal pieces make waiting
 predictable, and no piece mixes two gradients. Rejected: full chunks and a short rest, which pays the fixed cost of a
 micro-op for a few bytes. What the trainer submits as one tensor are gradients that are ready at once and needed at
 once: those of one layer for the same ranks, or of the head, or of the embedding (`train.shards`).
@@ -40,30 +40,23 @@ Traffic = Literal["all_to_all", "all_reduce"]
 BACKWARD = ", backward"  # ends the names of exchanges of gradients
 
 
-def partition(size_bytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES, element_bytes: int = 1) -> list[tuple[int, int]]:
-    """(offset, size) of each piece in bytes, in order, none larger than `chunk_bytes`; no piece for an empty tensor.
-
-    Pieces begin at whole elements. `UserError` if a chunk cannot hold one element or the tensor has a part of one.
-    """
-    if element_bytes < 1 or chunk_bytes < element_bytes:
-        raise UserError(f"chunks of {chunk_bytes} bytes for elements of {element_bytes}: a chunk holds at least one")
-    if size_bytes < 0 or size_bytes % element_bytes:
-        raise UserError(f"{size_bytes} bytes are no whole number of elements of {element_bytes} bytes")
-    num_elements = size_bytes // element_bytes
-    num_pieces = -(-num_elements // (chunk_bytes // element_bytes))
-    bounds = [num_elements * piece // max(1, num_pieces) * element_bytes for piece in range(num_pieces + 1)]
+def partition(size_bytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> list[tuple[int, int]]:
+    """(offset, size) of each piece in bytes, in order, none larger than `chunk_bytes`; no piece for an empty tensor."""
+    if chunk_bytes < 1:
+        raise UserError(f"chunks of {chunk_bytes} bytes: a chunk holds at least one")
+    num_pieces = -(-size_bytes // chunk_bytes)
+    bounds = [size_bytes * piece // max(1, num_pieces) for piece in range(num_pieces + 1)]
     return [(start, end - start) for start, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)
 class MicroOp:
-    """Bytes [offset, offset + size) of `tensor`; piece `number` of `num_pieces`."""
+    """Piece `number` of `num_pieces` of `tensor`."""
 
     traffic: Traffic
     tensor: str
     number: int
     num_pieces: int
-    offset_bytes: int
     size_bytes: int
 
     @property
@@ -78,14 +71,12 @@ class MicroOpScheduler:
         self,
         chunk_bytes: int | None = DEFAULT_CHUNK_BYTES,
         *,
-        element_bytes: int = 1,
         stop_at_combine: bool = True,
         between_pairs: bool = False,
     ) -> None:
         if chunk_bytes is not None:
-            partition(0, chunk_bytes, element_bytes)  # refuses impossible sizes now rather than at the first gradient
+            partition(0, chunk_bytes)  # refuses impossible sizes now rather than at the first gradient
         self._chunk_bytes = chunk_bytes
-        self._element_bytes = element_bytes
         self._stop_at_combine = stop_at_combine and not between_pairs
         self._between_pairs = between_pairs
         self._in_pair = False
@@ -107,17 +98,13 @@ class MicroOpScheduler:
 
     def submit_all_reduce(self, tensor: str, size_bytes: int) -> int:
         """A gradient is ready; returns into how many micro-ops it was cut (none if it is empty)."""
-        if self._chunk_bytes is None:
-            pieces = [(0, size_bytes)] if size_bytes else []
-        else:
-            pieces = partition(size_bytes, self._chunk_bytes, self._element_bytes)
-        for number, (offset, size) in enumerate(pieces):
-            self._all_reduce.append(MicroOp("all_reduce", tensor, number, len(pieces), offset, size))
+        whole = [(0, size_bytes)] if size_bytes else []
+        pieces = whole if self._chunk_bytes is None else partition(size_bytes, self._chunk_bytes)
+        for number, (_, size) in enumerate(pieces):
+            self._all_reduce.append(MicroOp("all_reduce", tensor, number, len(pieces), size))
         return len(pieces)
 
-    def submit_all_to_all(
-        self, tensor: str, size_bytes: int, *, number: int = 0, num_pieces: int = 1, offset_bytes: int = 0
-    ) -> None:
+    def submit_all_to_all(self, tensor: str, size_bytes: int, *, number: int = 0, num_pieces: int = 1) -> None:
         """Part `number` of an all-to-all is ready. Parts come in order; until the last has come, all-reduce waits."""
         expected = self._to_come.get(tensor, 0)
         if not 0 <= number < num_pieces or number != expected:
@@ -130,7 +117,7 @@ class MicroOpScheduler:
             self._to_come[tensor] = number + 1
         else:
             self._to_come.pop(tensor, None)
-        self._all_to_all.append(MicroOp("all_to_all", tensor, number, num_pieces, offset_bytes, size_bytes))
+        self._all_to_all.append(MicroOp("all_to_all", tensor, number, num_pieces, size_bytes))
 
     def combine_begins(self) -> None:
         """The combine of the backward pass runs: hold all-reduce back until the all-to-all it leads to is submitted."""
