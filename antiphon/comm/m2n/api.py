@@ -10,6 +10,8 @@ dead or idle worker stops all others, and they pad to the largest count (MegaSca
 Shapes: T rows sent by one attention worker, H hidden, K experts per token, R rows received by an expert worker.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.ledger import Traffic
-from antiphon.specs.placement import ExpertPlacement
+from antiphon.placement.split import BoolArray, IntArray, Prefetch
+from antiphon.specs.placement import ExpertPlacement, Owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,67 @@ class AttentionExchange(ExchangeEnd, Protocol):
         """Wait for all expert workers' partial sums of the last `dispatch` of this micro-batch and add them: [T, H].
 
         Raises `PeerTimeout` with the missing workers' names, `StepAborted` if the engine gave the step up."""
+
+
+class CopyingExchange(ABC):
+    """An attention worker's end that carries requests for copies of experts beside its rows. `placement`: by which rows
+    go, but for copies."""
+
+    placement: ExpertPlacement
+
+    def __init__(self) -> None:
+        self._prefetched: dict[int, dict[int, int]] = {}  # by layer and worker: an expert beyond the placement
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Where the experts are, from the next dispatch on. Between two steps only."""
+        self.placement = placement
+        for layer in placement.owners:
+            self._place_layer(layer)
+
+    def prefetched(self, layer: int) -> Mapping[int, int]:
+        """By worker the expert of this layer that it fetched for this attention worker."""
+        return self._prefetched.get(layer, {})
+
+    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
+        """By worker an expert of which it fetches a copy, in place of the one that it fetched before: rows of `layer`
+        go there from now on. The request rides on the next dispatch, of this layer or of an earlier one. Only while no
+        rows of this layer are under way, unless it repeats a request. Copies last until the next epoch."""
+        present = self._prefetched.setdefault(layer, {})
+        is_new = any(present.get(worker) != expert for worker, expert in copies.items())
+        present.update(copies)
+        for worker, expert in copies.items():
+            self._request(worker, layer, expert)
+        if is_new:
+            self._place_layer(layer)
+
+    def _owners_of(self, layer: int) -> Owners:
+        """Who has each expert, copies included."""
+        copies, owners = self.prefetched(layer), self.placement.owners[layer]
+        if not copies:
+            return owners
+        return tuple(
+            (*of_expert, *(worker for worker, copied in copies.items() if copied == expert and worker not in of_expert))
+            for expert, of_expert in enumerate(owners)
+        )
+
+    def _forget_copies(self) -> None:
+        """None of them is there any more."""
+        copied = list(self._prefetched)
+        self._prefetched.clear()
+        for layer in copied:
+            self._place_layer(layer)
+
+    @abstractmethod
+    def _request(self, worker: int, layer: int, expert: int) -> None:
+        """Have it ride on the next dispatch."""
+
+    @abstractmethod
+    def _place_layer(self, layer: int) -> None:
+        """Rows of this layer go to `_owners_of` it."""
+
+    @abstractmethod
+    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
+        """Further copies worth having for these rows (`placement/split`), for workers that may take one."""
 
 
 class ExpertExchange(ExchangeEnd, Protocol):

@@ -10,7 +10,7 @@ of the old one at once, `reset` forgets what was in flight and renews the connec
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from antiphon import _m2n
 from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic, read_traffic
-from antiphon.comm.m2n.api import ExchangeShape, ExpertBatch, StepAborted
+from antiphon.comm.m2n.api import CopyingExchange, ExchangeShape, ExpertBatch, StepAborted
 from antiphon.comm.m2n.ready_batches import ReadyBatches, ReadyStep
 from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.specs.placement import ExpertPlacement
@@ -112,7 +112,7 @@ class _End:
                 continue
 
 
-class NativeAttentionExchange(_End):
+class NativeAttentionExchange(_End, CopyingExchange):
     """`AttentionExchange` of attention worker `index`."""
 
     def __init__(
@@ -122,7 +122,8 @@ class NativeAttentionExchange(_End):
         slot_bytes = max(64, shape.max_rows * shape.hidden_size * shape.dtype.itemsize)
         names = [f"experts[{worker}]" for worker in range(shape.num_experts)]
         inbox = endpoint.inbox(shape.num_experts, shape.num_micro_batches + 1, slot_bytes, names)
-        super().__init__(endpoint, shape, inbox)
+        _End.__init__(self, endpoint, shape, inbox)
+        CopyingExchange.__init__(self)
         self._index = index
         self._timeout_s = timeout_s
         self._side = _m2n.AttentionSide(
@@ -133,8 +134,6 @@ class NativeAttentionExchange(_End):
             self._inbox,
             shape.num_micro_batches,
         )
-        self._prefetched: dict[int, dict[int, int]] = {}  # by layer and worker: an expert beyond the placement
-        self.placement = placement
         self.place(placement)
         self._tickets: list[bytes] = [b""] * shape.num_experts
         self._participants = [0] * shape.num_micro_batches
@@ -149,9 +148,7 @@ class NativeAttentionExchange(_End):
         they have connected back. Blocks; `PeerTimeout`, `PeerLost` or `Refused` if one cannot be reached."""
         self._epoch = epoch
         self._side.forget()
-        if self._prefetched:
-            self._prefetched.clear()
-            self.place(self.placement)
+        self._forget_copies()
         connected_back = self._inbox.connected()
         present = [worker for worker, ticket in enumerate(tickets) if ticket]
         for worker, ticket in enumerate(tickets):
@@ -181,48 +178,23 @@ class NativeAttentionExchange(_End):
         self._tickets[worker] = ticket
         self._side.set_expert(worker, outbox)
 
-    def place(self, placement: ExpertPlacement) -> None:
-        self.placement = placement
-        for layer in placement.owners:
-            self._place_layer(layer)
-
     def _place_layer(self, layer: int) -> None:
         self._rest()
-        placement, prefetched = self.placement, self._prefetched.get(layer, {})
-        owners = placement.owners[layer]
-        if prefetched:
-            owners = tuple(
-                (*of_expert, *(w for w, e in prefetched.items() if e == expert and w not in of_expert))
-                for expert, of_expert in enumerate(owners)
-            )
+        placement = self.placement
         self._side.place(
             version=placement.version,
             layer=layer,
-            owners=owners,
+            owners=self._owners_of(layer),
             speeds=placement.speeds,
             knee=placement.knee,
             num_workers=placement.num_workers,
         )
 
-    def prefetched(self, layer: int) -> Mapping[int, int]:
-        """By worker the expert of this layer that it fetched for this attention worker."""
-        return self._prefetched.get(layer, {})
-
-    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
-        """By worker an expert of which it fetches a copy, in place of the one that it fetched before: rows of `layer`
-        go there from now on. The request rides on the next dispatch, of this layer or of an earlier one. Only while no
-        rows of this layer are under way, unless it repeats a request. Copies last until the next epoch."""
+    def _request(self, worker: int, layer: int, expert: int) -> None:
         self._rest()
-        present = self._prefetched.setdefault(layer, {})
-        is_new = any(present.get(worker) != expert for worker, expert in copies.items())
-        present.update(copies)
-        for worker, expert in copies.items():
-            self._side.prefetch(worker, layer, expert)
-        if is_new:
-            self._place_layer(layer)
+        self._side.prefetch(worker, layer, expert)
 
     def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
-        """Further copies worth having for these rows (`placement/split`), for workers that may take one."""
         self._rest()
         wanted = self._side.wanted_copies(layer, counts_E.astype(np.uint32), open_W)
         return [Prefetch(*each) for each in wanted]

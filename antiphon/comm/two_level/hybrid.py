@@ -30,6 +30,7 @@ from antiphon import _m2n
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
+from antiphon.comm.m2n.api import CopyingExchange
 from antiphon.comm.two_level.exchange import Dispatch
 from antiphon.comm.two_level.levels import Levels
 from antiphon.placement.split import BoolArray, IntArray, Prefetch
@@ -40,7 +41,7 @@ from antiphon.specs.plan import Collectives
 Experts = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class HybridExchange:
+class HybridExchange(CopyingExchange):
     """`placement`: its workers are the parts of the experts, one for each expert group (`TwoLevel.part_of`).
 
     Waits are bounded by the groups' timeout. `exposed_s` is `wait_s`: what a wait does not cover has been hidden.
@@ -62,15 +63,14 @@ class HybridExchange:
                 f"experts are placed on {placement.num_workers} groups of ranks, the topology has "
                 f"{levels.topology.expert_ep}: make them equal"
             )
+        super().__init__()
         self._levels = levels
         num_experts = max(map(len, placement.owners.values()))
         self._counts = {layer: np.zeros(num_experts, dtype=np.int64) for layer in placement.owners}
         self._fetch = fetch
-        self._prefetched: dict[int, dict[int, int]] = {}  # by layer and part, the copy there for this attention group
         self._asked: dict[int, list[tuple[int, int]]] = {}  # by part, what rides on the next dispatch
         self._owners: dict[int, _LayerOwners] = {}
-        self._placement: ExpertPlacement | None = None
-        self.place(placement)
+        super().place(placement)
         self._experts = experts
         self.fused = fused
         self._under_way: dict[int, Dispatch] = {}
@@ -91,41 +91,16 @@ class HybridExchange:
 
     def place(self, placement: ExpertPlacement) -> None:
         """Rows go by `placement` from now on. All ranks of an instance have to change in the same step."""
-        if placement is not self._placement:
-            self._placement = placement
-            for layer in placement.owners:
-                self._place_layer(layer)
-
-    @property
-    def placement(self) -> ExpertPlacement:
-        """By which rows go, but for copies."""
-        assert self._placement is not None, "it has one from the start"
-        return self._placement
+        if placement is not self.placement:
+            super().place(placement)
 
     def _place_layer(self, layer: int) -> None:
-        placement, copies = self.placement, self._prefetched.get(layer, {})
-        owners = tuple(
-            (*parts, *(part for part, copied in copies.items() if copied == expert and part not in parts))
-            for expert, parts in enumerate(placement.owners[layer])
-        )
-        self._owners[layer] = _LayerOwners(owners, placement)
+        self._owners[layer] = _LayerOwners(self._owners_of(layer), self.placement)
 
-    def prefetched(self, layer: int) -> Mapping[int, int]:
-        """By part the expert of this layer that it fetched for this attention group."""
-        return self._prefetched.get(layer, {})
-
-    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None:
-        """As `NativeAttentionExchange.prefetch`; all ranks of the attention group ask alike."""
-        present = self._prefetched.setdefault(layer, {})
-        is_new = any(present.get(part) != expert for part, expert in copies.items())
-        present.update(copies)
-        for part, expert in copies.items():
-            self._asked.setdefault(part, []).append((layer, expert))
-        if is_new:
-            self._place_layer(layer)
+    def _request(self, worker: int, layer: int, expert: int) -> None:
+        self._asked.setdefault(worker, []).append((layer, expert))
 
     def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]:
-        """Further copies worth having for these rows (`placement/split`), for parts that may take one."""
         return self._owners[layer].wanted_copies(counts_E, open_W)
 
     def parts_of_any_layer(self, ids_TK: Tensor) -> Tensor:
@@ -173,10 +148,7 @@ class HybridExchange:
         """Begin `epoch`; `tickets` of all ranks of the topology. Blocks until all have begun it."""
         self._under_way.clear()
         self._asked.clear()
-        copied = list(self._prefetched)
-        self._prefetched.clear()  # who was started again has none
-        for layer in copied:
-            self._place_layer(layer)
+        self._forget_copies()  # who was started again has none
         self._levels.reset(epoch, tickets)
 
     def traffic(self) -> Traffic:

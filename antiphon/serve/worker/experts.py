@@ -137,10 +137,7 @@ class ExpertRanks:
 
     def _part(self, layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         half, device = self.half, self.half.backend.device
-        self.moves.prefetched.settle(layer)
-        local_RK = half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device, non_blocking=True))
-        if self.moves.prefetched.num_slots:
-            self.moves.prefetched.check(layer, ids_RK, local_RK)
+        local_RK = self.moves.prefetched.local_ids(layer, ids_RK)
         if device.type == "cpu":
             return half.forward(layer, rows_RH, local_RK, weights_RK)
         rows_RH, weights_RK = (each.to(device, non_blocking=True) for each in (rows_RH, weights_RK))

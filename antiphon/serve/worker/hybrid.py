@@ -72,10 +72,7 @@ def hybrid_exchange(
 
     def compute(layer: int, rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
         started_s, device = time.monotonic(), half.backend.device
-        slots.settle(layer)
-        local_RK = half.to_local(layer, ids_RK.to(device))
-        if slots.num_slots:
-            slots.check(layer, ids_RK, local_RK)
+        local_RK = slots.local_ids(layer, ids_RK)
         partial_RH = half.forward(layer, rows_RH.to(device), local_RK, weights_RK.to(device))
         if counters is not None:
             counters.add(layer, ids_RK, time.monotonic() - started_s)

@@ -24,17 +24,17 @@ Letters as in `antiphon.kernels.api`; W expert workers.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from antiphon import _native
+from antiphon.comm.m2n.api import CopyingExchange
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, Phases, Prefetch, needs_phase_two
 from antiphon.serve.engine_api import PrefetchCounts
@@ -45,19 +45,6 @@ from antiphon.serve.worker.spans import PREDICT
 from antiphon.specs.placement import ExpertPlacement
 
 _FADING = 1 / 128  # of what a missing copy has cost so far, by step
-
-
-class CopyingExchange(Protocol):
-    """What carries requests for copies beside rows (`NativeAttentionExchange`, `HybridExchange`)."""
-
-    @property
-    def placement(self) -> ExpertPlacement: ...
-
-    def prefetched(self, layer: int) -> Mapping[int, int]: ...
-
-    def prefetch(self, layer: int, copies: Mapping[int, int]) -> None: ...
-
-    def wanted_copies(self, layer: int, counts_E: IntArray, open_W: BoolArray) -> list[Prefetch]: ...
 
 
 class Prefetcher:
@@ -221,10 +208,15 @@ class PrefetchSlots:
             loaded.result()
             self.half.hold(layer, slot, expert)
 
-    def check(self, layer: int, ids_RK: Tensor, local_RK: Tensor) -> None:
-        """Rows came for what is not here: a bug, and no placement tells."""
-        missing_RK = (local_RK.cpu() < 0) & (ids_RK >= 0)
-        assert not missing_RK.any(), f"rows of layer {layer} for experts {sorted(set(ids_RK[missing_RK].tolist()))}"
+    def local_ids(self, layer: int, ids_RK: Tensor) -> Tensor:
+        """`ExpertHalf.to_local`, on the device, of ids in host memory. Waits for all that was asked for this layer."""
+        self.settle(layer)
+        device = self.half.backend.device
+        local_RK = self.half.to_local(layer, ids_RK if device.type == "cpu" else ids_RK.to(device, non_blocking=True))
+        if self.num_slots:  # rows for what is not here are a bug, and no placement tells
+            missing_RK = (local_RK.cpu() < 0) & (ids_RK >= 0)
+            assert not missing_RK.any(), f"rows of layer {layer} for experts {sorted(set(ids_RK[missing_RK].tolist()))}"
+        return local_RK
 
     def forget(self, epoch: int) -> None:
         """In a new epoch no attention worker knows of any copy. The engine may announce it twice; rows may have come
