@@ -253,7 +253,7 @@ class SimulatedHandovers:
         """Its pages are out of quarantine: it has ended, or tries again."""
         scheduler = self._decode.all_schedulers[found.target]
         if found.origin.status is RequestStatus.FINISHED:
-            scheduler.give_up(found.origin)
+            scheduler.let_go(found.origin)
         else:
             self.counts.num_failed += 1
             found.origin.num_lost_handovers += found.charged

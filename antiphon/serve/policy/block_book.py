@@ -320,11 +320,6 @@ class BlockBook:
             self.running.remove(request)
             self._give_back(request)
 
-    def give_up(self, request: Request) -> None:
-        """Nothing arrives for a request any more: it gives back what it holds and leaves."""
-        self.running.remove(request)
-        self._give_back(request)
-
     def take_back(self, *, cache_lost: bool) -> list[Request]:
         """All requests give back what they hold and leave, oldest first, but for those whose keys and values arrive.
         `cache_lost`: those too; no block can be found any more, and no worker is left to hear what was released."""

@@ -207,25 +207,19 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             self._leave(request)
 
-    def give_up(self, request: Request) -> None:
-        """Nothing will arrive for it, and nothing writes to its blocks any more: it leaves."""
-        self.book.give_up(request)
-        del self.requests[request.request_id]
-
     def is_in_flight(self, request: Request) -> bool:
         """A plan in flight computes something for it."""
         return request.planned_step in self.book.steps_in_flight
 
     def let_go(self, request: Request) -> None:
-        """It leaves for another worker, and what it has computed stays to be found. Only while no plan with it is in
-        flight and nothing arrives for it."""
+        """It leaves, and what it has computed stays to be found. Only while no plan with it is in flight and nothing
+        writes to its blocks: if it arrives, nothing will come any more."""
         assert not self.is_in_flight(request), f"a plan with {request.request_id} is in flight"
-        assert not request.arrives, f"the blocks of {request.request_id} are written to"
         self._leave(request)
 
     def take_back(self, *, cache_lost: bool = False) -> list[Request]:
         """Hand over all requests, oldest first, for schedulers to `add`. Plans in flight are void: the worker must have
-        ended them, or never have seen them. Requests whose keys and values arrive stay until `give_up`.
+        ended them, or never have seen them. Requests whose keys and values arrive stay until `let_go`.
 
         `cache_lost`: the worker is gone. Otherwise it keeps what can be found in its cache."""
         for plan in self._in_flight.values():
