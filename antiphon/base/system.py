@@ -15,21 +15,18 @@ import ctypes
 import os
 import resource
 import select
+import socket
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 import psutil
 
 _MOST = 1 << 20  # where the system sets no limit; no server has more connections
 _LONGEST_S = 86400.0  # of one call: `poll` counts milliseconds in 32 bits
 _PAUSE_S = 0.01
-
-
-class HasDescriptor(Protocol):
-    def fileno(self) -> int: ...
 
 
 def raise_limit() -> None:
@@ -47,7 +44,7 @@ def limit() -> int:
     return _MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def wait_ready(file: HasDescriptor, timeout_s: float, *, to_write: bool = False) -> bool:
+def wait_ready(file: socket.socket | IO[bytes], timeout_s: float, *, to_write: bool = False) -> bool:
     """Wait until reading (or writing) does not block, the other end's hanging up included; False after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     watched = select.poll()

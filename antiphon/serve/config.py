@@ -21,7 +21,6 @@ from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.placement.split import Phases
 from antiphon.serve.joining import refuse_wildcard
-from antiphon.serve.layout_text import layout_text
 from antiphon.serve.placement_control import FORECASTING, Policy
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
@@ -406,8 +405,16 @@ class ServeConfig:
 
     @property
     def layout_text(self) -> str:
-        """The layout as `--prefill` and `--decode` take it."""
-        return layout_text(**{name: getattr(self, name) for name in LAYOUT_FIELDS})
+        """The layout as `--prefill` and `--decode` take it: what `parse_layout` makes these fields of."""
+        text = (f"{self.num_instances}x" if self.num_instances > 1 else "") + str(self.num_attention)
+        text += f"t{self.attention_tp}" if self.attention_tp > 1 else ""
+        text += f"p{self.num_stages}" if self.num_stages > 1 else ""
+        apart, turns = self.layout == "disaggregated", self.num_micro_batches
+        if self.layout == "hybrid":
+            text += f"*{self.expert_tp}"
+        elif apart:
+            text += f"+{self.num_experts}" + (f"t{self.expert_tp}" if self.expert_tp > 1 else "")
+        return text + (f"/m{turns}" if turns > 1 or apart else "")
 
     @property
     def num_workers(self) -> int:

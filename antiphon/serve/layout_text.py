@@ -43,24 +43,3 @@ def parse_layout(option: str, text: str) -> dict[str, Any]:
         "num_stages": num_stages,
         "num_micro_batches": given.get("m", 2 if layout == "disaggregated" else min(num_stages, MAX_MICRO_BATCHES)),
     }
-
-
-def layout_text(
-    *,
-    layout: str,
-    num_instances: int,
-    num_attention: int,
-    num_experts: int,
-    attention_tp: int,
-    expert_tp: int,
-    num_stages: int,
-    num_micro_batches: int,
-) -> str:
-    """The text that `parse_layout` makes these fields of."""
-    text = (f"{num_instances}x" if num_instances > 1 else "") + str(num_attention)
-    text += (f"t{attention_tp}" if attention_tp > 1 else "") + (f"p{num_stages}" if num_stages > 1 else "")
-    if layout == "hybrid":
-        text += f"*{expert_tp}"
-    elif layout == "disaggregated":
-        text += f"+{num_experts}" + (f"t{expert_tp}" if expert_tp > 1 else "")
-    return text + (f"/m{num_micro_batches}" if num_micro_batches > 1 or layout == "disaggregated" else "")
