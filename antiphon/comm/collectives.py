@@ -345,7 +345,7 @@ def _row_bytes(x: Tensor) -> int:
 
 def part_of(collective: Collective, number: int, count: int) -> Collective:
     """Part `number` of `count` of a collective that moves rows."""
-    return moving(collective).with_sizes(lambda rows: _sizes(rows, number, count))
+    return moving(collective).with_sizes(lambda rows: part_sizes(rows, number, count))
 
 
 def taken(x: Tensor, runs: Runs, number: int, count: int) -> Tensor:
@@ -356,11 +356,12 @@ def taken(x: Tensor, runs: Runs, number: int, count: int) -> Tensor:
 
 def joined(parts: Sequence[Tensor], runs: Runs) -> Tensor:
     """The rows of all parts as these runs."""
-    split = [torch.split(part, list(_sizes(runs, number, len(parts)))) for number, part in enumerate(parts)]
+    split = [torch.split(part, list(part_sizes(runs, number, len(parts)))) for number, part in enumerate(parts)]
     return torch.cat([piece for of_run in zip(*split, strict=True) for piece in of_run])
 
 
-def _sizes(runs: Runs, number: int, count: int) -> Runs:
+def part_sizes(runs: Sequence[int], number: int, count: int) -> Runs:
+    """How many rows of each run are in part `number` of `count`."""
     return tuple(stop - start for start, stop in (_bounds(run, number, count) for run in runs))
 
 

@@ -83,6 +83,10 @@ class Sizes:
         """Whether `rank` has the first or the last stage."""
         return self.place(rank, "pipeline") in (0, self.pipeline - 1)
 
+    def ends(self) -> list[list[int]]:
+        """The ranks of the first and the last stage, and all others."""
+        return [[rank for rank in range(self.world_size) if self.is_end(rank) is end] for end in (True, False)]
+
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """All groups that span `axes`, which belong to one reading; ranks of each in order."""
         reading = ATTENTION if all(axis in ATTENTION for axis in axes) else EXPERTS
@@ -209,7 +213,5 @@ def _lists(sizes: Sizes) -> dict[tuple[str, ...], list[list[int]]]:
     """The ranks of all groups, by their axes."""
     lists = {axes: sizes.groups(axes) for axes in _GROUPS}
     if sizes.pipeline > 1:
-        lists[_ENDS] = [
-            [each for each in range(sizes.world_size) if sizes.is_end(each) is end] for end in (True, False)
-        ]
+        lists[_ENDS] = sizes.ends()
     return lists

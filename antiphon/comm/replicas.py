@@ -37,6 +37,7 @@ from antiphon.comm.collectives import (
     Pending,
     ReduceScatter,
     joined,
+    part_sizes,
     run,
     start,
     taken,
@@ -169,14 +170,14 @@ class Replicas:
         inside = self._start_inside(flat, sizes, 0, count)
         for number in range(count):
             shard = inside.wait()
-            across, parts = _levels(self.sums, _part_sizes(sizes, number, count))[1]
+            across, parts = _levels(self.sums, part_sizes(sizes, number, count))[1]
             under_way.append(start(self._sum_of(across, parts, flat.dtype), shard))
             if number + 1 < count:
                 inside = self._start_inside(flat, sizes, number + 1, count)
         return torch.cat([each.wait() for each in under_way])
 
     def _start_inside(self, flat: Tensor, sizes: Sequence[int], number: int, count: int) -> Pending | Done:
-        inside, parts = _levels(self.sums, _part_sizes(sizes, number, count))[0]
+        inside, parts = _levels(self.sums, part_sizes(sizes, number, count))[0]
         return start(self._sum_of(inside, parts, flat.dtype), taken(flat, tuple(sizes), number, count))
 
     def _sum_of(self, level: Level, parts: tuple[int, ...], dtype: torch.dtype) -> Collective:
@@ -220,16 +221,11 @@ def _start_gather(
     levels: Sequence[Level], purpose: str, x: Tensor, sizes: Sequence[int], which: int, part: tuple[int, int]
 ) -> Pending | Done:
     """Chunk `part` (number, count) over the level at place `which`; across nodes `x` is the whole shard."""
-    level, parts = _levels(levels, _part_sizes(sizes, *part))[which]
+    level, parts = _levels(levels, part_sizes(sizes, *part))[which]
     return start(
         AllGather(level.group, purpose + level.suffix, parts),
         taken(x, (x.shape[0],), *part) if which else x,
     )
-
-
-def _part_sizes(sizes: Sequence[int], number: int, count: int) -> tuple[int, ...]:
-    """Of chunk `number` of `count`, as `taken` cuts them."""
-    return tuple(size * (number + 1) // count - size * number // count for size in sizes)
 
 
 def _levels(levels: Sequence[Level], sizes: Sequence[int]) -> list[tuple[Level, tuple[int, ...]]]:
@@ -253,8 +249,7 @@ class ReplicaGroups:
         self._found: dict[tuple[int, ...], Replicas] = {}
         lists = [mesh.sizes.groups(axes) for axes in _REPLICAS]
         if mesh.sizes.pipeline > 1:
-            ranks = range(mesh.sizes.world_size)
-            lists.append([[rank for rank in ranks if mesh.sizes.is_end(rank) is end] for end in (True, False)])
+            lists.append(mesh.sizes.ends())
         for members, _ in itertools.groupby(sorted(lists)):
             own = next((ranks for ranks in members if mesh.rank in ranks), None)
             if own is not None:
