@@ -79,13 +79,12 @@ class Sizes:
         after = axes[axes.index(axis) + 1 :]
         return rank // math.prod(self.of(each) for each in after) % self.of(axis)
 
-    def is_end(self, rank: int) -> bool:
-        """Whether `rank` has the first or the last stage."""
-        return self.place(rank, "pipeline") in (0, self.pipeline - 1)
-
     def ends(self) -> list[list[int]]:
         """The ranks of the first and the last stage, and all others."""
-        return [[rank for rank in range(self.world_size) if self.is_end(rank) is end] for end in (True, False)]
+        at_end: tuple[list[int], list[int]] = [], []
+        for rank in range(self.world_size):
+            at_end[self.place(rank, "pipeline") not in (0, self.pipeline - 1)].append(rank)
+        return list(at_end)
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """All groups that span `axes`, which belong to one reading; ranks of each in order."""
