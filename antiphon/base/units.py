@@ -1,4 +1,4 @@
-"""Bytes and seconds, to and from people. Inside the code quantities are always plain SI numbers."""
+"""Bytes, seconds and addresses, to and from people. Inside the code quantities are always plain SI numbers."""
 
 import math
 import re
@@ -68,3 +68,11 @@ def milliseconds(seconds: float | None) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return number(seconds * 1e3, "ms") if seconds >= 1e-3 else number(seconds * 1e6, "µs")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`HOST:PORT` as its parts; port 0 means any free one."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"address is {address!r}: it must be HOST:PORT, for example 10.0.0.1:7700")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -14,7 +14,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.base.units import format_bytes, format_seconds
+from antiphon.base.units import format_bytes, format_seconds, split_address
 from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
 from antiphon.bench.profile.orders import NORMAL, QUICK
@@ -25,7 +25,6 @@ from antiphon.cli import options
 from antiphon.cli.commands import given_options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, LINKED_FILE, PROFILE_FILE
-from antiphon.comm.m2n.rendezvous import split_address
 from antiphon.cost.local_times import LocalTimes
 from antiphon.cost.profile import HostTimes, Profile, TrainingTables, read_profile
 from antiphon.models.checkpoint_folder import model_folder

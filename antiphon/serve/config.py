@@ -15,7 +15,7 @@ from pydantic import Field
 
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
-from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.base.units import split_address
 from antiphon.comm.two_level.levels import TwoLevel
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.models.rope_scaling import check_rope_scaling

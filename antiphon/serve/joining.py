@@ -41,7 +41,7 @@ import msgspec
 from antiphon.base.errors import PeerLost, Refused, ResourceError, UserError
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.system import limit
-from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.base.units import split_address
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("join")

@@ -1,27 +1,37 @@
 """The connection to a Ray cluster: its nodes, and actors on a node of our choice. The only file that imports Ray.
 
 Ray is optional (`pip install 'antiphon[ray]'`). What it raises becomes one line with the address and the fix.
+
+The actor of a worker starts it, passes on what it says, and tells how it ended. The worker is a process of its own,
+tethered to the actor (`worker/joined`): when Ray kills the actor, or its node ends, the worker ends too. Rejected: the
+worker inside the actor's process, where Ray's threads and signal handlers are, and where an exit code or a crash of
+native code would be Ray's to explain. So an actor's process loads neither Ray by itself nor PyTorch.
 """
 
 import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.base.system import python_module
+from antiphon.base.units import split_address
 from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
-from antiphon.serve.ray_actor import WorkerActor
 
 _log = get_logger("ray")
 _REACH_S = 5.0
+_MAX_LAST_LINES = 5
 
 
 def _load_ray() -> Any:
@@ -34,6 +44,40 @@ def _load_ray() -> Any:
     except ImportError as error:
         raise UserError(f"--ray needs the package ray ({error}): pip install 'antiphon[ray]'") from error
     return ray
+
+
+class WorkerEnd(msgspec.Struct, frozen=True):
+    """How a worker ended: its exit code, negative for a signal, and the last lines it wrote to standard error."""
+
+    code: int
+    last_lines: list[str]
+
+
+class WorkerActor:
+    """The actor of one worker; it runs on a Ray node."""
+
+    def hello(self) -> tuple[str, int]:
+        """(host name, process id), once Ray has started the actor."""
+        return socket.gethostname(), os.getpid()
+
+    def run(self, job: bytes) -> bytes:
+        """Run the worker to its end. `job` is a `TetheredJob` as JSON; the answer a `WorkerEnd` as JSON."""
+        last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
+        command = python_module("antiphon.serve.worker.joined")
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+            assert worker.stdin is not None, "standard input is a pipe"
+            assert worker.stderr is not None, "standard error is a pipe"
+            try:
+                worker.stdin.write(job + b"\n")
+                worker.stdin.flush()  # stays open: its end would be the worker's end
+            except BrokenPipeError:
+                pass  # it died at once; its last lines say of what
+            for line in worker.stderr:
+                sys.stderr.write(text := line.decode(errors="replace"))
+                sys.stderr.flush()
+                last_lines.append(text.rstrip())
+            code = worker.wait()
+        return msgspec.json.encode(WorkerEnd(code, list(last_lines)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ from antiphon.base.logging import get_logger
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinRole
 from antiphon.serve.policy.node_choice import WorkerNeeds, choose_node, choose_nodes, most_cpus
-from antiphon.serve.ray_actor import WorkerEnd
-from antiphon.serve.ray_cluster import RayCluster, RunningActor
+from antiphon.serve.ray_cluster import RayCluster, RunningActor, WorkerEnd
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 
 _log = get_logger("ray")

@@ -16,7 +16,7 @@ from itertools import count
 import msgspec
 
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.base.units import split_address
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.worker.messages import Configure, FromWorker
 from antiphon.serve.worker_process import WorkerName, WorkerProcess

@@ -1,11 +1,11 @@
-"""Sizes and times, to and from people."""
+"""Sizes, times and addresses, to and from people."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.base.units import format_bytes, format_seconds, parse_bytes
+from antiphon.base.units import format_bytes, format_seconds, parse_bytes, split_address
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_sizes_are_printed(num_bytes: int, text: str) -> None:
 )
 def test_times_are_printed(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":7", "host:port", "host:70000"])
+def test_a_bad_address_says_how_it_must_look(address: str) -> None:
+    with pytest.raises(UserError, match="must be HOST:PORT"):
+        split_address(address)

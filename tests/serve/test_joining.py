@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
-from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.base.units import split_address
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.joining import (

@@ -18,13 +18,12 @@ import psutil
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.serve import ray_actor, ray_placement
+from antiphon.serve import ray_cluster, ray_placement
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.launch import start_engine
 from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
-from antiphon.serve.ray_actor import WorkerActor, WorkerEnd
-from antiphon.serve.ray_cluster import RayCluster, RunningActor
+from antiphon.serve.ray_cluster import RayCluster, RunningActor, WorkerActor, WorkerEnd
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 from tests.serve.engine_harness import Prompts, TinyModel, Tokens, complete, config, is_alive
@@ -34,7 +33,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def forked_workers_of_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_actor, "subprocess", PROGRAMS)
+    monkeypatch.setattr(ray_cluster, "subprocess", PROGRAMS)
 
 
 SECRET = b"correct horse battery staple"
@@ -404,7 +403,7 @@ def test_why_a_worker_cannot_join_is_its_last_word(door: Door, changes: dict[str
 
 
 ACTOR = (
-    "import sys; from antiphon.serve.ray_actor import WorkerActor; "
+    "import sys; from antiphon.serve.ray_cluster import WorkerActor; "
     "WorkerActor().run(sys.stdin.buffer.readline().strip())"
 )
 

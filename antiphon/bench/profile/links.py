@@ -28,7 +28,8 @@ import numpy as np
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, UserError
 from antiphon.base.progress import Report
-from antiphon.comm.m2n.rendezvous import Rendezvous, split_address
+from antiphon.base.units import split_address
+from antiphon.comm.m2n.rendezvous import Rendezvous
 from antiphon.cost.network import Link
 from antiphon.specs.cluster import ClusterSpec
 

@@ -13,20 +13,13 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not named in __all__
 
-from antiphon.base.errors import PeerTimeout, UserError
+from antiphon.base.errors import PeerTimeout
 from antiphon.base.logging import get_logger
+from antiphon.base.units import split_address
 
 _log = get_logger("rendezvous")
 _LOOK_S = 0.02
 _SAY_S = 5.0  # say who is missing this often
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` as its parts; port 0 means any free one."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"address is {address!r}: it must be HOST:PORT, for example 10.0.0.1:7700")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class Rendezvous:

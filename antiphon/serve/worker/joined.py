@@ -25,7 +25,7 @@ from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import raise_limit
-from antiphon.comm.m2n.rendezvous import split_address
+from antiphon.base.units import split_address
 from antiphon.serve import signals
 from antiphon.serve.joining import (
     MAX_OPENING_BYTES,

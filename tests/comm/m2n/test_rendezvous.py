@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.comm.m2n.rendezvous import Rendezvous, split_address
+from antiphon.base.errors import PeerTimeout
+from antiphon.comm.m2n.rendezvous import Rendezvous
 
 
 def test_tickets_are_found_whatever_comes_first() -> None:
@@ -55,9 +55,3 @@ def test_the_server_listens_only_where_it_was_told() -> None:
             if state == "0A" and int(address.split(":")[1], 16) == port:
                 listening.append(address)
     assert listening == [f"0100007F:{port:04X}"]
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:", ":7", "host:port", "host:70000"])
-def test_a_bad_address_says_how_it_must_look(address: str) -> None:
-    with pytest.raises(UserError, match="must be HOST:PORT"):
-        split_address(address)
