@@ -270,7 +270,7 @@ def test_a_step_that_cannot_be_recorded_is_computed_all_the_same(
     expected = worker.run([20, 33])
     monkeypatch.setattr(captured_step, "_cuda", SimpleNamespace(CUDAGraph=object, graph=fails))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    worker.steps._device = torch.device("cuda")
+    worker.steps._records = True
     with caplog.at_level("WARNING"):
         assert [worker.run([20, 33]) for _ in range(4)] == [expected] * 4
     assert len(tried) == 1

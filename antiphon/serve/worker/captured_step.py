@@ -84,6 +84,9 @@ class CapturedSteps(DecodeSteps):
     _has_warned: bool = field(default=False, init=False)
     _pool: Any = field(default=None, init=False)  # memory that all graphs share: one runs at a time
 
+    def __post_init__(self) -> None:
+        self._records = self.half.backend.device.type == "cuda"
+
     def warm_up(self, most_rows: int) -> None:
         """Compile and record the buckets of short contexts, for steps of up to `most_rows` rows, before any request.
         Longer contexts take the same kernels and are recorded in their second step."""
@@ -112,7 +115,7 @@ class CapturedSteps(DecodeSteps):
 
     def _compute(self, bucket: _Bucket, form: str) -> Tensor:
         """Step 2; the output belongs to the bucket, until the same form runs again."""
-        if self.half.backend.device.type != "cuda":
+        if not self._records:
             return self.forward(bucket, form)
         if form not in bucket.graphs:
             bucket.graphs[form] = None  # the first time everything is compiled, loaded and warmed: not recorded
