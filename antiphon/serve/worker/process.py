@@ -232,17 +232,11 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
     while True:
         try:
             busy = worker.runner.serve_one(_IDLE_S, worker.timeout_s)
-        except (StepAborted, PeerTimeout, PeerLost) as error:
-            if not isinstance(error, StepAborted):
-                channel.send(_kept_waiting(error))
-            if not _await_reset(worker, channel, orders):
-                return
-            continue
         except Exception as error:
-            if not isinstance(worker, Follower):
-                raise
-            _log.error("step %d failed:\n%s", worker.recorder.step, traceback.format_exc())
-            channel.send(StepFailed(reason="error", message=f"{type(error).__name__}: {error}"))
+            if not isinstance(error, StepAborted):
+                if not isinstance(worker, Follower) and not isinstance(error, PeerTimeout | PeerLost):
+                    raise
+                channel.send(_failed(error, worker.recorder.step))
             if not _await_reset(worker, channel, orders):
                 return
             continue
