@@ -13,7 +13,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli.main import app
 from antiphon.cli.output import run_command
 from antiphon.placement.sample_paths import PathProfile
-from antiphon.serve import balancer, prepare
+from antiphon.serve import placement_control, prepare
 from antiphon.serve.engine import Engine
 from antiphon.serve.worker.messages import Role
 from antiphon.serve.worker_process import WorkerName
@@ -78,8 +78,8 @@ def test_the_same_text_whoever_decides(
     reference: Tokens,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(balancer, "WINDOW_STEPS", 4)
-    monkeypatch.setattr(balancer, "PERIOD_S", 0.0)
+    monkeypatch.setattr(placement_control, "WINDOW_STEPS", 4)
+    monkeypatch.setattr(placement_control, "PERIOD_S", 0.0)
     with running(config(tiny_model, layout, balance=policy, expert_slots=4)) as engine:
         before = owners_of(engine)
         assert complete(engine, prompts) == reference

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.serve import balancer
+from antiphon.serve import placement_control
 from antiphon.serve.placement_control import Balancer
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 
@@ -21,7 +21,7 @@ def planned(*counts_of_workers: list[int]) -> list[ExpertPlacement]:
     aims: list[ExpertPlacement] = []
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=aims.append)
     made = Balancer("static", FIRST, num_micro_batches=1, load_rows=512)
-    for step in range(balancer.WINDOW_STEPS):
+    for step in range(placement_control.WINDOW_STEPS):
         made.advance(placing)
         assert made._plan is None, "too few steps"
         for counts in counts_of_workers:
@@ -53,7 +53,7 @@ def test_chance_moves_no_expert(rows: int) -> None:
     made = Balancer("window", first, num_micro_batches=2, load_rows=512)
     random = np.random.default_rng(rows)
     for _ in range(10):
-        counts = random.multinomial(rows, np.full(16, 1 / 16), (balancer.WINDOW_STEPS, 8)).astype(np.uint32)
+        counts = random.multinomial(rows, np.full(16, 1 / 16), (placement_control.WINDOW_STEPS, 8)).astype(np.uint32)
         assert made._make_plan([[step.tobytes()] for step in counts], first, 5, (1.0,) * 4, 10_000) is None
 
 
@@ -63,7 +63,7 @@ def test_a_slow_worker_s_experts_move_once() -> None:
     random = np.random.default_rng(0)
     planned = []
     for _ in range(6):
-        counts = random.multinomial(256, np.full(16, 1 / 16), (balancer.WINDOW_STEPS, 8)).astype(np.uint32)
+        counts = random.multinomial(256, np.full(16, 1 / 16), (placement_control.WINDOW_STEPS, 8)).astype(np.uint32)
         planned.append(made._make_plan([[step.tobytes()] for step in counts], now, 5, (0.5, 1.0, 1.0, 1.0), 80))
         now = planned[-1] or now
     assert planned[0] is not None
@@ -73,7 +73,7 @@ def test_a_slow_worker_s_experts_move_once() -> None:
 def test_a_move_must_pay_within_the_expected_life() -> None:
     now = replace(contiguous_placement(8, 4, [0]), knee=8)
     made = Balancer("window", now, num_micro_batches=1, load_rows=512)
-    window = [[np.array([52, 48, 40, 40, 40, 40, 40, 40], dtype=np.uint32).tobytes()]] * balancer.WINDOW_STEPS
+    window = [[np.array([52, 48, 40, 40, 40, 40, 40, 40], dtype=np.uint32).tobytes()]] * placement_control.WINDOW_STEPS
     assert made._make_plan(window, now, 3, (1.0,) * 4, 80) is None, (
         "a load costs 6 rows a step, 10 are gained and 4 are not worth it"
     )
@@ -105,7 +105,7 @@ def test_threads_take_short_turns_while_a_plan_is_made(monkeypatch: pytest.Monke
 
 
 def test_a_plan_that_took_long_is_not_made_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balancer, "PERIOD_S", 0.0)
+    monkeypatch.setattr(placement_control, "PERIOD_S", 0.0)
     placing: Any = SimpleNamespace(moving=False, current=FIRST, slots=2, aim=None)
     made = Balancer("window", FIRST, num_micro_batches=1, load_rows=512)
     rows = np.array([10, 10, 10, 10], dtype=np.uint32).tobytes()
@@ -113,7 +113,7 @@ def test_a_plan_that_took_long_is_not_made_again_soon(monkeypatch: pytest.Monkey
     def plans(took_s: float) -> bool:
         """Whether the next plan is begun after 40 steps, if the last one took so long."""
         made._planning_s, made._planned_s, made._plan = took_s, time.monotonic() - 10.0, None
-        for step in range(balancer.WINDOW_STEPS):
+        for step in range(placement_control.WINDOW_STEPS):
             made.count(step, rows)
         made.advance(placing)
         if made._plan is not None:
