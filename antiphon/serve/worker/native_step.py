@@ -117,7 +117,8 @@ class NativeSteps(DecodeSteps):
     def _noted(self) -> _Buffers | None:
         """Note the calls; None where that cannot be done, now and later."""
         rows, calls = self.most_rows, NotedCalls()
-        numbers = [np.zeros(rows, np.int32) for _ in range(3)] + [np.zeros((rows, self.tables.most_blocks), np.int32)]
+        shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows,), (rows, self.tables.most_blocks)]
+        numbers: list[NDArray[np.int32]] = [np.zeros(shape, np.int32) for shape in shapes]
         batch = refilled_batch(*map(torch.from_numpy, numbers), block_size=self.tables.block_size)
         x_TH = torch.zeros((rows, self.half.spec.hidden_size), dtype=self.half.backend.dtype)
         self._spans.clear()
