@@ -45,9 +45,9 @@ class _Lane:
     """Buffers of one micro-batch at a time, and the calls of each layer."""
 
     def __init__(self, most_rows: int, most_blocks: int, block_size: int, hidden: int, dtype: torch.dtype) -> None:
-        integers = [torch.zeros(most_rows, dtype=torch.int32) for _ in range(3)]
+        numbers = torch.zeros((3, most_rows), dtype=torch.int32)
         tables_TB = torch.zeros((most_rows, most_blocks), dtype=torch.int32)
-        self.batch = refilled_batch(*integers, tables_TB, block_size=block_size)
+        self.batch = refilled_batch(numbers[0], numbers[1], numbers[2], tables_TB, block_size=block_size)
         self.x_TH = torch.zeros((most_rows, hidden), dtype=dtype)
         self.delta_TH = torch.zeros((most_rows, hidden), dtype=dtype)
         self.buffers, self.local_buffers = CallBuffers(), CallBuffers()

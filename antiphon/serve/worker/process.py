@@ -346,7 +346,7 @@ def _serve(worker: LoadedWorker, channel: Channel, orders: Orders) -> None:
         serve_side_by_side(worker, worker.runner, channel, orders)
     elif isinstance(worker, AttentionWorker):
         serve_attention(worker, channel, orders)
-    elif isinstance(worker, ExpertWorker) or _await_reset(worker, channel, orders):
+    elif isinstance(worker, ExpertWorker) or (isinstance(worker, Follower) and _await_reset(worker, channel, orders)):
         serve_batches(worker, channel, orders)  # before the first epoch a follower has no leader to hear
 
 
