@@ -24,6 +24,7 @@ from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.routing import Choices
 from antiphon.serve.worker.spans import COMBINE, DISPATCH, PREDICT, SpanRecorder
+from antiphon.specs.placement import ExpertPlacement
 
 
 @dataclass(eq=False)
@@ -146,8 +147,8 @@ class OffloadingExchange(StepExchange):
 
 
 @dataclass(eq=False)
-class _NoPeers(AttentionExchange):
-    """Without another side, but for what it makes of the rows: no peer is waited for, reached or left."""
+class _NoPeers:
+    """An `AttentionExchange` without another side, but for what it makes of the rows."""
 
     wait_s = 0.0
     exposed_s = 0.0
@@ -157,14 +158,26 @@ class _NoPeers(AttentionExchange):
     def begin_step(self, step: int, participants: list[list[int]]) -> None:
         self._results.clear()
 
+    def place(self, placement: ExpertPlacement) -> None:
+        """All experts are here, or with the leader."""
+
     def take_counts(self) -> bytes:
         return b""
 
     def combine(self, layer: int, micro_batch: int, timeout_s: float) -> Tensor:
         return self._results.pop(micro_batch)
 
+    def abort(self, epoch: int) -> None:
+        """Nothing waits."""
+
+    def reset(self, epoch: int, tickets: list[bytes]) -> None:
+        """There is no peer to reach."""
+
     def traffic(self) -> Traffic:
         return Traffic(pairs=[], waits=[], round_trips=[])
+
+    def close(self) -> None:
+        """There is no peer."""
 
 
 @dataclass(eq=False)
