@@ -144,6 +144,11 @@ class Slots:
     """An expert worker's two layers with two own slots and two for copies."""
 
     spec = SimpleNamespace(router=SimpleNamespace(num_experts=8))
+    backend = SimpleNamespace(device=torch.device("cpu"))
+    local = torch.empty(0)
+
+    def to_local(self, layer: int, ids_RK: Tensor) -> Tensor:
+        return self.local
 
     def __init__(self) -> None:
         self.expert_ids = dict.fromkeys((0, 1), (0, 1, FREE, FREE))
@@ -196,7 +201,11 @@ def test_copies_are_forgotten_once_an_epoch(slots: tuple[Slots, PrefetchSlots]) 
 
 
 def test_rows_for_what_is_not_here_are_an_error(slots: tuple[Slots, PrefetchSlots]) -> None:
+    half, made = slots
     ids = torch.tensor([[0, -1], [5, 1]])
-    slots[1].check(1, ids, torch.tensor([[0, -1], [2, 1]]))
+    there, missing = torch.tensor([[0, -1], [2, 1]]), torch.tensor([[0, -1], [-1, 1]])
+    half.local = there
+    assert made.local_ids(1, ids) is there
+    half.local = missing
     with pytest.raises(AssertionError, match=r"rows of layer 1 for experts \[5\]"):
-        slots[1].check(1, ids, torch.tensor([[0, -1], [-1, 1]]))
+        made.local_ids(1, ids)
