@@ -13,8 +13,8 @@ With ranks that share heads (tensor parallelism), rows whole:
     rows_leaving     the output projection, then the reduce-scatter: rows for other ranks are multiplied and sent first
 
 The backward of each is the other one's forward, so either pair is one class. A tile is some rows: with the columns of
-one rank, or whole. Products that are added to the same rows take turns (`comm/tile_flight`) or are added in order of rank,
-so sums have the same bits however tiles arrive.
+one rank, or whole. Products that are added to the same rows take turns (`comm/tile_flight`) or are added in order of
+rank, so sums have the same bits however tiles arrive.
 
 Per-head norms, clipping and rotation come behind the all-to-all here, at all positions of the heads of this rank: each
 needs its own head alone. Rejected: in each tile. Backward would need an autograd graph a tile.
