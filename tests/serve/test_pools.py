@@ -172,7 +172,7 @@ def test_killed_workers_change_no_text(layout: str, who: str, after: int, tiny_m
 
         run = Run(engine, prompts, params)
         if after == 0:
-            wait_until(lambda: any(state.num_arriving for state in engine.stats().pools.values()), "a hand-over")
+            wait_until(lambda: engine.stats().handovers.num_begun > 0, "a hand-over")
             strike(0)
         finished = run.finish(strike)
         assert killed.is_set()
@@ -206,7 +206,7 @@ def test_keys_and_values_in_8_bits_arrive_as_they_were_stored(
         assert counts.num_failed == counts.num_recomputed == 0
         prompts = random_prompts([90, 120, 33], seed=7)
         run = Run(engine, prompts, GREEDY)
-        wait_until(lambda: any(state.num_arriving for state in engine.stats().pools.values()), "a hand-over")
+        wait_until(lambda: engine.stats().handovers.num_begun > counts.num_begun, "a hand-over")
         _kill(engine, "prefill")
         found = [each.token_ids for each in run.finish()]
         wait_until(lambda: engine.complete, "all workers back")
