@@ -54,8 +54,7 @@ from antiphon.bench.served_plans import (
 )
 from antiphon.bench.serving_peers import Workload
 from antiphon.cli.plan_inputs import CLUSTER_FILE
-from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import read_profile
+from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalPrediction, predict_decode
 from antiphon.serve.served_plan import ServedPlan

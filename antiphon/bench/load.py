@@ -39,7 +39,7 @@ from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
 from antiphon.bench.openai_peer import REQUEST_TIMEOUT_S, OpenAIPeer, inter_token_s
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
-from antiphon.sim.arrivals import Demand, draw_demand
+from antiphon.sim.serving_options import Demand, draw_demand
 from antiphon.specs.workload import LengthSpec, WorkloadSpec, load_workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

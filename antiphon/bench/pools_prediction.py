@@ -20,11 +20,10 @@ from antiphon.cost.profile import Profile, read_serving_profile
 from antiphon.models.config import load_model_spec, read_config, refuse_other_model
 from antiphon.planner.setting import Setting
 from antiphon.serve.config import ServeConfig
-from antiphon.sim.arrivals import Demand
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serve_results import serving_result
-from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.serving_options import Demand, ServingOptions
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
@@ -92,7 +91,8 @@ def predict_mix(
         phases=phases,
         model_config=read_config(config.model),
     )
-    options, sent_s = ServingOptions(hand_over=config.hand_over), list[float]()
+    in_box = machine.cluster.groups[0].num_nodes > 1  # where all prefill workers are behind one link
+    options, sent_s = ServingOptions(hand_over=config.hand_over, one_wire=in_box), list[float]()
     while True:
         demand = _demand(answers, prompt_tokens, sent_s)
         run = simulate_serving(pools_of(plan, setting, demand), demand, options)

@@ -19,7 +19,7 @@ from antiphon.cli.plan_watch import WatchOptions, watch
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
 from antiphon.planner.search import PlanResult, make_plan
-from antiphon.planner.smallest_cluster import smallest_cluster
+from antiphon.planner.what_if import smallest_cluster
 from antiphon.report.colocated import Target
 from antiphon.report.document import html, rendered
 from antiphon.report.emit_engines import sglang_command, vllm_command
@@ -254,10 +254,10 @@ def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
     if inputs.workload.requests_per_s is None:
         raise UserError(f"--size needs a rate, workload {inputs.workload.name} has none: give --rate")
     found = smallest_cluster(inputs.model, **options)
-    nodes = " and ".join(f"{count} of {device}" for device, count in found.num_nodes.items())
+    nodes = " and ".join(f"{group.num_nodes} of {group.device.name}" for group in found.cluster.groups)
     note = f"smallest cluster for {inputs.workload.requests_per_s:g} requests/s, in nodes: {nodes}"
-    phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.result.plan.phases.items()}
-    return replace(found.result, plan=replace(found.result.plan, phases=phases))
+    phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.plan.phases.items()}
+    return replace(found, plan=replace(found.plan, phases=phases))
 
 
 def show_list() -> None:

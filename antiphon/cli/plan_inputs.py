@@ -181,19 +181,12 @@ class SearchOptions:
         return parse_pins(split_list(self.pin))
 
     def search_limits(self) -> SearchLimits:
-        pins = self.pins()
         return SearchLimits(
-            max_micro_batches=max(self.max_micro_batches, min(pins.micro_batches or 1, MAX_MICRO_BATCHES)),
-            micro_batches=pins.only("micro_batches"),
-            attention_dp=pins.only("attention_dp"),
-            attention_tp=pins.only("attention_tp"),
-            expert_tp=pins.only("expert_tp"),
-            expert_workers=pins.only("expert_ep"),
-            pp=pins.only("pp"),
+            max_micro_batches=self.max_micro_batches,
             overlapped=not self.runnable_here,  # the engine computes a micro-batch whole
             prefer_simple=self.prefer == "simple",
             servable=self.runnable_here,
-            pins=pins,
+            pins=self.pins(),
         )
 
     def apply_to_workload(self, workload: WorkloadSpec) -> WorkloadSpec:

@@ -17,8 +17,8 @@ from antiphon.cost.training.setup import OverlapLevel, TrainingPrecision, traine
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
-from antiphon.planner.training import plan_training
-from antiphon.planner.training_space import parse_training_pins
+from antiphon.planner.candidates import pinned_numbers
+from antiphon.planner.training import PIN_NAMES, plan_training
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.checked import canonical, did_you_mean
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
@@ -91,7 +91,7 @@ def find_training_plan(model: str, search: SearchOptions, options: TrainingOptio
             overlap=options.overlap if profile is None else "none",
             zero=options.zero,
             profile=profile,
-            pins=parse_training_pins(split_list(search.pin)),
+            pins=pinned_numbers(split_list(search.pin), PIN_NAMES, {}),
             on_progress=report,
         )
     notes = (*found.notes, *planned.notes, *_congestion_note(cluster, found))

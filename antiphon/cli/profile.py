@@ -25,8 +25,7 @@ from antiphon.cli import options
 from antiphon.cli.commands import given_options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, LINKED_FILE, PROFILE_FILE
-from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import HostTimes, Profile, TrainingTables, read_profile
+from antiphon.cost.profile import HostTimes, LocalTimes, Profile, TrainingTables, read_profile
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS

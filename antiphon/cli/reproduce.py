@@ -11,6 +11,7 @@ from rich.text import Text
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
+from antiphon.cost.engine_step import load_engine
 from antiphon.reproduce.claims import PAPERS, Claim, Row, by_reason, headline, select
 from antiphon.reproduce.claims import reproduce as run_claims
 from antiphon.reproduce.markdown import page, tolerance_text, value_text
@@ -28,7 +29,6 @@ from antiphon.reproduce.measured_servers import (
 )
 from antiphon.reproduce.published import calibration_page
 from antiphon.specs import catalog
-from antiphon.specs.engine import load_engine
 
 COLUMNS = ("", "id", "what", "theirs", "ours", "unit", "tolerance", "kind")
 LISTED = ("id", "paper", "source", "what", "theirs", "unit", "tolerance", "kind")

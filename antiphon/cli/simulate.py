@@ -22,9 +22,9 @@ from antiphon.report.emit_k8s import chosen_phase
 from antiphon.sim.gantt import write_trace
 from antiphon.sim.ping_pong import plan_pipeline, simulate_ping_pong
 from antiphon.sim.pools import Pool
-from antiphon.sim.serve import ServingRun, simulate_serving
-from antiphon.sim.serve_results import PoolResult, ServingResult, result_to_json, serving_result
-from antiphon.sim.serve_trace import write_serving_trace
+from antiphon.sim.serve import simulate_serving
+from antiphon.sim.serve_log import ServingRun, write_serving_trace
+from antiphon.sim.serve_results import PoolResult, ServingResult, serving_result
 from antiphon.sim.serving_options import ServingOptions
 from antiphon.specs.plan import Plan, read_plan
 
@@ -74,7 +74,7 @@ def serve(plan: Plan, file: Path, chosen: SimulateOptions, perfetto: Path | None
     for item in shown(result, notes):
         show(item, json=json)
     about = {"plan": file, "model": plan.model, "cluster": setting.cluster.name, "workload": workload.name}
-    emit_json(json, {**about, "seed": chosen.seed, **result_to_json(result), "notes": notes})
+    emit_json(json, {**about, "seed": chosen.seed, **asdict(result), "notes": notes})
 
 
 def notes_of(
@@ -94,7 +94,7 @@ def notes_of(
         )
     for kill in options.kills:
         if kill.time_s > run.end_s:
-            name = pools[kill.pool].counts.name(kill.role, kill.worker)
+            name = pools[kill.pool].name_of(kill.role, kill.worker)
             notes.append(f"{name} did not die at {kill.time_s:g} s: the run ended at {run.end_s:.1f} s")
     if options.shift_every_s is not None and not pools[0].setting.is_skewed:
         notes.append("all experts are equally popular: shifts change nothing (--skew)")

@@ -29,9 +29,8 @@ from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.handover import HandOver
-from antiphon.sim.arrivals import Demand, draw_demand
-from antiphon.sim.pools import Pool, Prefill, pools_of
-from antiphon.sim.serving_options import ServingOptions, parse_kill
+from antiphon.sim.pools import Pool, Prefill, parse_kill, pools_of
+from antiphon.sim.serving_options import Demand, ServingOptions, draw_demand
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec
@@ -163,7 +162,6 @@ class SimulateOptions:
         return pools_of(plan, setting, demand, prefill=prefill, max_batch_tokens=self.max_batch_tokens)
 
     def serving(self, pools: Sequence[Pool]) -> ServingOptions:
-        counts = [pool.counts for pool in pools]
         if not math.isfinite(self.restart_s):
             raise UserError(f"--restart-s is {self.restart_s:g}: it must be a finite number of seconds")
         if self.hand_over is not None and len(pools) == 1:
@@ -171,7 +169,7 @@ class SimulateOptions:
         return ServingOptions(
             seed=self.seed,
             shared_prefix_tokens=self.shared_prefix,
-            kills=tuple(parse_kill(text, counts) for text in self.kill or ()),
+            kills=tuple(parse_kill(text, pools) for text in self.kill or ()),
             restart_s=self.restart_s,
             rebalance_every_s=self.rebalance_every,
             shift_every_s=self.shift_every,

@@ -1,7 +1,7 @@
 """What engines' constants multiply in a step of an aggregated server, and from it the times that clients of a closed
 loop see.
 
-1. A step is `cost.server_step`, as in the planner's search, with the exchange of engines that send no rows.
+1. A step is `cost.layers.server_step`, as in the planner's search, with the exchange of engines that send no rows.
 2. Its time is linear in an engine's constants (`EngineSpec`). `StepWork` holds what they multiply: seconds by the
    roofline, kernels, collectives. So the constants can be fitted by linear least squares.
 3. Kernels that no roofline counts are counted by the model's structure (`num_small_kernels`): rows brought into a
@@ -11,29 +11,79 @@ loop see.
    and equal lengths keep them together. Arrivals at random are the planner's (`planner.mixed_steps`).
 
 Rejected: a constant efficiency. It cannot be right for one request and for a thousand.
+
+`EngineSpec` is what an engine's steps cost beside the roofline: it launches kernels one by one, plans each step,
+samples, and waits for the slowest of its ranks. The constants are of an engine (`vllm`, `sglang`, `trtllm`; TOML files,
+shipped or a user's own), the same for every model and device, and are fitted to measured deployments
+(`antiphon reproduce --deployments --fit`). Rejected: constants for each model or device. They explain what was measured
+and say nothing about the next one.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.base.errors import UserError
 from antiphon.cost.exchange import Degrees, summed_exchange
-from antiphon.cost.layers import StepRows
+from antiphon.cost.layers import StepRows, server_step
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray, Number
 from antiphon.cost.roofline import Roofs, roofs, row_bytes_of
-from antiphon.cost.server_step import server_step
 from antiphon.cost.skew import expected_max_rows
+from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.checked import NotNegative, Positive, Text, checked, read, read_mapping
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.engine import EngineSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
 
 IndexArray = NDArray[np.int64]
 LONGEST_CHUNK = 8192
 """Tokens of prompts that engines put into one step at most, by default."""
+
+
+@checked("engine")
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Constants of one engine.
+
+    `step_s`: of a step, whatever is in it; `sequence_s`: of each sequence that it decodes on a data-parallel rank;
+    `kernel_s`: of each kernel; `collective_s`: of each collective, beside its bytes. `dense`, `experts`, `wire`,
+    `prompt`: time over the roofline's, of everything but the experts, of the experts, of bytes between devices, and of
+    a prompt's tokens. Time to first token: `first_s` + `waits` * the time between two tokens + `alone` * the prompt's
+    prefill + `queued` * that of all requests in flight. `low`, `high`: between these multiples of a prediction lie four
+    of five measured times per token. `source`: how they were found.
+    """
+
+    name: Text
+    step_s: NotNegative
+    sequence_s: NotNegative
+    kernel_s: NotNegative
+    collective_s: NotNegative
+    dense: NotNegative
+    experts: NotNegative
+    wire: NotNegative
+    prompt: NotNegative
+    first_s: NotNegative
+    waits: NotNegative
+    alone: NotNegative
+    queued: NotNegative
+    low: Positive = 1.0
+    high: Positive = 1.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise UserError(f"engine {self.name}: low is {self.low} and high {self.high}: low must not be above high")
+
+
+def load_engine(name_or_path: str | Path) -> EngineSpec:
+    """A shipped engine (``"vllm"``) or that of a TOML file; `UserError` names what is wrong and where."""
+    path = shipped_file("engine", name_or_path)
+    values = {key: value for key, value in read_mapping(path).items() if key not in LISTED}
+    return read(EngineSpec, values, str(path))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,24 +7,13 @@ Rejected: bytes per token times tokens. Sequences then fit that the engine, roun
 reserve, never admits; planners elsewhere over-predicted throughput several times by that.
 """
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
 
-
-class Counts(Protocol):
-    """Whole numbers: an `int`, or an array of them."""
-
-    def __neg__(self) -> Any: ...
-    def __add__(self, other: Any, /) -> Any: ...
-    def __sub__(self, other: Any, /) -> Any: ...
-    def __mul__(self, other: Any, /) -> Any: ...
-    def __floordiv__(self, other: Any, /) -> Any: ...
-    def __lt__(self, other: Any, /) -> Any: ...
-
-
-T = TypeVar("T", bound=Counts)
+Counts = TypeVar("Counts", bound=Any)
+"""Whole numbers: an `int`, or an array of them."""
 
 
 def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: int, storage: KVStorage = "auto") -> int:
@@ -37,28 +26,28 @@ def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: in
     return block_size * (spec.kv_bytes_per_token(1) + spec.num_caching_layers * rows * KV_SCALE_BYTES)
 
 
-def blocks_of(num_tokens: T, block_size: int) -> T:
+def blocks_of(num_tokens: Counts, block_size: int) -> Counts:
     """Blocks that a sequence of `num_tokens` occupies: the last one may be partly filled."""
-    num_blocks: T = -(-num_tokens // block_size)
+    num_blocks: Counts = -(-num_tokens // block_size)
     return num_blocks
 
 
-def blocks_in_budget(budget_bytes: T, block_bytes: Any) -> T:
+def blocks_in_budget(budget_bytes: Counts, block_bytes: Any) -> Counts:
     """Whole blocks that fit in a KV budget."""
-    num_blocks: T = budget_bytes // block_bytes
+    num_blocks: Counts = budget_bytes // block_bytes
     return num_blocks
 
 
-def reserved_blocks(num_blocks: T) -> T:
+def reserved_blocks(num_blocks: Counts) -> Counts:
     """Blocks that admission leaves free while other sequences run: 1% of all, at least one."""
-    reserved: T = num_blocks // 100 + (num_blocks < 100)
+    reserved: Counts = num_blocks // 100 + (num_blocks < 100)
     return reserved
 
 
-def admitted_sequences(num_blocks: T, blocks_per_sequence: Any, num_reserved: Any) -> T:
+def admitted_sequences(num_blocks: Counts, blocks_per_sequence: Any, num_reserved: Any) -> Counts:
     """Sequences of equal length that are admitted side by side. The first needs no reserve; where it is the only one
     that fits the reserve does not keep it out."""
     beside: Any = (num_blocks - num_reserved) // blocks_per_sequence
     alone: Any = num_blocks // blocks_per_sequence
-    admitted: T = beside * (beside > 0) + (alone > 0) * (beside <= 0)
+    admitted: Counts = beside * (beside > 0) + (alone > 0) * (beside <= 0)
     return admitted

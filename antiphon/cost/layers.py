@@ -1,4 +1,5 @@
-"""Time of one layer of a worker of `tp` devices: attention with everything around it, and routed experts.
+"""Time of one layer of a worker of `tp` devices: attention with everything around it, and routed experts; and of a step
+of a server whose devices have both (`server_step`).
 
 Attention: everything of a layer but the routed experts.
 
@@ -22,12 +23,28 @@ Routed experts: grouped products over the experts that got rows.
 
 Rejected: reading all held experts' weights always. With few rows per step, as in decode with many experts, it is
 several times too slow.
+
+A server's step has rows that decode and tokens of prompts in one batch. The planner's search prices its candidates by
+it, `cost.engine_step` the servers that others measured.
+
+1. Attention's side of a layer, by the rows of one data-parallel rank: products take all of them together, so weights
+   are read once; scores over the cache are apart, for decoding rows have long contexts and a prompt's tokens see what
+   is before them. What attention does is the same in layers with experts and in dense ones, so it is priced once.
+2. Experts, by the rows of the fullest rank; the caller knows how unequal they are.
+3. The exchange between them, which the caller chooses: rows sent to the ranks of their experts, or sums over all ranks
+   (`cost.exchange`).
+4. Everything stays apart by layer and kind, because schedules overlap some of it, and an engine's constants multiply
+   it.
+
+Rejected: steps that only decode plus a share for prefill by its own times. It charges the reading of weights twice.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from antiphon.cost.exchange import Degrees
+from antiphon.cost.network import Network
 from antiphon.cost.parts import Number, Parts, select
 from antiphon.cost.roofline import LEAST_TILE_ROWS, Roof, Roofs, gemm, grouped_gemm, kernel, row_bytes_of
 from antiphon.cost.shapes import (
@@ -86,43 +103,11 @@ def attended(model: ModelSpec, roofs: Roofs, rows: StepRows, tp: Number, precisi
     return _mixed(model, roofs, rows.total, sequences, tp, precision, total)
 
 
-def attention_decode(
-    model: ModelSpec,
-    roofs: Roofs,
-    batch: Number,
-    context: Number,
-    tp: Number,
-    precision: PrecisionSpec,
-    *,
-    queries: Number = 1,
-    moe_layer: bool = True,
-    with_shared: bool = True,
+def attention_layer(
+    model: ModelSpec, roofs: Roofs, rows: StepRows, tp: Number, precision: PrecisionSpec, *, moe_layer: bool = True
 ) -> Parts:
-    """One layer of a step that only decodes: `batch` sequences.
-
-    `moe_layer`: with gate and, if `with_shared`, the shared expert; otherwise with the dense feed-forward."""
-    rows = StepRows(decoding=batch, context=context, queries=queries)
-    beside = beside_experts(model, roofs, rows.total, tp, precision, moe_layer=moe_layer, with_shared=with_shared)
-    return attended(model, roofs, rows, tp, precision) + beside
-
-
-def attention_prefill(
-    model: ModelSpec,
-    roofs: Roofs,
-    tokens: Number,
-    context: Number,
-    tp: Number,
-    precision: PrecisionSpec,
-    *,
-    past: Number = 0.0,
-    halved: bool = False,
-    moe_layer: bool = True,
-    with_shared: bool = True,
-) -> Parts:
-    """One layer of a pass of `tokens` new tokens of several sequences, `context` new ones in each after `past` cached
-    ones."""
-    rows = StepRows(prompt_tokens=tokens, prompt=context, past=past, halved=halved)
-    beside = beside_experts(model, roofs, tokens, tp, precision, moe_layer=moe_layer, with_shared=with_shared)
+    """One layer without synchronisation. `moe_layer`: with gate and shared expert; else with the dense feed-forward."""
+    beside = beside_experts(model, roofs, rows.total, tp, precision, moe_layer=moe_layer)
     return attended(model, roofs, rows, tp, precision) + beside
 
 
@@ -243,9 +228,7 @@ def _mixed(
     row adds to it and is answered from it (2 multiply-adds an element each)."""
     if model.state is None:
         return attended
-    total = Parts()
-    for matrix in state_matrices(model, tp):
-        total = total + _apply(roofs, matrix, rows, precision)
+    total = sum((_apply(roofs, matrix, rows, precision) for matrix in state_matrices(model, tp)), Parts())
     elements = share_of(model.state.elements, tp)
     total = total + kernel(roofs.attention, 4 * rows * elements, 2 * num_sequences * elements * STATE_BYTES)
     share = model.num_state_layers / model.num_layers
@@ -253,10 +236,7 @@ def _mixed(
 
 
 def _projections(model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec) -> Parts:
-    total = Parts()
-    for matrix in attention_matrices(model, tp):
-        total = total + _apply(roofs, matrix, rows, precision)
-    return total
+    return sum((_apply(roofs, matrix, rows, precision) for matrix in attention_matrices(model, tp)), Parts())
 
 
 def _scores(
@@ -284,32 +264,16 @@ def _scores(
 
 
 def beside_experts(
-    model: ModelSpec,
-    roofs: Roofs,
-    rows: Number,
-    tp: Number,
-    precision: PrecisionSpec,
-    *,
-    moe_layer: bool,
-    with_shared: bool = True,
+    model: ModelSpec, roofs: Roofs, rows: Number, tp: Number, precision: PrecisionSpec, *, moe_layer: bool
 ) -> Parts:
     """Two norms, each adding a residual (4 passes over the rows), and what runs beside the routed experts."""
-    norms = 2 * elementwise(roofs, rows * 4 * model.hidden_size, precision)
-    fixed = Parts(fixed_s=np.where(np.asarray(rows) > 0, roofs.layer_s, 0.0))
-    if not moe_layer:
-        return (
-            norms + fixed + dense_feed_forward(model, roofs, rows, model.feed_forward.dense_intermediate, tp, precision)
-        )
-    router = Matrix(inner=model.hidden_size, outputs=model.router.num_experts, stays_plain=True)
-    gate = _apply(roofs, router, rows, precision)
-    if not with_shared:
-        return norms + fixed + gate
-    return (
-        norms
-        + fixed
-        + gate
-        + dense_feed_forward(model, roofs, rows, model.feed_forward.shared_intermediate, tp, precision)
-    )
+    total = 2 * elementwise(roofs, rows * 4 * model.hidden_size, precision)
+    total = total + Parts(fixed_s=np.where(np.asarray(rows) > 0, roofs.layer_s, 0.0))
+    width = model.feed_forward.dense_intermediate
+    if moe_layer:
+        router = Matrix(inner=model.hidden_size, outputs=model.router.num_experts, stays_plain=True)
+        total, width = total + _apply(roofs, router, rows, precision), model.feed_forward.shared_intermediate
+    return total + dense_feed_forward(model, roofs, rows, width, tp, precision)
 
 
 def expected_touched(num_held: Number, rows: Number, *, num_experts: Number, top_k: Number) -> Number:
@@ -347,3 +311,65 @@ def expert_feed_forward(
 def _permutations(model: ModelSpec, roof: Roof, rows: Number, row_bytes: float) -> Parts:
     """Rows into expert order and weighted sums back: each row read and written."""
     return kernel(roof, 0.0, 4 * rows * model.hidden_size * row_bytes, num_kernels=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTimes:
+    """Attention's side: of a layer with experts, of a dense layer (nothing if the model has none), and the head once
+    per step."""
+
+    moe_layer: Parts
+    dense_layer: Parts
+    head: Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStep:
+    """On the busiest device, one micro-batch: attention's side, routed experts and exchange of a layer. `sums`: what a
+    dense layer adds up over its ranks."""
+
+    attention: AttentionTimes
+    experts: Parts
+    exchange: Parts
+    sums: Parts
+
+
+def attention_side(
+    model: ModelSpec, roofs: Roofs, rows: StepRows, tp: Number, precision: PrecisionSpec, *, whole: bool = True
+) -> AttentionTimes:
+    """One rank's part, without synchronisation. `whole` False: of a layer with experts only."""
+    core = attended(model, roofs, rows, tp, precision)
+    moe_layer = core + beside_experts(model, roofs, rows.total, tp, precision, moe_layer=True)
+    if not whole:
+        return AttentionTimes(moe_layer=moe_layer, dense_layer=Parts(), head=Parts())
+    dense = Parts()
+    if model.num_moe_layers < model.num_layers:
+        dense = core + beside_experts(model, roofs, rows.total, tp, precision, moe_layer=False)
+    return AttentionTimes(
+        moe_layer=moe_layer, dense_layer=dense, head=output_head(model, roofs, rows.sampled, tp, precision)
+    )
+
+
+def server_step(
+    model: ModelSpec,
+    roofs: Roofs,
+    net: Network,
+    degrees: Degrees,
+    precision: PrecisionSpec,
+    rows: StepRows,
+    *,
+    pairs: Number,
+    held: Number,
+    exchange: Parts,
+    whole: bool = True,
+) -> ServerStep:
+    """A step of `rows` on each data-parallel rank. `pairs`: (token, expert) rows of the fullest EP rank, which holds
+    `held` experts. `exchange`: both ways of a layer. `whole` False: of a layer with experts only."""
+    size_bytes = rows.total * model.hidden_size * row_bytes_of(precision)
+    has_dense = whole and model.num_moe_layers < model.num_layers
+    return ServerStep(
+        attention=attention_side(model, roofs, rows, degrees.attention_tp, precision, whole=whole),
+        experts=expert_feed_forward(model, roofs.gemm, pairs, held, degrees.expert_tp, precision),
+        exchange=exchange,
+        sums=2 * net.all_reduce(size_bytes, degrees.attention_tp) if has_dense else Parts(),
+    )

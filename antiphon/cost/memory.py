@@ -8,8 +8,6 @@ Rejected: MegaScale-Infer eq. 8 and MixServe eq. 8 as the limit; they are here f
 blocks and no reserve, the second all heads of the KV cache on every device.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from antiphon.cost.kv_blocks import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
@@ -17,40 +15,16 @@ from antiphon.cost.parts import Number
 from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.shapes import (
     STATE_BYTES,
-    Matrix,
     attention_matrices,
     borrowed_elements,
     cached_width,
+    elements_of,
     gated_matrices,
     share_of,
     state_matrices,
 )
-from antiphon.specs.cluster import EfficiencySpec
-from antiphon.specs.device import DeviceSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """What fills one device. `kv_budget_bytes` is what is left; below 0 the weights do not fit."""
-
-    capacity_bytes: Number
-    reserve_bytes: Number
-    weight_bytes: Number
-
-    @property
-    def kv_budget_bytes(self) -> Number:
-        return self.capacity_bytes - self.reserve_bytes - self.weight_bytes
-
-
-def device_memory(device: DeviceSpec, efficiency: EfficiencySpec, weight_bytes: Number) -> DeviceMemory:
-    """The division of one device's memory when it holds `weight_bytes` of weights."""
-    return DeviceMemory(
-        capacity_bytes=float(device.memory_bytes),
-        reserve_bytes=device.memory_bytes * efficiency.memory_reserve,
-        weight_bytes=weight_bytes,
-    )
 
 
 def attention_weight_bytes(
@@ -69,14 +43,14 @@ def attention_weight_bytes(
     num_state = model.num_state_layers
     projections = attention_matrices(model, tp)
     absorbed = tuple(matrix for matrix in projections if matrix.stays_plain)
-    elements = (model.num_layers - num_state) * (_elements(projections) - _elements(absorbed))
-    elements = elements - borrowed_elements(model, tp) + num_state * _elements(state_matrices(model, tp))
-    elements = elements + model.num_moe_layers * _elements(gated_matrices(hidden, widths.shared_intermediate, tp))
+    elements = (model.num_layers - num_state) * (elements_of(projections) - elements_of(absorbed))
+    elements = elements - borrowed_elements(model, tp) + num_state * elements_of(state_matrices(model, tp))
+    elements = elements + model.num_moe_layers * elements_of(gated_matrices(hidden, widths.shared_intermediate, tp))
     num_dense = model.num_layers - model.num_moe_layers
-    elements = elements + num_dense * _elements(gated_matrices(hidden, widths.dense_intermediate, tp))
+    elements = elements + num_dense * elements_of(gated_matrices(hidden, widths.dense_intermediate, tp))
     router = model.router
     gate = (hidden + router.has_score_bias) * router.num_experts
-    plain = (model.num_layers - num_state) * _elements(absorbed) + model.num_layers * _norm_elements(model)
+    plain = (model.num_layers - num_state) * elements_of(absorbed) + model.num_layers * _norm_elements(model)
     plain = layers * (plain + model.num_moe_layers * gate)
     if with_embeddings:
         table = share_of(model.vocab_size, tp) * hidden
@@ -91,7 +65,7 @@ def expert_weight_bytes(
 ) -> Number:
     """Weights on one device of a worker that holds `num_held` routed experts of each MoE layer. `pp` as above."""
     layers = share_of(model.num_moe_layers, pp)
-    each = _elements(gated_matrices(model.hidden_size, model.feed_forward.intermediate, tp))
+    each = elements_of(gated_matrices(model.hidden_size, model.feed_forward.intermediate, tp))
     return layers * num_held * each * precision.expert_bytes
 
 
@@ -198,10 +172,3 @@ def _norm_elements(model: ModelSpec) -> int:
     latent = model.attention.latent
     of_latents = 0 if latent is None else latent.kv_lora_rank + (latent.q_lora_rank or 0)
     return 2 * model.hidden_size * (2 if model.norm == "layer" else 1) + of_latents
-
-
-def _elements(matrices: tuple[Matrix, ...]) -> Number:
-    total: Number = 0.0
-    for matrix in matrices:
-        total = total + matrix.num_elements
-    return total

@@ -7,6 +7,7 @@
 Rejected: dividing parameter counts by tp. It is too small for all three of these, and for DeepSeek-V3 by a lot.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,14 @@ class Matrix:
     @property
     def num_elements(self) -> Number:
         return self.count * self.inner * self.outputs
+
+
+def elements_of(matrices: Iterable[Matrix]) -> Number:
+    """Elements of all of them."""
+    total: Number = 0.0
+    for matrix in matrices:
+        total = total + matrix.num_elements
+    return total
 
 
 def share_of(total: Number, tp: Number) -> Number:

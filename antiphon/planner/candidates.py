@@ -26,7 +26,7 @@ not lowered until promises hold. Rejected: pinning columns after the search. Wha
 among them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -188,6 +188,15 @@ def can_be_served(model: ModelSpec, candidates: Candidates, on_cpu: BoolArray) -
     return np.asarray(has_parts & shape)
 
 
+def largest_that(fits: Callable[[IntArray], BoolArray], low: IntArray, high: IntArray) -> IntArray:
+    """By candidate the largest number that `fits`, at least `low` and below `high`, where all numbers up to it fit."""
+    while np.any(high - low > 1):
+        middle = (low + high) // 2
+        found = fits(middle) & (middle > low)
+        low, high = np.where(found, middle, low), np.where(found, high, np.maximum(middle, low + 1))
+    return low
+
+
 def degrees_up_to(limit: int) -> IntArray:
     """TP degrees to try: all up to 8 that divide or are powers of two, all where the limit is odd or not such a
     power."""
@@ -256,17 +265,22 @@ class Pins:
         return np.asarray(np.where((rest == 0) & (each <= limits), each, 0))
 
 
-def parse_pins(texts: list[str]) -> Pins:
+def parse_pins(texts: Sequence[str]) -> Pins:
     """``["attention.tp=8", "ep=32"]``; `UserError` names what is not known or given twice."""
+    return Pins(**{PIN_NAMES[name]: value for name, value in pinned_numbers(texts, PIN_NAMES, SHORT_NAMES).items()})
+
+
+def pinned_numbers(texts: Sequence[str], known: Collection[str], short: Mapping[str, str]) -> dict[str, int]:
+    """What ``["pp=15"]`` says, by names of `known`; `short`: other words for some of them."""
     found: dict[str, int] = {}
     for text in texts:
         name, _, written = text.partition("=")
-        name = SHORT_NAMES.get(name.strip(), name.strip())
-        if name not in PIN_NAMES:
-            raise UserError(f"--pin {text!r}: {name!r} is none of {', '.join(PIN_NAMES)}")
+        name = short.get(name.strip(), name.strip())
+        if name not in known:
+            raise UserError(f"--pin {text!r}: {name!r} is none of {', '.join(known)}")
         if not (written.strip().isdecimal() and 1 <= int(written) <= MOST_PINNED):
             raise UserError(f"--pin {text!r}: write a whole number from 1 to {MOST_PINNED:,}, for example {name}=4")
-        if PIN_NAMES[name] in found:
+        if name in found:
             raise UserError(f"--pin {text!r}: {name} is given twice: leave one of them out")
-        found[PIN_NAMES[name]] = int(written)
-    return Pins(**found)
+        found[name] = int(written)
+    return found

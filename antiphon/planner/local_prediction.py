@@ -16,23 +16,40 @@ The tables are those of `antiphon profile`. `antiphon plan --profile` takes deco
 5. What travels between nodes, or between replicas that share experts, takes what the cluster's network says (`Wires`).
 
 Rejected: simulating two cores' scheduler. What it would add is below what the machine drifts within an hour.
+
+`measured_steps` takes the search's candidates from here. Of one machine: replicas, of one device or of several in ranks
+and stages, attention and experts apart, and hybrid layouts. Of several machines: the same, with workers on any of them.
+What stays inside one machine, and is not hybrid, the profile has measured; for the rest the cluster's network says what
+it takes. Rejected: everything from the network's model. A wire's time it knows from bytes; how long two processes of a
+machine take to wake each other it does not.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost import ping_pong
 from antiphon.cost.curves import Curve
-from antiphon.cost.local_times import LocalTimes, ThreadTimes
+from antiphon.cost.parts import Number
+from antiphon.cost.profile import LocalTimes, ThreadTimes
+from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.skew import fullest_part
+from antiphon.planner.candidates import Candidates, real
+from antiphon.planner.setting import Setting
+from antiphon.planner.worker_times import decode_context, rows_each
+from antiphon.specs.checked import Count, checked
 from antiphon.specs.model import ModelSpec
 
 LocalLayout = Literal["colocated", "disaggregated", "hybrid"]
 _SLOWDOWN_ROUNDS = 20
+_LOGIT_BYTES = 4
 
 
+@checked("")
 @dataclass(frozen=True, kw_only=True)
 class LocalChoice:
     """How the engine is asked to run here. Colocated: `num_attention` replicas of `num_stages` stages of `tp` ranks,
@@ -40,17 +57,12 @@ class LocalChoice:
     `expert_tp` ranks."""
 
     layout: LocalLayout
-    num_attention: int = 1
-    num_experts: int = 1
-    num_micro_batches: int = 1
-    tp: int = 1
-    expert_tp: int = 1
-    num_stages: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("num_attention", "num_experts", "num_micro_batches", "tp", "expert_tp", "num_stages"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1")
+    num_attention: Count = 1
+    num_experts: Count = 1
+    num_micro_batches: Count = 1
+    tp: Count = 1
+    expert_tp: Count = 1
+    num_stages: Count = 1
 
     @property
     def num_workers(self) -> int:
@@ -273,3 +285,75 @@ def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
         f"the profile has no times with {num_threads} threads, only with {known}: "
         f"measure again with antiphon profile --threads {known.replace(' ', '')},{num_threads}"
     )
+
+
+def measured_steps(
+    setting: Setting, candidates: Candidates, *, kind: int, near: bool, layer_s: Number, hop_s: Number
+) -> Iterator[tuple[int, LocalPrediction]]:
+    """Steps of those candidates that were measured, by place; none without a profile, and none but of decode. All have
+    attention on devices of `kind`; `near`: and all of an instance on one machine. `layer_s`, `hop_s`: of `Wires`, by
+    candidate."""
+    engine = None if setting.profile is None else setting.profile.engine
+    if engine is None or setting.phase != "decode" or setting.workload.draft_tokens:
+        return
+    contexts = np.broadcast_to(decode_context(setting, candidates), (len(candidates),))
+    times = _of_all_machines(setting, engine)
+    known = {threads.num_threads for threads in times.threads}
+    pieces: Any = candidates.piece_devices
+    net = replace(setting.networks[kind], domain=pieces)  # ranks of a stage that share a domain
+    tp, rows = real(candidates.attention_tp), rows_each(setting, candidates)
+    sum_s = net.all_reduce(rows * setting.model.hidden_size * row_bytes_of(setting.precision), tp).total_s
+    logits_bytes = rows * candidates.micro_batches * setting.model.vocab_size * _LOGIT_BYTES
+    head_s = candidates.micro_batches * sum_s + net.all_gather(logits_bytes, tp).total_s
+    columns = [np.broadcast_to(each, (len(candidates),)) for each in (layer_s, 2 * sum_s, hop_s, head_s)]
+    apart = candidates.is_disaggregated & (candidates.attention_tp == 1) & (candidates.expert_tp == 1)
+    for index in map(int, np.flatnonzero(apart | ~candidates.is_disaggregated)):
+        choice, num_instances = _choice(times, candidates, index)
+        if max(1, times.num_cores // choice.num_workers) not in known:
+            continue
+        way_s, dense_layer_s, stage_s, step_s = (float(column[index]) for column in columns)
+        wires = Wires(layer_s=way_s, dense_layer_s=dense_layer_s, hop_s=stage_s, head_s=step_s)
+        yield (
+            index,
+            predict_decode(
+                times,
+                setting.model,
+                choice,
+                concurrency=int(candidates.instance_batch[index]) * num_instances,
+                context=max(1.0, float(contexts[index])),
+                wires=None if near and choice.layout != "hybrid" else wires,
+            ),
+        )
+
+
+def _of_all_machines(setting: Setting, engine: LocalTimes) -> LocalTimes:
+    """The times with the cores of all nodes, where these are CPUs."""
+    cores = sum(group.num_devices for group in setting.groups if group.device.kind == "cpu")
+    return replace(engine, num_cores=max(engine.num_cores, cores))
+
+
+def _choice(times: LocalTimes, candidates: Candidates, index: int) -> tuple[LocalChoice, int]:
+    """What the engine is asked for, and how many instances of the candidate that is. Replicas are on all cores, for
+    idle ones would take none of the load."""
+    one = {name: int(getattr(candidates, name)[index]) for name in candidates.__dataclass_fields__}
+    if candidates.is_disaggregated[index]:
+        apart = LocalChoice(
+            layout="disaggregated",
+            num_attention=one["attention_dp"],
+            num_experts=one["expert_ep"],
+            num_micro_batches=one["micro_batches"],
+        )
+        return apart, 1
+    tp, num_stages = one["attention_tp"], one["pp"]
+    if one["attention_dp"] == one["expert_ep"] == 1:
+        replicas = max(1, times.num_cores // (tp * num_stages))
+        return LocalChoice(layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages), replicas
+    hybrid = LocalChoice(
+        layout="hybrid",
+        num_attention=one["attention_dp"],
+        num_experts=one["expert_ep"],
+        tp=tp,
+        expert_tp=one["expert_tp"],
+        num_stages=num_stages,
+    )
+    return hybrid, 1

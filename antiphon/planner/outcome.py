@@ -30,14 +30,24 @@ Rejected: bisection over tokens as in decode. The time to the first token falls,
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from antiphon.cost.memory import kv_bytes_per_token
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
-from antiphon.planner.mixed_steps import MixedStep, first_token_s, mixed_step, own_s
-from antiphon.planner.queueing import mean_in_flight, mg1_wait, place_wait_s, tail_of_wait_s, used_instances
+from antiphon.planner.mixed_steps import (
+    MixedStep,
+    first_token_s,
+    mean_in_flight,
+    mg1_wait,
+    mixed_step,
+    own_s,
+    place_wait_s,
+    tail_of_wait_s,
+    used_instances,
+)
 from antiphon.planner.room import MOST_STEP_TOKENS, fed_sequences
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepTimes, step_times
@@ -94,21 +104,34 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         tokens_per_s = np.where(too_few, each * used, tokens)
     load = tokens_per_s / (capacity * used)
     wait_s = place_wait_s(in_flight, load, lengths.output * tpot_s)
-    nothing = np.full(len(candidates), np.nan)
+    known = {} if workload.requests_per_s is None else {"queueing_s": wait_s}
+    why_not = np.where(too_slow, TPOT, np.where(too_few, RATE, 0))
+    return _outcome(candidates, times, used, capacity, tokens_per_s, why_not, tpot_s=tpot_s, **known)
+
+
+def _outcome(
+    candidates: Candidates,
+    times: StepTimes,
+    instances: IntArray,
+    capacity: FloatArray,
+    tokens_per_s: FloatArray,
+    why_not: IntArray,
+    **known: FloatArray,
+) -> Outcome:
+    """`known`: those of the times per token, to the first one and in queues that the phase knows."""
+    nothing = {name: np.full(len(candidates), np.nan) for name in ("tpot_s", "ttft_s", "queueing_s")}
     return Outcome(
         batch=candidates.batch.copy(),
-        num_instances=used,
+        num_instances=instances,
         step_s=times.step_s,
         t_a_s=times.t_a_s,
         t_e_s=times.t_e_s,
         t_c_s=times.t_c_s,
-        tpot_s=tpot_s,
-        ttft_s=nothing,
-        queueing_s=nothing.copy() if workload.requests_per_s is None else wait_s,
         capacity=capacity,
         tokens_per_s=tokens_per_s,
-        why_not=np.where(too_slow, TPOT, np.where(too_few, RATE, 0)).astype(np.int64),
+        why_not=why_not.astype(np.int64),
         step_tokens=candidates.step_tokens,
+        **nothing | known,
     )
 
 
@@ -254,21 +277,10 @@ def _serve_at(setting: Setting, candidates: Candidates, instances: IntArray) -> 
         tokens_per_s = np.where(too_few, each * used, rate * lengths.output)
     wait_s, first_s = first_token_s(setting, step, tokens_per_s / (capacity * used))
     too_slow = tpot_s > (math.inf if slo.tpot_s is None else slo.tpot_s)
-    return Outcome(
-        batch=candidates.batch.copy(),
-        num_instances=used,
-        step_s=step.times.step_s,
-        t_a_s=step.times.t_a_s,
-        t_e_s=step.times.t_e_s,
-        t_c_s=step.times.t_c_s,
-        tpot_s=tpot_s,
-        ttft_s=np.where(too_late, own_s(setting, step), first_s),
-        queueing_s=wait_s,
-        capacity=capacity,
-        tokens_per_s=tokens_per_s,
-        why_not=np.where(too_slow, TPOT, np.where(too_late, TTFT, np.where(too_few, RATE, 0))).astype(np.int64),
-        step_tokens=candidates.step_tokens,
-    )
+    why_not = np.where(too_slow, TPOT, np.where(too_late, TTFT, np.where(too_few, RATE, 0)))
+    first_s = np.where(too_late, own_s(setting, step), first_s)
+    known = {"tpot_s": tpot_s, "ttft_s": first_s, "queueing_s": wait_s}
+    return _outcome(candidates, step.times, used, capacity, tokens_per_s, why_not, **known)
 
 
 def _most_load(setting: Setting, step: MixedStep, most: FloatArray) -> tuple[FloatArray, BoolArray]:
@@ -277,12 +289,22 @@ def _most_load(setting: Setting, step: MixedStep, most: FloatArray) -> tuple[Flo
     target_s = setting.workload.slo.ttft_s
     if target_s is None:
         return most, np.zeros(most.size, dtype=bool)
-    low, high = np.zeros(most.size), most.copy()
-    for _ in range(_BISECTIONS // 2):
-        middle = (low + high) / 2
-        keeps = first_token_s(setting, step, middle)[1] <= target_s
-        low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
+
+    def keeps(load: FloatArray) -> BoolArray:
+        return np.asarray(first_token_s(setting, step, load)[1] <= target_s)
+
+    low = _largest_part(keeps, most, _BISECTIONS // 2)
     return low, np.asarray(low <= 0)
+
+
+def _largest_part(keeps: Callable[[FloatArray], BoolArray], most: FloatArray, num_rounds: int) -> FloatArray:
+    """By candidate the largest part of `most` that keeps a promise; 0 where none does."""
+    low, high = np.zeros(most.size), most
+    for _ in range(num_rounds):
+        middle = (low + high) / 2
+        kept = keeps(middle)
+        low, high = np.where(kept, middle, low), np.where(kept, high, middle)
+    return low
 
 
 def _best_of_prefill(setting: Setting, candidates: Candidates, limits: IntArray, instances: IntArray) -> Outcome:
@@ -343,21 +365,10 @@ def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -
     ttft_s = service_s + tail_of_wait_s(setting, wait_s, utilization)
     target_s = math.inf if workload.slo.ttft_s is None else workload.slo.ttft_s
     too_late = (service_s > target_s) | (rho <= 0)
-    return Outcome(
-        batch=candidates.batch.copy(),
-        num_instances=used,
-        step_s=times.step_s,
-        t_a_s=times.t_a_s,
-        t_e_s=times.t_e_s,
-        t_c_s=times.t_c_s,
-        tpot_s=np.full(len(candidates), np.nan),
-        ttft_s=np.where(too_late, service_s, ttft_s),
-        queueing_s=np.full(len(candidates), np.nan) if offline else wait_s,
-        capacity=capacity,
-        tokens_per_s=np.where(too_late, capacity * used, tokens_per_s),
-        why_not=np.where(too_late, TTFT, np.where(too_few, RATE, 0)).astype(np.int64),
-        step_tokens=candidates.step_tokens,
-    )
+    known = {"ttft_s": np.where(too_late, service_s, ttft_s)} | ({} if offline else {"queueing_s": wait_s})
+    tokens_per_s = np.where(too_late, capacity * used, tokens_per_s)
+    why_not = np.where(too_late, TTFT, np.where(too_few, RATE, 0))
+    return _outcome(candidates, times, used, capacity, tokens_per_s, why_not, **known)
 
 
 def transfer_s(setting: Setting, candidates: Candidates) -> FloatArray:
@@ -386,10 +397,10 @@ def most_utilization(setting: Setting, times: StepTimes, capacity: FloatArray, s
     target_s = setting.workload.slo.ttft_s
     if target_s is None:
         return np.full(len(service_s), 1.0 if setting.workload.requests_per_s is None else 1.0 - 1e-6)
-    low, high = np.zeros(len(service_s)), np.ones(len(service_s))
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        wait_s = tail_of_wait_s(setting, mean_wait_s(setting, times, capacity, middle), middle)
-        keeps = service_s + wait_s <= target_s
-        low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
+
+    def keeps(share: FloatArray) -> BoolArray:
+        wait_s = tail_of_wait_s(setting, mean_wait_s(setting, times, capacity, share), share)
+        return np.asarray(service_s + wait_s <= target_s)
+
+    low = _largest_part(keeps, np.ones(len(service_s)), _BISECTIONS)
     return np.asarray(np.where(service_s <= target_s, low, 0.0))

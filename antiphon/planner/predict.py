@@ -185,7 +185,7 @@ def memory_of(setting: Setting, one: Candidates) -> dict[str, float]:
     cache = tokens * float(
         np.max(kv_bytes_per_token(setting.model, real(one.attention_tp), setting.precision, pp=real(one.pp)))
     )
-    attention, experts = float(weights.attention[0]) + cache, float(weights.experts[0])
+    attention, experts = float(weights[0][0]) + cache, float(weights[1][0])
     if one.layout_of(0) == "disaggregated":
         return {"attention": attention, "experts": experts}
     return {"both": attention + experts}
@@ -236,13 +236,13 @@ def band(setting: Setting, one: Candidates) -> float:
 def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tuple[int, str]:
     """The best candidate of the simplest layout that ties with `best`, and what there is to say about it."""
     scores = table.score(setting.objective)
-    mine = _spread_of(setting, table, best)
+    mine = parts_spread(setting, table.one(best))
     for layout in BY_SIMPLICITY[: BY_SIMPLICITY.index(table.candidates.layout_of(best))]:
         index = table.best(setting.objective, np.asarray(table.candidates.layout == LAYOUTS.index(layout)))
         if index is None:
             continue
         gain = float(scores[best] / scores[index]) - 1
-        apart = NORMAL_80_PERCENT * math.hypot(mine, _spread_of(setting, table, index))
+        apart = NORMAL_80_PERCENT * math.hypot(mine, parts_spread(setting, table.one(index)))
         if gain <= apart:
             better = table.candidates.layout_of(best)
             said = f"a tie: {better} is predicted {gain:.1%} better, less than the model can tell apart"
@@ -252,7 +252,3 @@ def simplest_of_ties(setting: Setting, table: CandidateTable, best: int) -> tupl
                 return index, f"{said}; {layout} is simpler, and taken (--prefer simple)"
             return index, f"{said}; {layout} is simpler (--prefer simple takes it)"
     return best, ""
-
-
-def _spread_of(setting: Setting, table: CandidateTable, index: int) -> float:
-    return parts_spread(setting, table.one(index))

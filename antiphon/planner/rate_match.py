@@ -20,7 +20,7 @@ import numpy as np
 from antiphon.base.units import number
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import Candidates, IntArray
-from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.explain import NoPlan
 from antiphon.planner.predict import resource_weights
 from antiphon.planner.room import Domains, domains_of
 from antiphon.planner.setting import Setting

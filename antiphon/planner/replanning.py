@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from antiphon.base.errors import UserError
 from antiphon.base.units import milliseconds
 from antiphon.planner.candidates import Pins
-from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.explain import NoPlan
 from antiphon.planner.search import make_plan
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
@@ -106,12 +106,8 @@ def broken_promises(slo: SloSpec, running: PhasePlan, load: SeenLoad) -> tuple[s
 
 def is_other(best: PhasePlan, planned: PhasePlan) -> bool:
     """Whether a server must be started anew to become `best`."""
-    return _shape(best) != _shape(planned)
-
-
-def _shape(phase: PhasePlan) -> tuple[object, ...]:
-    """What a server must be started anew to change."""
-    return phase.layout, phase.parallel, phase.num_instances, phase.micro_batches
+    fixed = ("layout", "parallel", "num_instances", "micro_batches")
+    return any(getattr(best, name) != getattr(planned, name) for name in fixed)
 
 
 def watched_phase(plan: Plan) -> PhaseName:
@@ -171,18 +167,7 @@ def _limits_of(phase: PhasePlan) -> SearchLimits:
         pp=parallel.pp,
         micro_batches=phase.micro_batches,
     )
-    return SearchLimits(
-        max_micro_batches=max(4, phase.micro_batches),
-        micro_batches=pins.only("micro_batches"),
-        attention_dp=pins.only("attention_dp"),
-        attention_tp=pins.only("attention_tp"),
-        expert_tp=pins.only("expert_tp"),
-        expert_workers=pins.only("expert_ep") if apart else (),
-        pp=pins.only("pp"),
-        overlapped=False,
-        pins=pins,
-        num_instances=phase.num_instances,
-    )
+    return SearchLimits(overlapped=False, pins=pins, num_instances=phase.num_instances)
 
 
 def _value(plan: Plan, phase: PhasePlan) -> float:

@@ -19,14 +19,11 @@ Memory, by the serving engine's own admission:
 Rejected: filling all memory with KV. No engine does, and throughput predicted that way was several times too high.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from antiphon.cost.memory import (
     attention_activation_bytes,
     attention_weight_bytes,
-    device_memory,
     expert_activation_bytes,
     expert_weight_bytes,
     kv_blocks,
@@ -34,7 +31,7 @@ from antiphon.cost.memory import (
     tokens_of_state,
 )
 from antiphon.cost.parts import FloatArray
-from antiphon.planner.candidates import BoolArray, Candidates, IntArray, real
+from antiphon.planner.candidates import BoolArray, Candidates, IntArray, largest_that, real
 from antiphon.planner.setting import Setting
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.plan import MAX_INSTANCES
@@ -123,14 +120,12 @@ def _same_kind(domains: Domains, chosen: Candidates) -> IntArray:
     num_wide = np.where(attention_wide, chosen.attention_dp, chosen.expert_ep)
     num_narrow = np.where(attention_wide, chosen.expert_ep, chosen.attention_dp)
     devices = sum(size * count for size, count in domains)
-    low = np.zeros(len(chosen), dtype=np.int64)
-    high = devices // (chosen.attention_devices + chosen.expert_devices) + 1  # this many do not fit
-    while np.any(high - low > 1):
-        middle = (low + high) // 2
-        fits = both_fit(domains, wide_tp, middle * num_wide, narrow_tp, middle * num_narrow) & (middle > low)
-        low = np.where(fits, middle, low)
-        high = np.where(fits, high, np.maximum(middle, low + 1))
-    return low
+    most = devices // (chosen.attention_devices + chosen.expert_devices) + 1  # this many do not fit
+
+    def fits(count: IntArray) -> BoolArray:
+        return both_fit(domains, wide_tp, count * num_wide, narrow_tp, count * num_narrow)
+
+    return largest_that(fits, np.zeros(len(chosen), dtype=np.int64), most)
 
 
 def _colocated(domains: Domains, chosen: Candidates) -> IntArray:
@@ -148,41 +143,39 @@ def _colocated(domains: Domains, chosen: Candidates) -> IntArray:
         fit = fewer
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightBytes:
-    """Bytes of weights on one device, by role. Colocated devices hold both."""
-
-    attention: FloatArray
-    experts: FloatArray
-
-
-def weight_bytes(setting: Setting, candidates: Candidates) -> WeightBytes:
-    """Weights on the fullest device of each role."""
+def weight_bytes(setting: Setting, candidates: Candidates) -> tuple[FloatArray, FloatArray]:
+    """Weights of (attention, experts) on the fullest device of each role. Colocated devices hold both."""
     model, precision, pp = setting.model, setting.precision, real(candidates.pp)
     attention = attention_weight_bytes(model, real(candidates.attention_tp), precision, pp=pp)
     experts = expert_weight_bytes(model, real(candidates.slots), real(candidates.expert_tp), precision, pp=pp)
-    return WeightBytes(attention=np.asarray(attention), experts=np.asarray(experts))
+    return np.asarray(attention), np.asarray(experts)
+
+
+def cache_bytes(setting: Setting, candidates: Candidates) -> FloatArray:
+    """What weights and the reserve leave for keys and values on an attention worker's device; below 0 the weights do
+    not fit."""
+    attention, experts = weight_bytes(setting, candidates)
+    held = attention + np.where(candidates.is_disaggregated, 0.0, experts)
+    return _usable(setting, candidates.attention_kind) - held
 
 
 def missing_bytes(setting: Setting, candidates: Candidates) -> FloatArray:
     """What a device lacks to hold its weights beside the reserve; 0 where they fit."""
-    weights, apart = weight_bytes(setting, candidates), candidates.is_disaggregated
-    attention = np.where(apart, weights.attention, weights.attention + weights.experts)
-    lacking = attention - _usable(setting, candidates.attention_kind)
-    lacking_experts = np.where(apart, weights.experts - _usable(setting, candidates.expert_kind), 0.0)
-    return np.asarray(np.maximum(np.maximum(lacking, lacking_experts), 0.0))
+    _, experts = weight_bytes(setting, candidates)
+    usable = _usable(setting, candidates.expert_kind)
+    lacking_experts = np.where(candidates.is_disaggregated, experts - usable, 0.0)
+    return np.asarray(np.maximum(np.maximum(-cache_bytes(setting, candidates), lacking_experts), 0.0))
 
 
 def _usable(setting: Setting, kinds: IntArray) -> FloatArray:
-    efficiency = setting.cluster.efficiency
-    each = [device_memory(group.device, efficiency, 0.0).kv_budget_bytes for group in setting.groups]
-    return np.asarray(each, dtype=np.float64)[kinds]
+    each = np.asarray([group.device.memory_bytes for group in setting.groups], dtype=np.float64)
+    return np.asarray(each[kinds] - _reserve(setting, kinds))
 
 
 def _reserve(setting: Setting, kinds: IntArray) -> FloatArray:
-    efficiency = setting.cluster.efficiency
-    each = [device_memory(group.device, efficiency, 0.0).reserve_bytes for group in setting.groups]
-    return np.asarray(each, dtype=np.float64)[kinds]
+    """Memory that is kept from weights and cache: for activations, workspace, runtime."""
+    share = setting.cluster.efficiency.memory_reserve
+    return np.asarray([group.device.memory_bytes * share for group in setting.groups], dtype=np.float64)[kinds]
 
 
 def batch_limits(setting: Setting, candidates: Candidates) -> IntArray:
@@ -221,10 +214,8 @@ def prompt_tokens_each(setting: Setting) -> float:
 
 def sequences_that_fit(setting: Setting, candidates: Candidates, tokens_each: float) -> FloatArray:
     """Sequences of that many tokens one attention worker holds, over all micro-batches."""
-    weights = weight_bytes(setting, candidates)
-    held = weights.attention + np.where(candidates.is_disaggregated, 0.0, weights.experts)
-    budget = _usable(setting, candidates.attention_kind) - held
     tp, pp = real(candidates.attention_tp), real(candidates.pp)
+    budget = cache_bytes(setting, candidates)
     blocks = kv_blocks(budget, setting.model, tp, setting.precision, block_size=BLOCK_SIZE, pp=pp)
     held_tokens = tokens_each + tokens_of_state(setting.model, tp, setting.precision)
     return np.asarray(max_sequences(blocks, held_tokens, block_size=BLOCK_SIZE))

@@ -21,9 +21,8 @@ from antiphon.base.errors import UserError
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
 from antiphon.planner.candidates import Candidates, IntArray, joined
-from antiphon.planner.explain import RESOURCES, rejected_layouts
+from antiphon.planner.explain import RESOURCES, NoPlan, no_plan, rejected_layouts
 from antiphon.planner.least_latency import least_latency
-from antiphon.planner.no_plan import NoPlan, no_plan
 from antiphon.planner.outcome import best_outcome
 from antiphon.planner.predict import EQUAL, phase_plan, request_tokens_per_s, simplest_of_ties
 from antiphon.planner.rate_match import Match, rate_match
@@ -61,6 +60,10 @@ class PlanResult:
     plan: Plan
     tables: dict[PhaseName, CandidateTable]
     settings: dict[PhaseName, Setting]
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return next(iter(self.settings.values())).cluster
 
 
 def make_plan(
@@ -205,7 +208,7 @@ def _serving_table(
             block = order[start : start + BLOCK]
             if scores[block[0]] <= best or (start and not soonest and not decoded.feasible[block[0]]):
                 break
-            table = _again(setting, decoded, block)
+            table = again(setting, decoded, block)
             parts.append(table)
             reached = np.where(table.feasible, np.nan_to_num(table.score(setting.objective)), -np.inf)
             best = max(best, float(reached.max(initial=-np.inf)))
@@ -230,8 +233,8 @@ def _one_prompt_per_s(setting: Setting, decoded: CandidateTable) -> FloatArray:
     return np.asarray(1 / step_times(alone, decoded.candidates.with_batch(tokens)).step_s)
 
 
-def _again(setting: Setting, table: CandidateTable, index: IntArray) -> CandidateTable:
-    """Some of a table's candidates in another phase of the same cluster."""
+def again(setting: Setting, table: CandidateTable, index: IntArray) -> CandidateTable:
+    """Some of a table's candidates in another setting of the same kinds of devices: another phase, promise, network."""
     candidates = table.candidates.take(index)
     limits = setting.limits.pins.batches(candidates, batch_limits(setting, candidates))
     candidates, limits = candidates.take(limits > 0), limits[limits > 0]
@@ -246,17 +249,11 @@ def _outcome_of(setting: Setting, candidates: Candidates, limits: IntArray, inst
 
 def table_of(setting: Setting, space: Space) -> CandidateTable:
     """A space's candidates with their numbers under the setting's promises and rate."""
-    devices = [group.device for group in setting.groups]
     return CandidateTable(
         candidates=space.candidates,
         outcome=_outcome_of(setting, space.candidates, space.limits, space.instances),
-        device_names=tuple(device.name for device in devices),
-        prices=tuple(float("nan") if device.price is None else device.price for device in devices),
-        powers_w=tuple(device.power_w for device in devices),
-        num_considered=space.num_considered,
-        num_without_devices=space.num_without_devices,
-        num_without_memory=space.num_without_memory,
-        least_missing_bytes=space.least_missing_bytes,
+        kinds=tuple(group.device for group in setting.groups),
+        space=space,
     )
 
 

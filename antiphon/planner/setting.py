@@ -144,6 +144,11 @@ class SearchLimits:
     pins: Pins = field(default_factory=Pins)
     num_instances: int | None = None
 
+    def only(self, degree: str) -> tuple[int, ...]:
+        """The values that a degree may have; empty: any."""
+        given: tuple[int, ...] = getattr(self, degree)
+        return given or self.pins.only("expert_ep" if degree == "expert_workers" else degree)
+
     def __post_init__(self) -> None:
         if self.max_micro_batches < 1:
             raise UserError(f"limits: max_micro_batches is {self.max_micro_batches}: it must be at least 1")
@@ -295,45 +300,20 @@ class Setting:
     def _placements(self) -> "_Placements":
         return _placements_of(self.shares)
 
-    def busiest(self, num_workers: int, slots: int) -> float:
-        """Share of all rows of the busiest of `num_workers` expert workers with `slots` slots each, under the best
-        placement; a slot may stay empty."""
-        return self._placements.busiest(num_workers, slots)
-
-    def slots_used(self, num_workers: int, slots: int) -> int:
-        """Experts that the fullest worker really holds under that placement: copies may leave slots empty."""
-        while (used := self._placements.placed(num_workers, slots)[1]) != slots:
-            slots = used
-        return slots
-
     def slots_used_each(self, num_workers: IntArray, slots: IntArray) -> IntArray:
-        """`slots_used` by candidate."""
-        if not self.is_skewed:
-            return slots
-        return np.asarray(self._of_each(self._placements.used_table, self.slots_used, num_workers, slots), np.int64)
+        """By candidate the experts that the fullest of `num_workers` workers with `slots` slots each really holds under
+        the best placement: copies may leave slots empty."""
+        return self._placements.used_each(num_workers, slots) if self.is_skewed else slots
 
     def busiest_each(self, num_workers: IntArray, slots: IntArray) -> FloatArray:
-        """`busiest` by candidate."""
+        """By candidate the share of all rows of the busiest worker under the best placement; a slot may stay empty."""
         experts = self.model.router.num_experts
         shares = np.asarray(np.ceil(experts / num_workers) / experts)
         # equal popularity: only copies of experts can level out what does not divide
         placed = (num_workers * slots > experts) & (experts % num_workers > 0) | self.is_skewed
         if placed.any():
-            table = self._placements.busiest_table
-            shares[placed] = self._of_each(table, self.busiest, num_workers[placed], slots[placed])
+            shares[placed] = self._placements.busiest_each(num_workers[placed], slots[placed])
         return shares
-
-    @staticmethod
-    def _of_each(
-        table: FloatArray, value: Callable[[int, int], float], num_workers: IntArray, slots: IntArray
-    ) -> FloatArray:
-        """`value(workers, slots)` of each, looked up; what the table does not have yet is computed once."""
-        found = table[num_workers, slots]
-        if (missing := np.isnan(found)).any():
-            for pair in set(zip(num_workers[missing].tolist(), slots[missing].tolist(), strict=True)):
-                table[pair] = value(*pair)
-            found = table[num_workers, slots]
-        return np.asarray(found)
 
 
 class _Placements:
@@ -341,22 +321,48 @@ class _Placements:
     with the same shares: to find it by 256 shares at every question takes longer than the rest of a search."""
 
     def __init__(self, shares: tuple[float, ...]) -> None:
-        self.shares = shares
-        self.busiest_table, self.used_table = np.full((2, most_ranks(len(shares)) + 1, len(shares) + 1), np.nan)
+        self._shares = shares
+        self._busiest, self._used = np.full((2, most_ranks(len(shares)) + 1, len(shares) + 1), np.nan)
         self._placed: dict[tuple[int, int], tuple[float, int]] = {}
 
-    def placed(self, num_workers: int, slots: int) -> tuple[float, int]:
+    def busiest_each(self, num_workers: IntArray, slots: IntArray) -> FloatArray:
+        """The busiest worker's share where a slot may stay empty."""
+
+        def busiest(workers: int, slots: int) -> float:
+            least = -(-len(self._shares) // workers)
+            return min(self._best(workers, used)[0] for used in range(least, slots + 1))
+
+        return self._looked_up(self._busiest, busiest, num_workers, slots)
+
+    def used_each(self, num_workers: IntArray, slots: IntArray) -> IntArray:
+        """The most experts a worker holds."""
+
+        def used(workers: int, slots: int) -> int:
+            while (held := self._best(workers, slots)[1]) != slots:
+                slots = held
+            return slots
+
+        return np.asarray(self._looked_up(self._used, used, num_workers, slots), np.int64)
+
+    def _best(self, num_workers: int, slots: int) -> tuple[float, int]:
         """The busiest worker's share of all rows, and the most experts a worker holds."""
         key = num_workers, slots
         if key not in self._placed:
-            fractions = balance(self.shares, num_workers, slots)
-            self._placed[key] = busiest_share(fractions, self.shares), int((fractions > 0).sum(axis=0).max())
+            fractions = balance(self._shares, num_workers, slots)
+            self._placed[key] = busiest_share(fractions, self._shares), int((fractions > 0).sum(axis=0).max())
         return self._placed[key]
 
-    def busiest(self, num_workers: int, slots: int) -> float:
-        """The busiest worker's share where a slot may stay empty."""
-        least = -(-len(self.shares) // num_workers)
-        return min(self.placed(num_workers, used)[0] for used in range(least, slots + 1))
+    @staticmethod
+    def _looked_up(
+        table: FloatArray, value: Callable[[int, int], float], num_workers: IntArray, slots: IntArray
+    ) -> FloatArray:
+        """`value(workers, slots)` of each; what the table does not have yet is computed once."""
+        found = table[num_workers, slots]
+        if (missing := np.isnan(found)).any():
+            for pair in set(zip(num_workers[missing].tolist(), slots[missing].tolist(), strict=True)):
+                table[pair] = value(*pair)
+            found = table[num_workers, slots]
+        return np.asarray(found)
 
 
 _placements_of = functools.lru_cache(maxsize=64)(_Placements)

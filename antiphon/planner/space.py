@@ -20,6 +20,7 @@ from antiphon.planner.candidates import (
     DP_EP,
     HYBRID,
     TP_PP,
+    BoolArray,
     Candidates,
     IntArray,
     can_be_served,
@@ -27,6 +28,7 @@ from antiphon.planner.candidates import (
     degrees_up_to,
     fewest_for_each_share,
     joined,
+    largest_that,
     piece_of,
     stage_sizes,
 )
@@ -60,7 +62,6 @@ class Space:
     limits: IntArray
     instances: IntArray
     num_considered: IntArray
-    num_without_devices: IntArray
     num_without_memory: IntArray
     least_missing_bytes: tuple[float, ...]
 
@@ -89,7 +90,6 @@ def make_space(setting: Setting, layouts: tuple[Layout, ...]) -> Space:
         limits=limits[kept],
         instances=instances[kept],
         num_considered=_by_layout(every.layout),
-        num_without_devices=_by_layout(every.layout[instances == 0]),
         num_without_memory=_by_layout(every.layout[no_memory]),
         least_missing_bytes=tuple(float(value) for value in least),
     )
@@ -131,14 +131,13 @@ def _degrees_apart(
     width, expert_width = widest_domain(group), widest_domain(expert_group)
     most_workers = min(experts, expert_group.num_devices)
     counts = np.arange(1, experts + 1) if experts <= ALL_WORKER_COUNTS_UP_TO else fewest_for_each_share(experts)
-    counts = _wanted_or(counts[counts <= most_workers], limits.expert_workers, most_workers)
-    micro = np.arange(1, limits.max_micro_batches + 1)
+    counts = _wanted_or(counts[counts <= most_workers], limits.only("expert_workers"), most_workers)
     grids = np.meshgrid(
-        _wanted_or(degrees_up_to(width), limits.attention_tp, width),
-        _wanted_or(degrees_up_to(expert_width), limits.expert_tp, expert_width),
+        _wanted_or(degrees_up_to(width), limits.only("attention_tp"), width),
+        _wanted_or(degrees_up_to(expert_width), limits.only("expert_tp"), expert_width),
         counts,
         _extra_slots(setting),
-        np.array(limits.micro_batches, dtype=np.int64) if limits.micro_batches else micro,
+        np.array(limits.only("micro_batches") or np.arange(1, limits.max_micro_batches + 1), dtype=np.int64),
         indexing="ij",
     )
     tp_a, tp_e, num_workers, extra, m = grids
@@ -177,15 +176,12 @@ def _with_attention_workers(setting: Setting, base: Candidates, cap: IntArray) -
     fit = limits > 0
     if fit.any():
         balanced[fit] = _balanced(setting, base.take(fit), limits[fit], cap[fit])
-    if setting.limits.attention_dp:
-        choices = np.tile(np.array(setting.limits.attention_dp, dtype=np.int64), (len(base), 1))
-    else:
-        choices = _neighbours(balanced, cap)
-    choices = np.sort(np.where(choices <= cap[:, None], choices, 1 if not setting.limits.attention_dp else 0), axis=1)
+    wanted = setting.limits.only("attention_dp")
+    choices = np.tile(np.array(wanted, dtype=np.int64), (len(base), 1)) if wanted else _neighbours(balanced, cap)
+    choices = np.sort(np.where(choices <= cap[:, None], choices, 0 if wanted else 1), axis=1)
     fresh = np.concatenate([np.ones((len(base), 1), dtype=bool), np.diff(choices, axis=1) > 0], axis=1) & (choices > 0)
     row, column = np.nonzero(fresh)
-    columns = {name: getattr(base, name)[row] for name in base.__dataclass_fields__}
-    return Candidates(**{**columns, "attention_dp": choices[row, column]})
+    return base.take(row).having(attention_dp=choices[row, column])
 
 
 def _neighbours(balanced: IntArray, cap: IntArray) -> IntArray:
@@ -203,14 +199,11 @@ def _balanced(setting: Setting, base: Candidates, limits: IntArray, cap: IntArra
     batch = _reference_batch(setting, base, limits)
     at_batch = base.with_batch(batch)
     t_a = _by_kind(setting, at_batch, attention=True)
-    low, high = np.ones(len(base), dtype=np.int64), cap + 1
-    while np.any(high - low > 1):
-        middle = np.maximum((low + high) // 2, 1)
-        columns = {name: getattr(at_batch, name) for name in at_batch.__dataclass_fields__}
-        t_e = _by_kind(setting, Candidates(**{**columns, "attention_dp": middle}), attention=False)
-        below = (t_e <= t_a) & (middle > low)
-        low, high = np.where(below, middle, low), np.where(below, high, np.maximum(middle, low + 1))
-    return low
+
+    def below(num_workers: IntArray) -> BoolArray:
+        return np.asarray(_by_kind(setting, at_batch.having(attention_dp=num_workers), attention=False) <= t_a)
+
+    return largest_that(below, np.ones(len(base), dtype=np.int64), cap + 1)
 
 
 def _reference_batch(setting: Setting, base: Candidates, limits: IntArray) -> IntArray:
@@ -264,10 +257,10 @@ def _stage_degrees(setting: Setting, kind: int, group: NodeGroup, piece: int, nu
     tp_heads = tp[(model.attention.num_heads % tp == 0) | is_domain]
     tp_width = tp[(model.feed_forward.intermediate % tp == 0) | is_domain]
     stages = fewest_for_each_share(model.num_layers)
-    stages = _wanted_or(stages, limits.pp, model.num_layers)
+    stages = _wanted_or(stages, limits.only("pp"), model.num_layers)
     grids = np.meshgrid(
-        _only(tp_heads, limits.attention_tp),
-        _only(tp_width[stage // tp_width <= most_ranks(model.router.num_experts)], limits.expert_tp),
+        _only(tp_heads, limits.only("attention_tp")),
+        _only(tp_width[stage // tp_width <= most_ranks(model.router.num_experts)], limits.only("expert_tp")),
         stages[stages * stage <= group.num_devices],
         _extra_slots(setting),
         indexing="ij",
@@ -290,4 +283,5 @@ def _stage_degrees(setting: Setting, kind: int, group: NodeGroup, piece: int, nu
         piece_devices=piece,
         batch=1,
     )
-    return every.take(np.isin(dp, limits.attention_dp)) if limits.attention_dp else every
+    wanted = limits.only("attention_dp")
+    return every.take(np.isin(dp, wanted)) if wanted else every

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from antiphon.cost.exchange import Degrees, Spread, layer_exchange, summed_exchange
-from antiphon.cost.network import Link, Network, Side, m2n
+from antiphon.cost.layers import AttentionTimes, ServerStep, server_step
+from antiphon.cost.network import Network, Side, m2n
 from antiphon.cost.parts import FloatArray, Number, Parts, select
 from antiphon.cost.ping_pong import beside_dispatch_s, layer_time, two_batches_s
 from antiphon.cost.profile import profiled_messages
 from antiphon.cost.roofline import row_bytes_of
-from antiphon.cost.server_step import AttentionTimes, ServerStep, server_step
 from antiphon.cost.shapes import share_of
 from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
-from antiphon.planner.measured_steps import OnNetwork, measured_steps
+from antiphon.planner.local_prediction import measured_steps
 from antiphon.planner.room import widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.worker_times import (
@@ -83,26 +83,24 @@ class CandidateGroup:
 def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     """Times of all candidates at their batch."""
     columns = np.zeros((4, len(candidates)))
-    measured = setting.profile is not None and setting.profile.engine is not None
-    network = OnNetwork.empty(len(candidates)) if measured else None
     # each proposed token takes one more layer
     drafts = setting.workload.draft_tokens if setting.decodes else 0
     drafting = 1 + drafts / setting.model.num_layers
     for group, where in groups_of(setting, candidates):
-        parts = step_parts(setting, candidates.take(where), group)
+        some = candidates.take(where)
+        parts = step_parts(setting, some, group)
         back = np.maximum(parts.dispatch.total_s, parts.combine.total_s) if group.apart else parts.dispatch.total_s / 2
-        step_s = parts.step_s * drafting + _engine_turn_s(setting, candidates.take(where))
+        step_s = parts.step_s * drafting + _engine_turn_s(setting, some)
         values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
-        if network is not None:
-            way_s, hop_s = back if group.apart else parts.dispatch.total_s, parts.hop.total_s
-            network.note(setting, candidates, where, kind=group.attention_kind, layer_s=way_s, hop_s=hop_s)
-            network.is_wide[where] = not group.near
-    for index, found in () if network is None else measured_steps(setting, candidates, network):
-        columns[3, index] = found.tpot_s
-        for column, value in zip(columns, (found.t_a_s, found.t_e_s, found.t_c_s), strict=False):
-            column[index] = column[index] if value is None else value
+        way_s, places = back if group.apart else parts.dispatch.total_s, np.flatnonzero(where)
+        for place, found in measured_steps(
+            setting, some, kind=group.attention_kind, near=group.near, layer_s=way_s, hop_s=parts.hop.total_s
+        ):
+            measured = (found.t_a_s, found.t_e_s, found.t_c_s, found.tpot_s)
+            for column, seconds in zip(columns, measured, strict=True):
+                column[places[place]] = column[places[place]] if seconds is None else seconds
     return StepTimes(t_a_s=columns[0], t_e_s=columns[1], t_c_s=columns[2], step_s=columns[3])
 
 
@@ -160,9 +158,7 @@ def _disaggregated(setting: Setting, candidates: Candidates, group: CandidateGro
 def _exchanges(setting: Setting, candidates: Candidates, group: CandidateGroup) -> tuple[Parts, Parts]:
     """Dispatch and combine, one way each."""
     precision, model = setting.precision, setting.model
-    links = [_link(setting, kind, group.near) for kind in (group.attention_kind, group.expert_kind)]
-    attention = Side(num_workers=real(candidates.attention_dp), tp=real(candidates.attention_tp), link=links[0])
-    experts = Side(num_workers=real(candidates.expert_ep), tp=real(candidates.expert_tp), link=links[1])
+    attention, experts = sides(setting, candidates, group)
     rows = slowest_rows(setting, candidates) * setting.distinct[candidates.expert_ep]
     rows_at_fullest = rows_received(setting, candidates, rows_of_fullest(setting, candidates))
     there_bytes, back_bytes = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
@@ -180,8 +176,14 @@ def _exchanges(setting: Setting, candidates: Candidates, group: CandidateGroup) 
     return dispatch, combine
 
 
-def _link(setting: Setting, kind: int, near: bool) -> Link:
-    return setting.networks[kind].scale_up if near else setting.networks[kind].scale_out
+def sides(setting: Setting, candidates: Candidates, group: CandidateGroup) -> tuple[Side, Side]:
+    """Attention and expert workers, as the exchange between them sees them."""
+    nets = [setting.networks[kind] for kind in (group.attention_kind, group.expert_kind)]
+    attention_link, expert_link = (net.scale_up if group.near else net.scale_out for net in nets)
+    return (
+        Side(num_workers=real(candidates.attention_dp), tp=real(candidates.attention_tp), link=attention_link),
+        Side(num_workers=real(candidates.expert_ep), tp=real(candidates.expert_tp), link=expert_link),
+    )
 
 
 def _measured_exchange(

@@ -1,21 +1,22 @@
 """All evaluated candidates of one phase as columns: what was tried, what it would do, and why it will not do.
 
 `why_not` is `TPOT`, `TTFT` or `RATE`; 0 means feasible. Candidates that memory or the number of devices rules
-out are not in here; how many those were is in `num_considered` and its companions, by layout.
+out are not in here; how many those were is in `space`, by layout.
 
 Rejected: only the winners. The report's clouds, the sentences about losers and the sensitivity charts all need the
 losers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
+from antiphon.planner.space import Space
+from antiphon.specs.device import DeviceSpec
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Objective, Parallel
 
 TPOT, TTFT, RATE = 1, 2, 3
@@ -53,17 +54,13 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateTable:
-    """`candidates` and `outcome` have equal lengths. `prices`, `powers_w`, `device_names`: by device kind."""
+    """`candidates` and `outcome` have equal lengths. `kinds`: the cluster's devices; `space`: what they are taken
+    from."""
 
     candidates: Candidates
     outcome: Outcome
-    device_names: tuple[str, ...]
-    prices: tuple[float, ...]
-    powers_w: tuple[float, ...]
-    num_considered: IntArray
-    num_without_devices: IntArray
-    num_without_memory: IntArray
-    least_missing_bytes: tuple[float, ...]
+    kinds: tuple[DeviceSpec, ...]
+    space: Space
 
     def __len__(self) -> int:
         return len(self.candidates)
@@ -72,16 +69,6 @@ class CandidateTable:
         """A candidate at its batch."""
         where, outcome = np.array([index]), self.outcome
         return self.candidates.take(where).having(batch=outcome.batch[where], step_tokens=outcome.step_tokens[where])
-
-    @property
-    def attention_device(self) -> NDArray[np.str_]:
-        names: NDArray[np.str_] = np.asarray(self.device_names)[self.candidates.attention_kind]
-        return names
-
-    @property
-    def expert_device(self) -> NDArray[np.str_]:
-        names: NDArray[np.str_] = np.asarray(self.device_names)[self.candidates.expert_kind]
-        return names
 
     @property
     def micro_batches(self) -> IntArray:
@@ -130,14 +117,17 @@ class CandidateTable:
     @property
     def per_cost(self) -> FloatArray:
         """nan where a device in use has no price."""
-        return self.outcome.tokens_per_s / self._weighted(self.prices)
+        return self.outcome.tokens_per_s / self.weighted(
+            [np.nan if kind.price is None else kind.price for kind in self.kinds]
+        )
 
     @property
     def per_power(self) -> FloatArray:
         """Tokens per second and watt: tokens per joule."""
-        return self.outcome.tokens_per_s / self._weighted(self.powers_w)
+        return self.outcome.tokens_per_s / self.weighted([kind.power_w for kind in self.kinds])
 
-    def _weighted(self, each: tuple[float, ...]) -> FloatArray:
+    def weighted(self, each: Sequence[float]) -> FloatArray:
+        """What all devices of a candidate count for together; `each`: one of each kind."""
         values, chosen = np.asarray(each, dtype=np.float64), self.candidates
         attention = values[chosen.attention_kind] * chosen.attention_devices
         experts = np.where(chosen.expert_devices > 0, values[chosen.expert_kind] * chosen.expert_devices, 0.0)
@@ -182,12 +172,13 @@ class CandidateTable:
 
     def devices(self, index: int) -> tuple[DeviceUse, ...]:
         """Devices of all instances together, by role."""
-        return self.candidates.devices_of(index, self.device_names, max(int(self.outcome.num_instances[index]), 1))
+        names = [kind.name for kind in self.kinds]
+        return self.candidates.devices_of(index, names, max(int(self.outcome.num_instances[index]), 1))
 
     @property
     def total_considered(self) -> int:
         """Candidates looked at, those without room included."""
-        return int(self.num_considered.sum())
+        return int(self.space.num_considered.sum())
 
 
 def _per_second(latency_s: FloatArray, otherwise: FloatArray) -> FloatArray:

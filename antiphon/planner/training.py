@@ -1,18 +1,32 @@
 """The training plan: the layout with the most tokens per second among all that fit in memory, and why the others lost.
 
 1. Strategies: sequence- or tensor-parallel attention, expert- or tensor-parallel experts, dispatch by all-to-all or
-   all-gather; of each, all degrees (`planner.training_space`).
+   all-gather; of each, all degrees (`candidates`).
 2. Memory first: what its parameters and states alone do not fit is dropped before anything is timed.
 3. Each candidate makes again as little as its memory allows, cheapest first (`cost.training.rematerialize`).
 4. The fastest wins; of equally fast ones that with fewer devices.
 5. The winner is held against the best of every other strategy, and against itself with one thing changed at a time.
 
 Rejected: one group of devices of several kinds. A pipeline is as slow as its slowest stage; kinds are planned apart.
+
+All ways to divide a number of devices (`candidates`), as columns:
+
+1. Model parallelism n: up to 16 devices or any divisor of a scale-up domain, and two and four whole domains. A group
+   never straddles a domain's edge: of a domain of 8 devices, groups of 3 use 6.
+2. Pipeline: of the stage counts with the same longest stage only the smallest, which has the smallest bubble.
+3. Virtual stages: only where micro-batches divide by stages, which interleaving needs.
+   Experts may lie over several data-parallel copies (expert parallelism over more ranks than share a layer).
+4. Data parallelism times micro-batch must divide the batch; what remains are the micro-batches of a pipeline.
+5. The space of more devices contains that of fewer, so a plan never gets slower by offering more.
+
+Rejected: only layouts that use every device. With 7 devices or 13 nodes the best layout leaves some idle.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +34,19 @@ from numpy.typing import NDArray
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.cost.profile import Profile
+from antiphon.cost.training.counts import StepEstimate
 from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
-from antiphon.cost.training.setup import OverlapLevel, Training, TrainingPrecision, TrainingSetup
+from antiphon.cost.training.setup import (
+    AttentionParallel,
+    ExpertParallel,
+    OverlapLevel,
+    Training,
+    TrainingPrecision,
+    TrainingSetup,
+)
 from antiphon.cost.training.step import estimate_step
-from antiphon.cost.training.step_estimate import StepEstimate
+from antiphon.planner.candidates import BoolArray, IntArray
 from antiphon.planner.training_explain import layout_of, lost, name_of, notes_of, one, one_change, predicted_of
-from antiphon.planner.training_space import TrainingDegrees, candidates
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import RejectedTraining, TrainingPlan
@@ -39,6 +60,21 @@ STRATEGIES: tuple[TrainingSetup, ...] = (
     TrainingSetup(attention="tensor", experts="tensor", dispatch="all_gather"),
 )
 BATCH_OF_CANDIDATES = 20_000
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+MOST_MODEL_PARALLEL = 16
+EXPERT_COPIES = (1, 2, 4, 8, 16, 32, 64)
+PIN_NAMES = {
+    "n": "model_parallel",
+    "pp": "pipeline",
+    "chunks": "virtual_stages",
+    "dp": "data_parallel",
+    "micro_batch": "micro_batch",
+    "shared": "expert_copies",
+}
+"""What a degree of `TrainingSetup` is called where it is fixed."""
+Degrees = dict[str, IntArray]
+"""Columns of candidates, by the names of `TrainingSetup`."""
 
 
 class NoTrainingPlan(ResourceError):
@@ -80,15 +116,15 @@ def plan_training(
     """The fastest way to train `model` with batches of `global_batch` sequences on at most `num_devices` (None: all)
     devices of one kind (`device`; None: whichever kind is fastest).
 
-    `pins`: degrees that are fixed, by the names of `training_space.PIN_NAMES`. `profile`: its training tables take the
-    place of rooflines. `compress`: gradients may travel in BF16. `deduplicate`: the trainer sends a token once per
-    rank. `on_progress(done, total)` is called after each strategy. `UserError` for what cannot be meant,
-    `NoTrainingPlan` if nothing fits."""
+    `pins`: degrees that are fixed, by the names of `PIN_NAMES`. `profile`: its training tables take the place of
+    rooflines. `compress`: gradients may travel in BF16. `deduplicate`: the trainer sends a token once per rank.
+    `on_progress(done, total)` is called after each strategy. `UserError` for what cannot be meant, `NoTrainingPlan` if
+    nothing fits."""
     started = time.perf_counter()
-    wanted = replace(TrainingSetup(), precision=precision or TrainingPrecision(), overlap=overlap, zero=zero)
-    wanted = replace(wanted, deduplicate=deduplicate)
-    if compress and wanted.precision.gradients == "float32":
-        wanted = replace(wanted, precision=replace(wanted.precision, gradient_wire="bfloat16"))
+    precision = precision or TrainingPrecision()
+    if compress and precision.gradients == "float32":
+        precision = replace(precision, gradient_wire="bfloat16")
+    wanted = TrainingSetup(precision=precision, overlap=overlap, zero=zero, deduplicate=deduplicate)
     found: list[tuple[Training, int, list[_Best]]] = []
     groups = _groups(cluster, device)
     for number, group in enumerate(groups):
@@ -188,31 +224,31 @@ def _best_of(training: Training, strategy: TrainingSetup, num_devices: int, pins
         shares_experts=strategy.dispatch == "all_to_all" and (strategy.deduplicate or "shared" in (pins or {})),
         pins=pins,
     )
-    total = len(degrees)
+    total = degrees["pipeline"].size
     states = _states(training, strategy, degrees)
     fits = states < training.usable_bytes
     least = np.inf if np.any(fits) else float(np.min(states, initial=np.inf))
-    degrees = degrees.where(fits)
-    best: tuple[float, int, tuple[int, int, int, int, int, int]] | None = None
-    for start in range(0, len(degrees), BATCH_OF_CANDIDATES):
-        part = degrees.where(np.arange(len(degrees)) // BATCH_OF_CANDIDATES == start // BATCH_OF_CANDIDATES)
+    degrees = _where(degrees, fits)
+    best, setup = (0.0, 0), strategy
+    for start in range(0, degrees["pipeline"].size, BATCH_OF_CANDIDATES):
+        part = {name: column[start : start + BATCH_OF_CANDIDATES] for name, column in degrees.items()}
         estimate = estimate_step(training, _with(strategy, part), "fit")
-        memory = np.broadcast_to(np.asarray(estimate.memory.total), (len(part),))
+        memory = np.broadcast_to(np.asarray(estimate.memory.total), part["pipeline"].shape)
         least = min(least, float(np.min(memory)))
         rates = np.where(memory <= training.usable_bytes, estimate.tokens_per_s, 0.0)
-        used = part.model_parallel * part.pipeline * part.data_parallel
+        used = part["model_parallel"] * part["pipeline"] * part["data_parallel"]
         index = int(np.lexsort((used, -rates))[0])
-        if rates[index] > 0 and (best is None or (rates[index], -used[index]) > best[:2]):
-            best = (float(rates[index]), -int(used[index]), part.at(index))
-    if best is None:
-        return _Best(setup=strategy, estimate=None, num_candidates=total, least_bytes=least)
-    setup = _single(strategy, best[2])
-    return _Best(setup=setup, estimate=estimate_step(training, setup, "fit"), num_candidates=total, least_bytes=least)
+        if (rates[index], -used[index]) > best:
+            best = float(rates[index]), -int(used[index])
+            chosen: dict[str, Any] = {name: int(column[index]) for name, column in part.items()}
+            setup = replace(strategy, **chosen)
+    found = estimate_step(training, setup, "fit") if best[0] > 0 else None
+    return _Best(setup=setup, estimate=found, num_candidates=total, least_bytes=least)
 
 
-def _states(training: Training, strategy: TrainingSetup, degrees: TrainingDegrees) -> NDArray[np.float64]:
+def _states(training: Training, strategy: TrainingSetup, degrees: Degrees) -> NDArray[np.float64]:
     """Bytes of parameters, gradients and optimizer state of each candidate's fullest device."""
-    if not len(degrees):
+    if not degrees["pipeline"].size:
         return np.zeros(0)
     setup = _with(strategy, degrees)
     layers = fullest_stage(training.model, setup.pipeline, setup.virtual_stages)
@@ -220,30 +256,14 @@ def _states(training: Training, strategy: TrainingSetup, degrees: TrainingDegree
     return np.asarray(sum(np.asarray(part) for part in parts), dtype=np.float64)
 
 
-def _with(strategy: TrainingSetup, degrees: TrainingDegrees) -> TrainingSetup:
+def _with(strategy: TrainingSetup, degrees: Degrees) -> TrainingSetup:
     """The strategy with candidates as columns."""
-    return replace(
-        strategy,
-        model_parallel=degrees.model_parallel.astype(np.float64),
-        pipeline=degrees.pipeline.astype(np.float64),
-        virtual_stages=degrees.virtual_stages.astype(np.float64),
-        data_parallel=degrees.data_parallel.astype(np.float64),
-        micro_batch=degrees.micro_batch.astype(np.float64),
-        expert_copies=degrees.expert_copies.astype(np.float64),
-    )
+    columns: dict[str, Any] = {name: column.astype(np.float64) for name, column in degrees.items()}
+    return replace(strategy, **columns)
 
 
-def _single(strategy: TrainingSetup, degrees: tuple[int, int, int, int, int, int]) -> TrainingSetup:
-    degree, pipeline, chunks, data, micro, shared = degrees
-    return replace(
-        strategy,
-        model_parallel=degree,
-        pipeline=pipeline,
-        virtual_stages=chunks,
-        data_parallel=data,
-        micro_batch=micro,
-        expert_copies=shared,
-    )
+def _where(degrees: Degrees, keep: BoolArray) -> Degrees:
+    return {name: column[keep] for name, column in degrees.items()}
 
 
 def _rate(best: _Best) -> float:
@@ -313,3 +333,84 @@ def _no_plan(
         f"per device, {missing} more than the {usable} it has: {fix}",
         enough,
     )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
+
+
+def model_parallel_degrees(
+    model: ModelSpec, domain: int, attention: AttentionParallel, experts: ExpertParallel
+) -> list[int]:
+    """Degrees a strategy can use: heads for each rank, an expert (or a column of each) for each rank."""
+    wanted = {*range(1, min(domain, MOST_MODEL_PARALLEL) + 1), *divisors(domain), 2 * domain, 4 * domain}
+    most = model.attention.num_heads
+    most = min(most, model.router.num_experts if experts == "expert" else model.feed_forward.intermediate)
+    if attention == "tensor" and model.num_moe_layers < model.num_layers:
+        most = min(most, model.feed_forward.dense_intermediate)
+    return sorted(degree for degree in wanted if degree <= most)
+
+
+def num_groups(num_devices: int, domain: int, degree: int) -> int:
+    """Model-parallel groups that fit: none straddles a domain, wide ones consist of whole domains."""
+    if degree > domain:
+        return num_devices // domain // (degree // domain)
+    full, rest = divmod(num_devices, domain)
+    return full * (domain // degree) + rest // degree
+
+
+def stage_counts(num_layers: int) -> list[int]:
+    """Pipeline stages worth trying: the fewest for each length of the longest stage."""
+    fewest: dict[int, int] = {}
+    for stages in range(1, num_layers + 1):
+        fewest.setdefault(-(-num_layers // stages), stages)
+    return sorted(fewest.values())
+
+
+def candidates(
+    model: ModelSpec,
+    *,
+    domain: int,
+    num_devices: int,
+    batch: int,
+    attention: AttentionParallel,
+    experts: ExpertParallel,
+    shares_experts: bool = False,
+    pins: Mapping[str, int] | None = None,
+) -> Degrees:
+    """Everything that can be run, memory aside. `shares_experts`: whether copies may share experts, which is worth it
+    where a token goes to a rank once; `pins`: degrees that are fixed, by the names of `PIN_NAMES`."""
+    axes: list[Sequence[int]] = [
+        model_parallel_degrees(model, domain, attention, experts),
+        stage_counts(model.num_layers),
+        VIRTUAL_STAGES,
+        divisors(batch),
+        [size for size in MICRO_BATCHES if batch % size == 0],
+        EXPERT_COPIES if shares_experts and experts == "expert" else EXPERT_COPIES[:1],
+    ]
+    for place, name in enumerate(PIN_NAMES):
+        if pins and name in pins:
+            axes[place] = _pinned(name, pins[name], axes[place], model.num_layers)
+    grid = np.meshgrid(*(np.asarray(axis, dtype=np.int64) for axis in axes), indexing="ij")
+    degree, pipeline, chunks, data, micro, shared = (axis.reshape(-1) for axis in grid)
+    groups = np.asarray([num_groups(num_devices, domain, value) for value in axes[0]], dtype=np.int64)
+    room = groups[np.searchsorted(np.asarray(axes[0]), degree)]
+    count = batch // (data * micro)
+    keep = (
+        (pipeline * data <= room)
+        & (batch % (data * micro) == 0)
+        & (pipeline * chunks <= model.num_layers)
+        & (data % shared == 0)
+        & ((shared == 1) | (degree * shared <= model.router.num_experts))
+        & ((chunks == 1) | ((pipeline > 1) & (count % pipeline == 0)))
+    )
+    return _where(dict(zip(PIN_NAMES.values(), (degree, pipeline, chunks, data, micro, shared), strict=True)), keep)
+
+
+def _pinned(name: str, value: int, tried: Sequence[int], num_layers: int) -> Sequence[int]:
+    """The value alone, where it can be run at all. Stages need not be the fewest of their length."""
+    if name == "pp":
+        return [value] if value <= num_layers else []
+    return [value] if value in tried or name in ("chunks", "micro_batch") else []

@@ -15,14 +15,17 @@ import numpy as np
 from antiphon.base.units import format_bytes
 from antiphon.cost.network import network
 from antiphon.cost.parts import Number
-from antiphon.cost.training.dispatch import prefers_all_gather
-from antiphon.cost.training.fit_memory import Rematerialize
+from antiphon.cost.training.counts import StepEstimate
 from antiphon.cost.training.layer_time import computation_to_communication
+from antiphon.cost.training.operators import prefers_all_gather
+from antiphon.cost.training.rematerialize import Rematerialize
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step import estimate_step
-from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPredicted
 
+DEGREES = ("model_parallel", "expert_copies", "pipeline", "virtual_stages", "data_parallel", "micro_batch")
+TIMES = ("iteration_s", "mfu", "bubble_s", "communication_s", "exposed_s", "sync_exposed_s")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace", "total")
 _NAMES = {"sequence": "SP", "tensor": "TP", "expert": "EP"}
 
 
@@ -38,12 +41,7 @@ def layout_of(setup: TrainingSetup, estimate: StepEstimate) -> TrainingLayout:
         attention=setup.attention,
         experts=setup.experts,
         dispatch=setup.dispatch,
-        model_parallel=int(one(setup.model_parallel)),
-        expert_copies=int(one(setup.expert_copies)),
-        pipeline=int(one(setup.pipeline)),
-        virtual_stages=int(one(setup.virtual_stages)),
-        data_parallel=int(one(setup.data_parallel)),
-        micro_batch=int(one(setup.micro_batch)),
+        **{degree: int(one(getattr(setup, degree))) for degree in DEGREES},
         num_micro_batches=int(one(estimate.num_micro_batches)),
         rematerialized=estimate.rematerialized.chosen(0),
         gradient_wire=setup.precision.gradient_wire,
@@ -56,26 +54,12 @@ def layout_of(setup: TrainingSetup, estimate: StepEstimate) -> TrainingLayout:
 
 def predicted_of(training: Training, setup: TrainingSetup, estimate: StepEstimate) -> TrainingPredicted:
     """What one candidate's estimate says, as plain numbers."""
-    memory = estimate.memory
-    rate = one(estimate.tokens_per_s)
+    memory = {part: one(getattr(estimate.memory, part)) for part in MEMORY_PARTS}
     return TrainingPredicted(
-        iteration_s=one(estimate.iteration_s),
-        tokens_per_s=rate,
-        tokens_per_s_per_device=rate / one(setup.num_devices),
-        mfu=one(estimate.mfu),
-        bubble_s=one(estimate.bubble_s),
-        communication_s=one(estimate.communication_s),
-        exposed_s=one(estimate.exposed_s),
-        sync_exposed_s=one(estimate.sync_exposed_s),
-        memory_bytes={
-            "parameters": one(memory.parameters),
-            "gradients": one(memory.gradients),
-            "optimizer": one(memory.optimizer),
-            "activations": one(memory.activations),
-            "workspace": one(memory.workspace),
-            "total": one(memory.total),
-            "usable": training.usable_bytes,
-        },
+        **{name: one(getattr(estimate, name)) for name in TIMES},
+        tokens_per_s=one(estimate.tokens_per_s),
+        tokens_per_s_per_device=one(estimate.tokens_per_s) / one(setup.num_devices),
+        memory_bytes=memory | {"usable": training.usable_bytes},
         bound_by=estimate.bound_by(),
     )
 

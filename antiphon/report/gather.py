@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from antiphon.base.units import milliseconds
-from antiphon.cost.engine_step import server_load
+from antiphon.cost.engine_step import load_engine, server_load
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
@@ -33,17 +33,15 @@ from antiphon.planner.outcome import outcome_at
 from antiphon.planner.predict import candidate_of, memory_of, step_parts_of
 from antiphon.planner.room import batch_limits, weight_bytes
 from antiphon.planner.search import PlanResult, Progress
-from antiphon.planner.sensitivity import FACTORS, Over, base_value, sensitivity
 from antiphon.planner.setting import Setting
-from antiphon.planner.smallest_cluster import OneMoreNode, one_more_node
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import CandidateTable, Outcome, front
+from antiphon.planner.what_if import FACTORS, OneMoreNode, Over, base_value, one_more_node, sensitivity
 from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs import catalog
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.engine import load_engine
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan, Plan
 from antiphon.specs.precision import PrecisionSpec
@@ -157,7 +155,7 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
 
 
 def _more_nodes(result: PlanResult, name: PhaseName) -> list[OneMoreNode]:
-    layouts = tuple(layout for code, layout in enumerate(LAYOUTS) if result.tables[name].num_considered[code])
+    layouts = tuple(layout for code, layout in enumerate(LAYOUTS) if result.tables[name].space.num_considered[code])
     return one_more_node(_by_rate(result.settings[name]), layouts)  # what more nodes bring is tokens/s
 
 
@@ -244,7 +242,7 @@ def layer_parts(one: Candidates, step: StepParts) -> dict[str, Parts]:
 def memory_uses(setting: Setting, one: Candidates) -> tuple[MemoryUse, ...]:
     """Weights, keys and values at the plan's batch, and the reserve, on a device of each role."""
     weights, reserve = weight_bytes(setting, one), setting.cluster.efficiency.memory_reserve
-    by_role = {"attention": float(weights.attention[0]), "experts": float(weights.experts[0])}
+    by_role = {"attention": float(weights[0][0]), "experts": float(weights[1][0])}
     by_role["both"] = by_role["attention"] + by_role["experts"]
     uses = []
     for role, held_bytes in memory_of(setting, one).items():
@@ -299,8 +297,8 @@ def sensitivity_of(result: PlanResult, name: PhaseName, over: Over) -> Sensitivi
     return Sensitivity(
         title=f"{PHASE_TITLES[name]}: {title}",
         axis=axis.format(latency=latency[0].upper() + latency[1:]),
-        values=tuple(point.value / scale for point in points),
-        scores={layout: tuple(point.best[layout] for point in points) for layout in points[0].best},
+        values=tuple(value / scale for value in points),
+        scores={layout: tuple(best[layout] for best in points.values()) for layout in next(iter(points.values()))},
         current=current,
     )
 

@@ -8,6 +8,7 @@ Rejected: a page written by hand. It would say what was true on the day it was w
 from collections.abc import Sequence
 from dataclasses import fields
 
+from antiphon.cost.engine_step import load_engine
 from antiphon.reproduce import shipped_cluster
 from antiphon.reproduce.claims import PAPERS, Row, Value, by_reason, headline
 from antiphon.reproduce.measured_servers import (
@@ -22,7 +23,6 @@ from antiphon.reproduce.measured_servers import (
 from antiphon.reproduce.published import deployments_section
 from antiphon.specs import catalog
 from antiphon.specs.cluster import EfficiencySpec
-from antiphon.specs.engine import load_engine
 
 MARK = {True: "yes", False: "**no**"}
 RELATIONS = {"within": "±", "at_most": "at most, +", "at_least": "at least, −"}

@@ -33,14 +33,13 @@ from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, ServerLoad, server_load
+from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, EngineSpec, ServerLoad, server_load
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
 from antiphon.reproduce import cluster_of, shipped_device
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.device import ComputeDtype
-from antiphon.specs.engine import EngineSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec, StorageDtype
 

@@ -127,7 +127,8 @@ class Pick:
 
     def devices(self) -> tuple[str, str]:
         """(kind of attention, kind of experts)."""
-        return str(self.table.attention_device[self.index]), str(self.table.expert_device[self.index])
+        uses = self.table.devices(self.index)
+        return uses[0].device, uses[-1].device
 
 
 @cache

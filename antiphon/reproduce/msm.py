@@ -12,8 +12,8 @@ import numpy as np
 
 from antiphon.cost.network import Network, all_to_all_bytes, network
 from antiphon.cost.roofline import roofs
-from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
 from antiphon.cost.training.counts import (
+    StepEstimate,
     causal_imbalance,
     context_to_tensor_ratio,
     expert_parallel_volume,
@@ -23,10 +23,6 @@ from antiphon.cost.training.counts import (
     sequence_to_tensor_ratio,
     tokens_per_s,
 )
-from antiphon.cost.training.dispatch import crossover_top_k
-from antiphon.cost.training.fit_memory import Rematerialize
-from antiphon.cost.training.gradient_sync import SyncBytes, SyncTime, across_to_inside, sync_time
-from antiphon.cost.training.layer_case import LayerCase
 from antiphon.cost.training.layer_time import computation_to_communication, fused_speedup
 from antiphon.cost.training.megascale_models import (
     INTERNAL_352B_AS_PRINTED,
@@ -40,10 +36,10 @@ from antiphon.cost.training.megascale_models import (
     Name,
 )
 from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
-from antiphon.cost.training.operators import layer_operators
-from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
-from antiphon.cost.training.step import estimate_step
-from antiphon.cost.training.step_estimate import StepEstimate
+from antiphon.cost.training.operators import crossover_top_k, layer_operators
+from antiphon.cost.training.rematerialize import LayerShape, Rematerialize, layer_activations, total_width
+from antiphon.cost.training.setup import LayerCase, Training, TrainingPrecision, TrainingSetup
+from antiphon.cost.training.step import SyncBytes, SyncTime, across_to_inside, estimate_step, sync_time
 from antiphon.reproduce import shipped_cluster, shipped_model
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec

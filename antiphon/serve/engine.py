@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
-from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepFailure, StepGroup
@@ -38,7 +37,7 @@ from antiphon.serve.timeline import SpanCollections
 from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
-from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.placement import ExpertPlacement, num_moves
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")

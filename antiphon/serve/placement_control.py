@@ -25,7 +25,7 @@ With any policy but `off` expert workers' speeds are measured, too (`policy/work
 Experts move from the placement that rows are sent by to the one that is wanted:
 
     aim       a target is set: by a client (`POST /placement`) or by the balancer
-    prepare   the holders of experts load what the next map on the way wants there, beside serving (`placement/moves`)
+    prepare   the holders of experts load what the next map on the way wants there, beside serving (`specs/placement`)
     switch    all have it: between two steps attention workers begin to send rows by the new map
     retire    the holders of experts free what only older maps named, once no step runs that began before the switch
 
@@ -50,7 +50,6 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.placement.moves import next_placement, num_moves
 from antiphon.placement.place import chance_of, matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.fleet import Fleet
@@ -59,7 +58,7 @@ from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import ExpertReport, Place, Prepared, PreparePlacement, Retire
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.placement import ExpertPlacement
+from antiphon.specs.placement import ExpertPlacement, next_placement, num_moves
 
 _log = get_logger("engine")
 Policy = Literal["off", "static", "window", "predict", "paths"]

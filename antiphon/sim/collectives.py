@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
-from antiphon.sim.disciplines import InOrder
 from antiphon.sim.events import EventGraph, Run
+from antiphon.sim.resources import InOrder
 
 Times = float | Sequence[Sequence[float]] | NDArray[np.float64]
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
-from antiphon.sim.disciplines import Activity, Discipline, Fifo
 from antiphon.sim.gantt import Bar
-from antiphon.sim.servers import Exclusive, Server, Shared
+from antiphon.sim.resources import Activity, Discipline, Exclusive, Shared
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,14 @@ class EventGraph:
 
     def __init__(self) -> None:
         self._activities: list[Activity] = []
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, Exclusive | Shared] = {}
         self._has_run = False
 
     def resource(self, track: str, discipline: Discipline | Shared | None = None) -> str:
         """Declare a resource; undeclared ones are first come, first served. Returns `track`."""
         if track in self._servers:
             raise UserError(f"resource {track!r} is declared already: declare it once, before its first activity")
-        self._servers[track] = discipline if isinstance(discipline, Shared) else Exclusive(discipline or Fifo())
+        self._servers[track] = discipline if isinstance(discipline, Shared) else Exclusive(discipline or Discipline())
         return track
 
     def add(
@@ -139,7 +138,7 @@ class _State:
 
 
 class _Simulation:
-    def __init__(self, activities: tuple[Activity, ...], servers: dict[str, Server]) -> None:
+    def __init__(self, activities: tuple[Activity, ...], servers: dict[str, Exclusive | Shared]) -> None:
         self._activities = activities
         self._servers = list(servers.values())
         numbers = {track: number for number, track in enumerate(servers)}
@@ -192,12 +191,12 @@ class _Simulation:
 
     def _dispatch(self, now_s: float, number: int) -> None:
         """Let a resource start what it can; note starts and when to wake it again."""
-        step = self._servers[number].dispatch(now_s)
-        for index in step.started:
+        started, wake_s, wake_version = self._servers[number].dispatch(now_s)
+        for index in started:
             if not self._states[index].started:
                 self._start(now_s, index)
-        if step.wake_s is not None:
-            heapq.heappush(self._heap, (step.wake_s, _WAKE, number, step.version))
+        if wake_s is not None:
+            heapq.heappush(self._heap, (wake_s, _WAKE, number, wake_version))
 
     def _start(self, now_s: float, index: int) -> None:
         state, activity = self._states[index], self._activities[index]

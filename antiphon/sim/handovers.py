@@ -9,13 +9,14 @@
    them any more. Then the prompt is offered anew, the second time the decode worker computes it itself.
 
 What is modelled is time alone: `wire_s` of a pool, spread evenly over layers, and a latency for each message. A wire
-belongs to a prefill worker. Rejected: one event for each layer's bytes. Nothing happens between the layers of a step.
+belongs to a prefill worker; where all share one (`ServingOptions.one_wire`), a step's bytes follow those of the steps
+before it. Rejected: one event for each layer's bytes. Nothing happens between the layers of a step.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.engine_api import HandoverCounts
@@ -34,6 +35,7 @@ from antiphon.serve.policy.request import Request, RequestStatus, prefill_of
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.serve.policy.step import StepPlan
 from antiphon.sim.instances import Instance, LivePool
+from antiphon.sim.serving_options import ServingOptions
 
 _LAYOUT = "simulated"
 At = Callable[..., None]  # (seconds, handler, *arguments)
@@ -52,21 +54,13 @@ class _Underway:
     charged: bool = False
 
 
-class _TokensOfLayer(NamedTuple):
-    """Tokens [first, last) of one layer of an offer."""
-
-    number: int
-    layer: int
-    first: int
-    last: int
-
-
 @dataclass
 class _Departures:
-    """What a worker's step sends: the plan it belongs to, the runs, and their time on the wire."""
+    """What a worker's step sends: the plan it belongs to, runs of tokens (offer, layer, first, last + 1), and their
+    time on the wire."""
 
     plan: StepPlan
-    runs: list[_TokensOfLayer] = field(default_factory=list)
+    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     wire_s: float = 0.0
 
 
@@ -75,12 +69,13 @@ class SimulatedHandovers:
     decode). Times are seconds of the simulation."""
 
     def __init__(
-        self, prefill: LivePool, decode: LivePool, *, at_end: bool, at: At, touch: Callable[[int, int], None]
+        self, prefill: LivePool, decode: LivePool, options: ServingOptions, *, at: At, touch: Callable[[int, int], None]
     ) -> None:
         self.counts = HandoverCounts()
         self._prefill = prefill
         self._decode = decode
-        self._at_end = at_end
+        self._at_end = options.hand_over == "end"
+        self._shares_wire, self._wire_free_s = options.one_wire, 0.0
         self._at = at
         self._touch = touch
         self._book = HandoverBook()
@@ -133,8 +128,8 @@ class SimulatedHandovers:
         prefill = prefill_of(origin, f"{origin.request_id}/{self._num_prefills}")
         handover = self._book.offer(
             prefill.request_id,
-            source=self._prefill.pool.counts.name("attention", source),
-            target=self._decode.pool.counts.name("attention", target),
+            source=self._prefill.pool.name_of("attention", source),
+            target=self._decode.pool.name_of("attention", target),
             num_target_ranks=1,
             first=origin.num_computed,
             end=len(origin.token_ids),
@@ -174,16 +169,19 @@ class SimulatedHandovers:
 
     # --- keys and values on their way --------------------------------------------------------------------------------
 
-    def _with_sending(self, plans: Mapping[int, StepPlan], compute_s: float) -> float:
+    def _with_sending(self, now_s: float, plans: Mapping[int, StepPlan], compute_s: float) -> float:
         """How long a step of prefill workers takes until its keys and values have left. A layer leaves while the next
         one is computed: the last one's time on the wire is left, or, where the wire is slower, the first one's work."""
         for worker, plan in plans.items():
             if worker not in self._outgoing or self._outgoing[worker].plan is not plan:
                 self._outgoing[worker] = self._queued(worker, plan)
-        wire_s = max(self._outgoing[worker].wire_s for worker in plans)
-        if self._at_end:
-            return compute_s + wire_s
-        return max(compute_s + wire_s / self._num_layers, compute_s / self._num_layers + wire_s)
+        wires_s = [self._outgoing[worker].wire_s for worker in plans]
+        wire_s = max(wires_s)
+        begins_s = compute_s if self._at_end else compute_s / self._num_layers
+        if self._shares_wire and (wire_s := sum(wires_s)) > 0:
+            begins_s = max(begins_s, self._wire_free_s - now_s)
+            self._wire_free_s = now_s + begins_s + wire_s
+        return max(compute_s + wire_s / self._num_layers, begins_s + wire_s)
 
     def _queued(self, worker: int, plan: StepPlan) -> _Departures:
         outgoing, num_tokens = _Departures(plan), 0
@@ -191,7 +189,7 @@ class SimulatedHandovers:
             for layer in range(self._num_layers):
                 news = self._sending[worker].advance(step.request_id, layer, step.start + len(step.token_ids))
                 if news is not None:
-                    outgoing.runs.append(_TokensOfLayer(news[0].number, layer, news[1], news[2]))
+                    outgoing.runs.append((news[0].number, layer, news[1], news[2]))
                     num_tokens += news[2] - news[1]
         outgoing.wire_s = self._prefill.pool.wire_s(num_tokens / self._num_layers)
         return outgoing
@@ -203,16 +201,13 @@ class SimulatedHandovers:
             if (outgoing := self._outgoing.pop(worker, None)) is not None and outgoing.runs:
                 self._at(now_s + latency_s, self._land, worker, outgoing.runs)
 
-    def _land(self, source: int, runs: list[_TokensOfLayer]) -> None:
-        for run in runs:
-            found = self._underway.get(run.number)
-            if found is None:
+    def _land(self, source: int, runs: list[tuple[int, int, int, int]]) -> None:
+        for number, layer, first, last in runs:
+            if (found := self._underway.get(number)) is None:
                 continue
-            landing, count = self._landing[found.target], run.last - run.first
-            if landing.place(run.number, source, run.layer, run.first, count) is None:
-                continue
-            if landing.landed(run.number, source, run.layer, run.first, count):
-                self._book.landed(run.number, 0)
+            landing, run = self._landing[found.target], (number, source, layer, first, last - first)
+            if landing.place(*run) is not None and landing.landed(*run):
+                self._book.landed(number, 0)
 
     # --- how it ends -------------------------------------------------------------------------------------------------
 
@@ -272,7 +267,7 @@ class SimulatedHandovers:
         for found in self._underway.values():
             if found.source == worker:
                 found.charged = scheduler.is_in_flight(found.prefill)
-        self._book.source_lost(self._prefill.pool.counts.name("attention", worker))
+        self._book.source_lost(self._prefill.pool.name_of("attention", worker))
         self._outgoing.pop(worker, None)
 
     def decode_dies(self, worker: int) -> None:
@@ -281,6 +276,6 @@ class SimulatedHandovers:
             if found.target == worker:
                 self._stop(found)
                 del self._underway[number]
-        self._book.target_lost(self._decode.pool.counts.name("attention", worker))
+        self._book.target_lost(self._decode.pool.name_of("attention", worker))
         self._landing[worker] = LandingBook()
         self._again.discard(worker)

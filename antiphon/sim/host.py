@@ -13,9 +13,8 @@ has none that are.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 from antiphon.cost.profile import HostTimes
@@ -24,28 +23,20 @@ from antiphon.planner.setting import Setting
 Then = Callable[[], None]
 
 
-@dataclass(slots=True)
-class _Thread:
-    """What one thread has to do: seconds of a core left of the first, and what happens when each ends."""
-
-    process: str
-    num_cores: int
-    works: deque[tuple[float, Then]] = field(default_factory=deque)
-
-
 class SharedCores:
     """Threads of processes on `num_cores` cores. Times only grow from call to call."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
-        self._threads: dict[str, _Thread] = {}
+        self._works: dict[str, deque[tuple[float, Then]]] = {}  # of each thread: seconds of a core left, what then
+        self._process: dict[str, tuple[str, int]] = {}  # of each thread: its process, and how many cores that has
         self._now_s = 0.0
 
     def add(self, now_s: float, process: str, thread: str, work_s: float, then: Then, num_cores: int = 1) -> None:
         """`work_s` more for this thread; `then` is handed out when it is done. A process has all its `num_cores`."""
         self._pass(now_s)
-        found = self._threads.setdefault(thread, _Thread(process, num_cores))
-        found.works.append((max(work_s, 0.0), then))
+        self._process.setdefault(thread, (process, num_cores))
+        self._works.setdefault(thread, deque()).append((max(work_s, 0.0), then))
 
     def next_s(self) -> float:
         """When the next work will be done if none is added; infinity if there is none."""
@@ -57,36 +48,32 @@ class SharedCores:
         first_s = min(left_s.values(), default=math.inf)
         ending = [name for name, seconds in left_s.items() if seconds == first_s and now_s == self._now_s + first_s]
         self._pass(now_s)
-        return [self._threads[name].works.popleft()[1] for name in ending]
+        return [self._works[name].popleft()[1] for name in ending]
 
     def drop(self, now_s: float, thread: str) -> None:
         """The thread has died: nothing of what it had to do is done."""
         self._pass(now_s)
-        self._threads.pop(thread, None)
+        self._works.pop(thread, None)
 
     def _left_s(self) -> dict[str, float]:
         """Until each thread's first work is done, at the present speeds."""
-        return {name: self._threads[name].works[0][0] / speed for name, speed in self._speeds().items()}
+        return {name: self._works[name][0][0] / speed for name, speed in self._speeds().items()}
 
     def _pass(self, now_s: float) -> None:
         """Time passes at the speeds of those that have work."""
         if (passed := now_s - self._now_s) > 0:
             for name, speed in self._speeds().items():
-                works = self._threads[name].works
-                left, then = works[0]
-                works[0] = (max(left - speed * passed, 0.0), then)
+                left, then = self._works[name][0]
+                self._works[name][0] = (max(left - speed * passed, 0.0), then)
             self._now_s = now_s
 
     def _speeds(self) -> dict[str, float]:
         """Of each thread that has work, in seconds of a core a second."""
-        busy = {name: thread for name, thread in self._threads.items() if thread.works}
-        threads_of: dict[str, int] = {}
-        needed: dict[str, int] = {}
-        for thread in busy.values():
-            threads_of[thread.process] = threads_of.get(thread.process, 0) + 1
-            needed[thread.process] = thread.num_cores
+        busy = [name for name, works in self._works.items() if works]
+        threads_of = Counter(self._process[name][0] for name in busy)
+        needed = dict(self._process[name] for name in busy)
         share = min(1.0, self._num_cores / max(sum(needed.values()), 1))
-        return {name: share / threads_of[thread.process] for name, thread in busy.items()}
+        return {name: share / threads_of[self._process[name][0]] for name in busy}
 
 
 class ServingHost:

@@ -7,24 +7,30 @@
    handed over (`sim.handovers`).
 
 Blocks that no request of this run can ever touch are not made: with 100 workers they would fill this machine's memory.
+
+Failures are asked for by a worker's name. A plan of one phase has `attention[0]`, `attention[1]`, ... and `experts[0]`,
+..., numbered through all instances; where prefill and decode have a pool each, names begin with it:
+`decode.attention[0]`. Colocated ranks are `attention[...]`: they hold keys, values and experts, and what happens when
+one dies is what happens when both kinds die.
 """
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.kv_blocks import blocks_of, reserved_blocks
-from antiphon.cost.memory import device_memory, kv_blocks, kv_bytes_per_token, tokens_of_state
+from antiphon.cost.memory import kv_blocks, kv_bytes_per_token, tokens_of_state
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
-from antiphon.planner.room import BLOCK_SIZE, weight_bytes
+from antiphon.planner.room import BLOCK_SIZE, cache_bytes
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.request import SchedulerConfig
-from antiphon.sim.arrivals import Demand
-from antiphon.sim.serving_options import WorkerCounts
+from antiphon.sim.serving_options import Demand, Kill, Role
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
@@ -36,7 +42,8 @@ _MOST_PREFILLS = 256
 class Pool:
     """One phase of a plan as it is simulated. `kv_arrives`: keys and values of prompts come from outside the
     simulation, so that a request's first step computes one row. `first_token_only`: requests end here with their first
-    token. `kv_blocks`: of one attention worker; `config.num_blocks` may be fewer, see above."""
+    token. `kv_blocks`: of one attention worker; `config.num_blocks` may be fewer, see above. `prefix`: what names of
+    its workers begin with; empty if it is the only pool."""
 
     name: PhaseName
     phase: PhasePlan
@@ -46,7 +53,7 @@ class Pool:
     kv_blocks: int
     kv_arrives: bool
     first_token_only: bool
-    counts: WorkerCounts
+    prefix: str
 
     @property
     def attention_per_instance(self) -> int:
@@ -60,6 +67,15 @@ class Pool:
     @property
     def is_apart(self) -> bool:
         return self.phase.layout == "disaggregated"
+
+    def num_workers(self, role: Role) -> int:
+        """Over all instances; no expert workers where it is colocated."""
+        parallel = self.phase.parallel
+        each = parallel.attention_dp if role == "attention" else parallel.expert_workers if self.is_apart else 0
+        return self.phase.num_instances * each
+
+    def name_of(self, role: Role, worker: int) -> str:
+        return f"{self.prefix}{'.' if self.prefix else ''}{role}[{worker}]"
 
     @property
     def latency_s(self) -> float:
@@ -121,7 +137,6 @@ def _pool(
         config = replace(config, max_batch_tokens=max_batch_tokens)
     elif phase.step_tokens is not None:
         config = replace(config, max_batch_tokens=phase.step_tokens)
-    apart = phase.layout == "disaggregated"
     return Pool(
         name=name,
         phase=phase,
@@ -131,11 +146,7 @@ def _pool(
         kv_blocks=total_blocks,
         kv_arrives=kv_arrives,
         first_token_only=name == "prefill",
-        counts=WorkerCounts(
-            prefix=name if both else "",
-            num_attention=phase.num_instances * phase.parallel.attention_dp,
-            num_experts=phase.num_instances * phase.parallel.expert_workers if apart else 0,
-        ),
+        prefix=name if both else "",
     )
 
 
@@ -159,21 +170,39 @@ def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand,
 
 def _kv_blocks(setting: Setting, one: Candidates, num_sequences: int) -> int:
     """KV blocks of one attention worker, on its fullest device, beside the recurrent states of `num_sequences`."""
-    weights = weight_bytes(setting, one)
-    held = float(weights.attention[0])
-    if not one.is_disaggregated[0]:
-        held += float(weights.experts[0])
-    group = setting.groups[int(one.attention_kind[0])]
-    memory = device_memory(group.device, setting.cluster.efficiency, held)
     tp, pp = int(one.attention_tp[0]), int(one.pp[0])
     per_token = float(kv_bytes_per_token(setting.model, tp, setting.precision, pp=pp))
     states_bytes = num_sequences * float(tokens_of_state(setting.model, tp, setting.precision)) * per_token
-    budget_bytes = memory.kv_budget_bytes - states_bytes
+    budget_bytes = float(cache_bytes(setting, one)[0]) - states_bytes
     total = int(kv_blocks(budget_bytes, setting.model, tp, setting.precision, block_size=BLOCK_SIZE, pp=pp))
     if total < 1:
-        missing = -float(budget_bytes) / 2**30
+        missing, group = -budget_bytes / 2**30, setting.groups[int(one.attention_kind[0])]
         raise ResourceError(
             f"a {group.device.name} lacks {missing:.1f} GiB for weights in {setting.precision.weights} and has no room "
             "for keys and values: give the precision that the plan was made with"
         )
     return total
+
+
+def parse_kill(text: str, pools: Sequence[Pool]) -> Kill:
+    """``"attention[0]@12.5"``; `UserError` names what is wrong and the workers there are."""
+    match = re.fullmatch(r"\s*(?:(\w+)\.)?(attention|experts)\[(\d+)\]\s*@\s*(\S+?)\s*", text)
+    if match is None:
+        raise UserError(f"{text!r} is no failure: write a worker and a time in seconds, for example attention[0]@12.5")
+    prefix, role, number, moment = match.groups()
+    try:
+        time_s = float(moment)
+    except ValueError:
+        time_s = math.nan
+    if not 0 <= time_s < math.inf:
+        raise UserError(f"{text!r}: {moment!r} is no time: give seconds, at least 0")
+    known = []
+    for index, pool in enumerate(pools):
+        for of_role in get_args(Role):
+            count = pool.num_workers(of_role)
+            if (pool.prefix, of_role) == (prefix or "", role) and int(number) < count:
+                return Kill(pool=index, role=of_role, worker=int(number), time_s=time_s)
+            if count:
+                last = f" to {pool.name_of(of_role, count - 1)}" if count > 1 else ""
+                known.append(pool.name_of(of_role, 0) + last)
+    raise UserError(f"there is no worker {text.rpartition('@')[0].strip()}: the plan has {', '.join(known)}")

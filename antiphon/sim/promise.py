@@ -9,16 +9,15 @@ Rejected: the formulas' word for it. They know means and a percentile of each ca
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from antiphon.base.errors import ResourceError
 from antiphon.planner.search import PlanResult
 from antiphon.planner.setting import Setting
-from antiphon.sim.arrivals import draw_demand
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
-from antiphon.sim.serve_results import serving_result
-from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.serve_results import ServingResult, serving_result
+from antiphon.sim.serving_options import ServingOptions, draw_demand
 from antiphon.specs.plan import PhaseName, Plan
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 
@@ -29,16 +28,6 @@ MOST_INSTANCES = 4
 ROUNDS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """`ratio` of the requests meet both targets; the times are at the promise's percentile."""
-
-    ratio: float
-    num_requests: int
-    ttft_s: float | None
-    tpot_s: float | None
-
-
 def is_checked(phases: Iterable[PhaseName], workload: WorkloadSpec) -> bool:
     """Whether a plan of these phases is of the whole service and promises something to requests that come at random."""
     online = workload.requests_per_s is not None or workload.slo.ttft_s is not None
@@ -46,8 +35,8 @@ def is_checked(phases: Iterable[PhaseName], workload: WorkloadSpec) -> bool:
     return online and promised and set(phases) not in ({"decode"}, {"prefill"})
 
 
-def kept_promise(plan: Plan, setting: Setting, slo: SloSpec) -> Kept:
-    """By simulation; seconds. `setting`: any of the plan's; `slo`: what is promised."""
+def kept_promise(plan: Plan, setting: Setting, slo: SloSpec) -> ServingResult:
+    """What a simulation says of it. `setting`: any of the plan's; `slo`: what is promised."""
     counts = {name: phase.num_instances for name, phase in plan.phases.items()}
     fewer = _in_ratio(counts)
     share = sum(fewer.values()) / sum(counts.values())
@@ -64,13 +53,7 @@ def kept_promise(plan: Plan, setting: Setting, slo: SloSpec) -> Kept:
     demand = draw_demand(setting.workload, num_requests=count, rate=rate * share)
     phases = {name: replace(phase, num_instances=fewer[name]) for name, phase in plan.phases.items()}
     pools = pools_of(replace(plan, phases=phases), setting, demand)
-    result = serving_result(simulate_serving(pools, demand, ServingOptions()), slo)
-    return Kept(
-        ratio=result.slo_kept_ratio,
-        num_requests=count,
-        ttft_s=result.ttft_at_percentile_s,
-        tpot_s=result.tpot_at_percentile_s,
-    )
+    return serving_result(simulate_serving(pools, demand, ServingOptions()), slo)
 
 
 def _in_ratio(counts: dict[PhaseName, int]) -> dict[PhaseName, int]:
@@ -89,19 +72,19 @@ def checked(search: Callable[[WorkloadSpec], PlanResult], workload: WorkloadSpec
             return result
         setting = next(result.settings[name] for name in result.plan.phases)
         kept = kept_promise(result.plan, setting, workload.slo)
-        if kept.ratio >= workload.slo.percentile - TOLERANCE:
-            said = f"simulated with {kept.num_requests} requests: {kept.ratio:.1%} keep the targets"
+        if kept.slo_kept_ratio >= workload.slo.percentile - TOLERANCE:
+            said = f"simulated with {kept.num_requests} requests: {kept.slo_kept_ratio:.1%} keep the targets"
             phases = {name: replace(phase, notes=(*phase.notes, said)) for name, phase in result.plan.phases.items()}
             return replace(result, plan=replace(result.plan, phases=phases))
         asked = replace(asked, slo=_tighter(asked.slo, workload.slo, kept))
     raise ResourceError(
-        f"the plan found keeps its promise for {kept.ratio:.0%} of requests in simulation, not for "
-        f"{workload.slo.percentile:.0%} (time to the first token {_shown(kept.ttft_s)}, per token "
-        f"{_shown(kept.tpot_s)}): loosen a target, lower the rate, or take it with --no-check"
+        f"the plan found keeps its promise for {kept.slo_kept_ratio:.0%} of requests in simulation, not for "
+        f"{workload.slo.percentile:.0%} (time to the first token {_shown(kept.ttft_at_percentile_s)}, per token "
+        f"{_shown(kept.tpot_at_percentile_s)}): loosen a target, lower the rate, or take it with --no-check"
     )
 
 
-def _tighter(asked: SloSpec, promised: SloSpec, kept: Kept) -> SloSpec:
+def _tighter(asked: SloSpec, promised: SloSpec, kept: ServingResult) -> SloSpec:
     def target(now_s: float | None, promised_s: float | None, simulated_s: float | None) -> float | None:
         if now_s is None or promised_s is None or simulated_s is None or simulated_s <= promised_s:
             return now_s
@@ -109,8 +92,8 @@ def _tighter(asked: SloSpec, promised: SloSpec, kept: Kept) -> SloSpec:
 
     return replace(
         asked,
-        ttft_s=target(asked.ttft_s, promised.ttft_s, kept.ttft_s),
-        tpot_s=target(asked.tpot_s, promised.tpot_s, kept.tpot_s),
+        ttft_s=target(asked.ttft_s, promised.ttft_s, kept.ttft_at_percentile_s),
+        tpot_s=target(asked.tpot_s, promised.tpot_s, kept.tpot_at_percentile_s),
     )
 
 

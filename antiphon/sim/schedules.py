@@ -15,7 +15,7 @@ from typing import Literal
 
 from antiphon.base.errors import UserError
 from antiphon.comm.micro_ops import MicroOp, MicroOpScheduler
-from antiphon.sim.disciplines import Activity, Priority, Slice
+from antiphon.sim.resources import Activity, Discipline, Priority, Slice
 
 Schedule = Literal["baseline", "priority", "deferral", "known", "micro_ops"]
 SCHEDULES: tuple[Schedule, ...] = ("baseline", "priority", "deferral", "known", "micro_ops")
@@ -112,7 +112,7 @@ class Payload:
     num_pieces: int = 1
 
 
-class PolicyDiscipline:
+class PolicyDiscipline(Discipline):
     """Lets a `MicroOpScheduler` decide. `payloads[a]`: what activity a carries; `micro_op_s`: fixed cost of a micro-op.
 
     An all-reduce is one activity, served slice by slice as the scheduler cuts it; each part of an all-to-all is an
@@ -120,13 +120,11 @@ class PolicyDiscipline:
     """
 
     def __init__(self, policy: MicroOpScheduler, payloads: Mapping[int, Payload], micro_op_s: float) -> None:
+        super().__init__()
         self._policy = policy
         self._payloads = payloads
         self._micro_op_s = micro_op_s
         self._activity_of: dict[tuple[str, str, int], tuple[int, float]] = {}
-
-    def register(self, index: int, activity: Activity) -> None:
-        pass
 
     def arrive(self, now_s: float, index: int, activity: Activity) -> None:
         payload = self._payloads[index]

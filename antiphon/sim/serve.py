@@ -15,37 +15,22 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.serve.engine_api import HandoverCounts
 from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
-from antiphon.sim.arrivals import Demand
 from antiphon.sim.handovers import SimulatedHandovers
 from antiphon.sim.host import serving_host
-from antiphon.sim.instances import Instance, LivePool, start_pool
+from antiphon.sim.instances import Instance, start_pool
 from antiphon.sim.pools import Pool
-from antiphon.sim.request_records import Gaps, Record
-from antiphon.sim.serve_log import ServeLog
-from antiphon.sim.serving_options import Kill, ServingOptions
+from antiphon.sim.serve_log import Record, ServeLog, ServingRun
+from antiphon.sim.serving_options import Demand, Kill, ServingOptions
 from antiphon.specs.sampling import SamplingParams
 
 _TOKEN = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingRun:
-    """What happened: `records` by request, `pools` with their final state. `handovers`: of two pools."""
-
-    records: list[Record]
-    pools: list[LivePool]
-    gaps: Gaps
-    log: ServeLog
-    end_s: float
-    handovers: HandoverCounts | None
 
 
 def simulate_serving(
@@ -81,16 +66,13 @@ class _ServingSimulation:
         self._handovers: SimulatedHandovers | None = None
         if len(self._pools) > 1:
             prefill, decode = self._pools
-            self._handovers = SimulatedHandovers(
-                prefill, decode, at_end=options.hand_over == "end", at=self._at, touch=self._touch
-            )
+            self._handovers = SimulatedHandovers(prefill, decode, options, at=self._at, touch=self._touch)
         self._records: list[Record] = []
         self._record_of: dict[str, Record] = {}
         self._door: deque[Record] = deque()
         self._num_in_flight = 0
         self._num_done = 0
         self._most_in_flight = pools[0].setting.workload.max_batch
-        self._gaps = Gaps()
         self._host = serving_host(
             pools[0].setting,
             lambda: self._now_s,
@@ -128,7 +110,6 @@ class _ServingSimulation:
         return ServingRun(
             records=self._records,
             pools=self._pools,
-            gaps=self._gaps,
             log=self._log,
             end_s=end_s,
             handovers=None if self._handovers is None else self._handovers.counts,
@@ -296,8 +277,7 @@ class _ServingSimulation:
                 record.finished_s = self._now_s
                 self._num_in_flight -= 1
                 self._done()
-        self._gaps.add(gaps)
-        self._log.num_output += len(tokens)
+        self._log.delivered(len(tokens), gaps)
         self._open_door()
 
     # --- what else happens -----------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from antiphon.cost.parts import FloatArray
 from antiphon.planner.predict import predict
 from antiphon.sim.instances import LivePool
-from antiphon.sim.request_records import Record, percentile_of, summary
-from antiphon.sim.serve import ServingRun
+from antiphon.sim.serve_log import Record, ServingRun, percentile_of, summary
 from antiphon.specs.plan import PhasePlan, Predicted
 from antiphon.specs.workload import SloSpec
 
@@ -107,7 +107,7 @@ def serving_result(run: ServingRun, slo: SloSpec, *, num_cut: int = 0) -> Servin
         arrival_rate=(len(run.records) - 1) / last_arrival_s if last_arrival_s > 0 else None,
         ttft_s=summary(ttft),
         tpot_s=summary(tpot),
-        itl_s=run.gaps.summary(),
+        itl_s=run.log.gap_summary(),
         e2e_s=summary(_values(served, "e2e_s")),
         output_tokens_per_s=output / duration_s,
         steady_tokens_per_s=_steady(
@@ -139,16 +139,11 @@ def _handovers(run: ServingRun) -> dict[str, Any] | None:
     }
 
 
-def result_to_json(result: ServingResult) -> dict[str, Any]:
-    """Plain values; what is not known is null."""
-    return asdict(result)
-
-
-def _values(records: list[Record], name: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _values(records: list[Record], name: str) -> FloatArray:
     return np.asarray([value for record in records if (value := getattr(record, name)) is not None], dtype=np.float64)
 
 
-def _at(values: np.ndarray[tuple[int], np.dtype[np.float64]], percentile: float) -> float | None:
+def _at(values: FloatArray, percentile: float) -> float | None:
     if not values.size:
         return None
     ordered = np.sort(values)
@@ -246,7 +241,7 @@ def _predicted_batch(phase: PhasePlan) -> float:
     return min(float(phase.batch), predicted.tokens_per_s * predicted.tpot_s / phase.num_instances)
 
 
-def _mean_over_time(times: np.ndarray[Any, np.dtype[np.float64]], values: list[Any]) -> float:
+def _mean_over_time(times: FloatArray, values: list[Any]) -> float:
     """Each value holds until the next sample."""
     span_s = float(times[-1] - times[0])
     if span_s <= 0:

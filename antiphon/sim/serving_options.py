@@ -1,48 +1,106 @@
-"""What a serving simulation is asked beside plan and requests: chance, failures, re-placement. Validated once.
+"""What a serving simulation is asked beside the plan: requests, failures, re-placement; drawn and checked first.
 
-Failures are asked for by a worker's name. A plan of one phase has `attention[0]`, `attention[1]`, ... and `experts[0]`,
-..., numbered through all instances; where prefill and decode have a pool each, names begin with it:
-`decode.attention[0]`. Colocated ranks are `attention[...]`: they hold keys, values and experts, and what happens when
-one dies is what happens when both kinds die.
+When each request comes, how long its prompt and its output are:
+
+1. Arrivals: a trace's own, Poisson (or gamma) at a rate, or all at time 0 (offline).
+2. Lengths: log-normal as the workload says, or a trace's, in its order and from its beginning again when it ends.
+3. A workload's `max_length` cuts the prompt so that a token fits behind it, then the output.
+4. Every kind of chance has its own stream, and gaps are scaled by the rate: at a higher rate the same requests come
+   sooner.
+
+Rejected: drawing while simulating. What one request is would then depend on what happened to others before it.
 """
 
-import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from antiphon.base.errors import UserError
 from antiphon.serve.policy.handover import HandOver
+from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 Role = Literal["attention", "experts"]
+DEFAULT_NUM_REQUESTS = 1000
+_ARRIVALS, _INPUTS, _OUTPUTS = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerCounts:
-    """Workers of one pool, over all its instances; `num_experts` 0: colocated. `prefix`: the pool's name, empty if it
-    is the only one."""
+class Demand:
+    """Requests in order of arrival. `num_cut`: how many the workload's `max_length` shortened."""
 
-    prefix: str
-    num_attention: int
-    num_experts: int
+    arrivals_s: NDArray[np.float64]
+    input_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    num_cut: int = 0
 
-    def name(self, role: Role, worker: int) -> str:
-        return f"{self.prefix}{'.' if self.prefix else ''}{role}[{worker}]"
+    def __len__(self) -> int:
+        return int(self.arrivals_s.size)
 
-    def known(self) -> str:
-        """For errors."""
-        counts: tuple[tuple[Role, int], ...] = (("attention", self.num_attention), ("experts", self.num_experts))
-        return ", ".join(
-            self.name(role, 0) + (f" to {self.name(role, count - 1)}" if count > 1 else "")
-            for role, count in counts
-            if count
+
+def draw_demand(
+    workload: WorkloadSpec,
+    *,
+    num_requests: int | None = None,
+    rate: float | None = None,
+    all_at_once: bool = False,
+    burstiness: float = 1.0,
+    seed: int = 0,
+) -> Demand:
+    """Requests of `workload`. `num_requests` None: all of a trace, else 1,000. Arrivals, in this order: `all_at_once`,
+    Poisson at `rate`, the trace's own, Poisson at the workload's rate, all at once. `burstiness`: in place of Poisson's
+    gaps those of a gamma distribution with as large a mean, whose variance is 1 / `burstiness` of the mean's square."""
+    traced = len(workload.input_tokens.trace)
+    count = _count(workload, num_requests, own_arrivals=not all_at_once and rate is None)
+    inputs = _lengths(workload.input_tokens, count, np.random.default_rng([seed, _INPUTS]))
+    outputs = _lengths(workload.output_tokens, count, np.random.default_rng([seed, _OUTPUTS]))
+    num_cut = 0
+    if workload.max_length is not None:
+        asked = inputs + outputs
+        inputs = np.minimum(inputs, max(workload.max_length - 1, 1))
+        outputs = np.minimum(outputs, np.maximum(workload.max_length - inputs, 1))
+        num_cut = int(np.count_nonzero(inputs + outputs < asked))
+    rate_used = workload.requests_per_s if rate is None else rate
+    if rate is not None and not 0 < rate < float("inf"):
+        raise UserError(f"a rate of {rate} requests per second: it must be above 0")
+    if all_at_once or (rate_used is None and not workload.arrivals_s):
+        arrivals = np.zeros(count)
+    elif rate is None and workload.arrivals_s and traced:
+        arrivals = np.asarray(workload.arrivals_s[:count], dtype=np.float64)
+    else:
+        assert rate_used is not None
+        chance = np.random.default_rng([seed, _ARRIVALS])
+        is_poisson = burstiness == 1.0
+        gaps = chance.exponential(1.0, count) if is_poisson else chance.gamma(burstiness, 1 / burstiness, count)
+        arrivals = np.cumsum(gaps) / rate_used
+    return Demand(arrivals_s=arrivals, input_tokens=inputs, output_tokens=outputs, num_cut=num_cut)
+
+
+def _count(workload: WorkloadSpec, num_requests: int | None, *, own_arrivals: bool) -> int:
+    traced = len(workload.arrivals_s)
+    if num_requests is None:
+        return len(workload.input_tokens.trace) or DEFAULT_NUM_REQUESTS
+    if num_requests < 1:
+        raise UserError(f"{num_requests} requests: give at least 1")
+    if own_arrivals and traced and num_requests > traced:
+        raise UserError(
+            f"{num_requests} requests: the trace of {workload.name} has arrivals for {traced}: "
+            "ask for fewer, or give a rate to draw arrivals"
         )
+    return num_requests
+
+
+def _lengths(lengths: LengthSpec, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    if lengths.trace:
+        return np.resize(np.asarray(lengths.trace, dtype=np.int64), count)
+    drawn = lengths.median * np.exp(lengths.sigma * random.standard_normal(count))
+    return np.maximum(np.rint(drawn), 1.0).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """A worker dies at `time_s`. `pool`: index into the counts it was parsed with."""
+    """A worker dies at `time_s`. `pool`: its number among those it was parsed with."""
 
     pool: int
     role: Role
@@ -50,34 +108,13 @@ class Kill:
     time_s: float
 
 
-def parse_kill(text: str, pools: Sequence[WorkerCounts]) -> Kill:
-    """``"attention[0]@12.5"``; `UserError` names what is wrong and the workers there are."""
-    match = re.fullmatch(r"\s*(?:(\w+)\.)?(attention|experts)\[(\d+)\]\s*@\s*(\S+?)\s*", text)
-    if match is None:
-        raise UserError(f"{text!r} is no failure: write a worker and a time in seconds, for example attention[0]@12.5")
-    prefix, role, number, moment = match.groups()
-    try:
-        time_s = float(moment)
-    except ValueError:
-        time_s = math.nan
-    if not 0 <= time_s < math.inf:
-        raise UserError(f"{text!r}: {moment!r} is no time: give seconds, at least 0")
-    for index, pool in enumerate(pools):
-        if pool.prefix == (prefix or ""):
-            count = pool.num_attention if role == "attention" else pool.num_experts
-            if int(number) < count:
-                found: Role = "attention" if role == "attention" else "experts"
-                return Kill(pool=index, role=found, worker=int(number), time_s=time_s)
-    name = text.rpartition("@")[0].strip()
-    raise UserError(f"there is no worker {name}: the plan has {', '.join(pool.known() for pool in pools)}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     """`shared_prefix_tokens`: equal first tokens of all prompts, which the prefix cache can find (0: nothing is
     shared). `restart_s`: how long a killed worker is away. `rebalance_every_s`, `shift_every_s`: None: never.
     `hand_over`: when keys and values leave a prefill worker: layer by layer, or all at the end of its step.
-    `client_here`: clients are a process on the serving machine (`sim.host`)."""
+    `one_wire`: all prefill workers are on one node and share its link; else each has one of its own. `client_here`:
+    clients are a process on the serving machine (`sim.host`)."""
 
     seed: int = 0
     shared_prefix_tokens: int = 0
@@ -86,6 +123,7 @@ class ServingOptions:
     rebalance_every_s: float | None = None
     shift_every_s: float | None = None
     hand_over: HandOver = "layers"
+    one_wire: bool = False
     client_here: bool = False
 
     def __post_init__(self) -> None:

@@ -211,8 +211,10 @@ class StepPricer:
         tables, messages = self._tables, self._tables.messages
         assert messages is not None
         arrived = [min(most * tables.distinct / self._top_k, num) for most, num in zip(fullest, rows, strict=True)]
-        there = [messages.there_s(num, at_fullest) for num, at_fullest in zip(most_rows, arrived, strict=True)]
-        back = [messages.back_s(num, at_fullest) for num, at_fullest in zip(most_rows, arrived, strict=True)]
+        there, back = (
+            [max(sending(num), receiving(full)) for num, full in zip(most_rows, arrived, strict=True)]
+            for sending, receiving in messages
+        )
         slower = [max(pair) for pair in zip(there, back, strict=True)]
         return self._num_moe * round_robin_s(t_a, there, t_e, back), slower
 

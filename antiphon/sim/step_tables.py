@@ -21,21 +21,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from antiphon.cost.layers import attention_decode, attention_prefill
+from antiphon.cost.layers import StepRows, attention_layer
 from antiphon.cost.network import Side, m2n
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messages
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
-from antiphon.planner.step_times import CandidateGroup, StepParts, group_of, step_parts
+from antiphon.planner.step_times import CandidateGroup, StepParts, group_of, sides, step_parts
 from antiphon.planner.worker_times import attention_alone, expert_layer, expert_times, rows_of_fullest, step_rows
 
-Floats = NDArray[np.float64]
 
-
-def sizes_up_to(largest: float, ratio: float = 1.2) -> Floats:
+def sizes_up_to(largest: float, ratio: float = 1.2) -> FloatArray:
     """Ascending sizes from 1 to at least `largest`: whole numbers first, then `ratio` apart."""
     sizes = [1.0]
     while sizes[-1] < largest:
@@ -46,7 +43,7 @@ def sizes_up_to(largest: float, ratio: float = 1.2) -> Floats:
 class Line:
     """A function of one size."""
 
-    def __init__(self, sizes: Floats, values: Floats) -> None:
+    def __init__(self, sizes: FloatArray, values: FloatArray) -> None:
         self._sizes = [float(size) for size in sizes]
         self._values = [float(value) for value in np.broadcast_to(values, np.shape(sizes))]
         assert len(self._sizes) > 1
@@ -64,7 +61,7 @@ class Line:
 class Plane:
     """A function of two sizes, `values[i, j]` at (first[i], second[j]); exact for products of the two."""
 
-    def __init__(self, first: Floats, second: Floats, values: Floats) -> None:
+    def __init__(self, first: FloatArray, second: FloatArray, values: FloatArray) -> None:
         self._first = [float(size) for size in first]
         self._rows = [Line(second, row) for row in np.broadcast_to(values, (len(first), len(second)))]
         assert len(self._first) > 1
@@ -80,12 +77,12 @@ class Plane:
         return below + share * (above - below)
 
 
-def line(sizes: Floats, function: Callable[[Floats], object]) -> Line:
+def line(sizes: FloatArray, function: Callable[[FloatArray], object]) -> Line:
     """`function` of an array of sizes as a table."""
     return Line(sizes, np.asarray(function(sizes), dtype=np.float64))
 
 
-def plane(first: Floats, second: Floats, function: Callable[[Floats, Floats], object]) -> Plane:
+def plane(first: FloatArray, second: FloatArray, function: Callable[[FloatArray, FloatArray], object]) -> Plane:
     """`function` of two arrays of sizes, broadcast against each other, as a table."""
     one, two = np.meshgrid(first, second, indexing="ij")
     return Plane(first, second, np.asarray(function(one, two), dtype=np.float64))
@@ -113,33 +110,17 @@ class StepAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMessages:
-    """Dispatch and combine: the side of the attention workers by rows of the busiest one, that of the expert workers
-    by token rows at the fullest one. The slower side counts."""
-
-    attention_there: Line
-    experts_there: Line
-    attention_back: Line
-    experts_back: Line
-
-    def there_s(self, rows: float, rows_at_fullest: float) -> float:
-        return max(self.attention_there(rows), self.experts_there(rows_at_fullest))
-
-    def back_s(self, rows: float, rows_at_fullest: float) -> float:
-        return max(self.attention_back(rows), self.experts_back(rows_at_fullest))
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepTables:
-    """All tables of one phase of a plan. `messages` None: colocated, and `exchange` (what of it is not hidden), `hop`
-    count instead, by rows of a DP rank. `dense` None: all layers have experts. `distinct`: expected expert workers
-    that a row goes to."""
+    """All tables of one phase of a plan. `messages`: dispatch and combine, each as the side of the attention workers by
+    rows of the busiest one, and that of the expert workers by token rows at the fullest one, of which the slower side
+    counts; None: colocated, and `exchange` (what of it is not hidden), `hop` count instead, by rows of a DP rank.
+    `dense` None: all layers have experts. `distinct`: expected expert workers that a row goes to."""
 
     moe: StepAttention
     dense: StepAttention | None
     head: Line
     experts: Line
-    messages: StepMessages | None
+    messages: tuple[tuple[Line, Line], tuple[Line, Line]] | None
     exchange: Line
     hop: Line
     distinct: float
@@ -220,17 +201,14 @@ def _decode_s(
         table = setting.profile.attention_table("decode", layer, tp)
         if table is not None:
             return np.asarray(profiled_attention(table, num, np.broadcast_to(context, num.shape)).total_s)
-    modelled = attention_decode(
-        setting.model,
-        setting.roofs[kind],
-        num,
-        context,
-        float(tp),
-        setting.precision,
-        queries=queries,
-        moe_layer=layer == "moe",
-    )
-    return np.asarray(modelled.total_s)
+    rows = StepRows(decoding=num, context=context, queries=queries)
+    return _modelled_s(setting, kind, tp, layer, rows)
+
+
+def _modelled_s(setting: Setting, kind: int, tp: int, layer: LayerKind, rows: StepRows) -> FloatArray:
+    roofs, is_moe = setting.roofs[kind], layer == "moe"
+    parts = attention_layer(setting.model, roofs, rows, float(tp), setting.precision, moe_layer=is_moe)
+    return np.asarray(parts.total_s)
 
 
 def _prefill_s(
@@ -241,17 +219,7 @@ def _prefill_s(
     tp = int(one.attention_tp[0])
 
     def modelled(past: Any) -> FloatArray:
-        parts = attention_prefill(
-            setting.model,
-            setting.roofs[kind],
-            num,
-            num,
-            float(tp),
-            setting.precision,
-            past=past,
-            moe_layer=layer == "moe",
-        )
-        return np.asarray(parts.total_s)
+        return _modelled_s(setting, kind, tp, layer, StepRows(prompt_tokens=num, prompt=num, past=past))
 
     table = None if setting.profile is None else setting.profile.attention_table("prefill", layer, tp)
     if table is None:
@@ -283,13 +251,12 @@ def _extended(known: FloatArray, values: FloatArray, wanted: FloatArray) -> Floa
     return np.asarray([table(float(size)) for size in wanted])
 
 
-def _messages(setting: Setting, one: Candidates, group: CandidateGroup, rows: FloatArray) -> StepMessages:
+def _messages(
+    setting: Setting, one: Candidates, group: CandidateGroup, rows: FloatArray
+) -> tuple[tuple[Line, Line], tuple[Line, Line]]:
     model, precision = setting.model, setting.precision
-    nets = [setting.networks[kind] for kind in (group.attention_kind, group.expert_kind)]
-    links = [net.scale_up if group.near else net.scale_out for net in nets]
+    attention, experts = sides(setting, one, group)
     num_senders, distinct = int(one.attention_dp[0]), float(setting.distinct[int(one.expert_ep[0])])
-    attention = Side(num_workers=num_senders, tp=int(one.attention_tp[0]), link=links[0])
-    experts = Side(num_workers=int(one.expert_ep[0]), tp=int(one.expert_tp[0]), link=links[1])
     there, back = (model.hidden_size * size for size in (precision.dispatch_bytes, precision.combine_bytes))
     at_fullest = sizes_up_to(float(rows[-1]) * num_senders)
     fixed_s = setting.cluster.efficiency.exchange_s
@@ -300,17 +267,19 @@ def _messages(setting: Setting, one: Candidates, group: CandidateGroup, rows: Fl
             return line(at_fullest, lambda num: profiled_messages(times, num / num_senders * size, num_senders).total_s)
 
         nothing = Line(rows, np.zeros(rows.size))
-        return StepMessages(
-            attention_there=nothing, experts_there=measured(there), attention_back=nothing, experts_back=measured(back)
-        )
+        return (nothing, measured(there)), (nothing, measured(back))
 
     def one_way(first: Side, second: Side, sent: Any, received: Any, size: float) -> Any:
         exchange = m2n(first, second, rows_sent=sent, rows_received=received, row_bytes=size, fixed_s=fixed_s)
         return exchange.total_s
 
-    return StepMessages(
-        attention_there=line(rows, lambda num: one_way(attention, experts, num * distinct, 0.0, there)),
-        experts_there=line(at_fullest, lambda num: one_way(attention, experts, 0.0, num, there)),
-        attention_back=line(rows, lambda num: one_way(experts, attention, 0.0, num * distinct, back)),
-        experts_back=line(at_fullest, lambda num: one_way(experts, attention, num, 0.0, back)),
+    return (
+        (
+            line(rows, lambda num: one_way(attention, experts, num * distinct, 0.0, there)),
+            line(at_fullest, lambda num: one_way(attention, experts, 0.0, num, there)),
+        ),
+        (
+            line(rows, lambda num: one_way(experts, attention, 0.0, num * distinct, back)),
+            line(at_fullest, lambda num: one_way(experts, attention, num, 0.0, back)),
+        ),
     )

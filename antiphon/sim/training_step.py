@@ -28,9 +28,9 @@ from antiphon.comm.micro_ops import (
     choose_experts_per_device,
     partition,
 )
-from antiphon.sim.disciplines import Priority
 from antiphon.sim.events import EventGraph, Run
 from antiphon.sim.gantt import Bar, covered_s
+from antiphon.sim.resources import Priority, Shared
 from antiphon.sim.schedules import (
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -41,7 +41,6 @@ from antiphon.sim.schedules import (
     PolicyDiscipline,
     Schedule,
 )
-from antiphon.sim.servers import Shared
 
 COMPUTE, NETWORK = "compute", "network"
 STREAM_OF = {ALL_TO_ALL: "all-to-all", ALL_REDUCE: "all-reduce"}

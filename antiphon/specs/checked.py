@@ -239,6 +239,16 @@ def check_version(mapping: Mapping[str, Any], version: int, where: str, again: s
         )
 
 
+def plain(value: Any) -> Any:
+    """Plain JSON values, which `read` reads back: a dataclass as a mapping without the fields that have no value."""
+    if is_dataclass(value):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: plain(each) for name, each in named.items() if each is not None}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 @contextmanager
 def placed(where: str) -> Iterator[None]:
     """Puts a `UserError` behind the place it is about."""

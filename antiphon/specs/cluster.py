@@ -19,7 +19,7 @@ full. Rejected: one file of fields per group on the command line, which could no
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,10 +39,11 @@ from antiphon.specs.checked import (
     checked,
     is_number,
     placed,
+    plain,
     read,
     read_mapping,
 )
-from antiphon.specs.device import DeviceSpec, device_from_json, device_to_json, load_device
+from antiphon.specs.device import DeviceSpec, device_from_json, load_device
 
 Efficiency = Annotated[Positive, Field(le=1)]
 
@@ -166,11 +167,7 @@ def cluster_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Pat
 
 def cluster_to_json(cluster: ClusterSpec) -> dict[str, Any]:
     """Plain JSON values, devices in full, so that a report needs no other file."""
-    written = asdict(cluster)
-    for group, spec in zip(written["groups"], cluster.groups, strict=True):
-        group["device"] = device_to_json(spec.device)
-    written["groups"] = list(written["groups"])
-    return {key: value for key, value in written.items() if value != ""}
+    return {key: value for key, value in plain(cluster).items() if value != ""}
 
 
 def _group(mapping: Mapping[str, Any], where: str, folder: Path) -> NodeGroup:

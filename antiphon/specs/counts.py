@@ -49,15 +49,12 @@ class FlopCounts:
     `shared_expert` includes its gate.
 
     `score_flops_absorbed` and `score_flops_expanded` are per token of context (scores and weighted values, all query
-    heads); grouped-query attention has one way only, so both are equal. `expand_flops` is what making one cached row's
-    keys and values costs in the expanded order; it is already in `attention_projections` for a token's own row, and has
-    to be added for every row that comes from the cache instead.
+    heads); grouped-query attention has one way only, so both are equal.
     """
 
     attention_projections: int
     score_flops_absorbed: int
     score_flops_expanded: int
-    expand_flops: int
     router: int
     expert: int
     shared_expert: int
@@ -174,18 +171,15 @@ def count_flops(model: ModelSpec) -> FlopCounts:
         kv_and_out = 2 * attention.num_kv_heads * attention.head_dim + query_width
         projections = 2 * (_query_elements(attention, hidden) + hidden * kv_and_out)
         absorbed = expanded = 4 * query_width
-        expand = 0
     else:
         projections = 2 * (_latent_matrices(attention, latent, hidden) + indexer_elements(attention, hidden))
         absorbed = 2 * attention.num_heads * (latent.key_dim + latent.kv_lora_rank)
         expanded = 2 * attention.num_heads * (attention.head_dim + latent.v_head_dim)
-        expand = 2 * _expansion(attention, latent)
     feed_forward = model.feed_forward
     return FlopCounts(
         attention_projections=projections,
         score_flops_absorbed=absorbed,
         score_flops_expanded=expanded,
-        expand_flops=expand,
         router=2 * hidden * model.router.num_experts,
         expert=2 * GATED_MATRICES * hidden * feed_forward.intermediate,
         shared_expert=2 * GATED_MATRICES * hidden * feed_forward.shared_intermediate

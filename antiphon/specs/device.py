@@ -7,7 +7,7 @@ dtype, DENSE rates; links are ONE direction (makers print both together); GB are
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -84,8 +84,3 @@ def device_from_json(mapping: Mapping[str, Any], where: str) -> DeviceSpec:
     if unknown := [name for name in device.sources if name not in known]:
         raise UserError(f"{where}: unknown key sources.{unknown[0]}: {did_you_mean(unknown[0], known)}")
     return device
-
-
-def device_to_json(device: DeviceSpec) -> dict[str, Any]:
-    """What `device_from_json` reads back as an equal device."""
-    return {key: value for key, value in asdict(device).items() if value is not None}

@@ -14,7 +14,7 @@ by name.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +30,7 @@ from antiphon.specs.checked import (
     check_version,
     is_number,
     placed,
+    plain,
     read,
     read_mapping,
 )
@@ -41,7 +42,6 @@ LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")
 PhaseName = Literal["prefill", "decode", "serve"]
 # Of a hybrid phase: rows between nodes and inside them at the same time, one after the other, or as measured.
 Collectives = Literal["fused", "synchronous", "auto"]
-COLLECTIVES: tuple[Collectives, ...] = ("fused", "synchronous", "auto")
 # The last two: the least time, on all of the cluster, whatever that takes of it.
 Objective = Literal["per-gpu", "per-cost", "per-power", "ttft", "tpot"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -119,11 +119,11 @@ class Rejected:
 
     layout: Layout
     reason: Text
-    parallel: Parallel | None = None
     micro_batches: Count | None = None
     batch: Count | None = None
     devices: tuple[DeviceUse, ...] = ()
     predicted: Predicted | None = None
+    parallel: Parallel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,21 +180,8 @@ Placement = tuple[tuple[tuple[int, float], ...], ...]
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Plain JSON values in the shape above; what has no value is left out."""
-    return {
-        "version": plan.version,
-        "model": plan.model,
-        "cluster": plan.cluster,
-        "workload": plan.workload,
-        "objective": plan.objective,
-        "precision": _without_none(asdict(plan.precision)),
-        "phases": {name: _phase_to_json(phase) for name, phase in plan.phases.items()},
-        "model_config": dict(plan.model_config),
-        "cluster_config": dict(plan.cluster_config),
-        "workload_config": dict(plan.workload_config),
-        **({} if plan.request_tokens_per_s is None else {"request_tokens_per_s": plan.request_tokens_per_s}),
-        "num_candidates": plan.num_candidates,
-        "search_s": plan.search_s,
-    }
+    written: dict[str, Any] = plain(plan)
+    return written | {"phases": {name: _phase_to_json(phase) for name, phase in written["phases"].items()}}
 
 
 def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
@@ -221,42 +208,22 @@ def read_plan(path: str | Path) -> Plan:
     return plan_from_json(read_mapping(Path(path)), str(path))
 
 
-def _phase_to_json(phase: PhasePlan) -> dict[str, Any]:
+def _phase_to_json(phase: dict[str, Any]) -> dict[str, Any]:
+    placement = {
+        str(expert): {str(worker): fraction for worker, fraction in shares}
+        for expert, shares in enumerate(phase["placement"])
+    }
+    rejected = [_without_parallel(each) for each in phase["rejected"]]
+    return _without_parallel(phase | {"placement": placement, "rejected": rejected})
+
+
+def _without_parallel(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the sizes of their `parallel` in its place."""
     return {
-        "layout": phase.layout,
-        **asdict(phase.parallel),
-        "num_instances": phase.num_instances,
-        "micro_batches": phase.micro_batches,
-        "batch": phase.batch,
-        **({} if phase.step_tokens is None else {"step_tokens": phase.step_tokens}),
-        "two_batches": phase.two_batches,
-        "collectives": phase.collectives,
-        "devices": [asdict(use) for use in phase.devices],
-        "placement": {
-            str(expert): {str(worker): fraction for worker, fraction in shares}
-            for expert, shares in enumerate(phase.placement)
-        },
-        "predicted": _without_none(asdict(phase.predicted)),
-        "rejected": [_rejected_to_json(rejected) for rejected in phase.rejected],
-        "notes": list(phase.notes),
+        name: value
+        for key, each in values.items()
+        for name, value in (each if key == "parallel" else {key: each}).items()
     }
-
-
-def _rejected_to_json(rejected: Rejected) -> dict[str, Any]:
-    written: dict[str, Any] = {
-        "layout": rejected.layout,
-        "reason": rejected.reason,
-        "micro_batches": rejected.micro_batches,
-        "batch": rejected.batch,
-        "devices": [asdict(use) for use in rejected.devices],
-        "predicted": None if rejected.predicted is None else _without_none(asdict(rejected.predicted)),
-    }
-    parallel = {} if rejected.parallel is None else asdict(rejected.parallel)
-    return _without_none({**written, **parallel})
-
-
-def _without_none(mapping: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if value is not None}
 
 
 def _phase(mapping: Mapping[str, Any], where: str) -> PhasePlan:

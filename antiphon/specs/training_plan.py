@@ -10,7 +10,7 @@ Rejected: one file format for serving and training. They share no size but a dev
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from antiphon.specs.checked import (
     Positive,
     Text,
     check_version,
+    plain,
     read,
     read_mapping,
 )
@@ -142,13 +143,7 @@ PHASE: Literal["train"] = "train"
 
 def training_plan_to_json(plan: TrainingPlan) -> dict[str, Any]:
     """Plain JSON values in the shape above; an alternative that cannot run has neither layout nor prediction."""
-    values = asdict(plan)
-    version = values.pop("version")
-    values["layout"] = _layout_to_json(plan.layout)
-    values["predicted"] = _predicted_to_json(plan.predicted)
-    values["rejected"] = [_rejected_to_json(rejected) for rejected in plan.rejected]
-    values["notes"] = list(plan.notes)
-    return {"version": version, "phase": PHASE, **values}
+    return {"version": plan.version, "phase": PHASE, **plain(plan)}
 
 
 def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training plan") -> TrainingPlan:
@@ -168,26 +163,6 @@ def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training p
 
 def read_training_plan(path: str | Path) -> TrainingPlan:
     return training_plan_from_json(read_mapping(Path(path)), str(path))
-
-
-def _layout_to_json(layout: TrainingLayout) -> dict[str, Any]:
-    return asdict(layout) | {"rematerialized": list(layout.rematerialized)}
-
-
-def _predicted_to_json(predicted: TrainingPredicted) -> dict[str, Any]:
-    values = asdict(predicted)
-    if not predicted.bound_by:
-        del values["bound_by"]
-    return values
-
-
-def _rejected_to_json(rejected: RejectedTraining) -> dict[str, Any]:
-    written: dict[str, Any] = {"name": rejected.name, "reason": rejected.reason}
-    if rejected.layout is not None:
-        written["layout"] = _layout_to_json(rejected.layout)
-    if rejected.predicted is not None:
-        written["predicted"] = _predicted_to_json(rejected.predicted)
-    return written
 
 
 def _check_fits(layout: TrainingLayout, plan: TrainingPlan, where: str) -> None:

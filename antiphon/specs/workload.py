@@ -22,7 +22,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +41,7 @@ from antiphon.specs.checked import (
     checked,
     is_number,
     placed,
+    plain,
     read,
     read_mapping,
     read_text,
@@ -49,23 +50,9 @@ from antiphon.specs.checked import (
 LENGTHS = ("input_tokens", "output_tokens")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """Requests in the order they came; `arrivals_s` is empty if the file has none, else it starts at 0."""
-
-    input_tokens: tuple[int, ...]
-    output_tokens: tuple[int, ...]
-    arrivals_s: tuple[float, ...]
-
-    @property
-    def requests_per_s(self) -> float | None:
-        """Mean rate between the first and the last arrival; None without arrivals."""
-        span_s = self.arrivals_s[-1] if self.arrivals_s else 0.0
-        return (len(self.arrivals_s) - 1) / span_s if span_s > 0 else None
-
-
-def read_trace(path: Path) -> Trace:
-    """`UserError` names file, line and value."""
+def read_trace(path: Path) -> dict[str, Any]:
+    """Lengths, arrivals from 0 on, and their mean rate, as keys of a workload, in the order the requests came; without
+    arrivals in the file there is no rate. `UserError` names file, line and value."""
     rows = list(_csv_rows(path) if path.suffix.lower() == ".csv" else _jsonl_rows(path))
     if not rows:
         raise UserError(f"{path}: holds no requests: give at least one line with input_tokens and output_tokens")
@@ -80,11 +67,15 @@ def read_trace(path: Path) -> Trace:
     if arrivals:
         requests.sort(key=lambda request: request[2] or 0.0)
     first_s = min(arrivals, default=0.0)
-    return Trace(
-        input_tokens=tuple(request[0] for request in requests),
-        output_tokens=tuple(request[1] for request in requests),
-        arrivals_s=tuple(arrival - first_s for arrival in sorted(arrivals)),
-    )
+    arrivals_s = tuple(arrival - first_s for arrival in sorted(arrivals))
+    span_s = arrivals_s[-1] if arrivals_s else 0.0
+    lengths = tuple(request[0] for request in requests), tuple(request[1] for request in requests)
+    specs = [LengthSpec(median=statistics.median(trace), trace=trace) for trace in lengths]
+    return {
+        **dict(zip(LENGTHS, specs, strict=True)),
+        "arrivals_s": arrivals_s,
+        "requests_per_s": (len(arrivals_s) - 1) / span_s if span_s > 0 else None,
+    }
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -269,13 +260,11 @@ def workload_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Pa
     values = {key: value for key, value in mapping.items() if key not in LISTED}
     if "trace" in values:
         trace = _trace(values.pop("trace"), where, folder)
-        for name in ("input_tokens", "output_tokens"):
+        for name in LENGTHS:
             if name in values:
                 raise UserError(f"{where}: {name} and trace are both given: leave one of them out")
-            values[name] = _traced(getattr(trace, name))
-        values["arrivals_s"] = trace.arrivals_s
-        values.setdefault("requests_per_s", trace.requests_per_s)
-    for name in ("input_tokens", "output_tokens"):
+        values = trace | values | {"arrivals_s": trace["arrivals_s"]}
+    for name in LENGTHS:
         if isinstance(entry := values.get(name), Mapping):
             with placed(f"{where}: {name}"):
                 values[name] = _with_median(entry)
@@ -284,23 +273,13 @@ def workload_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Pa
 
 def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
     """Plain JSON values; what is not stated is left out."""
-    written = asdict(workload)
-    for lengths in (written["input_tokens"], written["output_tokens"]):
-        lengths["trace"] = list(lengths["trace"])
-    written["slo"] = {key: value for key, value in written["slo"].items() if value is not None}
-    for name in ("expert_loads", "arrivals_s", "accept_rates"):
-        written[name] = list(written[name])
-    return {key: value for key, value in written.items() if value not in (None, "", [])}
+    return {key: value for key, value in plain(workload).items() if value not in ("", [])}
 
 
-def _trace(value: object, where: str, folder: Path) -> Trace:
+def _trace(value: object, where: str, folder: Path) -> dict[str, Any]:
     if not isinstance(value, str) or not value:
         raise UserError(f"{where}: trace is {value!r}: it must be the path of a file")
     return read_trace(folder / value)
-
-
-def _traced(lengths: tuple[int, ...]) -> LengthSpec:
-    return LengthSpec(median=statistics.median(lengths), trace=lengths)
 
 
 def _with_median(lengths: Mapping[str, Any]) -> dict[str, Any]:

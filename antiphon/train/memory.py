@@ -27,11 +27,10 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Sizes
-from antiphon.cost.training.layer_case import LayerSizes, layer_case
 from antiphon.cost.training.memory import fullest_stage, layers_in_flight, rank_parameters, state_bytes
 from antiphon.cost.training.operators import layer_operators
 from antiphon.cost.training.rematerialize import CHEAP, activations_of, choose, dense_bytes, needed_bytes, options
-from antiphon.cost.training.setup import Training, TrainingSetup, trained_in
+from antiphon.cost.training.setup import LayerSizes, Training, TrainingSetup, layer_case, trained_in
 from antiphon.specs.checked import did_you_mean
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.counts import count_parameters

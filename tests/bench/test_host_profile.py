@@ -12,7 +12,7 @@ import pytest
 from antiphon.bench import served_plans
 from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.orders import QUICK
-from antiphon.cost.local_times import flat
+from antiphon.cost.profile import flat
 from antiphon.models.config import load_model_spec
 from tests.planner.local_times_harness import local_times, thread_times
 from tests.serve.fork_server import PROGRAMS

@@ -18,8 +18,7 @@ from antiphon.bench.profile.orders import NORMAL, QUICK, PartSeconds, RigOrder, 
 from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
 from antiphon.bench.profile.rig import Rig
 from antiphon.bench.profile.step_parts import gaps_between_steps
-from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import read_profile
+from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP, Spans

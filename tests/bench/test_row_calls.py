@@ -3,7 +3,7 @@
 import pytest
 
 from antiphon.bench.profile.exchange import row_calls
-from antiphon.cost.local_times import RowCalls
+from antiphon.cost.profile import RowCalls
 from tests.planner.local_times_harness import MODEL
 
 

@@ -14,8 +14,7 @@ from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.commands import single_command
 from antiphon.cli.profile import parse_counts, profile
 from antiphon.cost.curves import Curve
-from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import HostTimes, read_profile
+from antiphon.cost.profile import HostTimes, LocalTimes, read_profile
 from antiphon.specs.cluster import load_cluster
 from tests.cost.training.specimens import training_tables
 from tests.planner.local_times_harness import local_times

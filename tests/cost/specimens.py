@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+from antiphon.cost.layers import StepRows, attention_layer
+from antiphon.cost.parts import Number, Parts
+from antiphon.cost.roofline import Roofs
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.device import DeviceSpec
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec
+from antiphon.specs.precision import PrecisionSpec
 
 # A device with round numbers: 1 TFLOP/s, 1 GB/s of memory, so that times are flops / 1e12 and bytes / 1e9.
 ROUND = DeviceSpec(
@@ -110,3 +114,37 @@ def tiny_model(**changes: object) -> ModelSpec:
         feed_forward=FeedForwardSpec(intermediate=6),
     )
     return replace(model, **changes)
+
+
+def attention_decode(
+    model: ModelSpec,
+    roofs: Roofs,
+    batch: Number,
+    context: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    moe_layer: bool = True,
+) -> Parts:
+    """One layer of a step that only decodes: `batch` sequences."""
+    rows = StepRows(decoding=batch, context=context)
+    return attention_layer(model, roofs, rows, tp, precision, moe_layer=moe_layer)
+
+
+def attention_prefill(
+    model: ModelSpec,
+    roofs: Roofs,
+    tokens: Number,
+    context: Number,
+    tp: Number,
+    precision: PrecisionSpec,
+    *,
+    past: Number = 0.0,
+) -> Parts:
+    """One layer of a pass of `tokens` new tokens of several sequences, `context` new ones in each after `past` cached
+    ones."""
+    return attention_layer(model, roofs, StepRows(prompt_tokens=tokens, prompt=context, past=past), tp, precision)
+
+
+def without_shared(model: ModelSpec) -> ModelSpec:
+    return replace(model, feed_forward=replace(model.feed_forward, shared_intermediate=0))

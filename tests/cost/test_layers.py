@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from antiphon.cost.layers import (
-    attention_decode,
-    attention_prefill,
     dense_feed_forward,
     expected_touched,
     expert_feed_forward,
@@ -19,7 +17,14 @@ from antiphon.cost.training.counts import forward_flops_per_token
 from antiphon.specs.counts import count_flops, count_parameters
 from antiphon.specs.model import FeedForwardSpec, ModelSpec
 from antiphon.specs.precision import PrecisionSpec
-from tests.cost.specimens import deepseek_v3, mixtral_8x22b, tiny_model
+from tests.cost.specimens import (
+    attention_decode,
+    attention_prefill,
+    deepseek_v3,
+    mixtral_8x22b,
+    tiny_model,
+    without_shared,
+)
 
 BF16 = PrecisionSpec()
 # Memory so fast that only arithmetic counts: seconds are FLOPs. And the other way round: seconds are bytes.
@@ -42,7 +47,7 @@ def test_decode_flops_are_the_model_s(model: ModelSpec) -> None:
 @pytest.mark.parametrize("model", [mixtral_8x22b(), deepseek_v3()], ids=lambda model: model.family)
 def test_prefill_flops_are_the_model_s(model: ModelSpec) -> None:
     counts = count_flops(model)
-    parts = attention_prefill(model, COUNT_FLOPS, 200, 100, 1, BF16, with_shared=False)
+    parts = attention_prefill(without_shared(model), COUNT_FLOPS, 200, 100, 1, BF16)
     pairs = 2 * 100 * 101 / 2  # two prompts of 100, each row sees itself and those before it
     expected = 200 * (counts.attention_projections + counts.router) + pairs * counts.score_flops_expanded
     assert parts.compute_s == pytest.approx(expected)
@@ -50,7 +55,7 @@ def test_prefill_flops_are_the_model_s(model: ModelSpec) -> None:
 
 def test_a_chunk_with_cached_context_is_absorbed_and_sees_its_past() -> None:
     model, counts = deepseek_v3(), count_flops(deepseek_v3())
-    parts = attention_prefill(model, COUNT_FLOPS, 10, 10, 1, BF16, past=1000, with_shared=False)
+    parts = attention_prefill(without_shared(model), COUNT_FLOPS, 10, 10, 1, BF16, past=1000)
     pairs = 10 * 1000 + 10 * 11 / 2
     expected = 10 * (counts.attention_projections + counts.router) + pairs * counts.score_flops_absorbed
     assert parts.compute_s == pytest.approx(expected)
@@ -125,7 +130,7 @@ def test_on_one_device_the_matrices_are_the_model_s(model: ModelSpec) -> None:
 def test_shared_expert_and_dense_layer_run_with_attention() -> None:
     model = deepseek_v3()
     with_shared, without = (
-        attention_decode(model, COUNT_FLOPS, 5, 10, 1, BF16, with_shared=shared) for shared in (True, False)
+        attention_decode(one, COUNT_FLOPS, 5, 10, 1, BF16) for one in (model, without_shared(model))
     )
     assert with_shared.total_s - without.total_s == pytest.approx(5 * count_flops(model).shared_expert)
     dense = attention_decode(model, COUNT_FLOPS, 5, 10, 1, BF16, moe_layer=False)
@@ -181,7 +186,4 @@ def test_many_candidates_at_once_equal_one_by_one() -> None:
 
 def test_a_model_without_shared_expert_has_none() -> None:
     assert tiny_model(feed_forward=FeedForwardSpec(intermediate=6)).feed_forward.shared_intermediate == 0
-    with_shared, without = (
-        attention_decode(tiny_model(), COUNT_BYTES, 3, 9, 3, BF16, with_shared=shared) for shared in (True, False)
-    )
-    assert with_shared == without
+    assert without_shared(tiny_model()) == tiny_model()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from antiphon.cost.exchange import Degrees, Spread, fused_combine_s, fused_dispatch_s, layer_exchange
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import network
-from antiphon.planner.queueing import mg1_wait
+from antiphon.planner.mixed_steps import mg1_wait
 from antiphon.reproduce import mix as printed
 from tests.cost.specimens import PERFECT, round_cluster, round_group
 

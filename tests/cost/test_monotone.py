@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.layers import attention_decode, attention_prefill, expert_feed_forward
+from antiphon.cost.layers import expert_feed_forward
 from antiphon.cost.roofline import roofs
 from antiphon.specs.cluster import EfficiencySpec
 from antiphon.specs.device import DeviceSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
-from tests.cost.specimens import ROUND, deepseek_v3, mixtral_8x22b, tiny_model
+from tests.cost.specimens import ROUND, attention_decode, attention_prefill, deepseek_v3, mixtral_8x22b, tiny_model
 
 BF16 = PrecisionSpec()
 MODELS = st.sampled_from([mixtral_8x22b(), deepseek_v3(), tiny_model()])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from antiphon.cost.engine_step import num_small_kernels, server_load
+from antiphon.cost.engine_step import load_engine, num_small_kernels, server_load
 from antiphon.cost.exchange import Degrees
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.candidates import candidates_of
@@ -13,7 +13,6 @@ from antiphon.planner.search import SearchLimits, settings_of
 from antiphon.planner.step_times import step_times
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
-from antiphon.specs.engine import load_engine
 from antiphon.specs.plan import LAYOUTS
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, WorkloadSpec

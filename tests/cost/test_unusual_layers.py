@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from antiphon.cost.layers import attention_decode, attention_prefill, expert_feed_forward
+from antiphon.cost.layers import expert_feed_forward
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes, kv_bytes_per_token, tokens_of_state
 from antiphon.cost.roofline import roofs
 from antiphon.reproduce import shipped_model
@@ -14,6 +14,7 @@ from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import load_device
 from antiphon.specs.model import ModelSpec, SparseSpec, StateSpec
 from antiphon.specs.precision import PrecisionSpec
+from tests.cost.specimens import attention_decode, attention_prefill
 
 ROOFS = roofs(load_device("H100"), EfficiencySpec())
 BF16 = PrecisionSpec()

@@ -4,15 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 from antiphon.cost.curves import Curve
-from antiphon.cost.local_times import (
+from antiphon.cost.profile import (
     EngineTimes,
     ExchangeTimes,
     LocalTimes,
+    MachineFacts,
+    Profile,
     Slowdowns,
     ThreadTimes,
     flat,
 )
-from antiphon.cost.profile import MachineFacts, Profile
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 
 NUM_LAYERS, NUM_DENSE = 5, 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.cost.local_times import RowCalls, flat
+from antiphon.cost.profile import RowCalls, flat
 from antiphon.cost.skew import fullest_part
 from antiphon.planner.local_prediction import LocalChoice, Wires, experts_layer_s, fullest_experts_s, predict_decode
 from antiphon.planner.setting import SearchLimits

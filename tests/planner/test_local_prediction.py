@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost.local_times import flat
-from antiphon.cost.profile import read_profile
+from antiphon.cost.profile import flat, read_profile
 from antiphon.planner.candidates import DISAGGREGATED, Candidates, candidates_of
 from antiphon.planner.local_prediction import LocalChoice, Wires, experts_layer_s, predict_decode
 from antiphon.planner.setting import Setting

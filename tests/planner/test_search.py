@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.exchange import expected_distinct
-from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.explain import NoPlan
 from antiphon.planner.predict import predict
 from antiphon.planner.room import batch_limits, instances_that_fit
 from antiphon.planner.search import SearchLimits, evaluate_phase

@@ -2,19 +2,19 @@
 
 import re
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.planner.explain import account
-from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.explain import NoPlan, account
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.step_times import step_times
 from antiphon.specs.cluster import EfficiencySpec
-from antiphon.specs.plan import COLLECTIVES, LAYOUTS, Collectives
+from antiphon.specs.plan import LAYOUTS, Collectives
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import (
     candidates,
@@ -210,7 +210,7 @@ def test_the_faster_form_is_no_slower_than_either() -> None:
         for round_s in (0.0, 1e-5, 1e-3):
             calls = replace(cluster(), efficiency=EfficiencySpec(round_s=round_s))
             exchanged = []
-            for form in COLLECTIVES:
+            for form in get_args(Collectives):
                 here = setting(phase=phase, cluster=calls, limits=SearchLimits(collectives=form))
                 tables = candidates(
                     layout=LAYOUTS.index("hybrid"),
@@ -223,5 +223,5 @@ def test_the_faster_form_is_no_slower_than_either() -> None:
                     batch=np.array([1, 64, 4096]),
                 )
                 exchanged.append(step_times(here, tables).t_c_s)
-            by_form = dict(zip(COLLECTIVES, exchanged, strict=True))
+            by_form = dict(zip(get_args(Collectives), exchanged, strict=True))
             assert by_form["auto"].tolist() == np.minimum(by_form["fused"], by_form["synchronous"]).tolist()

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.planner.no_plan import NoPlan
+from antiphon.planner.explain import NoPlan
 from antiphon.planner.search import evaluate_phase, make_plan
-from antiphon.planner.sensitivity import base_value, sensitivity, with_prompts
-from antiphon.planner.smallest_cluster import one_more_node, smallest_cluster, with_nodes
+from antiphon.planner.what_if import base_value, one_more_node, sensitivity, smallest_cluster, with_nodes, with_prompts
 from antiphon.specs.plan import LAYOUTS
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
@@ -20,8 +19,7 @@ def test_the_smallest_cluster_is_the_smallest() -> None:
     machines = cluster(group(num_nodes=6, devices_per_node=2))
     requests = workload(requests_per_s=700.0)
     found = smallest_cluster(model(), model_name="small", cluster=machines, workload=requests)
-    (count,) = found.num_nodes.values()
-    assert count == found.cluster.groups[0].num_nodes
+    count = found.cluster.groups[0].num_nodes
     feasible = []
     for nodes in range(1, 7):
         try:
@@ -35,10 +33,8 @@ def test_the_smallest_cluster_is_the_smallest() -> None:
 def test_a_cluster_that_is_too_small_grows() -> None:
     machines = cluster(group(num_nodes=1, devices_per_node=2))
     found = smallest_cluster(model(), model_name="small", cluster=machines, workload=workload(requests_per_s=700.0))
-    assert found.num_nodes["one"] > 1
-    assert found.result.plan.phases["decode"].predicted.tokens_per_s == pytest.approx(
-        700 * workload().output_tokens.mean
-    )
+    assert found.cluster.groups[0].num_nodes > 1
+    assert found.plan.phases["decode"].predicted.tokens_per_s == pytest.approx(700 * workload().output_tokens.mean)
 
 
 def test_both_phases_and_two_kinds() -> None:
@@ -50,8 +46,9 @@ def test_both_phases_and_two_kinds() -> None:
         phases=("prefill", "decode"),
         objective="per-cost",
     )
-    for phase in found.result.plan.phases.values():
-        assert all(use.device in found.num_nodes for use in phase.devices)
+    devices = {group.device.name for group in found.cluster.groups}
+    for phase in found.plan.phases.values():
+        assert all(use.device in devices for use in phase.devices)
 
 
 def test_size_needs_a_rate_and_a_possible_promise() -> None:
@@ -77,12 +74,12 @@ def test_sensitivity_over_each_axis() -> None:
     table = evaluate_phase(where)
     for over in ("slo", "context", "network"):
         points = sensitivity(where, table, over=over)
-        best = [max((score for score in point.best.values() if score), default=0.0) for point in points]
-        assert [point.value for point in points] == sorted(point.value for point in points)
-        assert set(points[0].best) == {"disaggregated", "hybrid", "tp_pp", "dp_ep"}
+        best = [max((score for score in of_layout.values() if score), default=0.0) for of_layout in points.values()]
+        assert list(points) == sorted(points)
+        first, *_, last = points.values()
+        assert set(first) == {"disaggregated", "hybrid", "tp_pp", "dp_ep"}
         steps = np.diff(best)
         assert (steps <= 1e-6).all() if over == "context" else (steps >= -1e-6 * max(best)).all()
-        first, last = points[0].best, points[-1].best
         for layout, score in first.items():
             assert (score == last[layout]) == (over == "network" and layout == "tp_pp"), (
                 "a pipeline sends next to nothing"
@@ -95,16 +92,16 @@ def test_sensitivity_agrees_with_the_search_at_its_own_value() -> None:
     where = setting()
     table = evaluate_phase(where)
     for over in ("slo", "context", "network"):
-        (point,) = sensitivity(where, table, over=over, values=(base_value(where, table, over),))
-        for layout, score in point.best.items():
+        (found,) = sensitivity(where, table, over=over, values=(base_value(where, table, over),)).values()
+        for layout, score in found.items():
             index = table.best("per-gpu", table.candidates.layout == LAYOUTS.index(layout))
             assert score == pytest.approx(float(table.per_gpu[index]))
 
 
 def test_sensitivity_says_what_cannot_run() -> None:
     where = setting()
-    (point,) = sensitivity(where, evaluate_phase(where), over="slo", values=(1e-6,))
-    assert set(point.best.values()) == {None}
+    (found,) = sensitivity(where, evaluate_phase(where), over="slo", values=(1e-6,)).values()
+    assert set(found.values()) == {None}
     with pytest.raises(UserError, match="over is 'luck'"):
         sensitivity(where, evaluate_phase(where), over="luck")
     with pytest.raises(UserError, match="must be above 0"):

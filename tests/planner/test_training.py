@@ -12,8 +12,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
-from antiphon.planner.training import STRATEGIES, NoTrainingPlan, plan_training, smallest_training_cluster
-from antiphon.planner.training_space import candidates
+from antiphon.planner.training import STRATEGIES, NoTrainingPlan, candidates, plan_training, smallest_training_cluster
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
@@ -98,17 +97,8 @@ def brute_force(training: Training, num_devices: int) -> float:
             attention=strategy.attention,
             experts=strategy.experts,
         )
-        for index in range(len(space)):
-            degree, stages, chunks, data, micro, _ = space.at(index)
-            setup = replace(
-                strategy,
-                precision=precision,
-                model_parallel=degree,
-                pipeline=stages,
-                virtual_stages=chunks,
-                data_parallel=data,
-                micro_batch=micro,
-            )
+        for degrees in zip(*space.values(), strict=True):
+            setup = replace(strategy, precision=precision, **dict(zip(space, map(int, degrees), strict=True)))
             estimate = estimate_step(training, setup, "fit")
             if float(estimate.memory.total[0]) <= training.usable_bytes:
                 best = max(best, float(estimate.tokens_per_s[0]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from antiphon.cost.training.memory import fullest_stage, rank_parameters
 from antiphon.cost.training.setup import Training, TrainingSetup
 from antiphon.cost.training.step import estimate_step
-from antiphon.planner.training_space import (
+from antiphon.planner.training import (
     MICRO_BATCHES,
     VIRTUAL_STAGES,
     candidates,
@@ -72,8 +72,9 @@ def test_against_brute_force(num_devices: int, domain: int, batch: int, num_laye
         if chunks > 1 and (stages == 1 or count % stages):
             continue
         expected.add((degree, stages, chunks, data, micro, 1))
-    assert {found.at(index) for index in range(len(found))} == expected
-    assert len(found) == len(expected)
+    listed = list(zip(*found.values(), strict=True))
+    assert set(listed) == expected
+    assert len(listed) == len(expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,7 +86,7 @@ def test_more_devices_contain_fewer(first: int, second: int, domain: int) -> Non
         space = candidates(
             small_model(), domain=domain, num_devices=count, batch=6, attention="tensor", experts="tensor"
         )
-        spaces.append({space.at(index) for index in range(len(space))})
+        spaces.append(set(zip(*space.values(), strict=True)))
     assert spaces[0] <= spaces[1]
 
 
@@ -94,14 +95,14 @@ def test_copies_share_experts_where_a_token_goes_to_a_rank_once() -> None:
     found = candidates(
         model, domain=8, num_devices=64, batch=64, attention="sequence", experts="expert", shares_experts=True
     )
-    assert set(found.expert_copies) == {1, 2, 4, 8, 16, 32, 64}
-    assert (found.data_parallel % found.expert_copies == 0).all()
-    wide = found.expert_copies > 1
-    assert (found.model_parallel * found.expert_copies)[wide].max() <= model.router.num_experts
+    assert set(found["expert_copies"]) == {1, 2, 4, 8, 16, 32, 64}
+    assert (found["data_parallel"] % found["expert_copies"] == 0).all()
+    wide = found["expert_copies"] > 1
+    assert (found["model_parallel"] * found["expert_copies"])[wide].max() <= model.router.num_experts
     pinned = candidates(
         model, domain=8, num_devices=64, batch=64, attention="sequence", experts="expert", pins={"shared": 4}
     )
-    assert len(pinned) == 0, "only where it is asked for with an all-to-all"
+    assert pinned["pipeline"].size == 0, "only where it is asked for with an all-to-all"
 
 
 def test_shared_experts_are_held_once_and_sent_further() -> None:

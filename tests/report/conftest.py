@@ -6,7 +6,7 @@ import pytest
 
 from antiphon.cost.parts import Parts
 from antiphon.models.config import load_model_spec
-from antiphon.planner.smallest_cluster import OneMoreNode
+from antiphon.planner.what_if import OneMoreNode
 from antiphon.report.gather import (
     MemoryUse,
     PhaseContents,

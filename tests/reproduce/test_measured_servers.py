@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS
+from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, EngineSpec, load_engine
 from antiphon.reproduce.measured_servers import (
     compare,
     cross_validated,
@@ -23,7 +23,6 @@ from antiphon.reproduce.measured_servers import (
     times_file,
 )
 from antiphon.specs.catalog import names
-from antiphon.specs.engine import EngineSpec, load_engine
 
 SOME = measured_points()[::29]
 

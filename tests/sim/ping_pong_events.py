@@ -8,9 +8,9 @@ Rejected: only the recurrence, which nothing independent would check.
 import itertools
 from dataclasses import dataclass
 
-from antiphon.sim.disciplines import Fifo, InOrder
 from antiphon.sim.events import EventGraph, Run
 from antiphon.sim.ping_pong import LINES, PingPong
+from antiphon.sim.resources import Discipline, InOrder
 
 Ends = dict[int, int]  # worker -> the activity after whose end it has what it needs
 
@@ -44,7 +44,7 @@ class _Builder:
         self.graph = EventGraph()
         for track, _ in LINES.values():
             for worker in self._attention if track.startswith("attention") else self._experts:
-                self.graph.resource(track.replace("[]", f"[{worker}]"), Fifo() if first_come else InOrder())
+                self.graph.resource(track.replace("[]", f"[{worker}]"), Discipline() if first_come else InOrder())
 
     def cell(self, layer: int, micro_batch: int, ready: Ends) -> Ends:
         cell = (layer, micro_batch)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.sim.events import EventGraph
+from antiphon.sim.resources import Shared
 from antiphon.sim.schedules import Contention
-from antiphon.sim.servers import Shared
 
 seconds = st.floats(0.01, 10)
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.sim.disciplines import Discipline, Fifo, InOrder, Priority
 from antiphon.sim.events import EventGraph, Run
-from antiphon.sim.servers import Shared
+from antiphon.sim.resources import Discipline, InOrder, Priority, Shared
 
 
 @dataclass
@@ -81,7 +80,7 @@ def run(jobs: list[Job], make: type) -> Run:
     return graph.run()
 
 
-@pytest.mark.parametrize(("name", "make"), [("fifo", Fifo), ("in_order", InOrder), ("priority", Priority)])
+@pytest.mark.parametrize(("name", "make"), [("fifo", Discipline), ("in_order", InOrder), ("priority", Priority)])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_disciplines_against_ticks(name: str, make: type, data: st.DataObject) -> None:
@@ -182,7 +181,7 @@ def test_sharing_conserves_work(transfers: list[tuple[float, float]]) -> None:
 
 
 def test_an_activity_that_can_never_run_is_named() -> None:
-    class Never(Fifo):
+    class Never(Discipline):
         def next_slice(self, now_s: float) -> None:
             return None
 

@@ -8,11 +8,11 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve
 from antiphon.cost.profile import HostTimes, MachineFacts, Profile
 from antiphon.planner.setting import Setting
-from antiphon.sim.arrivals import draw_demand
 from antiphon.sim.host import SharedCores
 from antiphon.sim.pools import pools_of
-from antiphon.sim.serve import ServingRun, simulate_serving
-from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.serve import simulate_serving
+from antiphon.sim.serve_log import ServingRun
+from antiphon.sim.serving_options import ServingOptions, draw_demand
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.workload import WorkloadSpec
 from tests.sim.serving_specimens import apart, cluster, plan, setting, together, workload

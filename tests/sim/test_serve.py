@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.planner.queueing import mg1_wait
+from antiphon.planner.mixed_steps import mg1_wait
 from antiphon.reproduce.mix import mm1_wait
-from antiphon.sim.arrivals import draw_demand
 from antiphon.sim.pools import pools_of
-from antiphon.sim.serve import ServingRun, simulate_serving
+from antiphon.sim.serve import simulate_serving
+from antiphon.sim.serve_log import ServingRun
 from antiphon.sim.serve_results import ServingResult, serving_result
-from antiphon.sim.serving_options import Kill, ServingOptions
+from antiphon.sim.serving_options import Kill, ServingOptions, draw_demand
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.serve.policy_harness import check_scheduler
-from tests.sim.serving_specimens import apart, plan, serve, setting, together, workload
+from tests.sim.serving_specimens import apart, cluster, plan, serve, setting, together, workload
 
 
 def assert_conserved(run: ServingRun) -> None:
@@ -73,7 +73,7 @@ def test_every_request_ends_once_with_its_tokens(name: str, rate: float | None) 
     result = result_of(run)
     assert result.num_finished == 60
     assert result.output_tokens == sum(record.num_output for record in run.records)
-    gaps = sum(run.gaps.counts)
+    gaps = sum(run.log.gap_counts)
     assert gaps == result.output_tokens - 60
     assert run.log.num_output == result.output_tokens
 
@@ -239,6 +239,19 @@ def test_pools_hand_over_by_the_engines_protocol(name: str) -> None:
     assert sum(record.num_losses for record in run.records) > 0
 
 
+def test_prefill_workers_of_one_node_share_its_wire() -> None:
+    """What one of them sends waits for what another sends; one alone has the wire to itself."""
+    of = workload(input_tokens=LengthSpec(median=600), output_tokens=LengthSpec(median=30))
+    demand, slow = draw_demand(of, num_requests=20), replace(cluster().groups[0], node_scale_out_bytes_per_s=1e9)
+    behind = replace(setting(of), cluster=replace(cluster(), groups=(slow,)))
+    for instances in (1, 2):
+        made = plan(of, prefill=together("tp_pp", dp=1, instances=instances), decode=apart())
+        options = [ServingOptions(one_wire=shared) for shared in (False, True)]
+        runs = [simulate_serving(pools_of(made, behind, demand), demand, each) for each in options]
+        own_s, shared_s = (run.handovers.exposed_s for run in runs if run.handovers is not None)
+        assert own_s == shared_s if instances == 1 else own_s * 1.5 < shared_s
+
+
 def test_without_prefill_workers_decode_workers_compute_prompts() -> None:
     of = workload(rate=400.0)
     made = plan(of, prefill=together("tp_pp", dp=1), decode=apart())
@@ -271,7 +284,7 @@ def test_experts_down_is_a_pause_and_costs_no_tokens() -> None:
     quiet = serve(made, of)
     kill = Kill(pool=0, role="experts", worker=0, time_s=quiet.end_s / 2)
     run = serve(made, of, options=ServingOptions(kills=(kill,), restart_s=1.0))
-    step_s = max(bar.step.end_s - bar.step.start_s for bar in serve(made, of, record_steps=True).log.steps)
+    step_s = max(step.end_s - step.start_s for *_, step in serve(made, of, record_steps=True).log.steps)
     assert quiet.end_s + 1.0 <= run.end_s <= quiet.end_s + 1.0 + step_s * 1.001
     assert sum(record.num_losses for record in run.records) == 0
 

@@ -16,14 +16,12 @@ from antiphon.planner.predict import candidate_of
 from antiphon.planner.worker_times import attention_alone, step_rows
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.step import SequenceStep
-from antiphon.sim.arrivals import draw_demand
-from antiphon.sim.disciplines import InOrder
 from antiphon.sim.events import EventGraph
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
-from antiphon.sim.request_records import Gaps, summary
-from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog
-from antiphon.sim.serve_trace import write_serving_trace
-from antiphon.sim.serving_options import Kill, ServingOptions, WorkerCounts, parse_kill
+from antiphon.sim.pools import parse_kill, pools_of
+from antiphon.sim.resources import InOrder
+from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog, summary, write_serving_trace
+from antiphon.sim.serving_options import Kill, ServingOptions, draw_demand
 from antiphon.sim.step_price import StepPricer, round_robin_s, rows_of
 from antiphon.sim.step_tables import Line, line, plane, sizes_up_to, step_tables
 from antiphon.specs.workload import LengthSpec
@@ -84,12 +82,11 @@ def test_the_longest_request_is_cut() -> None:
 
 
 def test_failures_by_name() -> None:
-    alone = [WorkerCounts(prefix="", num_attention=2, num_experts=1)]
+    of = workload()
+    alone = pools_of(plan(of, decode=apart(attention=2, experts=1)), setting(of), draw_demand(of))
     assert parse_kill("attention[1]@12.5", alone) == Kill(pool=0, role="attention", worker=1, time_s=12.5)
-    pools = [
-        WorkerCounts(prefix="prefill", num_attention=2, num_experts=0),
-        WorkerCounts(prefix="decode", num_attention=3, num_experts=4),
-    ]
+    both = plan(of, prefill=together(dp=2), decode=apart(attention=3, experts=4))
+    pools = pools_of(both, setting(of), draw_demand(of))
     assert parse_kill(" decode.experts[3] @ 0 ", pools) == Kill(pool=1, role="experts", worker=3, time_s=0.0)
     known = (
         r"the plan has prefill.attention\[0\] to prefill.attention\[1\], decode.attention\[0\] to decode.attention\[2\]"
@@ -239,19 +236,19 @@ def test_popularity_shifts_and_counts_follow_it() -> None:
 
 
 def test_percentiles_of_gaps_are_those_of_the_tokens() -> None:
-    gaps = Gaps()
-    gaps.add({0.3: 1, 0.1: 7})
-    gaps.add({0.2: 2})
+    log = ServeLog(record_steps=False)
+    log.delivered(8, {0.3: 1, 0.1: 7})
+    log.delivered(2, {0.2: 2})
     each = np.array([0.1] * 7 + [0.2] * 2 + [0.3])
-    assert gaps.summary() == summary(each)
-    assert gaps.summary() == {
+    assert log.gap_summary() == summary(each)
+    assert log.gap_summary() == {
         "mean": pytest.approx(0.14),
         "p50": 0.1,
         "p90": 0.2,
         "p99": 0.3,
         "max": 0.3,
     }
-    assert Gaps().summary() == {}
+    assert ServeLog(record_steps=False).gap_summary() == {}
 
 
 def test_samples_stay_few_and_in_order() -> None:

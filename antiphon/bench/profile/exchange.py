@@ -29,7 +29,7 @@ from antiphon.comm.rank_group import Alone, RankGroup
 from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, TwoLevel
 from antiphon.cost.curves import Curve
-from antiphon.cost.local_times import RowCalls
+from antiphon.cost.profile import RowCalls
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.endpoints import exchange_shape

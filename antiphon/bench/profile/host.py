@@ -33,8 +33,7 @@ from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer
 from antiphon.bench.profile.orders import Effort
 from antiphon.bench.served_plans import START_S, end_process, start_here, wait_for
 from antiphon.cost.curves import Curve
-from antiphon.cost.local_times import LocalTimes
-from antiphon.cost.profile import HostTimes
+from antiphon.cost.profile import HostTimes, LocalTimes
 from antiphon.specs.model import ModelSpec
 
 _PROMPT_TOKENS = 16

@@ -24,7 +24,7 @@ from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
 from antiphon.bench.profile.orders import Effort, ExchangeOrder, PartSeconds, RigOrder, RigWork, Rounds, Served
 from antiphon.bench.profile.rig import RigProcess
 from antiphon.cost.curves import Curve
-from antiphon.cost.local_times import ExchangeTimes, ThreadTimes
+from antiphon.cost.profile import ExchangeTimes, ThreadTimes
 from antiphon.specs.model import ModelSpec
 
 PROCESSES = "the profiler's process"  # begins their names

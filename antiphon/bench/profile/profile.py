@@ -35,14 +35,18 @@ from antiphon.bench.profile.measure import (
 from antiphon.bench.profile.orders import Effort, PartSeconds, RigWork
 from antiphon.bench.profile.step_parts import engine_turns
 from antiphon.cost.curves import Curve, Surface
-from antiphon.cost.local_times import EngineTimes, LocalTimes, Slowdowns, ThreadTimes, flat
 from antiphon.cost.profile import (
     AttentionTable,
+    EngineTimes,
     ExpertTable,
     HostTimes,
+    LocalTimes,
     MachineFacts,
     MessageTable,
     Profile,
+    Slowdowns,
+    ThreadTimes,
+    flat,
 )
 from antiphon.kernels.select import check_backend, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config

@@ -1,26 +1,17 @@
-"""Time of one layer's forward and backward pass, communication overlapped or not.
-
-1. Without overlap every operator waits for the one before it: the sum of all.
-2. Inter-operator: forward, the shared expert runs beside dispatch and combine; backward, gradients of weights and
-   what is made again run beside communication.
-3. Intra-operator: what is left of each communication is fused with the product it feeds or follows.
-4. What rematerialization makes again is added to backward, its communication like any other. Its memory-bound kernels
-   depend on no gradient, so with overlap they run beside products, which leave the memory idle (MegaScale-MoE, 4.1).
-
-Rejected: an exact schedule by events. `sim` has that; a search over thousands of layouts needs a closed form, and the
-paper's own statement is about which operators can overlap, not about when they start.
-
-Which communication can hide behind which computation (MegaScale-MoE, section 4 and eq. 5-9).
+"""Time of one layer's forward and backward pass, communication overlapped or not (MegaScale-MoE, section 4, eq. 5-9).
 
 1. R = time of the experts' products / time of one layer's token exchange. Above 1 the exchange fits behind them.
-2. Inter-operator: a communication runs beside operators that do not depend on it: in backward, gradients of weights and
-   what is made again; in forward, the shared expert beside dispatch and combine. Memory-bound kernels that make
-   activations again run beside products: one waits for memory, the other for arithmetic.
-3. Intra-operator: a communication is cut into tiles and fused with the product next to it; of the two the longer
-   counts.
-4. Of what could be hidden, the fraction `overlap` (the cluster's calibration) really is.
+2. Without overlap every operator waits for the one before it: the sum of all.
+3. Inter-operator: a communication runs beside operators that do not depend on it: in forward the shared expert beside
+   dispatch and combine, in backward gradients of weights and what is made again. Memory-bound kernels that make
+   activations again depend on no gradient, so they run beside products, which leave the memory idle.
+4. Intra-operator: what is left of a communication is cut into tiles and fused with the product that it feeds or
+   follows; of the two the longer counts.
+5. Of what could be hidden, the fraction `overlap` (the cluster's calibration) really is.
 
-Rejected: a hidden share per strategy. It would be the answer put in by hand.
+Rejected: an exact schedule by events. `sim` has that; a search over thousands of layouts needs a closed form, and the
+paper's own statement is about which operators can overlap, not about when they start. Rejected: a hidden share per
+strategy. It would be the answer put in by hand.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from antiphon.cost.parts import FloatArray, Number, Parts
-from antiphon.cost.training.operators import Communication, LayerOperators, sum_of
+from antiphon.cost.training.operators import Communication, LayerOperators
 from antiphon.cost.training.setup import OverlapLevel
 
 
@@ -114,8 +105,8 @@ def layer_time(
 
 def _forward(operators: LayerOperators, level: OverlapLevel, overlap: float) -> PassTime:
     products = {name: product.forward for name, product in operators.products.items()}
-    computation = sum_of([*products.values(), *(kernel.forward for kernel in operators.kernels.values())])
-    beside_s = sum_of([products[name] for name in operators.beside]).total_s
+    computation = sum([*products.values(), *(kernel.forward for kernel in operators.kernels.values())], Parts())
+    beside_s = sum((products[name] for name in operators.beside), Parts()).total_s
     experts = {name: item for name, item in operators.communications.items() if name in ("dispatch", "combine")}
     others = {name: item for name, item in operators.communications.items() if name not in experts}
     left = {name: item.time for name, item in operators.communications.items()}
@@ -127,10 +118,10 @@ def _forward(operators: LayerOperators, level: OverlapLevel, overlap: float) -> 
 
 def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, recomputed: Recomputed) -> PassTime:
     products = operators.products.values()
-    weights = sum_of([product.weight_gradient for product in products])
+    weights = sum((product.weight_gradient for product in products), Parts())
     inputs = {name: product.input_gradient for name, product in operators.products.items()}
-    rest = sum_of([kernel.backward for kernel in operators.kernels.values()])
-    needed = weights + sum_of(list(inputs.values()))
+    rest = sum((kernel.backward for kernel in operators.kernels.values()), Parts())
+    needed = weights + sum(inputs.values(), Parts())
     again = recomputed.computation
     if level != "none":
         again = beside_products(again, needed.compute_s, overlap)
@@ -144,7 +135,7 @@ def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, re
 
 def _left_together(items: dict[str, Communication], independent_s: Number, overlap: float) -> dict[str, Parts]:
     """Each communication's part that stays when all of them run beside `independent_s` seconds of other work."""
-    total = sum_of([item.time for item in items.values()])
+    total = sum((item.time for item in items.values()), Parts())
     before = np.asarray(total.total_s, dtype=np.float64)
     after = np.asarray(hidden_behind(total, independent_s, overlap).total_s, dtype=np.float64)
     share = np.where(before > 0, after / np.where(before > 0, before, 1.0), 0.0)
@@ -167,7 +158,7 @@ def _pass(
         if level == "intra" and item is not None:
             time = hidden_behind(time, products[item.fuses_with].total_s, overlap)
         exposed = exposed + time
-    communication = sum_of([item.time for item in operators.communications.values()])
+    communication = sum((item.time for item in operators.communications.values()), Parts())
     return PassTime(
         computation=computation,
         communication=communication if again is None else communication + again,

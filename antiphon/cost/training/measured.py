@@ -16,11 +16,10 @@ import numpy as np
 from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.profile import Profile, SumName, TrainingLayer, TrainingTables
 from antiphon.cost.shapes import share_of
-from antiphon.cost.training.counts import model_flops_utilization, tokens_per_s
+from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
 from antiphon.cost.training.rematerialize import Rematerialized
 from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.device import DeviceSpec

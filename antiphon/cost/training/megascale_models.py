@@ -16,7 +16,7 @@ SEQUENCE_LENGTH = 8192
 NODE_DEVICES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableRow:
     """One row of Table 2. `num_shared`: shared experts of equal width, which the table does not state."""
 
@@ -54,33 +54,18 @@ class TableRow:
         )
 
 
-def _row(name: str, *values: int, num_shared: int = 0) -> TableRow:
-    layers, hidden, heads, per_kv, width, experts, top_k = values
-    return TableRow(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        heads_per_kv_head=per_kv,
-        expert_width=width,
-        num_experts=experts,
-        top_k=top_k,
-        num_shared=num_shared,
-    )
-
-
 TABLE_2 = {
     row.name: row
     for row in (
-        _row("Internal-352B", 60, 4096, 32, 4, 14336, 32, 3, num_shared=1),
-        _row("Mixtral-8x7B", 32, 4096, 32, 4, 14336, 8, 2),
-        _row("Mixtral-8x22B", 56, 6144, 48, 6, 16384, 8, 2),
-        _row("Hunyuan-Large", 64, 6400, 80, 10, 18304, 16, 1),
-        _row("Phi-3.5-MoE", 32, 4096, 32, 4, 6400, 16, 2),
-        _row("DeepSeekMoE", 28, 2048, 16, 1, 1408, 64, 6),
+        TableRow("Internal-352B", 60, 4096, 32, 4, 14336, 32, 3, num_shared=1),
+        TableRow("Mixtral-8x7B", 32, 4096, 32, 4, 14336, 8, 2),
+        TableRow("Mixtral-8x22B", 56, 6144, 48, 6, 16384, 8, 2),
+        TableRow("Hunyuan-Large", 64, 6400, 80, 10, 18304, 16, 1),
+        TableRow("Phi-3.5-MoE", 32, 4096, 32, 4, 6400, 16, 2),
+        TableRow("DeepSeekMoE", 28, 2048, 16, 1, 1408, 64, 6),
     )
 }
-INTERNAL_352B_AS_PRINTED = _row("Internal-352B as printed", 60, 4096, 32, 4, 14336, 32, 3)
+INTERNAL_352B_AS_PRINTED = TableRow("Internal-352B as printed", 60, 4096, 32, 4, 14336, 32, 3)
 
 Name = Literal["megatron", "megascale"]
 

@@ -19,7 +19,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
 from antiphon.cost.parts import Number
-from antiphon.cost.shapes import attention_matrices, gated_matrices, share_of
+from antiphon.cost.shapes import attention_matrices, elements_of, gated_matrices, share_of
 from antiphon.cost.training.setup import TrainingSetup
 from antiphon.specs.counts import ParameterCounts, count_parameters
 from antiphon.specs.model import ModelSpec
@@ -69,12 +69,8 @@ class TrainingMemory:
     workspace: Number
 
     @property
-    def states(self) -> Number:
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
     def total(self) -> Number:
-        return self.states + self.activations + self.workspace
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
 
 
 def stage_layers(model: ModelSpec, num_chunks: int) -> tuple[tuple[int, int], ...]:
@@ -126,13 +122,17 @@ def rank_parameters(
     where there is one stage and they are not shared)."""
     counts, degree = count_parameters(model), setup.model_parallel
     sequence = setup.attention == "sequence"
+
+    def gated(intermediate: int) -> Number:
+        return elements_of(gated_matrices(model.hidden_size, intermediate, degree))
+
     if setup.experts == "expert":
         experts: Number = share_of(model.router.num_experts, setup.expert_parallel) * counts.expert
     else:
-        experts = model.router.num_experts * _gated(model, model.feed_forward.intermediate, degree)
-    attention = 0 if sequence else sum(matrix.num_elements for matrix in attention_matrices(model, degree))
-    shared = 0 if sequence else _gated(model, model.feed_forward.shared_intermediate, degree)
-    dense = 0 if sequence else _gated(model, model.feed_forward.dense_intermediate, degree)
+        experts = model.router.num_experts * gated(model.feed_forward.intermediate)
+    attention = 0 if sequence else elements_of(attention_matrices(model, degree))
+    shared = 0 if sequence else gated(model.feed_forward.shared_intermediate)
+    dense = 0 if sequence else gated(model.feed_forward.dense_intermediate)
     whole_attention = counts.attention if sequence else 0
     sharded = layers.num_moe * (experts + shared) + layers.num_dense * dense + layers.total * attention
     replicated = (
@@ -143,13 +143,6 @@ def rank_parameters(
     if with_tables:
         sharded = sharded + table_parameters(counts, setup.pipeline) / np.asarray(degree, dtype=np.float64)
     return RankParameters(sharded=sharded, replicated=replicated, experts=layers.num_moe * experts)
-
-
-def _gated(model: ModelSpec, intermediate: int, degree: Number) -> Number:
-    total: Number = 0.0
-    for matrix in gated_matrices(model.hidden_size, intermediate, degree):
-        total = total + matrix.num_elements
-    return total
 
 
 def state_bytes(parameters: RankParameters, setup: TrainingSetup) -> tuple[Number, Number, Number]:

@@ -4,15 +4,22 @@ Degrees may be arrays, one value per candidate; the strategies are one per setup
 and lets each hold thousands of candidates.
 Rejected: the serving plan's `Parallel` and `PrecisionSpec`. Training has no KV cache and no phases, but gradients,
 optimizer state and virtual stages.
+
+`LayerCase` is one layer under one setup on one kind of device: operators, activations and memory are made from it.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from antiphon.base.errors import UserError
+from antiphon.cost.exchange import Spread, expected_distinct
+from antiphon.cost.network import Network, network
 from antiphon.cost.parts import Number
 from antiphon.cost.profile import Profile
-from antiphon.cost.training.activations import Dispatch
+from antiphon.cost.roofline import Roofs, roofs
+from antiphon.cost.shapes import share_of
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
@@ -20,8 +27,8 @@ from antiphon.specs.precision import BYTES_OF, StorageDtype
 
 AttentionParallel = Literal["sequence", "tensor"]
 ExpertParallel = Literal["expert", "tensor"]
+Dispatch = Literal["all_to_all", "all_gather"]
 OverlapLevel = Literal["none", "inter", "intra"]
-OVERLAP_LEVELS: tuple[OverlapLevel, ...] = ("none", "inter", "intra")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +144,80 @@ class Training:
     def usable_bytes(self) -> float:
         """Memory of one device that is not the runtime's."""
         return self.group.device.memory_bytes * (1 - self.cluster.efficiency.memory_reserve)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """What a layer's tensors are sized by. `tokens`: of one micro-batch of the whole group."""
+
+    model: ModelSpec
+    setup: TrainingSetup
+    sequence_length: int
+
+    @property
+    def tokens(self) -> Number:
+        return self.setup.micro_batch * self.sequence_length
+
+    @property
+    def rows(self) -> Number:
+        """Rows of one rank, the busiest where tokens do not divide."""
+        return share_of(self.tokens, self.setup.model_parallel)
+
+    @property
+    def copies(self) -> Number:
+        """How many ranks an all-to-all sends a token to."""
+        router = self.model.router
+        if not self.setup.deduplicate:
+            return router.top_k
+        return expected_distinct(router.num_experts, router.top_k, self.setup.expert_parallel)
+
+    @property
+    def expert_rows(self) -> Number:
+        """(token, expert) rows of the busiest rank."""
+        router, degree = self.model.router, self.setup.expert_parallel
+        if self.setup.experts == "tensor":
+            return self.tokens * router.top_k
+        return (
+            self.tokens
+            * self.setup.expert_copies
+            * router.top_k
+            * share_of(router.num_experts, degree)
+            / router.num_experts
+            * self.setup.imbalance
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase(LayerSizes):
+    """What an operator list is made from."""
+
+    roofs: Roofs
+    network: Network
+
+    @property
+    def spread(self) -> Spread:
+        """Where a token's experts lie, if it may travel once per node."""
+        router, ranks = self.model.router, self.setup.expert_parallel
+        together = np.minimum(np.asarray(ranks, dtype=np.float64), self.network.domain)
+
+        def touched(workers: Number) -> Number:
+            groups = {"num_groups": router.num_groups, "top_k_groups": router.top_k_groups}
+            return expected_distinct(router.num_experts, router.top_k, workers, **groups)
+
+        return Spread(
+            num_ranks=ranks,
+            ranks_per_domain=together,
+            ranks_per_row=touched(ranks),
+            domains_per_row=touched(np.ceil(ranks / together)),
+        )
+
+
+def layer_case(training: Training, setup: TrainingSetup) -> LayerCase:
+    device, efficiency = training.group.device, training.cluster.efficiency
+    return LayerCase(
+        model=training.model,
+        setup=setup,
+        roofs=roofs(device, efficiency, setup.precision.compute),
+        network=network(training.cluster, training.group),
+        sequence_length=training.sequence_length,
+    )

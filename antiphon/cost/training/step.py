@@ -10,6 +10,18 @@
 
 Rejected: communication as a percentage of computation. It would hide that the bubble grows with the number of devices
 at a fixed batch, which is why MFU falls in MegaScale-MoE's Table 3.
+
+Gradients summed and parameters gathered over data parallelism, once per iteration (MegaScale-MoE, section 5, A.1):
+
+1. Tensor-parallel weights: each rank's P/n is reduce-scattered and all-gathered over d ranks of other nodes.
+2. Weights replicated over n ranks of a node (sequence-parallel attention): reduce-scatter inside the node, then
+   across on P/n, all-gather across, then inside. The bytes across are the same as with tensor parallelism.
+3. The two levels are different wires, so chunks of one hide the other: the longer counts, and of the shorter what
+   overlap leaves. Eq. 10 is their ratio; above 1 the inside is hidden.
+4. On the wire gradients are FP32 or BF16. BF16 travels by all-to-all, each rank adding up in FP32 what it gets: the
+   same bytes as a reduce-scatter in BF16, but one rounding.
+
+Rejected: an all-reduce over all n * d ranks of replicated weights. It sends n times the bytes across nodes.
 """
 
 from dataclasses import dataclass
@@ -17,14 +29,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.parts import Number, Parts, select
+from antiphon.cost.network import Network
+from antiphon.cost.parts import Number, Parts, longest, select
 from antiphon.cost.roofline import kernel
 from antiphon.cost.shapes import share_of
-from antiphon.cost.training.counts import model_flops_utilization, tokens_per_s
-from antiphon.cost.training.dispatch import gather
-from antiphon.cost.training.fit_memory import Rematerialize, fit_memory
-from antiphon.cost.training.gradient_sync import SyncBytes, SyncTime, sync_time
-from antiphon.cost.training.layer_case import LayerCase, layer_case
+from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.layer_time import LayerTime, hidden_behind, layer_time
 from antiphon.cost.training.measured import measured_step
 from antiphon.cost.training.memory import (
@@ -34,29 +43,34 @@ from antiphon.cost.training.memory import (
     fullest_stage,
     rank_parameters,
 )
-from antiphon.cost.training.operators import layer_operators
+from antiphon.cost.training.operators import gather, layer_operators
 from antiphon.cost.training.rematerialize import (
+    Rematerialize,
     Rematerialized,
+    fit_memory,
 )
-from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.cost.training.step_estimate import StepEstimate
+from antiphon.cost.training.setup import LayerCase, Training, TrainingSetup, layer_case
 from antiphon.specs.precision import BYTES_OF
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """What one rank of the fullest stage does for one micro-batch."""
+class SyncBytes:
+    """Bytes of one rank's parameters before any collective, in one wire format."""
 
-    layers: StageLayers
-    forward: Parts
-    backward: Parts
-    head: Parts
-    communication_s: Number
-    exposed_s: Number
+    sharded: Number
+    replicated: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncTime:
+    """Reduce-scatter of gradients and all-gather of parameters."""
+
+    gradients: Parts
+    parameters: Parts
 
     @property
     def total(self) -> Parts:
-        return self.forward + self.backward
+        return self.gradients + self.parameters
 
 
 def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Rematerialize = "cheap") -> StepEstimate:
@@ -78,34 +92,17 @@ def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Remat
         choice, memory = fit_memory(training, case, layers, num_micro_batches, "none")
         return measured_step(training, setup, training.profile, layers, num_micro_batches, memory, choice)
     choice, memory = fit_memory(training, case, layers, num_micro_batches, rematerialize)
-    stage = _stage(case, layers, choice)
-    return _iteration(training, case, stage, choice, memory, num_micro_batches)
+    return _iteration(training, case, layers, choice, memory, num_micro_batches)
 
 
-def _stage(case: LayerCase, layers: StageLayers, choice: Rematerialized) -> _Stage:
+def _layers_of(case: LayerCase, layers: StageLayers, choice: Rematerialized) -> list[tuple[Number, LayerTime]]:
+    """How many layers of each kind a rank of the fullest stage has, and what one takes for one micro-batch."""
     level, overlap = case.setup.overlap, case.network.overlap
     moe = layer_time(layer_operators(case), level, overlap, choice.recomputed)
-    found: list[tuple[Number, LayerTime]] = [(layers.num_moe, moe)]
-    if case.model.num_moe_layers < case.model.num_layers:
-        dense = layer_time(layer_operators(case, moe_layer=False), level, overlap)
-        found.append((layers.num_dense, dense))
-    forward, backward = Parts(), Parts()
-    communication_s: Number = 0.0
-    exposed_s: Number = 0.0
-    for count, layer in found:
-        forward = forward + count * layer.forward.total
-        backward = backward + count * layer.backward.total
-        for one in (layer.forward, layer.backward):
-            communication_s = communication_s + count * one.communication.total_s
-            exposed_s = exposed_s + count * one.exposed.total_s
-    return _Stage(
-        layers=layers,
-        forward=forward,
-        backward=backward,
-        head=_head(case),
-        communication_s=communication_s,
-        exposed_s=exposed_s,
-    )
+    if case.model.num_moe_layers == case.model.num_layers:
+        return [(layers.num_moe, moe)]
+    dense = layer_time(layer_operators(case, moe_layer=False), level, overlap)
+    return [(layers.num_moe, moe), (layers.num_dense, dense)]
 
 
 def _head(case: LayerCase) -> Parts:
@@ -123,7 +120,7 @@ def _head(case: LayerCase) -> Parts:
 def _iteration(
     training: Training,
     case: LayerCase,
-    stage: _Stage,
+    layers: StageLayers,
     choice: Rematerialized,
     memory: TrainingMemory,
     num_micro_batches: Number,
@@ -131,13 +128,19 @@ def _iteration(
     setup = case.setup
     hidden = setup.overlap != "none"
     alone = np.asarray(setup.pipeline) == 1
-    slowest = stage.total + stage.head
-    bubble_s = (setup.pipeline - 1) / np.asarray(setup.virtual_stages, dtype=np.float64) * stage.total.total_s
+    found = _layers_of(case, layers, choice)
+    forward = sum((count * layer.forward.total for count, layer in found), Parts())
+    backward = sum((count * layer.backward.total for count, layer in found), Parts())
+    passes = [(count, one) for count, layer in found for one in (layer.forward, layer.backward)]
+    stage = forward + backward
+    slowest = stage + _head(case)
+    bubble_s = (setup.pipeline - 1) / np.asarray(setup.virtual_stages, dtype=np.float64) * stage.total_s
     sends, fill = _between_stages(case)
     sends = hidden_behind(sends, slowest.total_s, case.network.overlap) if hidden else sends
-    sync = _synchronisation(case, stage.layers)
-    exposed = _exposed_sync(sync, stage, case.network.overlap) if hidden else sync.total
-    optimizer = _optimizer(case, stage.layers)
+    sync = _synchronisation(case, layers)
+    most = 1 - 1 / np.maximum(layers.total, 1)  # of the last backward and the first forward, all but one layer
+    exposed = _exposed_sync(sync, most * backward.total_s, most * forward.total_s, case) if hidden else sync.total
+    optimizer = _optimizer(case, layers)
     pipeline = select(~alone, num_micro_batches * sends + fill, Parts())
     work = num_micro_batches * slowest
     parts = work + pipeline + exposed + optimizer
@@ -149,10 +152,10 @@ def _iteration(
         tokens_per_s=rate,
         mfu=model_flops_utilization(training.model, training.sequence_length, rate, setup.num_devices, peak),
         num_micro_batches=num_micro_batches,
-        forward_s=stage.forward.total_s,
-        backward_s=stage.backward.total_s,
-        communication_s=num_micro_batches * stage.communication_s,
-        exposed_s=num_micro_batches * stage.exposed_s,
+        forward_s=forward.total_s,
+        backward_s=backward.total_s,
+        communication_s=num_micro_batches * sum((count * one.communication.total_s for count, one in passes), 0.0),
+        exposed_s=num_micro_batches * sum((count * one.exposed.total_s for count, one in passes), 0.0),
         bubble_s=bubble_s,
         pipeline_exposed_s=pipeline.total_s,
         sync_s=sync.total.total_s,
@@ -198,12 +201,10 @@ def _synchronisation(case: LayerCase, layers: StageLayers) -> SyncTime:
     return SyncTime(gradients=rest.gradients + experts.gradients, parameters=rest.parameters + experts.parameters)
 
 
-def _exposed_sync(sync: SyncTime, stage: _Stage, overlap: float) -> Parts:
-    """What does not fit behind the last backward and the first forward, all but one layer of each."""
-    most = 1 - 1 / np.maximum(stage.layers.total, 1)
-    return hidden_behind(sync.gradients, most * stage.backward.total_s, overlap) + hidden_behind(
-        sync.parameters, most * stage.forward.total_s, overlap
-    )
+def _exposed_sync(sync: SyncTime, backward_s: Number, forward_s: Number, case: LayerCase) -> Parts:
+    """What does not fit behind so much of the last backward and of the first forward."""
+    overlap = case.network.overlap
+    return hidden_behind(sync.gradients, backward_s, overlap) + hidden_behind(sync.parameters, forward_s, overlap)
 
 
 def _optimizer(case: LayerCase, layers: StageLayers) -> Parts:
@@ -215,3 +216,40 @@ def _optimizer(case: LayerCase, layers: StageLayers) -> Parts:
         owned = parameters.sharded + parameters.replicated / np.asarray(setup.model_parallel, dtype=np.float64)
     moved = owned * (BYTES_OF[precision.gradients] + 2 * precision.optimizer_bytes + BYTES_OF[precision.weights])
     return kernel(case.roofs.gemm, 0.0, moved)
+
+
+def across_to_inside(
+    degree: Number, data_parallel: Number, inside_bytes_per_s: Number, across_bytes_per_s: Number
+) -> Number:
+    """MegaScale-MoE eq. 10: time across nodes over time inside, 1/n * bandwidths * n (d - 1) / (d (n - 1))."""
+    n, d = np.asarray(degree, dtype=np.float64), np.asarray(data_parallel, dtype=np.float64)
+    ratio: Number = 1 / n * (inside_bytes_per_s / across_bytes_per_s) * (n * (d - 1)) / (d * (n - 1))
+    return ratio
+
+
+def sync_time(
+    network: Network,
+    *,
+    degree: Number,
+    data_parallel: Number,
+    gradients: SyncBytes,
+    parameters: SyncBytes,
+    by_all_to_all: bool = False,
+) -> SyncTime:
+    """One iteration's synchronisation, nothing of it hidden behind computation. `by_all_to_all`: gradients travel in
+    BF16 and are added up in FP32 by the owner of each shard."""
+    return SyncTime(
+        gradients=_one_way(network, gradients, degree, data_parallel, by_all_to_all),
+        parameters=_one_way(network, parameters, degree, data_parallel, False),
+    )
+
+
+def _one_way(network: Network, size: SyncBytes, degree: Number, data_parallel: Number, by_all_to_all: bool) -> Parts:
+    together = network.ranks_per_domain(data_parallel, degree)
+    shard = size.sharded + size.replicated / np.asarray(degree, dtype=np.float64)
+    over = network.all_to_all if by_all_to_all else network.reduce_scatter
+    across = over(shard, data_parallel, together)
+    inside = select(np.asarray(size.replicated) > 0, gather(network, size.replicated, degree), Parts())
+    slower = longest(across, inside)
+    faster = select(np.asarray(across.total_s >= inside.total_s), inside, across)
+    return slower + hidden_behind(faster, slower.total_s, network.overlap)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.training.activations import LayerShape, layer_activations, total_width
+from antiphon.cost.training.rematerialize import LayerShape, layer_activations, total_width
 from tests.cost.specimens import deepseek_v3
 from tests.cost.training.specimens import small_model
 

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.network import Network, network
-from antiphon.cost.training.dispatch import (
+from antiphon.cost.training.operators import (
     crossover_top_k,
-    dispatch_by_all_gather,
-    dispatch_by_all_to_all,
     exchange,
     gather,
     prefers_all_gather,
@@ -90,6 +88,6 @@ def test_the_crossover_comes_earlier_for_small_micro_batches() -> None:
 def test_more_copies_never_cost_less(degree: int, copies: int, tokens: float, half: float) -> None:
     cluster = round_cluster(efficiency=EfficiencySpec(scale_up_half_bytes=half))
     net = network(cluster, cluster.groups[0])
-    columns = dispatch_by_all_to_all(net, tokens, 256, degree, np.asarray([copies, copies + 1])).total_s
+    columns = exchange(net, tokens / degree * np.asarray([copies, copies + 1]) * 256, degree).total_s
     assert 0 < columns[0] <= columns[1]
-    assert float(dispatch_by_all_gather(net, tokens, 256, degree).total_s) > 0
+    assert float(gather(net, tokens * 256, degree).total_s) > 0

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.network import network
-from antiphon.cost.training.gradient_sync import (
+from antiphon.cost.training.step import (
     SyncBytes,
     across_to_inside,
     sync_time,

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.cost.training.counts import StepEstimate
 from antiphon.cost.training.measured import UNMEASURED_S, machine_of_ranks
 from antiphon.cost.training.setup import Training, TrainingSetup, trained_in
 from antiphon.cost.training.step import estimate_step
-from antiphon.cost.training.step_estimate import StepEstimate
 from antiphon.specs.counts import count_parameters
 from tests.cost.training.specimens import WAYS, small_model, training_profile
 

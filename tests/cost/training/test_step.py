@@ -1,6 +1,7 @@
 """One iteration: its sum by hand, and what physics demands of it."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.cost.training.layer_case import layer_case
+from antiphon.cost.training.counts import StepEstimate
 from antiphon.cost.training.layer_time import layer_time
 from antiphon.cost.training.operators import layer_operators
-from antiphon.cost.training.setup import OVERLAP_LEVELS, Training, TrainingPrecision, TrainingSetup
+from antiphon.cost.training.setup import OverlapLevel, Training, TrainingPrecision, TrainingSetup, layer_case
 from antiphon.cost.training.step import estimate_step
-from antiphon.cost.training.step_estimate import StepEstimate
 from tests.cost.training.specimens import megascale_cluster, round_training, small_model
 
 SETUPS = st.builds(
@@ -21,7 +21,7 @@ SETUPS = st.builds(
     attention=st.sampled_from(["sequence", "tensor"]),
     experts=st.sampled_from(["expert", "tensor"]),
     dispatch=st.sampled_from(["all_to_all", "all_gather"]),
-    overlap=st.sampled_from(OVERLAP_LEVELS),
+    overlap=st.sampled_from(get_args(OverlapLevel)),
     deduplicate=st.booleans(),
     model_parallel=st.integers(1, 8),
     pipeline=st.sampled_from([1, 2, 3]),
@@ -125,7 +125,7 @@ def test_what_cannot_be(setup: TrainingSetup) -> None:
 @given(SETUPS)
 def test_overlap_never_slows(setup: TrainingSetup) -> None:
     training = round_training(small_model(6))
-    times = [seconds(estimate_step(training, replace(setup, overlap=level))) for level in OVERLAP_LEVELS]
+    times = [seconds(estimate_step(training, replace(setup, overlap=level))) for level in get_args(OverlapLevel)]
     assert times[0] >= times[1] - 1e-12
     assert times[1] >= times[2] - 1e-12
 
