@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from antiphon.base.progress import progress
 from antiphon.kernels.cpu import CpuBackend
-from antiphon.models.families.refused import LACKING, TEXT_MODELS
+from antiphon.models.config import LACKING, TEXT_MODELS
 from tests.models.conftest import FAMILIES, SavedModel, load_decoder, logits_by_chunks, random_ids
 from tests.models.float8_specimens import FORMATS, quantize_checkpoint
 from tests.serve.engine_harness import (

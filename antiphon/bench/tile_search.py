@@ -20,10 +20,9 @@ from triton.testing import do_bench
 from antiphon.bench.compiled import CompiledLaunch, compiling
 from antiphon.kernels import packages
 from antiphon.kernels.api import ExpertShape, KVCacheSpec
-from antiphon.kernels.choices import OWN, Candidate, near
+from antiphon.kernels.choices import OWN, Candidate, ProductTile, TunedWeight, near
 from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
-from antiphon.kernels.tile_table import ProductTile, TunedWeight
 from antiphon.kernels.triton.attention import RowPlan, attend_rows
 from antiphon.kernels.triton.grouped import GroupedRows, expert_products, gated_product, weighed_product
 from antiphon.kernels.triton.launch import capability_of

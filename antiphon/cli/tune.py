@@ -13,11 +13,20 @@ from antiphon.cli import options
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
 from antiphon.kernels import triton
 from antiphon.kernels.api import ExpertFormats, ExpertShape, KVCacheSpec
-from antiphon.kernels.choices import Choice, Key, choices_path, choose, read_choices, table_path, write_choices
-from antiphon.kernels.gpu import find_gpu
+from antiphon.kernels.choices import (
+    Choice,
+    Key,
+    choices_path,
+    choose,
+    read_choices,
+    read_table,
+    table_path,
+    write_choices,
+    write_table,
+)
 from antiphon.kernels.quantized import WeightFormat
+from antiphon.kernels.select import find_gpu
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
-from antiphon.kernels.tile_table import read_table, write_table
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import ModelSpec
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
+from antiphon.kernels.quantized import AnyWeight, WeightFormat
 from antiphon.specs.model import RouterSpec
 from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
 
@@ -126,13 +126,7 @@ class PackedExperts(Protocol):
     formats: ExpertFormats
     num_bytes: int
 
-    def set_expert(
-        self,
-        index: int,
-        gate_IH: Tensor | QuantizedWeight,
-        up_IH: Tensor | QuantizedWeight,
-        down_HI: Tensor | QuantizedWeight,
-    ) -> None:
+    def set_expert(self, index: int, gate_IH: AnyWeight, up_IH: AnyWeight, down_HI: AnyWeight) -> None:
         """Copy one expert's three matrices in (any float dtype; converted to the back-end's). Where a format was given,
         the matrix must be quantized in it; `ValueError` otherwise, nothing is converted."""
 
@@ -198,7 +192,7 @@ class KernelBackend(Protocol):
     orders_columns: bool
     """Takes weights with a `QuantizedWeight.order`: of linear layers, and of experts' gate and up projections."""
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(self, weight: AnyWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lay out weight [out, in]; the source tensor may be dropped afterwards."""
 
     def linear(

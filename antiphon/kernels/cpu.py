@@ -28,9 +28,10 @@ from antiphon.kernels.api import (
     PackedLinear,
     RotaryTable,
 )
-from antiphon.kernels.cpu_weights import CpuExperts, CpuLinear, address
+from antiphon.kernels.cpu_weights import CpuExperts, CpuLinear
+from antiphon.kernels.native_rows import address
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.kernels.quantized import AnyWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend
 from antiphon.specs.model import RouterSpec
 
@@ -138,7 +139,7 @@ class CpuBackend:
         self._gate_options = _native.GateOptions()
         self._shared_gates: dict[float, _native.GateOptions] = {}
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> CpuLinear:
+    def pack_linear(self, weight: AnyWeight, bias: Tensor | None = None) -> CpuLinear:
         return CpuLinear(weight, bias, self.dtype)
 
     def linear(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.kernels.api import ExpertFormats, ExpertShape
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
+from antiphon.kernels.native_rows import address
+from antiphon.kernels.quantized import AnyWeight, QuantizedWeight, WeightFormat
 from antiphon.kernels.reference import checked_format
 
 
@@ -42,7 +43,7 @@ class CpuSource:
     def __init__(
         self,
         name: str,
-        matrix: Tensor | QuantizedWeight,
+        matrix: AnyWeight,
         shape: tuple[int, int],
         form: WeightFormat | None,
         dtype: torch.dtype,
@@ -86,14 +87,10 @@ def checked_bias(name: str, bias: Tensor, width: int, dtype: torch.dtype) -> Ten
     return bias.detach().to(device="cpu", dtype=dtype).float().contiguous()
 
 
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 class CpuLinear:
     """Weight [out, in] in panels, bias in float32."""
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: AnyWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
         form = None if isinstance(weight, Tensor) else weight.format
         order = None if isinstance(weight, Tensor) else weight.order
@@ -135,13 +132,7 @@ class CpuExperts:
         )
         self.num_bytes = self.native.num_bytes
 
-    def set_expert(
-        self,
-        index: int,
-        gate_IH: Tensor | QuantizedWeight,
-        up_IH: Tensor | QuantizedWeight,
-        down_HI: Tensor | QuantizedWeight,
-    ) -> None:
+    def set_expert(self, index: int, gate_IH: AnyWeight, up_IH: AnyWeight, down_HI: AnyWeight) -> None:
         self._check_index(index)
         wide = self.shape.intermediate, self.shape.hidden
         self._check_orders(gate_IH, up_IH, down_HI)
@@ -153,7 +144,7 @@ class CpuExperts:
             order = self._order(gate_IH, up_IH)
             self.native.set_order(index, order.data_ptr())
 
-    def _order(self, gate: Tensor | QuantizedWeight, up: Tensor | QuantizedWeight) -> Tensor:
+    def _order(self, gate: AnyWeight, up: AnyWeight) -> Tensor:
         """Of the columns of both, int32."""
         orders = [None if isinstance(matrix, Tensor) else matrix.order for matrix in (gate, up)]
         hidden = self.shape.hidden
@@ -169,7 +160,7 @@ class CpuExperts:
         down = checked_bias("down bias", down_H, self.shape.hidden, self.dtype)
         self.native.set_bias(index, gate.data_ptr(), up.data_ptr(), down.data_ptr())
 
-    def _check_orders(self, *matrices: Tensor | QuantizedWeight) -> None:
+    def _check_orders(self, *matrices: AnyWeight) -> None:
         """`ValueError` for an order that there is no room for."""
         ordered = self.formats.ordered
         for name, matrix, taken in zip(("gate", "up", "down"), matrices, (ordered, ordered, False), strict=True):

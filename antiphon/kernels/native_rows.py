@@ -85,8 +85,8 @@ def turn_normed(
         factors = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     x, (cos, sin) = _by_rows(x), _tables(cos, sin)
     _native.training_turn(
-        *(_is_bf16(x), _grid(x), x.shape[-1], _angles(cos, sin, interleaved), _address(weight_D), eps),
-        *(_address(factors), out.data_ptr()),
+        *(_is_bf16(x), _grid(x), x.shape[-1], _angles(cos, sin, interleaved), address(weight_D), eps),
+        *(address(factors), out.data_ptr()),
     )
     return out, factors
 
@@ -107,7 +107,7 @@ def turn_normed_gradient(
     sums_D = None if weight_D is None else torch.empty(weight_D.shape, dtype=torch.float32, device=out.device)
     _native.training_turn_gradient(
         *(_is_bf16(out), _grid(grad), out.shape[-1], _angles(cos, sin, interleaved), _grid(grad if x is None else x)),
-        *(_address(own_D), _address(factors), _grid(out), _address(sums_D)),
+        *(address(own_D), address(factors), _grid(out), address(sums_D)),
     )
     return None if sums_D is None or weight_D is None else _like(sums_D, weight_D)
 
@@ -145,7 +145,7 @@ def _activation(x: Tensor, grad: Tensor | None, widths: FeedForwardSpec | Expert
     x_RJ = x.reshape(-1, 2 * width).contiguous()
     grad_RI = None if grad is None else grad.reshape(-1, width).contiguous()
     _native.training_activate(
-        *(_is_bf16(x), x_RJ.data_ptr(), 2 * width, _address(grad_RI), width, x_RJ.shape[0], width),
+        *(_is_bf16(x), x_RJ.data_ptr(), 2 * width, address(grad_RI), width, x_RJ.shape[0], width),
         *(widths.activation, widths.alpha, widths.limit, out.data_ptr()),
     )
 
@@ -159,7 +159,7 @@ def loss_and_gradient(logits_TV: Tensor, bias_V: Tensor | None, targets_T: Tenso
     targets_T = targets_T.long().contiguous()
     assert not len(targets_T) or int(targets_T.max()) < logits_TV.shape[1], "a target beyond the logits"
     _native.training_cross_entropy(
-        *(_is_bf16(logits_TV), logits_TV.data_ptr(), logits_TV.shape[0], logits_TV.shape[1], _address(bias_V)),
+        *(_is_bf16(logits_TV), logits_TV.data_ptr(), logits_TV.shape[0], logits_TV.shape[1], address(bias_V)),
         *(targets_T.data_ptr(), divisor, losses_T.data_ptr()),
     )
     return losses_T
@@ -177,8 +177,8 @@ def combine_gradient(
     assert weights_TK.dtype == grad_TH.dtype
     assert order_R.dtype == torch.int64
     _native.training_combine_gradient(
-        *(_is_bf16(grad_TH), grad_TH.data_ptr(), width, _address(y_RH), weights_TK.data_ptr(), order_R.data_ptr()),
-        *(order_R.shape[0], top_k, width, grad_RH.data_ptr(), _address(grad_weights_TK)),
+        *(_is_bf16(grad_TH), grad_TH.data_ptr(), width, address(y_RH), weights_TK.data_ptr(), order_R.data_ptr()),
+        *(order_R.shape[0], top_k, width, grad_RH.data_ptr(), address(grad_weights_TK)),
     )
     return grad_RH, grad_weights_TK
 
@@ -190,7 +190,7 @@ def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tens
     x_RH, places_TK = x_RH.contiguous(), places_TK.long().contiguous()
     weights_TK = None if weights_TK is None else _like(weights_TK, x_RH).contiguous()
     _native.training_sum_rows(
-        *(_is_bf16(x_RH), x_RH.data_ptr(), width, places_TK.data_ptr(), _address(weights_TK)),
+        *(_is_bf16(x_RH), x_RH.data_ptr(), width, places_TK.data_ptr(), address(weights_TK)),
         *(num_tokens, top_k, width, out_TH.data_ptr()),
     )
     return out_TH
@@ -242,7 +242,7 @@ def _causal(
         assert first_keys_BS.is_contiguous()
     grids = _grid(q), _grid(k), _grid(v)
     sizes = scale, q.shape[-1], v.shape[-1]
-    return *grids, _address(first_keys_BS), *sizes, out.data_ptr(), lse.data_ptr()
+    return *grids, address(first_keys_BS), *sizes, out.data_ptr(), lse.data_ptr()
 
 
 def matrix_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, adds: bool = False) -> Tensor:
@@ -332,7 +332,8 @@ def _is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-def _address(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
+    """Where a tensor's elements begin, for the native kernels; 0: none."""
     return 0 if x is None else x.data_ptr()
 
 

@@ -163,7 +163,7 @@ class QuantizedWeight:
         width = math.gcd(start, per_scale)
         group = torch.arange(start, end, width, device=codes.device) // per_scale
         parts = {
-            name: None if part is None else _bits(part).index_select(1, group).view(part.dtype)
+            name: None if part is None else as_bits(part).index_select(1, group).view(part.dtype)
             for name, part in (("scales", self.scales), ("zeros", self.zeros), ("offsets", self.offsets))
         }
         cut = replace(form, columns_per_scale=width)
@@ -190,7 +190,7 @@ class QuantizedWeight:
         group_of_stored = torch.arange(len(room)).repeat_interleave(room)
         new_groups = group_of_stored[::width]
         scales, zeros, offsets = (
-            None if part is None else _bits(part)[:, new_groups].view(part.dtype)
+            None if part is None else as_bits(part)[:, new_groups].view(part.dtype)
             for part in (self.scales, self.zeros, self.offsets)
         )
         assert scales is not None
@@ -252,7 +252,7 @@ class QuantizedWeight:
             values, scales = 2 * _code_values("mxfp4", self.codes), scales / 2
         else:
             values = unpack_nibbles(self.codes)
-            zeros = torch.full_like(_bits(self.scales), 8) if form.offset == "none" else zeros
+            zeros = torch.full_like(as_bits(self.scales), 8) if form.offset == "none" else zeros
         codes = values[:, : self.stored_columns].to(torch.int8)
         zeros = None if zeros is None else zeros.to(torch.int8)
         return replace(self, format=form.in_bytes(), codes=codes, scales=scales, zeros=zeros)
@@ -279,7 +279,7 @@ class QuantizedWeight:
     def _with_scales(self, form: WeightFormat, codes: Tensor, chosen: slice | Tensor) -> "QuantizedWeight":
         """The chosen rows of scales, zero points and offsets."""
         scales, zeros, offsets = (
-            None if part is None else _bits(part)[chosen].view(part.dtype)
+            None if part is None else as_bits(part)[chosen].view(part.dtype)
             for part in (self.scales, self.zeros, self.offsets)
         )
         assert scales is not None
@@ -289,6 +289,9 @@ class QuantizedWeight:
         """One value a group [R, G] as one value a column: broadcastable where the group is the whole row."""
         width = self.format.columns_per_scale
         return per_group if width is None else per_group.repeat_interleave(width, dim=1)[:, : self.stored_columns]
+
+
+AnyWeight = Tensor | QuantizedWeight
 
 
 def _best_width(counts: Tensor, form: WeightFormat) -> int:
@@ -317,9 +320,9 @@ def _check(name: str, part: Tensor, shape: tuple[int, int], dtype: torch.dtype) 
         raise ValueError(f"{name} are {part.dtype} {tuple(part.shape)}, expected {dtype} {shape}")
 
 
-def _bits(part: Tensor) -> Tensor:
-    """Scales of one byte as integers: PyTorch indexes few of its 8-bit floats."""
-    return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
+def as_bits(part: Tensor) -> Tensor:
+    """What has one byte as integers: PyTorch indexes and joins few of its 8-bit floats."""
+    return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
 
 
 def _nibble_columns(codes: Tensor, start: int, end: int) -> Tensor:

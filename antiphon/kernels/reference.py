@@ -33,7 +33,7 @@ from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.norm import rms_norm
 from antiphon.kernels.ops.rotary import look_up, rotate
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
+from antiphon.kernels.quantized import AnyWeight, QuantizedWeight, WeightFormat
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, make_plan, paged_attention
 from antiphon.specs.model import RouterSpec
 
@@ -43,7 +43,7 @@ FLOATS = ExpertFormats()
 class ReferenceLinear:
     """Weight [out, in] and optional bias [out] on the back-end's device."""
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias_O: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: AnyWeight, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         self.weight = weight
         self.bias_O = bias_O
         self.dtype = dtype
@@ -56,7 +56,7 @@ class ReferenceLinear:
         return _multiplied_out(self.weight, self.dtype)
 
 
-def _multiplied_out(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def _multiplied_out(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
@@ -84,13 +84,7 @@ class ReferenceExperts:
                 rows, columns, count = num_bytes_of
                 self.num_bytes += num_experts * count * form.num_bytes(rows, columns)
 
-    def set_expert(
-        self,
-        index: int,
-        gate_IH: Tensor | QuantizedWeight,
-        up_IH: Tensor | QuantizedWeight,
-        down_HI: Tensor | QuantizedWeight,
-    ) -> None:
+    def set_expert(self, index: int, gate_IH: AnyWeight, up_IH: AnyWeight, down_HI: AnyWeight) -> None:
         width, hidden = self.shape.intermediate, self.shape.hidden
         wide, narrow = (width, hidden), (hidden, width)
         kept: list[QuantizedWeight | None] = []
@@ -127,9 +121,7 @@ class ReferenceExperts:
         self.down_bias_EH[index].copy_(down_H)
 
 
-def checked_format(
-    name: str, matrix: Tensor | QuantizedWeight, shape: tuple[int, int], form: WeightFormat | None
-) -> Tensor | QuantizedWeight:
+def checked_format(name: str, matrix: AnyWeight, shape: tuple[int, int], form: WeightFormat | None) -> AnyWeight:
     """The matrix, if it has this shape and format (None: floats); nothing is converted in silence."""
     if tuple(matrix.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected {shape}")
@@ -179,17 +171,14 @@ def has_grouped_mm(experts: FloatExperts) -> bool:
 def loop_over_experts(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ReferenceExperts) -> Tensor:
     """Ascending over the touched experts; each adds its weighted rows to a float32 sum."""
     sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-    gate_up_bias_EJ, down_bias_EH = experts.gate_up_bias_EJ, experts.down_bias_EH
     if experts.shape.num_experts == 1:
         touched = [0]
     else:
         touched = [expert for expert in torch.unique(ids_TK).tolist() if expert >= 0]
     for expert in touched:
         rows, slots = torch.where(ids_TK == expert)
-        gate_up = F.linear(x_TH[rows], experts.gate_up_of(expert), _of(expert, gate_up_bias_EJ))
-        hidden = activate(gate_up, experts.shape, native=False)
-        y = F.linear(hidden, experts.down_of(expert), _of(expert, down_bias_EH)).float()
-        sums_TH.index_add_(0, rows, y * weights_TK[rows, slots].float().unsqueeze(1))
+        y_RH = _rows_of_expert(x_TH[rows], expert, experts).float()
+        sums_TH.index_add_(0, rows, y_RH * weights_TK[rows, slots].float().unsqueeze(1))
     return sums_TH.to(x_TH.dtype)
 
 
@@ -198,15 +187,16 @@ def every_expert(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Refe
     sums_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     for expert in range(experts.shape.num_experts):
         chosen_TK = ids_TK == expert
-        gate_up_TJ = F.linear(x_TH, experts.gate_up_of(expert), _of(expert, experts.gate_up_bias_EJ))
-        y_TH = F.linear(
-            activate(gate_up_TJ, experts.shape, native=False),
-            experts.down_of(expert),
-            _of(expert, experts.down_bias_EH),
-        )
+        y_TH = _rows_of_expert(x_TH, expert, experts)
         weights_T1 = torch.where(chosen_TK, weights_TK.float(), 0.0).sum(1, keepdim=True)
         sums_TH += torch.where(chosen_TK.any(1, keepdim=True), y_TH.float() * weights_T1, 0.0)
     return sums_TH.to(x_TH.dtype)
+
+
+def _rows_of_expert(x_RH: Tensor, expert: int, experts: ReferenceExperts) -> Tensor:
+    gate_up_RJ = F.linear(x_RH, experts.gate_up_of(expert), _of(expert, experts.gate_up_bias_EJ))
+    hidden_RI = activate(gate_up_RJ, experts.shape, native=False)
+    return F.linear(hidden_RI, experts.down_of(expert), _of(expert, experts.down_bias_EH))
 
 
 def _of(expert: int, bias_EX: Tensor | None) -> Tensor | None:
@@ -259,7 +249,7 @@ class ReferenceBackend:
         self.asks_host = True
         self._plans = AttentionPlans(make_plan)
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(self, weight: AnyWeight, bias: Tensor | None = None) -> PackedLinear:
         kept_bias = None if bias is None else own_copy(bias, self.device, self.dtype)
         if isinstance(weight, QuantizedWeight):
             return ReferenceLinear(weight.own_copy(self.device), kept_bias, self.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertFormats, ExpertShape
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
+from antiphon.kernels.quantized import AnyWeight, WeightFormat
 from antiphon.kernels.reference import checked_format
 
 
@@ -49,7 +49,7 @@ class StackedWeight:
         tensors = (self.codes, self.scales, self.shifts, self.bias)
         self.num_bytes = sum(each.nbytes for each in tensors if each is not None)
 
-    def set(self, expert: int, part: int, matrix: Tensor | QuantizedWeight, name: str) -> None:
+    def set(self, expert: int, part: int, matrix: AnyWeight, name: str) -> None:
         """Copy one matrix in. `ValueError` if its shape or format is another."""
         matrix = checked_format(name, matrix, (self.num_rows, self.num_columns), self.format)
         if isinstance(matrix, Tensor):
@@ -70,9 +70,7 @@ class StackedWeight:
 class TritonLinear(StackedWeight):
     """One matrix [out, in] and its bias."""
 
-    def __init__(
-        self, weight: Tensor | QuantizedWeight, bias_O: Tensor | None, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, weight: AnyWeight, bias_O: Tensor | None, device: torch.device, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
         form = None if isinstance(weight, Tensor) else weight.format
         shape = (1, 1, self.out_features, self.in_features)
@@ -112,13 +110,7 @@ class TritonExperts:
     def down_bias_EH(self) -> Tensor | None:
         return None if self.down.bias is None else self.down.bias.flatten(1, 2)
 
-    def set_expert(
-        self,
-        index: int,
-        gate_IH: Tensor | QuantizedWeight,
-        up_IH: Tensor | QuantizedWeight,
-        down_HI: Tensor | QuantizedWeight,
-    ) -> None:
+    def set_expert(self, index: int, gate_IH: AnyWeight, up_IH: AnyWeight, down_HI: AnyWeight) -> None:
         self.gate_up.set(index, 0, gate_IH, "gate")
         self.gate_up.set(index, 1, up_IH, "up")
         self.down.set(index, 0, down_HI, "down")

@@ -17,9 +17,15 @@ Under tensor parallelism (`models/shares`) several ranks run this loop on the sa
 the same bits on all of them; attention and feed-forward are parts, which `attend` and `sum_over_ranks` add up,
 or `sum_of_rows` block by block while the next one is computed.
 
+`warm_up` computes everything once before the first request, so that no request waits for a compiler. Triton compiles a
+kernel at its first use, one variant for each class of sizes. Batches of 1 to 128 rows, decoded and as one prompt, use
+all of them: beyond, tiles are those of 128. Rejected: a first request of the engine's own. It would have to wait for
+all workers, and would fill one bucket alone.
+
 Letters as in `antiphon.kernels.api`; W vocabulary.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,12 +34,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.base.logging import get_logger
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
 from antiphon.models.shares import add_over_ranks, share_of, sum_of_blocks
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import KVStorage
+
+_log = get_logger("kernels")
+LAST_ROWS = 128  # tiles of no product are higher
 
 
 class Norm(Protocol):
@@ -227,3 +237,49 @@ class AttentionHalf:
     def new_cache(self, num_blocks: int, block_size: int, storage: KVStorage = "auto") -> KVCache:
         """`ResourceError` if the memory cannot be had."""
         return self.backend.new_kv_cache(self.cache_spec(num_blocks, block_size, storage))
+
+    def warm_up(self, cache: KVCache, most_rows: int) -> None:
+        """Batches of up to `most_rows` rows of zeros through the layers. `cache` stays as it is, and what comes out is
+        dropped. No other rank is asked, because none is connected yet: parts are not summed."""
+        started = time.monotonic()
+        if self.ranks.size > 1 and self.spec.attention.qk_norm == "full":
+            return  # its norms are sums over ranks
+        last = min(most_rows, LAST_ROWS)
+        sizes = [1 << power for power in range(last.bit_length()) if 1 << power < last]
+        for num_rows in [*sizes, last]:
+            self._compute_alone(cache, _new_sequences((1,) * num_rows, self.backend.device))
+            if num_rows > 1:
+                self._compute_alone(cache, _new_sequences((num_rows,), self.backend.device))
+        _log.info("kernels of attention for up to %d rows: ready after %.1f s", most_rows, time.monotonic() - started)
+
+    def _compute_alone(self, cache: KVCache, batch: AttentionBatch) -> None:
+        """As a step does, without sums over ranks and without routed experts."""
+        backend = self.backend
+        x_TH = torch.zeros((batch.num_tokens, self.spec.hidden_size), dtype=backend.dtype, device=backend.device)
+        for cached, (layer, weights) in enumerate(self.layers.items()):
+            y_TH = weights.input_norm(x_TH)
+            heads_TV = weights.attention.heads(cached, y_TH, cache, batch)
+            part_TH = weights.attention.project(heads_TV, x_TH if self.ranks.size == 1 else None)
+            y_TH = weights.post_norm(part_TH)
+            if self.routes(layer):
+                self.gate(layer, y_TH)
+            local_TH = self.local_feed_forward(layer, y_TH)
+            weights.input_norm.after_adding(part_TH, part_TH if local_TH is None else local_TH)
+        if self.output_head is not None and self.final_norm is not None:
+            y_TH = self.final_norm.after_adding(x_TH, x_TH)[1]
+            backend.linear(y_TH, self.output_head, out_dtype=torch.float32)
+
+
+def _new_sequences(query_lens: tuple[int, ...], device: torch.device) -> AttentionBatch:
+    """A batch of them, whose rows have no slot in the cache."""
+    starts = torch.tensor([sum(query_lens[:sequence]) for sequence in range(len(query_lens) + 1)])
+    positions = torch.cat([torch.arange(queries) for queries in query_lens])
+    return AttentionBatch(
+        positions_T=positions.int().to(device),
+        slots_T=torch.full((sum(query_lens),), -1, dtype=torch.int32, device=device),
+        query_starts=starts.int().to(device),
+        context_lens_S=torch.tensor(query_lens, dtype=torch.int32, device=device),
+        block_tables_SB=torch.zeros((len(query_lens), max(query_lens)), dtype=torch.int32, device=device),
+        query_lens=query_lens,
+        context_lens=query_lens,
+    )

@@ -124,8 +124,7 @@ def make_attention_batch(
 
 def _batch(queries: Ints, contexts: Ints, tables: Ints, block_size: int, device: torch.device) -> AttentionBatch:
     """`tables` [S, B]."""
-    starts = np.zeros(len(queries) + 1, np.int32)
-    np.cumsum(queries, out=starts[1:])
+    starts = _starts(queries)
     owners = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
     positions = np.arange(starts[-1], dtype=np.int32) + (contexts - queries - starts[:-1])[owners]
     slots = tables[owners, positions // block_size] * np.int32(block_size) + positions % block_size
@@ -141,16 +140,18 @@ def _batch(queries: Ints, contexts: Ints, tables: Ints, block_size: int, device:
     )
 
 
+def _starts(query_lens: npt.ArrayLike) -> Ints:
+    """The first row of each sequence, and the number of all rows."""
+    return np.concatenate((np.zeros(1, np.int32), np.cumsum(query_lens, dtype=np.int32)))
+
+
 def select_sequences(batch: AttentionBatch, sequences: Sequence[int]) -> tuple[Tensor, AttentionBatch]:
     """The rows [T'] of the chosen sequences, and the batch they make on their own."""
     device = batch.slots_T.device
     query_lens = [batch.query_lens[s] for s in sequences]
-    starts = np.zeros(len(batch.query_lens) + 1, np.int32)
-    np.cumsum(np.asarray(batch.query_lens, np.int32), out=starts[1:])
+    starts = _starts(batch.query_lens)
     rows = np.concatenate([np.arange(starts[s], starts[s + 1], dtype=np.int32) for s in sequences])
-    own_starts = np.zeros(len(sequences) + 1, np.int32)
-    np.cumsum(np.asarray(query_lens, np.int32), out=own_starts[1:])
-    rows_T, chosen_S, starts_S = _to_device([rows, np.asarray(sequences, np.int32), own_starts], device)
+    rows_T, chosen_S, starts_S = _to_device([rows, np.asarray(sequences, np.int32), _starts(query_lens)], device)
     return rows_T, AttentionBatch(
         positions_T=batch.positions_T.index_select(0, rows_T),
         slots_T=batch.slots_T.index_select(0, rows_T),

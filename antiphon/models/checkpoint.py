@@ -25,12 +25,18 @@ from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
 from antiphon.kernels.quantized import QuantizedWeight
-from antiphon.models import dequantize
+from antiphon.models import packed
 from antiphon.models.checkpoint_folder import INDEX_NAME
-from antiphon.models.dequantize import MXFP4_BLOCK, SCALE_SUFFIXES, multiplied_out
 from antiphon.models.files import open_regular, read_json
 from antiphon.models.names import BLOCKS_SUFFIX, NAMES, TensorNames
-from antiphon.models.packed import PACKED_SUFFIXES, PackedMatrix, packed_matrices
+from antiphon.models.packed import (
+    MXFP4_BLOCK,
+    PACKED_SUFFIXES,
+    SCALE_SUFFIXES,
+    PackedMatrix,
+    multiplied_out,
+    packed_matrices,
+)
 from antiphon.models.quantization import packing_of
 from antiphon.models.rounding import AS_STORED, WeightRounding
 from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
@@ -283,7 +289,7 @@ class Checkpoint:
         scale = self._scale_name(name)
         if dtype not in ("F8_E4M3", "I8", "U8") or (dtype == "I8" and scale is None):
             return None
-        make = dequantize.mxfp4_matrices if dtype == "U8" else dequantize.scaled_matrices
+        make = packed.mxfp4_matrices if dtype == "U8" else packed.scaled_matrices
         if len(self.stored_shape(name)) == 2 and dtype != "U8":  # rows of a matrix may share a scale with others
             scales = None if scale is None else self.stored_view(scale)
             [whole] = make(self.file_of(name), name, self.stored_view(name), scale, scales)
@@ -308,7 +314,7 @@ class Checkpoint:
     def _scale_name(self, name: str) -> str | None:
         names = [name + suffix for suffix in SCALE_SUFFIXES]
         if name.endswith(BLOCKS_SUFFIX):
-            names = [dequantize.scales_name(name)]
+            names = [packed.scales_name(name)]
         return next((scale for scale in names if scale in self._file_of), None)
 
     def _packed_matrices(self) -> dict[str, PackedMatrix]:

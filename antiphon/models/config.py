@@ -21,21 +21,52 @@ from antiphon.models.families import config_keys
 from antiphon.models.families.config_values import RULES, check_value, check_values
 from antiphon.models.families.defaults import completed
 from antiphon.models.families.readers import FAMILIES
-from antiphon.models.families.refused import refusal
 from antiphon.models.files import brief, read_json
 from antiphon.models.gguf.container import SUFFIX, gguf_files
 from antiphon.models.gguf.metadata import gguf_config
 from antiphon.models.names import NAMES, TensorNames
 from antiphon.models.quantization import check_quantization
-from antiphon.models.rope_scaling import with_rope_scaling
 from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.spec_checks import check_spec, check_tokens
 from antiphon.specs.model import ModelSpec
 
+# Models that people bring and that do not run: what each has that we lack, and which model to use instead. A wrapper is
+# a text model with vision or audio around it. Rejected: running its text part alone, which would answer a request with
+# a picture as if there were none.
+LACKING = {
+    "afmoe": ("windows in some layers and gated attention", "Qwen3-30B-A3B"),
+    "bailing_hybrid": ("linear attention in some layers", "Qwen3-30B-A3B"),
+    "deepseek_v32": ("sparse attention, whose indexer picks the tokens to look at", "DeepSeek-V3.1"),
+    "deepseek_v4": ("compressed and sparse attention", "DeepSeek-V3.1"),
+    "exaone_moe": ("windows in some layers", "Qwen3-235B-A22B"),
+    "flex_olmo": ("norms after attention and experts instead of before", "OLMoE-1B-7B"),
+    "glm_moe_dsa": ("sparse attention, whose indexer picks the tokens to look at", "GLM-4.6"),
+    "granitemoehybrid": ("Mamba layers", "granite-3.1-3b-a800m"),
+    "hunyuan_v1_moe": ("norms of queries and keys after their rotation", "Qwen3-30B-A3B"),
+    "jamba": ("Mamba layers", "Mixtral-8x7B"),
+    "kimi_linear": ("linear attention in most layers", "Kimi-K2"),
+    "llama4_text": ("chunked attention and experts whose inputs are scaled", "Mixtral-8x7B"),
+    "longcat_flash": ("experts that compute nothing and two attentions a layer", "DeepSeek-V3"),
+    "mimo_v2_flash": ("attention sinks and windows in some layers", "MiniMax-M2"),
+    "minimax": ("linear attention in most layers", "MiniMax-M2"),
+    "nemotron_h": ("Mamba layers", "Qwen3-30B-A3B"),
+    "qwen3_next": ("linear attention in most layers", "Qwen3-30B-A3B"),
+    "qwen3_5_moe_text": ("linear attention in most layers", "Qwen3-30B-A3B"),
+}
+TEXT_MODELS = {
+    "ernie4_5_vl_moe": "ERNIE-4.5-21B-A3B-PT",
+    "glm4v_moe": "GLM-4.5-Air",
+    "kimi_k25": "Kimi-K2-Instruct",
+    "qwen3_omni_moe": "Qwen3-30B-A3B",
+    "qwen3_vl_moe": "Qwen3-30B-A3B",
+}
+TEXT_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
+OTHER_PARTS = {"vision": "vision", "audio": "audio", "talker": "speech"}
+
 
 def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     """Read a checkpoint folder's `config.json`, or that file itself. `CheckpointError` for anything unsupported.
-    `rope_scaling`: JSON in place of the file's own (`models/rope_scaling`).
+    `rope_scaling`: JSON in place of the file's own (`config_keys`).
 
     `generation_config.json` beside it, if there, adds tokens that end a text (Qwen lists two). Weights are looked at
     for their dtype where no key says it, and to say what they hold where a size is beyond all bounds.
@@ -43,7 +74,7 @@ def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
     file = config_file(path)
     if file.suffix == SUFFIX:
         return _of_gguf(file, rope_scaling)
-    config = with_rope_scaling(read_config(path), rope_scaling)
+    config = config_keys.with_rope_scaling(read_config(path), rope_scaling)
     if config_keys.stated_dtype(config) is None and (stored := stored_dtype(file.parent)) is not None:
         config = config | {"dtype": stored}
     spec = model_spec(config, lambda names: evidence_of(file.parent, names))
@@ -55,7 +86,7 @@ def load_model_spec(path: str | Path, rope_scaling: str = "") -> ModelSpec:
 def _of_gguf(file: Path, rope_scaling: str) -> ModelSpec:
     """What is wrong with a size is said of the file, whose metadata took the place of `config.json`."""
     try:
-        return model_spec(with_rope_scaling(gguf_config(file), rope_scaling))
+        return model_spec(config_keys.with_rope_scaling(gguf_config(file), rope_scaling))
     except CheckpointError as error:
         raise CheckpointError(str(error).replace("config.json", f"{file.name} (metadata)")) from error
 
@@ -76,13 +107,36 @@ def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str]
     `evidence` tells what the weights say of a size that is beyond all bounds; it is asked for nothing else."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise refusal(config, sorted(FAMILIES))
+        raise _refusal(config)
     config = completed(config)
     check_values(config, lambda: evidence(NAMES[model_type]))
     check_quantization(config)
     spec = FAMILIES[model_type](config)
     check_spec(spec)
     return spec
+
+
+def _refusal(config: Mapping[str, Any]) -> CheckpointError:
+    """Why a model of a type that is no family's does not run, and what does."""
+    name = config.get("model_type")
+    if isinstance(name, str) and name in LACKING:
+        what, instead = LACKING[name]
+        return CheckpointError(f"config.json: model_type = {name!r} is not supported, it has {what}: use {instead}")
+    text = next((config[key] for key in TEXT_KEYS if isinstance(config.get(key), dict)), None)
+    if text is not None:
+        return _wrapper(config, brief(name), text)
+    known = ", ".join(sorted(FAMILIES))
+    return CheckpointError(f"config.json: model_type = {brief(name)} is not supported: use one of {known}")
+
+
+def _wrapper(config: Mapping[str, Any], name: str, text: Mapping[str, Any]) -> CheckpointError:
+    parts = [part for key, part in OTHER_PARTS.items() if any(key in other for other in config)]
+    instead = TEXT_MODELS.get(name.strip("'"), "a text-only model, whose config.json has no text_config")
+    return CheckpointError(
+        f"config.json: model_type = {name} is not supported, it is a text model "
+        f"({text.get('model_type', 'unknown')}) with {' and '.join(parts) or 'other parts'} around it and only text "
+        f"models run: use {instead}"
+    )
 
 
 def refuse_other_model(config: Mapping[str, Any], spec: ModelSpec, what: str) -> None:

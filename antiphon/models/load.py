@@ -6,7 +6,7 @@
 3. Copy: tensor by tensor into the back-end's packed weights (`models/weights`). What that took goes back to the system.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.system import give_memory_back
 from antiphon.base.units import format_bytes
 from antiphon.comm.rank_group import Alone, RankGroup
-from antiphon.kernels.api import ExpertShape, KernelBackend, PackedExperts, PackedLinear, RotaryTable
+from antiphon.kernels.api import ExpertShape, KernelBackend, PackedLinear, RotaryTable
 from antiphon.models.attention import (
     Attention,
     GroupedQueryAttention,
@@ -124,21 +124,21 @@ def load_expert_half(
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
     """
-    names = checkpoint.family_names(spec.family)
-    check_sizes(checkpoint, spec, names)
-    ids_of = _ids_of_each_layer(spec, range(spec.router.num_experts) if expert_ids is None else expert_ids)
+    check_sizes(checkpoint, spec, checkpoint.family_names(spec.family))
+    ids_of = _ids_of_each_layer(spec, expert_ids)
     share = share or share_of(spec)
-    width = spec.feed_forward.intermediate
-
-    def of_layer(layer: int, expert: int) -> ExpertRefs:
-        return expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share)
-
-    plans = {layer: [of_layer(layer, expert) for expert in ids] for layer, ids in ids_of.items()}
+    refs_of = _expert_refs_of(checkpoint, spec, share)
+    plans = {layer: [refs_of(layer, expert) for expert in ids] for layer, ids in ids_of.items()}
     refs = [ref for plan in plans.values() for expert in plan for ref in expert.refs]
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
     local = share.local_spec(spec)
     experts = {
-        layer: _experts(local, plan, plan[0] if plan else of_layer(layer, 0), reader, num_slots)
+        layer: reader.new_experts(
+            _expert_shape(local, max(len(plan), num_slots, 1)),
+            plan,
+            plan[0] if plan else refs_of(layer, 0),
+            checkpoint.rounding.experts,
+        )
         for layer, plan in plans.items()
     }
     reader.log_formats("experts")
@@ -158,18 +158,13 @@ def load_offloaded_experts(
 ) -> OffloadedExperts:
     """Experts of the model, named and cut as in `load_expert_half`, in a pool of at most `num_bytes`. `UserError` if
     that is less than two layers' experts, or if layers have different formats."""
-    names, router, width = checkpoint.family_names(spec.family), spec.router, spec.feed_forward.intermediate
-    check_sizes(checkpoint, spec, names)
-    ids_of = _ids_of_each_layer(spec, range(router.num_experts) if expert_ids is None else expert_ids)
+    check_sizes(checkpoint, spec, checkpoint.family_names(spec.family))
+    ids_of = _ids_of_each_layer(spec, expert_ids)
     share, rounding = share or share_of(spec), checkpoint.rounding.experts
-    widths = share.local_spec(spec).feed_forward
-    layer = spec.expert_layers[0]
-
-    def refs_of(layer: int, expert: int) -> ExpertRefs:
-        return expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share)
-
+    local, refs_of = share.local_spec(spec), _expert_refs_of(checkpoint, spec, share)
+    like = refs_of(spec.expert_layers[0], 0)
     reader = WeightReader(checkpoint, backend, 0, None)
-    one = reader.new_experts(_shape(spec, 1, widths.intermediate, widths.expert_bias), [], refs_of(layer, 0), rounding)
+    one = reader.new_experts(_expert_shape(local, 1), [], like, rounding)
     most, least = sum(map(len, ids_of.values())), LAYERS_IN_POOL * max(map(len, ids_of.values()))
     num_slots = min(num_bytes // one.num_bytes, most)
     if num_slots < min(least, most):
@@ -177,8 +172,7 @@ def load_offloaded_experts(
             f"--expert-memory {format_bytes(num_bytes)} holds {num_slots} experts of {format_bytes(one.num_bytes)}: "
             f"give at least {format_bytes(least * one.num_bytes)}, the experts of {LAYERS_IN_POOL} layers"
         )
-    shape = _shape(spec, num_slots, widths.intermediate, widths.expert_bias)
-    pool = reader.new_experts(shape, [], refs_of(layer, 0), rounding)
+    pool = reader.new_experts(_expert_shape(local, num_slots), [], like, rounding)
 
     def load(layer: int, expert: int, slot: int) -> None:
         refs = refs_of(layer, expert)
@@ -187,7 +181,7 @@ def load_offloaded_experts(
 
     for each, ids in ids_of.items():  # what is missing or in another format is found before a request comes
         load(each, next(iter(ids), 0), 0)
-    return OffloadedExperts(backend, pool, router.num_experts, load)
+    return OffloadedExperts(backend, pool, spec.router.num_experts, load)
 
 
 def load_expert(
@@ -197,17 +191,20 @@ def load_expert(
 
     `spec` and `share` as in `load_expert_half`. May run beside `half.forward`, in another thread. `CheckpointError` if
     the checkpoint has changed meanwhile."""
-    refs = expert_of(
-        expert_refs(spec, checkpoint.family_names(spec.family), layer, expert, checkpoint),
-        spec.feed_forward.intermediate,
-        share,
-    )
+    refs = _expert_refs_of(checkpoint, spec, share)(layer, expert)
     reader = WeightReader(checkpoint, half.backend, check(checkpoint, refs.refs), None)
     reader.expert(half.experts[layer], slot, refs, checkpoint.rounding.experts)
 
 
-def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tuple[int, ...]]:
+def _expert_refs_of(checkpoint: Checkpoint, spec: ModelSpec, share: Share) -> Callable[[int, int], ExpertRefs]:
+    """What finds this rank's columns of an expert, by layer and number."""
+    names, width = checkpoint.family_names(spec.family), spec.feed_forward.intermediate
+    return lambda layer, expert: expert_of(expert_refs(spec, names, layer, expert, checkpoint), width, share)
+
+
+def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds | None) -> dict[int, tuple[int, ...]]:
     moe_layers = list(spec.expert_layers)
+    expert_ids = range(spec.router.num_experts) if expert_ids is None else expert_ids
     per_layer = expert_ids if isinstance(expert_ids, Mapping) else dict.fromkeys(moe_layers, expert_ids)
     if not set(per_layer) <= set(moe_layers):
         raise UserError(f"expert ids are given for layers {sorted(per_layer)}: only {moe_layers} have experts")
@@ -219,17 +216,8 @@ def _ids_of_each_layer(spec: ModelSpec, expert_ids: ExpertIds) -> dict[int, tupl
     return {layer: tuple(ids) for layer, ids in per_layer.items()}
 
 
-def _experts(
-    spec: ModelSpec, plan: Sequence[ExpertRefs], like: ExpertRefs, reader: WeightReader, num_slots: int
-) -> PackedExperts:
-    widths = spec.feed_forward
-    num_experts = max(len(plan), num_slots, 1)
-    return reader.new_experts(
-        _shape(spec, num_experts, widths.intermediate, widths.expert_bias),
-        plan,
-        like,
-        reader.checkpoint.rounding.experts,
-    )
+def _expert_shape(spec: ModelSpec, num_experts: int) -> ExpertShape:
+    return _shape(spec, num_experts, spec.feed_forward.intermediate, spec.feed_forward.expert_bias)
 
 
 def _shape(spec: ModelSpec, num_experts: int, width: int, has_bias: bool) -> ExpertShape:

@@ -41,7 +41,7 @@ class StackedLayout:
     "columns": gate_up [E, H, 2I], gate and up in turns, and down [E, I, H], as transformers 5 holds gpt-oss.
     "apart": gate and up, each [E, I, H], and down [E, H, I], as GGUF has them.
     "mxfp4": gate_up [E, 2I, H], gate and up in turns, and down [E, H, I], each as blocks and scales, as gpt-oss is
-    published (`models/dequantize`).
+    published (`models/packed`).
     """
 
     kind: Literal["fused", "rows", "columns", "apart", "mxfp4"]

@@ -13,8 +13,9 @@ Letters as in `antiphon.kernels.api`; T is the most rows of a micro-batch.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import refilled_batch
 
 _log = get_logger("kernels")
+_Result = TypeVar("_Result")
 
 
 class _Made(NamedTuple):
@@ -175,13 +177,8 @@ class NotedHalf(AttentionHalf):
             x_TH, y_TH = AttentionHalf.attend(self, layer, before, delta_TH, cache, lane.batch)
             return _Made(x_TH, y_TH, AttentionHalf.gate(self, layer, y_TH) if self.routes(layer) else None)
 
-        try:
-            lane.calls[layer] = calls, calls.note(work)
-        except CannotNote as error:
-            self._give_up(error)
-        except BaseException:
-            self._cannot = True  # buffers may have gone to another layer
-            raise
+        if (made := self._noted(calls, work)) is not None:
+            lane.calls[layer] = calls, made
         return not self._cannot
 
     def _note_local(self, lane: _Lane, layer: int) -> bool:
@@ -195,18 +192,21 @@ class NotedHalf(AttentionHalf):
                 calls.next_layer()
                 return local(y_TH)
 
-            try:
-                lane.local_calls[layer] = calls, calls.note(work)
-            except CannotNote as error:
-                self._give_up(error)
-            except BaseException:
-                self._cannot = True
-                raise
+            if (made := self._noted(calls, work)) is not None:
+                lane.local_calls[layer] = calls, made
         return not self._cannot
 
-    def _give_up(self, error: CannotNote) -> None:
-        self._cannot = True
-        _log.info("layers of decode steps are not one native call each: %s between their kernels", error)
+    def _noted(self, calls: NotedCalls, work: Callable[[], _Result]) -> _Result | None:
+        """What `work` makes; None if it cannot be noted, and then no layer is from now on."""
+        try:
+            return calls.note(work)
+        except CannotNote as error:
+            self._cannot = True
+            _log.info("layers of decode steps are not one native call each: %s between their kernels", error)
+            return None
+        except BaseException:
+            self._cannot = True  # buffers may have gone to another layer
+            raise
 
     def _layer_before(self, layer: int) -> int:
         layers = list(self.layers)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.models.config import load_model_spec, model_spec, read_config
+from antiphon.models.config import TEXT_KEYS, load_model_spec, model_spec, read_config
 from antiphon.models.counted import counted_model
 from antiphon.models.families.defaults import assumed
 from antiphon.models.families.readers import FAMILIES
-from antiphon.models.families.refused import TEXT_KEYS
 from antiphon.models.files import brief
 from antiphon.models.spec_checks import check_spec
 from antiphon.specs.model import ModelSpec

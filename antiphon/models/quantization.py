@@ -1,6 +1,6 @@
 """Which quantised checkpoints can be read, by what `config.json` says of them.
 
-- `quant_method: fp8` (`models/dequantize`): blocks of 128 x 128 (DeepSeek-V3, MiniMax-M2), or one scale a tensor.
+- `quant_method: fp8` (`models/packed`): blocks of 128 x 128 (DeepSeek-V3, MiniMax-M2), or one scale a tensor.
 - `quant_method: compressed-tensors` (llm-compressor, GLM-4.5-FP8, Kimi-K2): float8 and int8 with a scale a row, a block
   of 128 x 128, or a tensor; 4 and 8 bits in words (`pack-quantized`) and MXFP4 (`models/packed`).
 - `quant_method: gptq` with 4 and 8 bits, `awq` in its GEMM layout (`models/packed`).

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, quantize
-from antiphon.models.dequantize import SCALE_BLOCK
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits, quantize
+from antiphon.models.packed import SCALE_BLOCK
 from antiphon.specs.precision import WEIGHT_GROUP
 
 RoundedFormat = Literal["int8", "int4", "mxfp4"]
@@ -59,7 +59,7 @@ def rounded(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
     """The matrix [R, C] in `form`; some rows at a time, which bounds what is held besides."""
     step = max(1, _NUMBERS_AT_A_TIME // max(1, weight.shape[1]))
     parts = [_rounded_rows(weight[first : first + step], form) for first in range(0, max(weight.shape[0], 1), step)]
-    scales = torch.cat([_bits(part.scales) for part in parts]).view(form.scale_dtype)
+    scales = torch.cat([as_bits(part.scales) for part in parts]).view(form.scale_dtype)
     codes = torch.cat([part.codes for part in parts])
     return QuantizedWeight(format=form, num_columns=weight.shape[1], codes=codes, scales=scales)
 
@@ -86,11 +86,6 @@ def _squares(groups: Tensor, weight: Tensor, form: WeightFormat, fraction: float
     scales.masked_fill_(scales == 0, 1.0)
     rounded_units = (groups / scales).round_().clamp_(-8, 7)
     return rounded_units.mul_(scales).sub_(groups).square_().sum(2)
-
-
-def _bits(scales: Tensor) -> Tensor:
-    """PyTorch joins few of its 8-bit floats."""
-    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
 
 
 def float8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models import dequantize
+from antiphon.models import packed
 from antiphon.models.checkpoint import Checkpoint, Cut, Rows
 from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, PerExpertLayout, StackedLayout, TensorNames
 from antiphon.models.shard_index import stored_counts
@@ -267,41 +267,28 @@ def _stacked_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, expert: i
         rows, shape = (expert * width, (expert + 1) * width), (num_experts * width, hidden)
         parts = tuple(TensorRef(prefix + name, shape, rows) for name in layout.gate_up)
         return ExpertRefs("rows", parts, TensorRef(prefix + layout.down, shape, rows))
-    rows = (expert, expert + 1)
-    if layout.kind == "apart":
-        return _apart_refs(spec, layout, prefix, rows)
-    gate_up: tuple[int, ...] = (2 * width, hidden)
+    rows, is_apart, suffix = (expert, expert + 1), layout.kind == "apart", ""
+    gate_up: tuple[int, ...] = (width if is_apart else 2 * width, hidden)
     down: tuple[int, ...] = (hidden, width)
-    suffix = ""
     if layout.kind == "columns":
         gate_up, down = gate_up[::-1], down[::-1]
     if layout.kind == "mxfp4":
-        gate_up, down, suffix = dequantize.blocks_shape(gate_up), dequantize.blocks_shape(down), BLOCKS_SUFFIX
-    first, second = prefix + layout.gate_up[0], prefix + layout.down
+        gate_up, down, suffix = packed.blocks_shape(gate_up), packed.blocks_shape(down), BLOCKS_SUFFIX
+    names, last = [prefix + name for name in layout.gate_up], prefix + layout.down
     refs = ExpertRefs(
-        layout.kind,
-        (TensorRef(first + suffix, (num_experts, *gate_up), rows),),
-        TensorRef(second + suffix, (num_experts, *down), rows),
+        "separate" if layout.kind == "apart" else layout.kind,
+        tuple(TensorRef(name + suffix, (num_experts, *gate_up), rows) for name in names),
+        TensorRef(last + suffix, (num_experts, *down), rows),
     )
     if not spec.feed_forward.expert_bias:
         return refs
-    gate_up_bias = TensorRef(first + "_bias", (num_experts, 2 * width), rows)
-    return replace(refs, biases=(gate_up_bias,), down_bias=TensorRef(second + "_bias", (num_experts, hidden), rows))
-
-
-def _apart_refs(spec: ModelSpec, layout: StackedLayout, prefix: str, rows: Range) -> ExpertRefs:
-    hidden, width, num_experts = spec.hidden_size, spec.feed_forward.intermediate, spec.router.num_experts
-    names = [prefix + name for name in layout.gate_up]
-    down = prefix + layout.down
-    refs = ExpertRefs(
-        "separate",
-        tuple(TensorRef(name, (num_experts, width, hidden), rows) for name in names),
-        TensorRef(down, (num_experts, hidden, width), rows),
+    *of_gate_up, of_down = [bias_of(name) if is_apart else name + "_bias" for name in (*names, last)]
+    bias_width = width if is_apart else 2 * width
+    return replace(
+        refs,
+        biases=tuple(TensorRef(name, (num_experts, bias_width), rows) for name in of_gate_up),
+        down_bias=TensorRef(of_down, (num_experts, hidden), rows),
     )
-    if not spec.feed_forward.expert_bias:
-        return refs
-    biases = tuple(TensorRef(bias_of(name), (num_experts, width), rows) for name in names)
-    return replace(refs, biases=biases, down_bias=TensorRef(bias_of(down), (num_experts, hidden), rows))
 
 
 _VOCABULARY = ("embedding", "head", "head_bias")

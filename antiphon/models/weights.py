@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertFormats, ExpertShape, KernelBackend, PackedExperts, PackedLinear
-from antiphon.kernels.quantized import QuantizedWeight, WeightFormat
+from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.rounding import RoundedFormat, format_of, rounded
 from antiphon.models.tensors import ExpertRefs, LoadPlan, TensorRef
@@ -321,24 +322,16 @@ def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:
     if any(part.format != form or not _equal(part.order, by_row[0].order) for part in by_row):
         return None
 
-    def together(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        found = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat([_bits(tensor) for tensor in found]).view(found[0].dtype) if found else None
-
-    codes, scales = together([part.codes for part in by_row]), together([part.scales for part in by_row])
-    assert codes is not None
-    assert scales is not None
-    zeros, offsets = together([part.zeros for part in by_row]), together([part.offsets for part in by_row])
-    return replace(by_row[0], codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+    together: dict[str, Any] = {}
+    for name in ("codes", "scales", "zeros", "offsets"):
+        found = [getattr(part, name) for part in by_row]
+        if found[0] is not None:
+            together[name] = torch.cat([as_bits(tensor) for tensor in found]).view(found[0].dtype)
+    return replace(by_row[0], **together)
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """PyTorch joins few of its 8-bit floats."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _halves(weight: QuantizedWeight) -> tuple[QuantizedWeight, QuantizedWeight]:

@@ -29,9 +29,9 @@ from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import load_model_spec, read_config
-from antiphon.models.dequantize import SCALE_SUFFIXES
 from antiphon.models.load import open_checkpoint
 from antiphon.models.names import PerExpertLayout
+from antiphon.models.packed import SCALE_SUFFIXES
 from antiphon.models.rounding import RoundedFormat, WeightRounding, format_of, rounded
 from antiphon.models.tensors import attention_layer_plan, expert_refs
 from antiphon.models.weights import PLAIN_PURPOSES

@@ -17,8 +17,8 @@ from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
 from antiphon.base.units import split_address
 from antiphon.comm.two_level.levels import TwoLevel
+from antiphon.models.families.config_keys import check_rope_scaling
 from antiphon.models.families.config_values import MAX_POSITIONS
-from antiphon.models.rope_scaling import check_rope_scaling
 from antiphon.placement.split import Phases
 from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.placement_control import FORECASTING, Policy
@@ -89,7 +89,7 @@ class ServeConfig:
     An attention worker or replica is `attention_tp` processes, an expert worker `expert_tp` (`models/shares`). A
     replica may have `num_stages` stages of that many processes, each with some of the layers (`comm/stages`).
     `kv_bytes` is the KV budget of the whole server, split evenly over the attention workers; None: a share of free
-    memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`models/rope_scaling`);
+    memory. `max_model_len` None: the model's own; `rope_scaling`: JSON in place of the model's (`config_keys`);
     `weights`: what experts that are stored in floats are rounded to (`models/rounding`); `expert_bytes`: of each
     replica's or expert worker's memory (of each of its ranks), for experts that stay in the checkpoint's file while
     they are not used (None: all are loaded);

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.attention import causal_attention
-from antiphon.kernels.ops.heads import heads_of
 from antiphon.kernels.ops.norm import rms_norm
-from antiphon.kernels.ops.rotary import rotate
+from antiphon.kernels.ops.rotary import heads_of, rotate
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 from antiphon.train.operators import LayerContext, Operator, RowExchange, WeightProduct, compute, exchange, product
 from antiphon.train.sequence_parallel import SequenceParallel, Sequences

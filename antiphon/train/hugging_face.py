@@ -30,9 +30,9 @@ from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.reference import ReferenceBackend, ReferenceExperts
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import read_config, tensor_names
-from antiphon.models.dequantize import SCALE_BLOCK, SCALE_SUFFIXES
 from antiphon.models.load import open_checkpoint
 from antiphon.models.names import StackedLayout, TensorNames
+from antiphon.models.packed import SCALE_BLOCK, SCALE_SUFFIXES
 from antiphon.models.rounding import float8_blocks
 from antiphon.models.tensors import (
     ExpertRefs,

@@ -11,8 +11,7 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.cli import tune
 from antiphon.kernels import packages
-from antiphon.kernels.choices import choices_path, read_choices
-from antiphon.kernels.tile_table import TunedWeight, read_table, write_table
+from antiphon.kernels.choices import TunedWeight, choices_path, read_choices, read_table, write_table
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import FeedForwardSpec, ModelSpec, RouterSpec
 

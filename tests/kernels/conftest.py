@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from antiphon import _native
-from antiphon.kernels.ops import choice
+from antiphon.kernels import ops
 
 
 @pytest.fixture(params=_native.available_isas())
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Native kernels run even where PyTorch's products are faster."""
-    monkeypatch.setattr(choice, "SLOWER", ((), ()))
+    monkeypatch.setattr(ops, "SLOWER", ((), ()))
     before = _native.isa()
     _native.set_isa(request.param)
     yield request.param

@@ -11,8 +11,7 @@ from torch import Tensor
 from antiphon import _native
 from antiphon.kernels import native_rows
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.ops import attention, cross_entropy, feed_forward, heads, norm, permute, rotary
-from antiphon.kernels.ops.choice import kernels_for
+from antiphon.kernels.ops import attention, cross_entropy, feed_forward, kernels_for, norm, permute, rotary
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 2e-6}  # of the largest number
@@ -97,7 +96,7 @@ def test_heads(isa: str, dtype: torch.dtype, has_norms: bool, head_dim: int, hal
 
     def run(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         norms = (q_norm, k_norm) if has_norms else None
-        parts = heads.heads_of(qkv, widths, norms, 1e-6, (angles.cos(), angles.sin()), interleaved, head_dim)
+        parts = rotary.heads_of(qkv, widths, norms, 1e-6, (angles.cos(), angles.sin()), interleaved, head_dim)
         return torch.cat(parts, 2)
 
     def without_norms(qkv: Tensor) -> Tensor:

@@ -11,11 +11,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.config import load_model_spec
-from antiphon.models.dequantize import multiplied_out
-from antiphon.models.gguf.blocks import read_blocks
-from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.gguf.checkpoint import open_weights, read_blocks
 from antiphon.models.gguf.container import TYPES
 from antiphon.models.load import open_checkpoint
+from antiphon.models.packed import multiplied_out
 from tests.models.gguf_specimens import ARCHITECTURES, all_of, stored_as, write_gguf
 
 BLOCKS = [kind for number in TYPES if (kind := Kind(number)).name not in ("F32", "F16", "BF16")]

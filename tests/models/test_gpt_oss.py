@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from antiphon.base.errors import CheckpointError
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.kernels.select import make_backend
-from antiphon.models import dequantize
+from antiphon.models import packed
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.load import load_attention_half, load_expert_half
@@ -160,8 +160,8 @@ def test_every_byte_and_exponent_means_what_it_does_in_transformers(dtype: torch
 
 
 def expand(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    matrices = dequantize.mxfp4_matrices("file", "w_blocks", blocks, "w_scales", scales)
-    return torch.stack([dequantize.multiplied_out(each, dtype) for each in matrices])
+    matrices = packed.mxfp4_matrices("file", "w_blocks", blocks, "w_scales", scales)
+    return torch.stack([packed.multiplied_out(each, dtype) for each in matrices])
 
 
 def test_low_half_first_and_the_exponent_that_is_no_number() -> None:

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.config import model_spec
+from antiphon.models.config import LACKING, TEXT_MODELS, model_spec
 from antiphon.models.families.readers import FAMILIES
-from antiphon.models.families.refused import LACKING, TEXT_MODELS
 
 
 def message_of(config: dict[str, Any]) -> str:

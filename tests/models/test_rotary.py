@@ -9,7 +9,7 @@ import torch
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.models.config import load_model_spec, model_spec
-from antiphon.models.rope_scaling import check_rope_scaling
+from antiphon.models.families.config_keys import check_rope_scaling
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import RopeSpec
 

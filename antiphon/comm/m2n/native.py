@@ -181,14 +181,8 @@ class NativeAttentionExchange(_End, CopyingExchange):
     def _place_layer(self, layer: int) -> None:
         self._rest()
         placement = self.placement
-        self._side.place(
-            version=placement.version,
-            layer=layer,
-            owners=self._owners_of(layer),
-            speeds=placement.speeds,
-            knee=placement.knee,
-            num_workers=placement.num_workers,
-        )
+        split = self._owners_of(layer), placement.speeds, placement.knee, placement.num_workers
+        self._side.place(placement.version, layer, *split)
 
     def _request(self, worker: int, layer: int, expert: int) -> None:
         self._rest()

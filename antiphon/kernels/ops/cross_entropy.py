@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from antiphon.kernels.ops.choice import kernels_for
+from antiphon.kernels.ops import kernels_for
 
 IGNORED = -100
 _CHUNK_ELEMENTS = 1 << 20  # logits at once: 4 MiB in float32, which caches hold

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.ops.choice import kernels_for
+from antiphon.kernels.ops import kernels_for
 from antiphon.kernels.ops.row_buffers import RowBuffers
 from antiphon.specs.model import FeedForwardSpec
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.ops.choice import kernels_for
+from antiphon.kernels.ops import kernels_for
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, native: bool = True) -> Tensor:

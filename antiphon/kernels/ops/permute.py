@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.ops.choice import kernels_for
+from antiphon.kernels.ops import kernels_for
 
 
 @dataclass(frozen=True)

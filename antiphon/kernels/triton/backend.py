@@ -21,13 +21,12 @@ from antiphon.kernels.api import (
     PackedExperts,
     PackedLinear,
 )
-from antiphon.kernels.choices import OWN, Key, choice_of, process_choices
+from antiphon.kernels.choices import OWN, Key, choice_of, process_choices, process_table
 from antiphon.kernels.ops.route import choose_experts
-from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.kernels.quantized import AnyWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, attend_prefills
 from antiphon.kernels.stacked import TritonExperts, TritonLinear
-from antiphon.kernels.tile_table import process_table
 from antiphon.kernels.triton import tiles
 from antiphon.kernels.triton.attention import attend_rows, plan_rows
 from antiphon.kernels.triton.gate import gate
@@ -51,7 +50,7 @@ class TritonBackend(ReferenceBackend):
         process_choices()
         self._counted: tuple[Tensor, Tensor] | None = None  # choices of the last gate, and what it counted
 
-    def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TritonLinear:
+    def pack_linear(self, weight: AnyWeight, bias: Tensor | None = None) -> TritonLinear:
         return TritonLinear(weight, bias, self.device, self.dtype)
 
     def linear(

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.choices import ProductTile
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
-from antiphon.kernels.tile_table import ProductTile
 from antiphon.kernels.triton.activation import activated
 from antiphon.kernels.triton.launch import launch, power_of_two, product, wide_products
 from antiphon.kernels.triton.rows import count, place, sum_rows

@@ -1,4 +1,4 @@
-"""Tiles of the grouped product: from the table of `antiphon tune` (`antiphon.kernels.tile_table`), or by rule."""
+"""Tiles of the grouped product: from the table of `antiphon tune` (`antiphon.kernels.choices`), or by rule."""
 
 from functools import cache
 from typing import Any
@@ -7,9 +7,8 @@ import torch
 import triton
 
 from antiphon.base.logging import get_logger
-from antiphon.kernels.choices import table_path
+from antiphon.kernels.choices import ProductTile, TunedWeight, process_table, table_path
 from antiphon.kernels.stacked import StackedWeight
-from antiphon.kernels.tile_table import ProductTile, TunedWeight, process_table
 from antiphon.kernels.triton.launch import capability_of, power_of_two
 
 _log = get_logger("kernels")

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-from antiphon.base.errors import CheckpointError
-from antiphon.models.families.config_values import MAX_POSITIONS
-from antiphon.models.files import brief
+from antiphon.base.errors import CheckpointError, UserError
+from antiphon.models.families.config_values import MAX_POSITIONS, ROPE_RULES
+from antiphon.models.files import brief, parse_json
 from antiphon.specs.model import RopeSpec
 
 Config = dict[str, Any]
@@ -31,6 +31,7 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_OWN_ROPE = ("rope_theta", "partial_rotary_factor")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -134,7 +135,7 @@ def _rope_numbers(config: Config) -> tuple[Scaling, dict[str, Any]]:
     for the base and the rotated part of a head, if it is silent about them."""
     numbers = dict(config.get("rope_parameters") or {})
     if added := config.get("rope_scaling"):
-        numbers = {key: numbers[key] for key in ("rope_theta", "partial_rotary_factor") if key in numbers} | added
+        numbers = {key: numbers[key] for key in _OWN_ROPE if key in numbers} | added
     kind = str(numbers.pop("rope_type", None) or numbers.pop("type", None) or "default")
     numbers.pop("type", None)
     if kind not in ROPE_TYPES:
@@ -180,66 +181,40 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-class GroupedQuery(TypedDict):
-    """The fields of `AttentionSpec` that most families read from the same keys."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rope: RopeSpec
-
-
-def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> GroupedQuery:
-    """`interleaved` as in `rope`; `rotary_dim_key` may state the rotated width."""
+def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> dict[str, Any]:
+    """The fields of `AttentionSpec` that most families read from the same keys. `interleaved` as in `rope`;
+    `rotary_dim_key` may state the rotated width."""
     num_heads = required_int(config, "num_attention_heads")
     head_dim = optional_int(config, "head_dim", required_int(config, "hidden_size") // num_heads)
     partial = optional_int(config, rotary_dim_key, head_dim) / head_dim if rotary_dim_key else 1.0
-    return GroupedQuery(
-        num_heads=num_heads,
-        num_kv_heads=optional_int(config, "num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(config, head_dim, interleaved=interleaved, partial=partial),
-    )
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": optional_int(config, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "rope": rope(config, head_dim, interleaved=interleaved, partial=partial),
+    }
 
 
-class ModelSizes(TypedDict):
+def sizes(config: Config) -> dict[str, Any]:
     """The sizes of `ModelSpec` that all families but DBRX read from the same keys."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-
-
-def sizes(config: Config) -> ModelSizes:
-    return ModelSizes(
-        vocab_size=required_int(config, "vocab_size"),
-        hidden_size=required_int(config, "hidden_size"),
-        num_layers=required_int(config, "num_hidden_layers"),
-    )
+    return {
+        "vocab_size": required_int(config, "vocab_size"),
+        "hidden_size": required_int(config, "hidden_size"),
+        "num_layers": required_int(config, "num_hidden_layers"),
+    }
 
 
-class SharedFields(TypedDict):
+def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> dict[str, Any]:
     """The fields of `ModelSpec` that most families read from the same keys."""
-
-    norm_eps: float
-    tie_embeddings: bool
-    max_position: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    dtype: Literal["float32", "bfloat16", "float16"]
-
-
-def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> SharedFields:
-    return SharedFields(
-        norm_eps=float(config["rms_norm_eps"]),
-        tie_embeddings=bool(config.get("tie_word_embeddings")),
-        max_position=_context(config, required_int(config, max_position_key)),
-        eos_token_ids=tokens(config, "eos_token_id"),
-        bos_token_id=next(iter(tokens(config, "bos_token_id")), None),
-        dtype=dtype(config),
-    )
+    return {
+        "norm_eps": float(config["rms_norm_eps"]),
+        "tie_embeddings": bool(config.get("tie_word_embeddings")),
+        "max_position": _context(config, required_int(config, max_position_key)),
+        "eos_token_ids": tokens(config, "eos_token_id"),
+        "bos_token_id": next(iter(tokens(config, "bos_token_id")), None),
+        "dtype": dtype(config),
+    }
 
 
 def tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
@@ -260,3 +235,69 @@ def stated_dtype(config: Mapping[str, Any]) -> str | None:
     """What `config.json` says its weights are stored in; None where it leaves that to them."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
     return None if name == "auto" else name
+
+
+# --- `--rope-scaling`: another long-context scaling than `config.json` has, for one run
+#
+# The text is what would stand under `rope_scaling` (transformers 4: `type`) or `rope_parameters` (5: `rope_type`). It
+# takes the place of the file's own, whose rotary base and rotated part stay if the text is silent about them; then the
+# family reads it as if the file had it. A key that the scaling has no use for is refused: a file may carry one along,
+# an option is written for its effect. Rejected: an option for each number, of which a scaling uses some.
+
+_OPTION = "--rope-scaling"
+_EXAMPLE = """'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
+_TRAINED = "original_max_position_embeddings"
+_FURTHER: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": (),
+    "dynamic": (),
+    "yarn": (_TRAINED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": (_TRAINED, "factor", "attention_factor", "short_mscale", "long_mscale"),
+    "llama3": (_TRAINED,),
+}
+
+
+def check_rope_scaling(text: str) -> None:
+    """`UserError` unless the text is a scaling that a model may have; whether this model may, its config tells."""
+    if text:
+        _parse_scaling(text)
+
+
+def with_rope_scaling(config: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """`config` with the scaling of the text in place of its own; as it is where the text is empty."""
+    result = dict(config)
+    if not text:
+        return result
+    scaling = _parse_scaling(text)
+    kept: dict[str, Any] = {}
+    for section in (result.get("rope_parameters"), result.get("rope_scaling")):
+        kept |= {key: section[key] for key in _OWN_ROPE if key in section} if isinstance(section, Mapping) else {}
+    if _TRAINED in scaling:
+        result.pop(_TRAINED, None)
+    return result | {"rope_parameters": kept | scaling, "rope_scaling": None}
+
+
+def _parse_scaling(text: str) -> dict[str, Any]:
+    try:
+        scaling = parse_json(text.encode(), unique_keys=True)
+    except ValueError as error:
+        raise UserError(f"{_OPTION} {brief(text)}: not valid JSON ({error}): write {_EXAMPLE}") from error
+    for name in ("rope_parameters", "rope_scaling"):  # copied with its name
+        if isinstance(scaling, dict) and list(scaling) == [name]:
+            scaling = scaling[name]
+    if not isinstance(scaling, dict):
+        raise UserError(f"{_OPTION} {brief(text)}: an object is needed: write {_EXAMPLE}")
+    kind = scaling.pop("rope_type", None) or scaling.get("type")
+    scaling.pop("type", None)
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise UserError(f"{_OPTION}: rope_type = {brief(kind)}: use one of {', '.join(sorted(ROPE_TYPES))}")
+    form = ROPE_TYPES[kind]
+    known = (*ROPE_NUMBERS[form], *_FURTHER[form], *_OWN_ROPE)
+    if unknown := [key for key in scaling if key not in known]:
+        raise UserError(f"{_OPTION}: {brief(unknown[0])} means nothing to {kind}: it has {', '.join(known)}")
+    if missing := [key for key in ROPE_NUMBERS[form] if scaling.get(key) is None]:
+        raise UserError(f"{_OPTION}: {kind} needs {', '.join(missing)}: add it")
+    for key, value in scaling.items():
+        if value is not None and (wrong := ROPE_RULES[key].wrong(value)):
+            raise UserError(f"{_OPTION}: {key} = {brief(value)}: {wrong}")
+    return {"rope_type": kind, **scaling}

@@ -54,19 +54,27 @@ class Real:
         return "" if holds and value <= self.most else needed  # NaN compares false
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """Words, whatever they are."""
+@dataclass(frozen=True)
+class JsonType:
+    """A value of a type of JSON, whatever it is."""
+
+    type: type
+    needed: str
 
     def wrong(self, value: object) -> str:
-        return "" if isinstance(value, str) else "a text is needed"
+        return "" if isinstance(value, self.type) else f"{self.needed} is needed"
+
+
+TEXT = JsonType(str, "a text")
+FLAG = JsonType(bool, "true or false")  # a text "false" would count as true
+SECTION = JsonType(Mapping, "an object")  # with keys of its own
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneOrMore:
     """A list of what `each` allows; `alone`: or one such value without a list."""
 
-    each: Whole | Real | Text
+    each: Whole | Real | JsonType
     alone: bool = False
 
     def wrong(self, value: object) -> str:
@@ -77,23 +85,7 @@ class OneOrMore:
         return next((f"in a list, {wrong}" for wrong in map(self.each.wrong, value) if wrong), "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """true or false: a text "false" would count as true."""
-
-    def wrong(self, value: object) -> str:
-        return "" if type(value) is bool else "true or false is needed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """An object with keys of its own."""
-
-    def wrong(self, value: object) -> str:
-        return "" if isinstance(value, Mapping) else "an object is needed"
-
-
-Rule = Whole | Real | Text | OneOrMore | Flag | Section
+Rule = Whole | Real | OneOrMore | JsonType
 
 _LAYERS = Whole(most=MAX_LAYERS)
 _EXPERTS = Whole(most=MAX_EXPERTS)
@@ -107,7 +99,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"), _LAYERS),
     **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), Whole(least=-1, most=MAX_LAYERS)),
     "max_window_layers": Whole(least=0, most=MAX_LAYERS),
-    **dict.fromkeys(("layer_types", "mlp_layer_types"), OneOrMore(each=Text())),
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), OneOrMore(each=TEXT)),
     "attn_type_list": OneOrMore(each=Whole(least=0, most=MAX_LAYERS)),
     "first_k_dense_replace": Whole(least=0, most=MAX_LAYERS),
     "mlp_only_layers": OneOrMore(each=Whole(least=0, most=MAX_LAYERS)),
@@ -136,9 +128,9 @@ RULES: dict[str, Rule] = {
     "clip_qkv": _POSITIVE,
     "moe_normalize_expert_weights": _POSITIVE,
     # switches
-    **dict.fromkeys(("attention_bias", "qkv_bias", "lm_head_bias", "tie_word_embeddings"), Flag()),
-    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "use_sliding_window", "use_qk_norm"), Flag()),
-    "use_bias": Flag(),
+    **dict.fromkeys(("attention_bias", "qkv_bias", "lm_head_bias", "tie_word_embeddings"), FLAG),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "use_sliding_window", "use_qk_norm"), FLAG),
+    "use_bias": FLAG,
     # tokens
     "eos_token_id": _TOKENS,
     "bos_token_id": _TOKENS,
@@ -149,13 +141,13 @@ ROPE_RULES: dict[str, Rule] = {
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Real(most=1e3)),
     **dict.fromkeys(("short_factor", "long_factor"), OneOrMore(each=_POSITIVE)),
-    "truncate": Flag(),
+    "truncate": FLAG,
 }
 SECTIONS: dict[str, dict[str, Rule]] = {
     "rope_scaling": ROPE_RULES,
     "rope_parameters": ROPE_RULES,
     "attn_config": RULES,
-    "ffn_config": RULES | {"ffn_act_fn": Section()},
+    "ffn_config": RULES | {"ffn_act_fn": SECTION},
     "quantization_config": {},
     "compression_config": {},
 }
@@ -168,7 +160,7 @@ def check_values(config: Mapping[str, Any], evidence: Evidence = str) -> None:
     for name, rules in SECTIONS.items():
         section = config.get(name)
         if section is not None:
-            check_value(f"config.json: {name}", section, Section())
+            check_value(f"config.json: {name}", section, SECTION)
             _check_section(f"config.json: {name}.", section, rules, evidence)
     _check_section("config.json: ", config, RULES, evidence)
     _check_head_width(config)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.families.config_values import ROPE_RULES, RULES, SECTIONS, Flag, Real, Rule, Text, Whole
+from antiphon.models.families.config_values import ROPE_RULES, RULES, SECTIONS, JsonType, Real, Rule, Whole
 from antiphon.models.files import brief
 
 Config = Mapping[str, Any]
@@ -171,7 +171,7 @@ def _fill(section: dict[str, Any], defaults: Config) -> None:
 
 def _means_something(key: str) -> bool:
     """Whether null is a value of its own, in place of the default."""
-    return key in _NULL_COUNTS or not isinstance(RULES.get(key), Real | Flag | Text | None)
+    return key in _NULL_COUNTS or not isinstance(RULES.get(key), Real | JsonType | None)
 
 
 def _spellings(key: str) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ from antiphon.models.load import load_attention_half, load_expert, load_expert_h
 from antiphon.models.noted_half import NotedHalf
 from antiphon.models.offloaded_experts import OffloadedExperts, OffloadedHalf
 from antiphon.models.shares import share_of
-from antiphon.models.warm_up import warm_up_attention
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, read_path_profile
@@ -241,7 +240,7 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
     num_blocks = configure.num_blocks + (1 if configure.graphs else 0)  # one more for rows that pad a step
     cache = half.new_cache(num_blocks, configure.block_size, configure.kv_dtype)
     if _compiles(source.backend):  # while a request would wait for its first token
-        warm_up_attention(half, cache, configure.max_running)
+        half.warm_up(cache, configure.max_running)
         if isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):
             exchange.half.warm_up(configure.max_running)
     kv = _kv_links(source, seat, cache)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.ops import cross_entropy, feed_forward, norm, permute, rotary
-from antiphon.kernels.ops.choice import CPU_ALONE
+from antiphon.kernels.ops import CPU_ALONE, cross_entropy, feed_forward, norm, permute, rotary
 from antiphon.kernels.triton import load
 
 Run = Callable[[], tuple[Tensor, ...]]

@@ -18,10 +18,19 @@ from antiphon.base.errors import UserError
 from antiphon.cli.tune import FORMATS
 from antiphon.kernels import packages
 from antiphon.kernels.api import ExpertShape, KVCacheSpec
-from antiphon.kernels.choices import choices_path, choose, near, process_choices, write_choices
+from antiphon.kernels.choices import (
+    TunedWeight,
+    choices_path,
+    choose,
+    near,
+    process_choices,
+    process_table,
+    read_table,
+    write_choices,
+    write_table,
+)
 from antiphon.kernels.quantized import WeightFormat
 from antiphon.kernels.stacked import StackedWeight
-from antiphon.kernels.tile_table import TunedWeight, process_table, read_table, write_table
 from antiphon.kernels.triton import is_installed, load
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="Triton is not installed")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from antiphon.kernels.triton import load
-from antiphon.models import warm_up
-from antiphon.models.warm_up import warm_up_attention
+from antiphon.models import attention_half
+from antiphon.models.attention_half import AttentionHalf
 from tests.models.conftest import load_decoder
 from tests.serve.engine_harness import save_tiny_model
 
@@ -25,11 +25,13 @@ def test_all_numbers_of_rows_are_computed_and_nothing_is_kept(
         table.normal_()
     kept = [table.clone() for table in tables]
     seen = []
-    compute = warm_up._compute
-    monkeypatch.setattr(warm_up, "LAST_ROWS", 3)
-    monkeypatch.setattr(warm_up, "_compute", lambda *given: seen.append(given[2].query_lens) or compute(*given))
+    compute = AttentionHalf._compute_alone
+    monkeypatch.setattr(attention_half, "LAST_ROWS", 3)
+    monkeypatch.setattr(
+        AttentionHalf, "_compute_alone", lambda *given: seen.append(given[2].query_lens) or compute(*given)
+    )
     with caplog.at_level("INFO"):
-        warm_up_attention(half, cache, 256)
+        half.warm_up(cache, 256)
     assert seen == [(1,), (1, 1), (2,), (1, 1, 1), (3,)]
     assert all(torch.equal(table, old) for table, old in zip(tables, kept, strict=True))
     assert "kernels of attention for up to 256 rows: ready after" in caplog.text
