@@ -21,6 +21,7 @@ import torch
 
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import give_memory_back
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.serve import signals
 from antiphon.serve.policy.handover import ExpectKV, WithdrawKV
@@ -53,6 +54,7 @@ _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
 _LOOK_S = 0.5  # a busy one says this often what it has done
 _REPORT_S = 1.0  # attention workers say this often what the exchange has carried
+_REST_S = 2.0  # a worker without work for so long gives freed memory back
 _FOREVER_S = 365.0 * 86400
 _LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
 
@@ -98,7 +100,12 @@ class Orders:
             os._exit(0)
 
     def next(self, timeout_s: float | None = None) -> object | None:
-        """The next order; waits for it, or until None comes after `timeout_s`. `PeerLost` when the engine is gone."""
+        """The next order; waits for it, or until None comes after `timeout_s`. `PeerLost` when the engine is gone.
+        While it waits for long, what large steps took goes back to the system."""
+        if timeout_s is None:
+            with suppress(queue.Empty):
+                return self._checked(self._queue.get(timeout=_REST_S))
+            give_memory_back()
         try:
             return self._checked(self._queue.get(timeout=timeout_s))
         except queue.Empty:
@@ -229,6 +236,7 @@ def _reset(worker: LoadedWorker, channel: Channel, order: Reset) -> bool:
 def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Orders) -> None:
     """Answer batches, or follow the leader's steps; between them, and while idle, look for orders."""
     last_look = time.monotonic()
+    num_idle = 0
     while True:
         try:
             busy = worker.runner.serve_one(_IDLE_S, worker.timeout_s)
@@ -240,6 +248,9 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
             if not _await_reset(worker, channel, orders):
                 return
             continue
+        num_idle = 0 if busy else num_idle + 1
+        if num_idle == int(_REST_S / _IDLE_S):
+            give_memory_back()
         if not busy or orders.waiting or time.monotonic() - last_look > _LOOK_S:
             last_look = time.monotonic()
             if _report_experts(worker, channel) and isinstance(worker, ExpertWorker):
