@@ -2,7 +2,9 @@
 
 1. A thread does its work in order. Threads of a process share one core, because they are Python's. An instance's step
    needs a core for each of its devices.
-2. If all processes that have something to do need more cores than there are, all are slower by the same factor.
+2. If all processes that have something to do need more cores than there are, all are slower by the same factor. Steps
+   of several instances read their weights over the same memory: each is slower while another one runs, by the factor
+   that the profile measured for two replicas.
 3. A request: the client sends it, the server's event loop reads it, a fixed time of waking up and waiting passes. A
    step: the instance's devices, then the engine's thread, which commits it and plans the next one. Tokens of a step:
    the event loop writes them, the client reads them.
@@ -17,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from antiphon.base.errors import UserError
+from antiphon.cost.curves import Curve
 from antiphon.cost.profile import HostTimes
 from antiphon.planner.setting import Setting
 
@@ -28,15 +31,27 @@ class SharedCores:
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
-        self._works: dict[str, deque[tuple[float, Then]]] = {}  # of each thread: seconds of a core left, what then
+        # Of each thread: seconds of a core left, what then, and `slowed`.
+        self._works: dict[str, deque[tuple[float, Then, float | None]]] = {}
         self._process: dict[str, tuple[str, int]] = {}  # of each thread: its process, and how many cores that has
         self._now_s = 0.0
 
-    def add(self, now_s: float, process: str, thread: str, work_s: float, then: Then, num_cores: int = 1) -> None:
-        """`work_s` more for this thread; `then` is handed out when it is done. A process has all its `num_cores`."""
+    def add(
+        self,
+        now_s: float,
+        process: str,
+        thread: str,
+        work_s: float,
+        then: Then,
+        num_cores: int = 1,
+        slowed: float | None = None,
+    ) -> None:
+        """`work_s` more for this thread; `then` is handed out when it is done. A process has all its `num_cores`.
+        `slowed`: how many times longer it takes while such work of another process runs; None: the memory's speed does
+        not matter."""
         self._pass(now_s)
         self._process.setdefault(thread, (process, num_cores))
-        self._works.setdefault(thread, deque()).append((max(work_s, 0.0), then))
+        self._works.setdefault(thread, deque()).append((max(work_s, 0.0), then, slowed))
 
     def next_s(self) -> float:
         """When the next work will be done if none is added; infinity if there is none."""
@@ -63,8 +78,8 @@ class SharedCores:
         """Time passes at the speeds of those that have work."""
         if (passed := now_s - self._now_s) > 0:
             for name, speed in self._speeds().items():
-                left, then = self._works[name][0]
-                self._works[name][0] = (max(left - speed * passed, 0.0), then)
+                left, then, slowed = self._works[name][0]
+                self._works[name][0] = (max(left - speed * passed, 0.0), then, slowed)
             self._now_s = now_s
 
     def _speeds(self) -> dict[str, float]:
@@ -73,13 +88,19 @@ class SharedCores:
         threads_of = Counter(self._process[name][0] for name in busy)
         needed = dict(self._process[name] for name in busy)
         share = min(1.0, self._num_cores / max(sum(needed.values()), 1))
-        return {name: share / threads_of[self._process[name][0]] for name in busy}
+        slowed = {name: self._works[name][0][2] for name in busy}
+        is_alone = len({self._process[name][0] for name, factor in slowed.items() if factor is not None}) < 2
+        return {
+            name: share / threads_of[self._process[name][0]] / (1.0 if is_alone or factor is None else factor)
+            for name, factor in slowed.items()
+        }
 
 
 class ServingHost:
     """The path of requests, steps and tokens through that machine. `now_s`: the simulation's clock; `at(time_s, then)`
     calls back then. `has_client`: the clients are a process of the same machine. `hands_over`: another pool computes
-    the prompts, which counts as waiting of the request."""
+    the prompts, which counts as waiting of the request. `slowdown`: of a step while another instance's step runs, by
+    rows; None: none was measured."""
 
     def __init__(
         self,
@@ -90,8 +111,10 @@ class ServingHost:
         *,
         has_client: bool,
         hands_over: bool,
+        slowdown: Curve | None = None,
     ) -> None:
         self.cores = SharedCores(num_cores)
+        self._slowdown = slowdown
         self._times = times
         self._now_s = now_s
         self._at = at
@@ -110,13 +133,15 @@ class ServingHost:
 
         self._add("client", "client", times.client_request_s if self._has_client else 0.0, sent)
 
-    def step(self, instance: str, num_devices: int, work_s: float, turn_s: float, then: Then) -> None:
-        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one."""
+    def step(self, instance: str, num_devices: int, rows: int, work_s: float, turn_s: float, then: Then) -> None:
+        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one. `rows`: of
+        the worker that has most."""
 
         def computed() -> None:
             self._add("server", "engine", turn_s, then)
 
-        self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices)
+        slowed = 1.0 if self._slowdown is None else max(1.0, self._slowdown.value(rows))
+        self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices, slowed)
 
     def tokens(self, count: int, then: Then) -> None:
         """The engine has `count` tokens of one step; `then` when the clients have them."""
@@ -145,8 +170,16 @@ def serving_host(
     profile = setting.profile
     num_nodes = sum(group.num_nodes for group in setting.cluster.groups)
     if profile is not None and profile.host is not None and num_nodes == 1:
-        num_cores = profile.machine.num_cores
-        return ServingHost(profile.host, num_cores, now_s, at, has_client=has_client, hands_over=hands_over)
+        slowdown = None if profile.engine is None else profile.engine.slowdowns.replica_beside_replica
+        return ServingHost(
+            profile.host,
+            profile.machine.num_cores,
+            now_s,
+            at,
+            has_client=has_client,
+            hands_over=hands_over,
+            slowdown=slowdown,
+        )
     if has_client:
         why = f"the plan's cluster has {num_nodes} nodes"
         if profile is None or profile.host is None:

@@ -232,7 +232,8 @@ class _ServingSimulation:
         else:
             phase, turn_s = instance.pool.phase, step.price.turn_s
             devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
-            self._host.step(_thread_of(instance), devices, step.end_s - step.start_s - turn_s, turn_s, ends)
+            work_s, rows = step.end_s - step.start_s - turn_s, max(step.rows.values(), default=1)
+            self._host.step(_thread_of(instance), devices, rows, work_s, turn_s, ends)
 
     def _step_ends(self, pool: int, instance: Instance, version: int) -> None:
         if version != instance.version:
