@@ -78,3 +78,20 @@ def test_kernels_that_are_compiled_are_ready_before_the_worker(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     build._build_experts(source)
     assert found == warmed
+
+
+def test_a_worker_without_work_gives_freed_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(process, "_REST_S", 0.01)
+    channel: Any = SimpleNamespace()
+    orders = process.Orders(channel)
+
+    def give() -> None:
+        given.append("memory")
+        orders._queue.put("order")
+
+    monkeypatch.setattr(process, "give_memory_back", give)
+    assert orders.next() == "order"
+    assert given == ["memory"]
+    assert orders.next(0.02) is None  # it has something else to do
+    assert given == ["memory"]
