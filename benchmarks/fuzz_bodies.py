@@ -25,19 +25,24 @@ import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import psutil
 from hostile_bodies import MIXES, Request, random_body
+
+from antiphon.base.errors import UserError
+from antiphon.bench.harness.processes import serving_here
 
 NUM_SENDERS = 4
 MAX_STALL_S = 0.25
@@ -97,55 +102,55 @@ def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     warm = context.Barrier(NUM_SENDERS + 1)
-    stop = context.Event()
-    probe = context.Process(target=_probe, args=(url, stop, results), daemon=True)
     senders = [
         context.Process(target=_send, args=(url, seed + first, num_bodies, warm, results), daemon=True)
         for first in range(NUM_SENDERS)
     ]
-    for process in (probe, *senders):
-        process.start()
-    warm.wait(_PATIENCE_S * 4)
-    before = resident_bytes(pid)
-    warm.wait(_PATIENCE_S)
     findings = Findings()
-    for _ in senders:
-        statuses, failures = results.get(timeout=3600)
-        findings.statuses.update(statuses)
-        findings.failures += failures
-    stop.set()
-    findings.waits_s = results.get(timeout=_PATIENCE_S)
-    for process in (probe, *senders):
-        process.join(_PATIENCE_S)
+    with _watched(url, pid, findings, senders):
+        warm.wait(_PATIENCE_S * 4)
+        before = resident_bytes(pid)
+        warm.wait(_PATIENCE_S)
+        for _ in senders:
+            statuses, failures = results.get(timeout=3600)
+            findings.statuses.update(statuses)
+            findings.failures += failures
     findings.failures = findings.failures[:20]
-    findings.well = _is_well(url)
-    findings.growth_bytes = resident_bytes(pid) - before
+    findings.growth_bytes -= before
     return findings
 
 
 def run_mix(url: str, pid: int, requests: list[Request]) -> Findings:
     """Send `requests` at once. Blocks until all are answered."""
     context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
     answers: Any = context.Queue()
-    stop = context.Event()
-    before = resident_bytes(pid)
-    probe = context.Process(target=_probe, args=(url, stop, results), daemon=True)
     sender = context.Process(target=_send_at_once, args=(url, requests, answers), daemon=True)
-    probe.start()
-    sender.start()
-    findings = Findings()
-    for status, text in answers.get(timeout=3600):
-        findings.statuses[status] += 1
-        if status == 0 or status >= 500:
-            findings.failures.append(f"{status} {text}")
+    findings, before = Findings(), resident_bytes(pid)
+    with _watched(url, pid, findings, [sender]):
+        for status, text in answers.get(timeout=3600):
+            findings.statuses[status] += 1
+            if status == 0 or status >= 500:
+                findings.failures.append(f"{status} {text}")
+    findings.growth_bytes -= before
+    return findings
+
+
+@contextmanager
+def _watched(url: str, pid: int, findings: Findings, senders: list[SpawnProcess]) -> Iterator[None]:
+    """The senders and the probe, started. After the block: the probe's times, whether the server is well, and (as
+    `growth_bytes`) its memory."""
+    context = multiprocessing.get_context("spawn")
+    waits_s, stop = context.Queue(), context.Event()
+    probe = context.Process(target=_probe, args=(url, stop, waits_s), daemon=True)
+    for process in (probe, *senders):
+        process.start()
+    yield
     stop.set()
-    findings.waits_s = results.get(timeout=_PATIENCE_S)
-    for process in (probe, sender):
+    findings.waits_s = waits_s.get(timeout=_PATIENCE_S)
+    for process in (probe, *senders):
         process.join(_PATIENCE_S)
     findings.well = _is_well(url)
-    findings.growth_bytes = resident_bytes(pid) - before
-    return findings
+    findings.growth_bytes = resident_bytes(pid)
 
 
 def run_mixes(url: str, pid: int, seed: int, wanted: str = "") -> list[str]:
@@ -239,16 +244,6 @@ def _send(url: str, first: int, num_bodies: int, warm: Any, results: Any) -> Non
     results.put((statuses, failures))
 
 
-def _wait_until_ready(server: subprocess.Popen[bytes], ready: Path) -> Any:
-    """What the server says of itself in the file `ready`."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not ready.exists():
-        if server.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"the server did not start within {_PATIENCE_S:.0f} s; what it wrote stands above")
-        time.sleep(0.1)  # nothing but the file tells that the server is ready
-    return json.loads(ready.read_text(encoding="utf-8"))
-
-
 def _ask(http: httpx.Client, url: str, content: bytes) -> tuple[int, str]:
     """Status (0: none came) and text; an error within a stream counts with the status it would have had."""
     try:
@@ -272,22 +267,18 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.mix and (arguments.only == "bodies" or not any(arguments.mix in name for name in MIXES)):
         parser.error(f"--mix {arguments.mix!r}: no mix has that in its name, or --only bodies leaves them all out")
-    with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "ready.json"
-        command = [sys.executable, "-m", "antiphon.cli.main", "serve", str(arguments.model), "--port", "0"]
-        command += ["--json", str(ready), "--layout", "disaggregated", "--kv-bytes", "16MiB"]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-            try:
-                facts = _wait_until_ready(server, ready)
-                problems: list[str] = []
-                if arguments.only != "mixes" and not arguments.mix:
-                    findings = fuzz(facts["url"], server.pid, arguments.bodies, arguments.seed)
-                    print(findings.summary())
-                    problems += findings.problems()
-                if arguments.only != "bodies":
-                    problems += run_mixes(facts["url"], server.pid, arguments.seed, arguments.mix)
-            finally:
-                server.terminate()
+    problems: list[str] = []
+    options = ("--layout", "disaggregated", "--kv-bytes", "16MiB")
+    try:
+        with TemporaryDirectory() as folder, serving_here(arguments.model, Path(folder), *options) as facts:
+            if arguments.only != "mixes" and not arguments.mix:
+                findings = fuzz(facts["url"], facts["pid"], arguments.bodies, arguments.seed)
+                print(findings.summary())
+                problems += findings.problems()
+            if arguments.only != "bodies":
+                problems += run_mixes(facts["url"], facts["pid"], arguments.seed, arguments.mix)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     for problem in problems:
         print(f"FAILED: {problem}")
     return 1 if problems else 0

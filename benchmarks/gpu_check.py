@@ -154,27 +154,20 @@ def make_model(preset: str) -> list[str]:
 def bench(preset: str, device: str, concurrency: str, layouts: str) -> list[str]:
     """vLLM takes part where `make peers` has installed it; PyTorch's operators as transformers uses them."""
     peers = ["transformers"] + (["vllm"] if (ROOT / ".peers" / "vllm").exists() else [])
-    command = ["-m", "antiphon.cli.main", "bench", "serve", f"out/yardstick-{preset}", "--device", device]
-    command += [
-        "--concurrency",
-        concurrency,
-        "--layouts",
-        layouts,
-        "--peers",
-        "" if device == "cpu" else ",".join(peers),
-    ]
-    tokens = ("8", "4", "1x8", "1") if device == "cpu" else ("128", "32", "8x512", "3")
-    command += [
-        "--input-tokens",
-        tokens[0],
-        "--output-tokens",
-        tokens[1],
-        "--prefill",
-        tokens[2],
-        "--rounds",
-        tokens[3],
-    ]
-    return [*command, "--json", "{json}"]
+    tiny = device == "cpu"
+    options = {
+        "--device": device,
+        "--concurrency": concurrency,
+        "--layouts": layouts,
+        "--peers": "" if tiny else ",".join(peers),
+        "--input-tokens": "8" if tiny else "128",
+        "--output-tokens": "4" if tiny else "32",
+        "--prefill": "1x8" if tiny else "8x512",
+        "--rounds": "1" if tiny else "3",
+        "--json": "{json}",
+    }
+    command = ["-m", "antiphon.cli.main", "bench", "serve", f"out/yardstick-{preset}"]
+    return [*command, *(word for option in options.items() for word in option)]
 
 
 def run_part(part: GpuPart, out: Path, deadline_s: float) -> PartOutcome:

@@ -4,27 +4,27 @@
     python benchmarks/m2n_figures.py --figures sizes --transport shm,tcp,libfabric
     python benchmarks/m2n_figures.py --draw-only               # from the JSON of an earlier run
 
-Each figure has three panels: median, 99th percentile, throughput. The paper gives no tables, so what stands beneath are
+Each figure has three charts: median, 99th percentile, throughput. The paper gives no tables, so what stands beneath are
 the gains its text states (over NCCL, one 200 Gbit/s NIC per GPU), and the same gains here (over gloo).
 """
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from antiphon.base.system import cpu_name
-from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.harness.contest import Row
 from antiphon.bench.m2n.cases import choose_contestants, figure_cases
 from antiphon.bench.m2n.contest import Settings, bench_m2n
 from antiphon.cli.output import provenance
+from antiphon.report.charts import Axis, ChartLine, LineChart
+from antiphon.report.draw import WIDTH, element, label
+from antiphon.report.draw import draw as draw_chart
 
-WIDTH, PANEL_HEIGHT, TOP, LEFT, GAP = 1000, 220, 64, 62, 46
+CHART_HEIGHT, TOP, LEGEND_STEP = 260, 64, 110
 COLOURS = {
     "shm": "#3b6fb6",
     "shm in place": "#86aee0",
@@ -37,8 +37,7 @@ COLOURS = {
     "memcpy": "#7f7f7f",
     "mpi": "#b59b00",
 }
-LEGEND_STEP = 128
-STYLE = "text{font:12px sans-serif;fill:#333}.title{font-weight:bold;font-size:14px}.note{font-size:11px;fill:#555}"
+STYLE = "text{font:12px sans-serif;fill:#333}.title{font-weight:bold;font-size:14px}.soft{fill:#555}.grid{stroke:#ddd}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,53 +45,38 @@ class Figure:
     """One of the paper's figures: its horizontal axis, what its text says of it, and the position it says it of."""
 
     title: str
-    position: Callable[[Row], str]
+    axis: str
+    position: Callable[[Row], int]
     claim: str
-    highlight: str = ""
+    highlight: int = 0
 
 
 FIGURES = {
     "one-to-n": Figure(
         title="One sender, N receivers, 128 KiB to each (MegaScale-Infer, Figure 5)",
-        position=lambda row: f"1 x {row['receivers']}",
+        axis="receivers",
+        position=lambda row: int(row["receivers"]),
         claim="Paper: NCCL lies far above a plain RDMA client at the median, and surges at P99 from 8 to 32 receivers.",
     ),
     "sizes": Figure(
         title="8 senders, 8 receivers, by message size (MegaScale-Infer, Figure 10)",
-        position=lambda row: format_bytes(row["message_bytes"]).replace(".0", ""),
+        axis="KiB",
+        position=lambda row: int(row["message_bytes"]) // 1024,
         claim="Paper: at 256 KB median -68.2%, P99 -92.9%, throughput x4.2; at most -80.8%, -96.2%, x9.9.",
-        highlight="256 KiB",
+        highlight=256,
     ),
     "m-equals-n": Figure(
         title="As many senders as receivers, 256 KiB messages (MegaScale-Infer, Figure 11)",
-        position=lambda row: f"{row['senders']} x {row['receivers']}",
+        axis="senders and receivers",
+        position=lambda row: int(row["senders"]),
         claim="Paper: P99 -54.7% to -96.9%, throughput x3.3 to x5.8.",
     ),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One quantity on a logarithmic axis."""
-
-    title: str
-    value: Callable[[Row], float]
-    tick: Callable[[float], str]
-
-
-def _tick_seconds(value: float) -> str:
-    return format_seconds(value).replace(".00", "")
-
-
-PANELS = (
-    Panel(title="median", value=lambda row: float(row["median_s"]), tick=_tick_seconds),
-    Panel(title="99th percentile", value=lambda row: float(row["p99_s"]), tick=_tick_seconds),
-    Panel(
-        title="throughput",
-        value=lambda row: float(row["throughput_bytes_per_s"]),
-        tick=lambda value: f"{value / 1e9:g} GB/s",
-    ),
-)
+CHARTS: dict[str, Callable[[Row], float]] = {
+    "median, ms": lambda row: float(row["median_s"]) * 1e3,
+    "99th percentile, ms": lambda row: float(row["p99_s"]) * 1e3,
+    "throughput, GB/s": lambda row: float(row["throughput_bytes_per_s"]) / 1e9,
+}
 
 
 def series_name(row: Row) -> str:
@@ -101,64 +85,36 @@ def series_name(row: Row) -> str:
 
 def draw(figure: Figure, rows: Sequence[Row], footer: str) -> str:
     """The figure as SVG."""
-    positions = list(dict.fromkeys(figure.position(row) for row in rows))
     names = list(dict.fromkeys(series_name(row) for row in rows))
-    width = (WIDTH - LEFT - 14 - 2 * (LEFT + GAP - 30)) / 3
-    parts = [f'<text x="14" y="20" class="title">{escape(figure.title)}</text>', _legend(names)]
-    for number, panel in enumerate(PANELS):
-        left = LEFT + number * (width + LEFT + GAP - 30)
-        parts.append(_panel(panel, figure, rows, names, positions, left, width))
-    below = TOP + PANEL_HEIGHT + 56
+    parts = [element("style", STYLE), element("rect", width="100%", height="100%", fill="#fff")]
+    parts.append(label(14, 20, figure.title, css="title"))
+    for number, name in enumerate(names):
+        left = 14 + number * LEGEND_STEP
+        parts.append(element("rect", x=left, y=32, width=14, height=4, fill=COLOURS[name]))
+        parts.append(label(left + 18, 38, name))
+    for number, (title, value) in enumerate(CHARTS.items()):
+        svg = draw_chart(title, title, "", _chart(figure, rows, names, title, value)).svg
+        parts.append(element("svg", svg, y=TOP + number * CHART_HEIGHT, width=WIDTH, height=CHART_HEIGHT))
+    below = TOP + len(CHARTS) * CHART_HEIGHT + 16
     notes = [figure.claim, *claims_here(figure, rows), footer]
-    parts += [f'<text x="14" y="{below + 16 * i}" class="note">{escape(note)}</text>' for i, note in enumerate(notes)]
-    height = below + 16 * len(notes)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}">'
-    ground = '<rect width="100%" height="100%" fill="#fff"/>'
-    return "\n".join([head, f"<style>{STYLE}</style>", ground, *parts, "</svg>"])
+    parts += [label(14, below + 16 * number, note, css="soft") for number, note in enumerate(notes)]
+    size = {"viewBox": f"0 0 {WIDTH} {below + 16 * len(notes)}", "width": WIDTH}
+    return element("svg", "\n".join(parts), xmlns="http://www.w3.org/2000/svg", **size)
 
 
-def _legend(names: Sequence[str]) -> str:
-    return "\n".join(
-        f'<rect x="{14 + i * LEGEND_STEP}" y="30" width="14" height="4" fill="{COLOURS[name]}"/>'
-        + f'<text x="{32 + i * LEGEND_STEP}" y="36">{escape(name)}</text>'
-        for i, name in enumerate(names)
-    )
-
-
-def _panel(
-    panel: Panel,
-    figure: Figure,
-    rows: Sequence[Row],
-    names: Sequence[str],
-    positions: Sequence[str],
-    left: float,
-    width: float,
-) -> str:
-    values = [panel.value(row) for row in rows]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    high = max(high, low + 1)
-
-    def x_of(position: str) -> float:
-        return left + width * (positions.index(position) + 0.5) / len(positions)
-
-    def y_of(value: float) -> float:
-        return TOP + PANEL_HEIGHT * (high - math.log10(value)) / (high - low)
-
-    parts = [f'<text x="{left:.0f}" y="{TOP - 8}">{panel.title}</text>']
-    for power in range(low, high + 1):
-        y = y_of(10.0**power)
-        parts.append(f'<line x1="{left:.1f}" x2="{left + width:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{panel.tick(10.0**power)}</text>')
-    for position in positions:
-        x, y = x_of(position), TOP + PANEL_HEIGHT + 10
-        anchor = f'transform="rotate(-25 {x:.1f} {y})" text-anchor="end"'
-        parts.append(f'<text x="{x:.1f}" y="{y}" {anchor}>{escape(position)}</text>')
+def _chart(
+    figure: Figure, rows: Sequence[Row], names: Sequence[str], title: str, value: Callable[[Row], float]
+) -> LineChart:
+    """A quantity over the figure's axis, both logarithmic, a curve for each contestant."""
+    lines = []
     for name in names:
-        points = [(x_of(figure.position(r)), y_of(panel.value(r))) for r in rows if series_name(r) == name]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.8"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{COLOURS[name]}"/>' for x, y in points]
-    return "\n".join(parts)
+        points = sorted((float(figure.position(row)), value(row)) for row in rows if series_name(row) == name)
+        x, y = zip(*points, strict=True)
+        lines.append(ChartLine(name=name, colour=COLOURS[name], x=x, y=y, has_dots=True))
+    ticks = tuple(sorted({float(figure.position(row)) for row in rows}))
+    across = Axis(title=figure.axis, low=None, is_logarithmic=True, ticks=ticks)
+    up = Axis(title=title, low=None, is_logarithmic=True)
+    return LineChart(x=across, y=up, lines=tuple(lines), height=CHART_HEIGHT)
 
 
 def claims_here(figure: Figure, rows: Sequence[Row]) -> list[str]:
@@ -168,7 +124,7 @@ def claims_here(figure: Figure, rows: Sequence[Row]) -> list[str]:
         ours = [row for row in rows if series_name(row) == name and row["ratio_to_gloo_median"] is not None]
         if ours:
             highlighted = [row for row in ours if figure.position(row) == figure.highlight]
-            there = f"at {figure.highlight} {_gains(highlighted)}; over all " if highlighted else ""
+            there = f"at {figure.highlight} {figure.axis} {_gains(highlighted)}; over all " if highlighted else ""
             lines.append(f"Here, {name} against gloo: {there}{_gains(ours)}.")
     return lines
 

@@ -1,21 +1,17 @@
-"""Balance of expert workers under drifting popularity, and what placing and splitting cost.
+"""Balance of expert workers under drifting popularity: placement from a window of steps, used for the next ones.
 
-    python benchmarks/placement.py drift     # counts: placement from a window of steps, used for the next ones
-    python benchmarks/placement.py time      # seconds: 61 layers placed, one layer split
+    python benchmarks/placement.py drift
 
-Drift: popularity is a Zipf law times a log-normal that wanders (AR(1) of its logarithm, standard deviation 0.7). The
+Popularity is a Zipf law times a log-normal that wanders (AR(1) of its logarithm, standard deviation 0.7). The
 rows of a step are one multinomial draw. Placed every 8 steps from the 40 before. Balancedness is mean over maximum of
 the workers' rows. A cell has its mean over steps and its 5th percentile.
 """
 
 import argparse
-import time
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon import _m2n
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.balance import contiguous
 from antiphon.placement.place import place, recent_loads
@@ -74,51 +70,14 @@ def drift_row(num_experts: int, num_workers: int, num_copies: int, exponent: flo
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def drift() -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Balance of expert workers under drifting popularity.")
+    parser.add_argument("what", choices=("drift",))
+    parser.parse_args()
     print("| experts / workers / copies, Zipf, correlation | no copies | even shares | split | fresh counts |")
     print("|---|---|---|---|---|")
     for case in CASES:
         print(drift_row(*case), flush=True)
-
-
-def _median_s(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return float(np.median(times))
-
-
-def times() -> None:
-    """Placing 61 layers of 256 experts on 32 workers, and splitting one: after a look at what comes out."""
-    layers = np.stack([drifting_counts(256, 1, 0.5, 0.95, seed)[0] for seed in range(61)])
-    print("| what | time |\n|---|---|")
-    for slots in (10, 9, 8):
-        held = place(layers, 32, slots)
-        assert (held.sum(axis=1) <= slots).all()
-        assert held.any(axis=2).all()
-        seconds = _median_s(lambda slots=slots: place(layers, 32, slots), 5)
-        print(f"| place 61 layers, 256 experts, 32 workers, {slots} slots | {seconds:.3f} s |", flush=True)
-    for num_experts, num_workers, slots in ((256, 32, 10), (128, 16, 10), (16, 4, 5)):
-        steps = drifting_counts(num_experts, WINDOW + 1, 0.5, 0.95, 0)
-        held, counts = place(recent_loads(steps[:WINDOW, None]), num_workers, slots)[0], steps[WINDOW]
-        native = _m2n.ExpertSplit(num_workers, [np.flatnonzero(workers).tolist() for workers in held])
-        rows = np.zeros(held.shape, dtype=np.int64)
-        narrow = counts.astype(np.uint32)
-        rows[held] = native.split(narrow)
-        assert (rows == split_rows(counts, held)).all()
-        microseconds = 1e6 * _median_s(lambda native=native, narrow=narrow: native.split(narrow), 2000)
-        print(f"| split, native, {num_experts} experts on {num_workers} workers | {microseconds:.1f} us |", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Balance of expert workers under drifting popularity.")
-    parser.add_argument("what", choices=("drift", "time"))
-    if parser.parse_args().what == "drift":
-        drift()
-    else:
-        times()
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.bench.harness.quiet import CpuWatch, rounds_of, wait_for_quiet
+from antiphon.bench.harness.contest import CpuWatch, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
-from antiphon.bench.profile.orders import NORMAL, QUICK
+from antiphon.bench.profile.measure import NORMAL, QUICK
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.step_parts import step_parts
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
@@ -113,11 +113,13 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
 def measure_point(engine: AntiphonEngine, workload: Workload, patience_s: float) -> MeasuredRound:
     """One run of an engine whose prefix cache has the prompts."""
     wait_for_quiet(timeout_s=patience_s)
-    engine.take_spans()
+    engine.running.take_spans()
     watch = CpuWatch()
     tokens_per_s = engine.steady_decode_tokens_per_s(workload)
     share, concurrency = watch.foreign_share(), len(workload.prompts)
-    return MeasuredRound(concurrency / tokens_per_s, tokens_per_s, step_parts(engine.take_spans(), concurrency), share)
+    return MeasuredRound(
+        concurrency / tokens_per_s, tokens_per_s, step_parts(engine.running.take_spans(), concurrency), share
+    )
 
 
 def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Point, list[MeasuredRound]]:
@@ -131,14 +133,11 @@ def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Poi
                 counts = [point.concurrency for point in points if point.contestant == name]
                 workloads = [make_workload(WorkloadSize(count, *sizes), vocab_size) for count in counts]
                 engine = AntiphonEngine(name, model, max_concurrency=max(counts), max_tokens=sum(sizes), trace=True)
-                try:
-                    engine.start()
+                with engine:
                     for workload in workloads:
                         engine.fill_prefix_cache(workload)
                     for count, workload in zip(counts, workloads, strict=True):
                         results[Point(name, count)].append(measure_point(engine, workload, arguments.patience))
-                finally:
-                    engine.close()
                 report(sum(map(len, results.values())), arguments.rounds * len(points))
     return results
 
@@ -272,10 +271,9 @@ def run_plans(arguments: argparse.Namespace) -> None:
         folder = Path(name)
         profile = arguments.profile or profile_here(arguments.model, folder / "before", quick=arguments.quick)
         cluster = json.loads((profile.parent / CLUSTER_FILE).read_text())
-        where = this_machine(cluster)
+        machines = this_machine(cluster)
         if arguments.mbit is not None:
-            where = nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder)
-        machines = stack.enter_context(where)
+            machines = stack.enter_context(nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder))
         layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
         served = {layout: make_plan(machines, arguments.model, profile, layout, size, folder) for layout in layouts}
         measured: dict[PinnedLayout, list[MeasuredRound]] = {layout: [] for layout in layouts}
@@ -322,22 +320,22 @@ def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
         case = LoadCase(
             workload=load_workload(str(write_workload(size, folder))), rates=tuple(rates), num_requests=size.concurrency
         )
-        with this_machine(cluster) as machines:
-            for rate in rates:
-                served, promised = make_two_phase_plan(arguments.model, profile, rate, size, folder)
-                with serving(machines, arguments.model, served, size, folder) as (url, _, _):
-                    peer = OpenAIPeer(url)
-                    peer.start()
-                    run_load(peer, case.demand(rate, 1), vocab_size, 1)  # to warm up: other prompts
-                    runs: list[LoadRun] = []
-                    shares: list[float] = []
-                    for _ in range(arguments.rounds):
-                        wait_for_quiet(timeout_s=arguments.patience)
-                        watch = CpuWatch()
-                        runs.append(run_load(peer, case.demand(rate, 0), vocab_size, 2 + len(runs)))
-                        shares.append(watch.foreign_share())
-                rows.append(rate_row(rate, served, promised, runs) | {"foreign_cpu_share": median(shares)})
-                print(rate_line(rows[-1]), flush=True)
+        machines = this_machine(cluster)
+        for rate in rates:
+            served, promised = make_two_phase_plan(arguments.model, profile, rate, size, folder)
+            with serving(machines, arguments.model, served, size, folder) as url:
+                peer = OpenAIPeer(url)
+                peer.start()
+                run_load(peer, case.demand(rate, 1), vocab_size, 1)  # to warm up: other prompts
+                runs: list[LoadRun] = []
+                shares: list[float] = []
+                for _ in range(arguments.rounds):
+                    wait_for_quiet(timeout_s=arguments.patience)
+                    watch = CpuWatch()
+                    runs.append(run_load(peer, case.demand(rate, 0), vocab_size, 2 + len(runs)))
+                    shares.append(watch.foreign_share())
+            rows.append(rate_row(rate, served, promised, runs) | {"foreign_cpu_share": median(shares)})
+            print(rate_line(rows[-1]), flush=True)
     conclude_rates(arguments, rows)
 
 

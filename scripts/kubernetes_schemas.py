@@ -63,7 +63,7 @@ def collected(value: Any, definitions: dict[str, Any], found: dict[str, Any]) ->
 
 
 def strict(schema: Any, pod: dict[str, str]) -> Any:
-    """Of a custom resource: no property that is not named; a pod's template is Kubernetes' own."""
+    """A custom resource's schema without properties that are not named; a pod's template is Kubernetes' own."""
     if isinstance(schema, list):
         return [strict(item, pod) for item in schema]
     if not isinstance(schema, dict):

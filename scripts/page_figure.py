@@ -4,7 +4,7 @@
     python scripts/page_figure.py page.html docs/figures/plan_page.png --piece 560:820 --piece 1335:1890
 
 Needs `chromium`. A piece is the first and the last row of pixels at `--width`; without one, all of the page is shown.
-Rejected: pictures taken by hand. Nobody takes them again when the page has changed.
+Rejected: pictures taken by hand. They are not taken again when the page has changed.
 """
 
 import argparse

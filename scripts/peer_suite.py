@@ -211,7 +211,7 @@ def merged(lines: list[dict[str, str]], left_out: list[dict[str, Any]]) -> list[
 
 
 def reason_of(test: str, listed: list[dict[str, Any]]) -> str:
-    """Of the first row of a list that names a part of the test's name, ``$`` its end; "" for none."""
+    """The reason in the first row of a list that names a part of the test's name, ``$`` its end; "" for none."""
     return next((row["reason"] for row in listed if any(part in f"{test}$" for part in row["tests"])), "")
 
 

@@ -13,8 +13,8 @@ Three measurements, all with the engine that serves:
 Rejected: the sweep with whole cores. With more workers than cores it would measure how they share them.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,15 +26,30 @@ from typer import Option
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, ratio, share
-from antiphon.bench.harness.cores import limited, quota_unavailable
-from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, bench_serve, make_workload
+from antiphon.bench.harness.processes import limited, quota_unavailable
+from antiphon.bench.serve import (
+    AntiphonEngine,
+    Say,
+    WorkloadSize,
+    bench_serve,
+    check_context,
+    make_workload,
+    parse_contestant,
+)
+from antiphon.bench.serving_peers import Workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import Stepping
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS
 
 _LEAST_SLICE = 0.02
-STEPS = ("together", "apart, gloo", "apart, M2N over tcp", "apart, M2N over shm", "apart, each for itself")
+STEPS: dict[str, dict[str, str]] = {  # what of `ServeConfig` makes it; the first one has another layout
+    "together": {},
+    "apart, gloo": {"exchange_library": "gloo"},
+    "apart, M2N over tcp": {"exchange": "tcp"},
+    "apart, M2N over shm": {},
+    "apart, each for itself": {"stepping": "free"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +69,6 @@ class ApartCase:
     slow: Annotated[
         float | None, Option(metavar="X", show_default="none", help="Sweep: the first one has X of its slice.")
     ] = None
-
-    def check(self, model: Path) -> None:
-        """`UserError` for what the model does not hold."""
-        tokens, most = self.input_tokens + self.output_tokens, load_model_spec(model).max_position
-        if tokens > most:
-            raise UserError(
-                f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} are more than the "
-                f"model's context of {most}: lower them"
-            )
 
     def check_slices(self) -> None:
         """`UserError` for parts of a core that are none; `ResourceError` where none can be set aside."""
@@ -85,25 +91,16 @@ class ApartCase:
 
 def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any]]:
     """A row for each of `STEPS` whose engine did not fail, with its rate over that of the step before."""
-    case.check(model)
-    apart = case.engine(model, case.layout, case.requests)
-    if apart.choice.layout != "disaggregated":
+    check_context(model, case.input_tokens, case.output_tokens)
+    apart = parse_contestant(case.layout)
+    if apart.layout != "disaggregated":
         raise UserError(f"--layout {case.layout} has attention and experts together: write for example 1+1/m2")
-    count = apart.choice.num_attention + apart.choice.num_experts
+    count = apart.num_attention + apart.num_experts
     together = case.together or (f"colocated*{count}" if count > 1 else "colocated")
-    engines = dict(
-        zip(
-            STEPS,
-            (
-                case.engine(model, together, case.requests),
-                case.engine(model, case.layout, case.requests, exchange_library="gloo"),
-                case.engine(model, case.layout, case.requests, exchange="tcp"),
-                apart,
-                case.engine(model, case.layout, case.requests, stepping="free"),
-            ),
-            strict=True,
-        )
-    )
+    engines = {
+        name: case.engine(model, case.layout if number else together, case.requests, **changes)
+        for number, (name, changes) in enumerate(STEPS.items())
+    }
     if engines["together"].choice.layout == "disaggregated":
         raise UserError(f"--together {together} has attention and experts apart: write for example colocated*2 or 2*1")
     for name, engine in engines.items():
@@ -119,7 +116,7 @@ def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any
 def compare_steps(rows: list[dict[str, Any]]) -> None:
     """Each row's rate over that of the step before; None for the first, and where the step before failed."""
     rates = {row["engine"]: row["output_tokens_per_s"] for row in rows}
-    before = dict(pairwise(reversed(STEPS)))
+    before = dict(pairwise(reversed(list(STEPS))))
     for row in rows:
         rate = rates.get(before.get(row["engine"], ""))
         row["over_the_row_before"] = row["output_tokens_per_s"] / rate if rate else None
@@ -148,16 +145,15 @@ ABLATION = ContestColumns(
 
 def bench_sweep(model: Path, case: ApartCase, counts: Sequence[int], report: Report) -> list[dict[str, Any]]:
     """A row for each number of attention workers. `ResourceError` where no part of a core can be set aside."""
-    case.check(model)
+    check_context(model, case.input_tokens, case.output_tokens)
     for count in counts:
         if not 1 <= count <= MAX_ATTENTION_WORKERS:
             raise UserError(f"--attention has {count}: it must be 1 to {MAX_ATTENTION_WORKERS}")
     case.check_slices()
-    micro_batches = case.engine(model, case.layout, 1).choice.num_micro_batches
     rows = []
     for number, count in enumerate(counts):
         report(number, len(counts))
-        rows.append(_swept(model, case, count, micro_batches))
+        rows.append(_swept(model, case, count))
     first = rows[0]
     for row in rows:
         row["gain"] = row["output_tokens_per_s"] / first["output_tokens_per_s"]
@@ -165,23 +161,33 @@ def bench_sweep(model: Path, case: ApartCase, counts: Sequence[int], report: Rep
     return rows
 
 
-def _swept(model: Path, case: ApartCase, count: int, micro_batches: int) -> dict[str, Any]:
+@contextmanager
+def _in_slices(
+    model: Path, case: ApartCase, count: int, *, first_sliced: int = 0, **changes: Any
+) -> Iterator[tuple[AntiphonEngine, Workload]]:
+    """An engine with `count` attention workers whose caches have the prompts; each process is in its slice, but for the
+    attention workers before `first_sliced`."""
+    requests, micro_batches = count * case.requests, case.engine(model, case.layout, 1).choice.num_micro_batches
+    size = WorkloadSize(requests, case.input_tokens, case.output_tokens)
+    workload = make_workload(size, load_model_spec(model).vocab_size)
+    with (
+        case.engine(model, f"{count}+1/m{micro_batches}", requests, **changes) as engine,
+        ExitStack() as stack,
+    ):
+        for index in range(first_sliced, count):
+            pid = engine.running.worker_pid(WorkerName("attention", index))
+            stack.enter_context(limited(pid, case.slice_cores))
+        stack.enter_context(limited(engine.running.worker_pid(WorkerName("experts", 0)), case.expert_cores))
+        engine.fill_prefix_cache(workload)
+        yield engine, workload
+
+
+def _swept(model: Path, case: ApartCase, count: int) -> dict[str, Any]:
     """One engine with `count` attention workers, each process in its slice."""
     requests = count * case.requests
-    engine = case.engine(model, f"{count}+1/m{micro_batches}", requests)
-    vocab_size = load_model_spec(model).vocab_size
-    workload = make_workload(WorkloadSize(requests, case.input_tokens, case.output_tokens), vocab_size)
-    try:
-        engine.start()
-        with ExitStack() as stack:
-            for index in range(count):
-                stack.enter_context(limited(engine.worker_pid(WorkerName("attention", index)), case.slice_cores))
-            stack.enter_context(limited(engine.worker_pid(WorkerName("experts", 0)), case.expert_cores))
-            engine.fill_prefix_cache(workload)
-            rates = [engine.steady_decode_tokens_per_s(workload) for _ in range(case.rounds)]
-        stats = engine.stats()
-    finally:
-        engine.close()
+    with _in_slices(model, case, count) as (engine, workload):
+        rates = [engine.steady_decode_tokens_per_s(workload) for _ in range(case.rounds)]
+        stats = engine.running.stats()
     cores = count * case.slice_cores + case.expert_cores
     rate = median(rates)
     return {
@@ -216,7 +222,7 @@ def bench_slow_worker(model: Path, case: ApartCase, count: int, report: Report) 
     """A row for each way to step: the rate of all but the first of `count` attention workers, while that one has all
     of its slice, and while it has `case.slow` of it."""
     assert case.slow is not None, "the other measurement is the sweep"
-    case.check(model)
+    check_context(model, case.input_tokens, case.output_tokens)
     if not 2 <= count <= MAX_ATTENTION_WORKERS:
         raise UserError(f"--attention is {count} with --slow: one is slow and others are not, so 2 or more")
     case.check_slices()
@@ -229,26 +235,14 @@ def bench_slow_worker(model: Path, case: ApartCase, count: int, report: Report) 
 
 def _with_slow_worker(model: Path, case: ApartCase, count: int, stepping: Stepping) -> dict[str, Any]:
     requests = count * case.requests
-    micro_batches = case.engine(model, case.layout, 1).choice.num_micro_batches
-    engine = case.engine(model, f"{count}+1/m{micro_batches}", requests, stepping=stepping)
-    workload = make_workload(
-        WorkloadSize(requests, case.input_tokens, case.output_tokens), load_model_spec(model).vocab_size
-    )
     first, *others = (WorkerName("attention", index) for index in range(count))
     rates: dict[float, list[float]] = {1.0: [], case.slow or 1.0: []}
-    try:
-        engine.start()
-        with ExitStack() as stack:
-            for name in others:
-                stack.enter_context(limited(engine.worker_pid(name), case.slice_cores))
-            stack.enter_context(limited(engine.worker_pid(WorkerName("experts", 0)), case.expert_cores))
-            engine.fill_prefix_cache(workload)
-            for _ in range(case.rounds):
-                for part, measured in rates.items():
-                    with limited(engine.worker_pid(first), part * case.slice_cores):
-                        measured.append(engine.steady_decode_tokens_per_s(workload, workers=others))
-    finally:
-        engine.close()
+    with _in_slices(model, case, count, first_sliced=1, stepping=stepping) as (engine, workload):
+        pid = engine.running.worker_pid(first)
+        for _ in range(case.rounds):
+            for part, measured in rates.items():
+                with limited(pid, part * case.slice_cores):
+                    measured.append(engine.steady_decode_tokens_per_s(workload, workers=others))
     equal, slowed = (median(rates[part]) for part in (1.0, case.slow or 1.0))
     return {
         "stepping": stepping,

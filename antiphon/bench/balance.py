@@ -43,7 +43,7 @@ from typer import Option
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.contest import ContestColumns, Row, UpTo, milliseconds
-from antiphon.bench.harness.cores import limited
+from antiphon.bench.harness.processes import limited
 from antiphon.bench.made_load import LINA_SKEW, SkewedLoad, make_hot, write_even_routing
 from antiphon.bench.serve import timed_answers
 from antiphon.models.config import load_model_spec
@@ -154,39 +154,12 @@ class BalanceOrder(BalanceOptions):
         RoutingReplay(read_routing_trace(self.routing), load_model_spec(self.model), self.batch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BalanceRow:
-    """One policy's medians over the rounds. `layer_s`: from sending a micro-batch's rows to experts to having their
-    sum; `exchange_s`: what of it is not the slowest expert worker's computing. `processor_s`: of one step, all
-    processes together. `balancedness`: the mean of steps and layers, by rows. `copies`: asked for ahead of a layer or
-    with its rows."""
-
-    case: Case
-    policy: str
-    tokens_per_s: float
-    step_s_median: float
-    step_s_p95: float
-    layer_s_median: float
-    layer_s_p95: float
-    exchange_s_median: float
-    exchange_s_p95: float
-    processor_s: float
-    balancedness: float
-    placement_changes: int
-    copies: int
-
-
-@dataclass(frozen=True)
-class _ServedPass:
-    token_ids: list[list[int]]
-    tokens_per_s: float
-    steps_s: list[float]
-    layers_s: list[float]
-    exchanges_s: list[float]
-    processor_s: float
-    balancedness: float
-    placement_changes: int
-    copies: int
+Figures = dict[str, float]
+"""What one run gave; rows have the medians. `layer_s`: from sending a micro-batch's rows to experts to having their
+sum; `exchange_s`: what of it is not the slowest expert worker's computing. `processor_s`: of one step, all processes
+together. `balancedness`: the mean of steps and layers, by rows. `copies`: asked for ahead of a layer or with its
+rows."""
+_MOST = ("placement_changes", "copies")  # of them the row has the most of any run
 
 
 def columns(rows: Sequence[Row]) -> ContestColumns:
@@ -215,7 +188,7 @@ def columns(rows: Sequence[Row]) -> ContestColumns:
 
 def bench_balance(
     order: BalanceOrder, policies: Sequence[str], folder: Path, report: Report | None = None
-) -> list[BalanceRow]:
+) -> list[dict[str, Any]]:
     """A row for each policy. `folder`: for a changed model. `UserError` if the policies do not give the same text, or a
     record does not say what `predict` needs."""
     foreseen = [name for name in policies if RUNS[name].get("balance") == "predict"]
@@ -229,7 +202,7 @@ def bench_balance(
         raise UserError(f"{record} has no forecasts, which the policy {foreseen[0]} needs: record it again")
     model = make_hot(order.model, folder, order.seed) if order.case == "hot" else order.model
     changes = {name: _changes(order, name, folder) for name in policies}
-    found: dict[str, list[_ServedPass]] = {policy: [] for policy in policies}
+    found: dict[str, list[tuple[list[list[int]], Figures]]] = {policy: [] for policy in policies}
     for number in range(order.rounds):
         turn = number % len(policies)
         for policy in (*policies[turn:], *policies[:turn]):
@@ -238,8 +211,8 @@ def bench_balance(
                 report(sum(map(len, found.values())), order.rounds * len(policies))
         if order.dtype == "float32":
             same = [passes for name, passes in found.items() if name != "ideal"]
-            _check_texts(order, [each.token_ids for passes in same for each in passes])
-    return [_row(order.case, policy, passes) for policy, passes in found.items()]
+            _check_texts(order, [token_ids for passes in same for token_ids, _ in passes])
+    return [_row(order.case, policy, [figures for _, figures in passes]) for policy, passes in found.items()]
 
 
 def _check_texts(order: BalanceOrder, texts: list[list[list[int]]]) -> None:
@@ -270,7 +243,7 @@ def _changes(order: BalanceOrder, name: str, folder: Path) -> dict[str, Any]:
 
 
 def _path_profile(order: BalanceOrder, folder: Path) -> PathProfile:
-    """Of the first half of a record's rows; of a drawn one of other rows, as many."""
+    """A profile of the first half of a record's rows; of a drawn record, of as many other rows."""
     file, spec = order.routing, load_model_spec(order.model)
     if order.case == "skewed":
         file = folder / _PROFILED
@@ -282,25 +255,15 @@ def _path_profile(order: BalanceOrder, folder: Path) -> PathProfile:
     return PathProfile.of_rows(rows_LTK, trace.header.num_experts, order.path_length, spec.expert_layers)
 
 
-def _row(case: Case, policy: str, passes: list[_ServedPass]) -> BalanceRow:
-    return BalanceRow(
-        case=case,
-        policy=policy,
-        tokens_per_s=float(np.median([each.tokens_per_s for each in passes])),
-        step_s_median=float(np.median([np.median(each.steps_s) for each in passes])),
-        step_s_p95=float(np.median([np.quantile(each.steps_s, 0.95) for each in passes])),
-        layer_s_median=float(np.median([np.median(each.layers_s) for each in passes])),
-        layer_s_p95=float(np.median([np.quantile(each.layers_s, 0.95) for each in passes])),
-        exchange_s_median=float(np.median([np.median(each.exchanges_s) for each in passes])),
-        exchange_s_p95=float(np.median([np.quantile(each.exchanges_s, 0.95) for each in passes])),
-        processor_s=float(np.median([each.processor_s for each in passes])),
-        balancedness=float(np.median([each.balancedness for each in passes])),
-        placement_changes=max(each.placement_changes for each in passes),
-        copies=max(each.copies for each in passes),
-    )
+def _row(case: Case, policy: str, runs: Sequence[Figures]) -> dict[str, Any]:
+    """Medians over the rounds."""
+    of_runs = {name: [figures[name] for figures in runs] for name in runs[0]}
+    medians = {name: max(each) if name in _MOST else float(np.median(each)) for name, each in of_runs.items()}
+    return {"case": case, "policy": policy, **medians}
 
 
-def _run(order: BalanceOrder, model: Path, fields: Mapping[str, Any]) -> _ServedPass:
+def _run(order: BalanceOrder, model: Path, fields: Mapping[str, Any]) -> tuple[list[list[int]], Figures]:
+    """(texts, figures)"""
     config = ServeConfig(
         model=model,
         layout="disaggregated",
@@ -335,18 +298,16 @@ def _run(order: BalanceOrder, model: Path, fields: Mapping[str, Any]) -> _Served
         for index, start, end in zip(of_worker.name_index, of_worker.starts_ns, of_worker.ends_ns, strict=True)
         if of_worker.names[index] == NAMES[STEP]
     ]
-    rate = sum(map(len, answers.token_ids)) / answers.took_s
-    per_step_s = worked_s / max(1, len(steps_s)) * order.attention
-    return _ServedPass(
-        answers.token_ids,
-        rate,
-        steps_s,
-        *_layers(spans),
-        per_step_s,
-        _balancedness(order, spans),
-        changes,
-        prefetch.num_copies + prefetch.num_late,
-    )
+    layers_s, exchanges_s = _layers(spans)
+    figures: Figures = {"tokens_per_s": sum(map(len, answers.token_ids)) / answers.took_s}
+    for name, values in (("step_s", steps_s), ("layer_s", layers_s), ("exchange_s", exchanges_s)):
+        figures |= {f"{name}_median": float(np.median(values)), f"{name}_p95": float(np.quantile(values, 0.95))}
+    return answers.token_ids, figures | {
+        "processor_s": worked_s / max(1, len(steps_s)) * order.attention,
+        "balancedness": _balancedness(order, spans),
+        "placement_changes": changes,
+        "copies": prefetch.num_copies + prefetch.num_late,
+    }
 
 
 def _processor_s(engine: Engine) -> float:

@@ -3,7 +3,7 @@
 1. every rank is a process that belongs to a group of ours and to one of gloo's
 2. for each collective and size: both results must be those of one process
 3. blocks of calls in turns, the order turned around each time, until each contestant has enough with little foreign
-   CPU (`harness.quiet`). A call's time is that of the slowest rank; a block's is the median of its calls
+   CPU (`harness.contest`). A call's time is that of the slowest rank; a block's is the median of its calls
 
 Sizes are those of the tensor that all ranks have afterwards (all-reduce, all-gather) or before (the others).
 """
@@ -25,15 +25,15 @@ from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Children, forked, join_gloo, seconds_of_calls
 from antiphon.bench.harness.contest import (
     ContestColumns,
-    ContestTurns,
-    OneOf,
     Patience,
+    Repetitions,
     UpTo,
+    foreign_words,
     num_bytes,
     seconds,
+    take_turns,
     times,
 )
-from antiphon.bench.harness.quiet import Repetitions, foreign_words
 from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
 from antiphon.comm.collectives import reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S
@@ -131,8 +131,8 @@ _MOST_QUIET_S = 3600.0
 class CollectiveSettings:
     """How both are measured; `transport` and `waiting` are ours."""
 
-    transport: Annotated[str, Option(metavar="T", help="shm, tcp or libfabric."), OneOf(TRANSPORTS)] = "shm"
-    waiting: Annotated[str, Option(metavar="HOW", help="auto, poll, spin or block."), OneOf(WAITING)] = "auto"
+    transport: Annotated[str, Option(metavar="T", help="shm, tcp or libfabric."), TRANSPORTS] = "shm"
+    waiting: Annotated[str, Option(metavar="HOW", help="auto, poll, spin or block."), WAITING] = "auto"
     repetitions: Annotated[int, Option(metavar="N", help="Turns of every contestant."), UpTo(1000)] = 5
     timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), Patience()] = 30.0
     quiet_timeout: Annotated[float, Option(metavar="S", help="Wait so long for other programs to rest.")] = 5.0
@@ -184,8 +184,8 @@ def _measure(ranks: Children, case: CollectiveCase, settings: CollectiveSettings
         probed_s = ranks.slowest_median_s("run", name, 5)
         num_calls = max(5, min(_MOST_CALLS, int(_BLOCK_S / probed_s)))
         contestants[name] = partial(ranks.slowest_median_s, "run", name, num_calls)
-    turns = ContestTurns(num_repetitions=settings.repetitions, quiet_timeout_s=settings.quiet_timeout)
-    return _row(case, settings, turns.take(contestants))
+    blocks = take_turns(contestants, settings.repetitions, quiet_timeout_s=settings.quiet_timeout)
+    return _row(case, settings, blocks)
 
 
 def _row(case: CollectiveCase, settings: CollectiveSettings, blocks: dict[str, Repetitions[float]]) -> dict[str, Any]:

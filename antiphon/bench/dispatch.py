@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,7 @@ from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.training.counts import expert_parallel_volume
 
-Dtype = Literal["float32", "bfloat16"]
-TOLERANCES: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 3e-2}  # relative to the largest number
+TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-2}  # relative to the largest number
 BASELINE = "all-to-all"
 VARIANTS = (BASELINE, "all-to-all, once a rank", "all-gather")
 CASE_TIMEOUT_S = 300.0
@@ -43,7 +42,7 @@ CASE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """`rounds` are timed after one that is not."""
+    """`tokens` of each rank, each with `top_k` of `num_experts` experts; `rounds` are timed after one that is not."""
 
     ranks: Annotated[int, Option(metavar="N", help="Processes, each with its experts."), UpTo(64)] = 2
     tokens: Annotated[int, Option(metavar="N", help="Rows of each rank."), UpTo(1_000_000)] = 1024
@@ -53,13 +52,18 @@ class DispatchOptions:
     dtype: Annotated[str, Option(metavar="D", help="float32 or bfloat16: of the rows.")] = "float32"
     rounds: Annotated[int, Option(metavar="N", help="Timed rounds, in turns."), UpTo(1000)] = 10
 
-    def cases(self) -> "list[DispatchCase]":
-        """`UserError` for what cannot be."""
+    def check(self) -> list[int]:
+        """The numbers of experts of a row to measure. `UserError` for what cannot be."""
         if self.ranks < 2:
             raise UserError(f"--ranks is {self.ranks}: one rank sends nothing, use 2 or more")
         if self.dtype not in TOLERANCES:
             raise UserError(f"--dtype is {self.dtype!r}: use {' or '.join(TOLERANCES)}")
-        return [DispatchCase(**asdict(self) | {"top_k": top_k}) for top_k in parse_top_k(self.top_k)]
+        counts = parse_top_k(self.top_k)
+        if wrong := [count for count in counts if count > self.num_experts]:
+            raise UserError(f"--top-k is {wrong[0]}, --experts is {self.num_experts}: choose at most all experts")
+        if self.ranks > self.num_experts:
+            raise UserError(f"--ranks is {self.ranks}, --experts is {self.num_experts}: give each rank an expert")
+        return counts
 
 
 def parse_top_k(text: str) -> list[int]:
@@ -68,25 +72,6 @@ def parse_top_k(text: str) -> list[int]:
     if len(found) < len(text.split(",")) or min(found) < 1:
         raise UserError(f"--top-k is {text!r}: write whole numbers from 1 on, such as 1,2,4")
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatchCase:
-    """`tokens` of each rank, each with `top_k` of `num_experts` experts; `rounds` are timed after one that is not."""
-
-    ranks: int
-    tokens: int
-    hidden: int
-    num_experts: int
-    top_k: int
-    dtype: Dtype
-    rounds: int
-
-    def __post_init__(self) -> None:
-        if self.top_k > self.num_experts:
-            raise UserError(f"--top-k is {self.top_k}, --experts is {self.num_experts}: choose at most all experts")
-        if self.ranks > self.num_experts:
-            raise UserError(f"--ranks is {self.ranks}, --experts is {self.num_experts}: give each rank an expert")
 
 
 COLUMNS = ContestColumns(
@@ -104,30 +89,19 @@ COLUMNS = ContestColumns(
 )
 
 
-def bench_dispatch(cases: Sequence[DispatchCase], report: Report) -> list[dict[str, Any]]:
-    """Rows of all ways for each case. `ChildFailed`, `PeerLost` or `PeerTimeout` names the rank that fails."""
+def bench_dispatch(chosen: DispatchOptions, report: Report) -> list[dict[str, Any]]:
+    """Rows of all ways for each number of experts. `ChildFailed`, `PeerLost` or `PeerTimeout` names the rank that
+    fails."""
     rows: list[dict[str, Any]] = []
-    for number, case in enumerate(cases):
-        report(number, len(cases))
+    counts = chosen.check()
+    for number, top_k in enumerate(counts):
+        report(number, len(counts))
         with TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder, Children() as ranks:
-            made = [partial(DispatchRank, case, f"{folder}/store", rank) for rank in range(case.ranks)]
-            ranks.start([f"rank[{rank}]" for rank in range(case.ranks)], made, forked())
+            made = [partial(DispatchRank, chosen, top_k, f"{folder}/store", rank) for rank in range(chosen.ranks)]
+            ranks.start([f"rank[{rank}]" for rank in range(chosen.ranks)], made, forked())
             rows += ranks.ask("measure")[0]
-    report(len(cases), len(cases))
+    report(len(counts), len(counts))
     return rows
-
-
-class DispatchRank:
-    """One rank."""
-
-    def __init__(self, case: DispatchCase, store: str, rank: int) -> None:
-        self._case, self._store, self._rank = case, store, rank
-
-    def measure(self) -> list[dict[str, Any]]:
-        join_gloo(self._store, self._rank, self._case.ranks, CASE_TIMEOUT_S)
-        rows = _measure(self._case, self._rank)
-        dist.destroy_process_group()
-        return rows
 
 
 @dataclass(frozen=True)
@@ -138,10 +112,10 @@ class _Inputs:
     grad_TH: Tensor
 
     @staticmethod
-    def draw(case: DispatchCase, rank: int) -> "_Inputs":
+    def draw(case: DispatchOptions, top_k: int, rank: int) -> "_Inputs":
         generator, dtype = torch.Generator().manual_seed(rank), getattr(torch, case.dtype)
         scores = torch.rand(case.tokens, case.num_experts, generator=generator)
-        weights_TK, ids_TK = scores.topk(case.top_k, dim=1)
+        weights_TK, ids_TK = scores.topk(top_k, dim=1)
         x_TH, grad_TH = (torch.randn(case.tokens, case.hidden, generator=generator).to(dtype) for _ in range(2))
         return _Inputs(x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_(), grad_TH)
 
@@ -169,31 +143,40 @@ def there_and_back(dispatcher: Dispatcher, experts: tuple[int, int], inputs: _In
     return out_TH.detach(), grad_x, grad_weights
 
 
-def _measure(case: DispatchCase, rank: int) -> list[dict[str, Any]]:
-    mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), rank, CASE_TIMEOUT_S)
-    group, inputs = mesh.group("expert"), _Inputs.draw(case, rank)
-    ways = dispatchers_over(group, case.num_experts)
-    expected = there_and_back(Dispatcher(case.num_experts), (0, case.num_experts), inputs)
-    for name, way in ways.items():
-        check_equal(name, case.dtype, there_and_back(*way, inputs), expected)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    waited, sent = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
-    for round_number in range(case.rounds + 1):
+class DispatchRank:
+    """One rank."""
+
+    def __init__(self, case: DispatchOptions, top_k: int, store: str, rank: int) -> None:
+        self._case, self._top_k, self._store, self._rank = case, top_k, store, rank
+
+    def measure(self) -> list[dict[str, Any]]:
+        case = self._case
+        join_gloo(self._store, self._rank, case.ranks, CASE_TIMEOUT_S)
+        mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), self._rank, CASE_TIMEOUT_S)
+        group, inputs = mesh.group("expert"), _Inputs.draw(case, self._top_k, self._rank)
+        ways = dispatchers_over(group, case.num_experts)
+        expected = there_and_back(Dispatcher(case.num_experts), (0, case.num_experts), inputs)
         for name, way in ways.items():
-            mesh.ledger.take()
-            dist.barrier()
-            began_s = time.perf_counter()
-            there_and_back(*way, inputs)
-            slowest = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
-            counted = mesh.ledger.take()
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if round_number:
-                times[name].append(float(slowest))
-                waited[name] += sum(counted.waited_s.values()) / case.rounds
-                sent[name] = sum(number for key, number in counted.sent_bytes.items() if _carries_rows(key))
-    mean_sent = torch.tensor([float(sent[name]) for name in ways], dtype=torch.float64)
-    dist.all_reduce(mean_sent)
-    return list(_rows(case, times, waited, (mean_sent / case.ranks).tolist()))
+            check_equal(name, case.dtype, there_and_back(*way, inputs), expected)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        waited, sent = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+        for round_number in range(case.rounds + 1):
+            for name, way in ways.items():
+                mesh.ledger.take()
+                dist.barrier()
+                began_s = time.perf_counter()
+                there_and_back(*way, inputs)
+                slowest = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
+                counted = mesh.ledger.take()
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                if round_number:
+                    times[name].append(float(slowest))
+                    waited[name] += sum(counted.waited_s.values()) / case.rounds
+                    sent[name] = sum(number for key, number in counted.sent_bytes.items() if _carries_rows(key))
+        mean_sent = torch.tensor([float(sent[name]) for name in ways], dtype=torch.float64)
+        dist.all_reduce(mean_sent)
+        dist.destroy_process_group()
+        return list(_rows(case, self._top_k, times, waited, (mean_sent / case.ranks).tolist()))
 
 
 def _carries_rows(name: str) -> bool:
@@ -201,30 +184,34 @@ def _carries_rows(name: str) -> bool:
     return name.split(".", maxsplit=1)[0] in ("dispatch", "combine")
 
 
-def check_equal(name: str, dtype: Dtype, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def check_equal(name: str, dtype: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """`AssertionError` where results or gradients are not those of one process: then nothing is timed."""
     for what, ours, wanted in zip(("sum", "gradient of rows", "gradient of weights"), found, expected, strict=True):
         difference = float((ours.float() - wanted.float()).abs().max() / wanted.float().abs().max())
         assert difference <= TOLERANCES[dtype], f"{name}, {dtype}: the {what} differs by {difference:.1e}"
 
 
-def expected_bytes(case: DispatchCase) -> dict[str, float]:
+def expected_bytes(case: DispatchOptions, top_k: int) -> dict[str, float]:
     """What a rank sends, there and back, forward and backward, at uniform routing (MegaScale-MoE, eq. 3 and 4)."""
     whole = case.ranks * case.tokens * case.hidden * getattr(torch, case.dtype).itemsize
-    once = expected_distinct(case.num_experts, case.top_k, case.ranks)
-    copies = dict(zip(VARIANTS, (case.top_k, once, case.ranks), strict=True))
+    once = expected_distinct(case.num_experts, top_k, case.ranks)
+    copies = dict(zip(VARIANTS, (top_k, once, case.ranks), strict=True))
     return {name: 2 * whole * float(expert_parallel_volume(case.ranks, each)) for name, each in copies.items()}
 
 
 def _rows(
-    case: DispatchCase, times: dict[str, list[float]], waited: dict[str, float], sent: Sequence[float]
+    case: DispatchOptions,
+    top_k: int,
+    times: dict[str, list[float]],
+    waited: dict[str, float],
+    sent: Sequence[float],
 ) -> Iterator[dict[str, Any]]:
-    formula, baseline_s = expected_bytes(case), statistics.median(times[BASELINE])
+    formula, baseline_s = expected_bytes(case, top_k), statistics.median(times[BASELINE])
     for name, sent_bytes in zip(times, sent, strict=True):
         median_s = statistics.median(times[name])
         yield {
             "variant": name,
-            **asdict(case),
+            **asdict(case) | {"top_k": top_k},
             "round_trip_s_median": median_s,
             "time_to_all_to_all": median_s / baseline_s,
             "comm_bytes": sent_bytes,

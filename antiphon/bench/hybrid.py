@@ -14,7 +14,6 @@ Experts return what they are given, so this is the price of communication. Resul
 contestants take turns. A time is the slowest rank's, bytes are those that a rank sends on each level.
 """
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,21 +27,20 @@ from antiphon import _m2n
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.box import Box, box_unavailable
-from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
+from antiphon.bench.box import Box
 from antiphon.bench.harness.children import Children, forked, seconds_of_calls
 from antiphon.bench.harness.contest import (
     ContestColumns,
-    ContestTurns,
-    OneOf,
     Patience,
     Row,
     UpTo,
+    foreign_words,
     num_bytes,
     seconds,
+    take_turns,
     times,
 )
-from antiphon.bench.harness.quiet import foreign_words
+from antiphon.bench.harness.processes import box_of_ranks, check_mbit, enter_network, network_of, require_box
 from antiphon.bench.m2n.cases import TRANSPORTS
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.two_level.exchange import message_bytes
@@ -66,8 +64,8 @@ class TwoLevelCase:
     hidden: Annotated[int, Option(metavar="H", help="Width of a row."), UpTo(65_536)] = 2048
     num_experts: Annotated[int, Option("--experts", metavar="E", help="Experts in all."), UpTo(4096)] = 16
     top_k: Annotated[int, Option(metavar="K", help="Experts of a row.")] = 4
-    inside: Annotated[str, Option(metavar="T", help="Transport inside a node."), OneOf(TRANSPORTS)] = "shm"
-    across: Annotated[str, Option(metavar="T", help="Transport between nodes."), OneOf(TRANSPORTS)] = "tcp"
+    inside: Annotated[str, Option(metavar="T", help="Transport inside a node."), TRANSPORTS] = "shm"
+    across: Annotated[str, Option(metavar="T", help="Transport between nodes."), TRANSPORTS] = "tcp"
     mbit: Annotated[
         float | None, Option(metavar="R", show_default="no box", help="Nodes in a box, links of R 10^6 bits/s.")
     ] = None
@@ -87,17 +85,16 @@ class TwoLevelCase:
             raise UserError(f"--only has {wrong[0]!r}: use some of {', '.join(CONTESTANTS)}")
         if not 1 <= self.top_k <= self.num_experts:
             raise UserError(f"--top-k is {self.top_k}: it must be 1 to {self.num_experts}")
-        if self.mbit is not None and not 0.1 <= self.mbit <= 100_000:
-            raise UserError(f"--mbit is {self.mbit:g}: it must be 0.1 to 100000")
-        if self.mbit is not None and self.across == "shm":
-            raise UserError("--across shm passes no link: with --mbit use tcp or libfabric")
+        if self.mbit is not None:
+            check_mbit("--mbit", self.mbit)
+            if self.across == "shm":
+                raise UserError("--across shm passes no link: with --mbit use tcp or libfabric")
         if self.inner_mbit is not None:
             if self.mbit is None or self.inside == "shm":
                 raise UserError(
                     f"--inner-mbit {self.inner_mbit:g} needs --mbit, and --inside tcp: shared memory passes no link"
                 )
-            if not 0.1 <= self.inner_mbit <= 40_000:
-                raise UserError(f"--inner-mbit is {self.inner_mbit:g}: it must be 0.1 to 40000")
+            check_mbit("--inner-mbit", self.inner_mbit)
         if self.hidden % self.num_ranks:
             raise UserError(
                 f"--hidden is {self.hidden}: it must be a multiple of the {self.num_ranks} ranks, which share each row"
@@ -129,8 +126,13 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
     """One row per contestant. `ChildFailed` or `PeerLost` names a rank that fails or has a wrong result,
     `ResourceError` says why there can be no box."""
     with ExitStack() as stack:
-        box = None if case.mbit is None else stack.enter_context(_box(case, case.mbit))
-        places = () if box is None else tuple(_place_in(box, node) for node in range(box.num_nodes))
+        box = None
+        if case.mbit is not None:
+            require_box("--mbit")
+            box = stack.enter_context(box_of_ranks(case.nodes, case.ranks_per_node, case.mbit, case.inner_mbit))
+        places = (
+            () if box is None else tuple((network_of(box, node), box.address(node)) for node in range(box.num_nodes))
+        )
         ranks = stack.enter_context(Children())
         made = [partial(TwoLevelRank, case, places, rank) for rank in range(case.num_ranks)]
         ranks.start([f"rank[{rank}]" for rank in range(case.num_ranks)], made, forked())
@@ -142,7 +144,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             carried[name] = max((now - then for now, then in zip(_carried(box), before, strict=True)), default=None)
         turns = {name: partial(ranks.slowest_median_s, "run", name) for name in case.contestants}
         report(1, 2)
-        blocks = ContestTurns(num_repetitions=case.repetitions).take(turns)
+        blocks = take_turns(turns, case.repetitions)
     synchronous_s = blocks[SYNCHRONOUS].median(float) if SYNCHRONOUS in blocks else None
     return [
         {
@@ -185,20 +187,6 @@ COLUMNS = ContestColumns(
 )
 
 
-def _box(case: TwoLevelCase, mbit: float) -> Box:
-    if reason := box_unavailable():
-        raise ResourceError(f"--mbit makes a cluster in a box (docs/box.md): {reason}")
-    if case.inner_mbit is None:
-        return Box(num_nodes=case.nodes, mbit=mbit)
-    return Box(num_nodes=case.num_ranks, mbit=mbit, near_mbit=case.inner_mbit, num_near=case.ranks_per_node)
-
-
-def _place_in(box: Box, node: int) -> tuple[str, str]:
-    """The file of a node's network, for processes that enter it, and its address."""
-    holder = box.start(node, ["sleep", "infinity"])  # ends with the box
-    return f"/proc/{holder.pid}/ns/net", box.address(node)
-
-
 def _carried(box: Box | None) -> list[int]:
     """Bytes that each node's link has carried away from it."""
     return [] if box is None else [box.counters(node).up_bulk_bytes for node in range(box.num_nodes)]
@@ -212,9 +200,7 @@ class TwoLevelRank:
         self._case, self._rank, self._host = case, rank, "127.0.0.1"
         if places:
             network, self._host = places[rank * len(places) // case.num_ranks]
-            descriptor = os.open(network, os.O_RDONLY)
-            enter(descriptor, CLONE_NEWNET)
-            os.close(descriptor)
+            enter_network(network)
         self._levels = {name: self._open(name) for name in (FUSED, EXPERT, TENSOR)}
         self._exchanges = {name: self._exchange(name) for name in CONTESTANTS}
 

@@ -211,19 +211,12 @@ _EXPERTS = ("gather", "weigh", "weigh_bias", "fc2", "activation", "fc1", "scatte
 _COMBINE = ("total", "over_budget", "add")
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Times of one layer's backward: seconds of each action on the processor, of each start's exchange on the wire, and
-    the bytes of one of the experts' exchanges."""
-
-    computing_s: Mapping[Action, float]
-    travelling_s: Mapping[Action, float]
-    exchange_bytes: float
-
-
-def backward_s(layers: Sequence[LayerTimes], sums_s: float, sums_bytes: float, config: CommunicationConfig) -> float:
-    """Until the last sum is over. `layers` in the order in which backward visits them; `sums_s`, `sums_bytes`: of all
-    layers' gradients, in equal parts."""
+def backward_s(
+    layers: Sequence[ActionTimes], exchange_bytes: float, sums_s: float, sums_bytes: float, config: CommunicationConfig
+) -> float:
+    """Until the last sum is over. `layers` in the order in which backward visits them, seconds of each action on the
+    processor, and of each start's exchange on the wire; `exchange_bytes`: of one of the experts' exchanges; `sums_s`,
+    `sums_bytes`: of all layers' gradients, in equal parts."""
     found, before_s, gradients = list[BackwardLayer](), 0.0, tuple[Gradient, ...]()
     for number, layer in enumerate(layers):
         combine_s = _sum(layer.computing_s, _COMBINE)
@@ -237,7 +230,7 @@ def backward_s(layers: Sequence[LayerTimes], sums_s: float, sums_bytes: float, c
                 all_to_all_s=exchanges_s / 2,
                 ffn_s=experts_s,
                 gate_s=0.0,
-                all_to_all_bytes=round(layer.exchange_bytes),
+                all_to_all_bytes=round(exchange_bytes),
             )
         )
         before_s = sum(layer.computing_s.values()) - combine_s - experts_s
@@ -302,8 +295,8 @@ def predicted_step_s(
     if sizes.sequence * sizes.tensor > 1:  # Lina's simulator knows no exchanges of attention
         wire_s = sums + sum(sum(each.travelling_s.values()) for _, each in times)
         return costs.outside_s + forward_s + max(orders_s, wire_s)
-    layers = [LayerTimes(each.computing_s, each.travelling_s, costs.exchange_bytes) for _, each in times]
-    beside_s = backward_s(layers, sums, sums * links.bytes_per_s, config.communication)
+    layers = [each for _, each in times]
+    beside_s = backward_s(layers, costs.exchange_bytes, sums, sums * links.bytes_per_s, config.communication)
     return costs.outside_s + forward_s + beside_s
 
 

@@ -24,7 +24,7 @@ from typer import Option
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.harness.cores import quota_unavailable
+from antiphon.bench.harness.processes import quota_unavailable
 from antiphon.bench.train import StepCase
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import did_you_mean
@@ -50,7 +50,10 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderOptions:
-    """Which ladder, and on which box. What is None was left out."""
+    """Which ladder, and on which box: `nodes` times `ranks_per_node` ranks, whose links carry `mbit` 10^6 bits/s each
+    way. `rank_cores`: a control group gives a rank this many cores, so that ranks that share cores take each other
+    nothing; None: they share what there is. `inner_mbit`: ranks of a node have links of this rate to each other, and
+    each has one out of the node; None: they share memory, and the way out. `timeout`: seconds."""
 
     ladder: Annotated[
         str | None,
@@ -59,13 +62,11 @@ class LadderOptions:
             help="Variants of a step: msm, tensor, memory, pairs, compression, lina, packing, marks, chunks.",
         ),
     ] = None
-    nodes: Annotated[int | None, Option(metavar="N", show_default="2", help="Of a ladder: nodes.")] = None
-    ranks_per_node: Annotated[
-        int | None, Option(metavar="N", show_default="2", help="Of a ladder: ranks of a node.")
-    ] = None
-    mbit: Annotated[
-        float | None, Option(metavar="R", show_default="100", help="Of a ladder: each link, in 10^6 bits/s.")
-    ] = None
+    nodes: Annotated[int, Option(metavar="N", show_default="2", help="Of a ladder: nodes.")] = 2
+    ranks_per_node: Annotated[int, Option(metavar="N", show_default="2", help="Of a ladder: ranks of a node.")] = 2
+    mbit: Annotated[float, Option(metavar="R", show_default="100", help="Of a ladder: each link, in 10^6 bits/s.")] = (
+        100.0
+    )
     rank_cores: Annotated[
         float | None, Option(metavar="F", show_default="all", help="Of a ladder: cores that a rank gets at most.")
     ] = None
@@ -78,30 +79,20 @@ class LadderOptions:
     figure: Annotated[
         Path | None, Option(metavar="FILE", show_default="no figure", help="Of a ladder: write it as SVG.")
     ] = None
-    timeout: Annotated[float | None, Option(metavar="S", show_default="3600", help="Of a ladder: to its end.")] = None
-
-    def refuse_without_ladder(self) -> None:
-        values = {name: value for name, value in vars(self).items() if name != "ladder"}
-        if named := [f"--{name.replace('_', '-')}" for name, value in values.items() if value is not None]:
-            raise UserError(f"{', '.join(named)}: only a ladder runs in a box, so give --ladder too, or leave it out")
+    timeout: Annotated[float, Option(metavar="S", show_default="3600", help="Of a ladder: to its end.")] = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LadderCase(StepCase):
-    """`ladder` on a box of `nodes` times `ranks_per_node` ranks whose links carry `mbit` 10^6 bits/s each way.
-    `rounds`: timed steps of each variant. `rank_cores`: a control group gives a rank this many cores, so that ranks
-    that share cores take each other nothing; 0: they share what there is. `chosen`: names of variants that run, beside
-    the first, with which all are compared; empty: all. `inner_mbit`: ranks of a node have links of this rate to each
-    other, and each has one out of the node; 0: they share memory, and the way out."""
+class LadderCase(StepCase, LadderOptions):
+    """A ladder of a step. `rounds`: timed steps of each variant."""
 
     ladder: str
-    nodes: int
-    ranks_per_node: int
-    mbit: float
     rounds: int
-    rank_cores: float = 0.0
-    chosen: tuple[str, ...] = ()
-    inner_mbit: float = 0.0
+
+    @property
+    def chosen(self) -> list[str]:
+        """Variants that run, beside the first, with which all are compared; empty: all."""
+        return [name.strip() for name in (self.variants or "").split(";") if name.strip()]
 
     @property
     def ranks(self) -> int:

@@ -12,8 +12,14 @@ A request's first token counts from the moment it was due: a client that is late
 faster, and `late_s` says by how much. MegaScale-Infer, section 7.1, bounds the time per output token; MixServe,
 section IV-B, sets rates.
 
+In a box every node has as many processes of a layout, a thread each, so all layouts have equal hardware (MixServe's
+Figure 10, MegaScale-Infer's Figures 8 and 9, whose baselines are layouts too). Processes lie on the nodes in order:
+those of attention workers or replicas, rank by rank, then those of expert workers. The server is on node 0 with the
+first ones; the others join, as on machines of their own. The client sits on node 0.
+
 Rejected: as many requests in flight as before whatever the server does (closed loop). A slow server would slow its own
-load, and its queue would not show.
+load, and its queue would not show. Rejected: nodes for each contestant in turn. A start costs more than a load, and a
+server that waits costs nothing.
 """
 
 import asyncio
@@ -22,6 +28,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +41,24 @@ from typer import Option
 
 from antiphon.base.errors import UserError
 from antiphon.base.system import raise_limit
-from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, share
-from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
+from antiphon.bench.box import Box
+from antiphon.bench.harness.contest import ContestColumns, Repetitions, UpTo, milliseconds, repeat_until_quiet, share
+from antiphon.bench.harness.processes import (
+    ANTIPHON,
+    PATIENCE_S,
+    check_mbit,
+    end_process,
+    ready_facts,
+    require_box,
+    start_here,
+    start_on,
+    start_workers,
+)
 from antiphon.bench.openai_peer import REQUEST_TIMEOUT_S, OpenAIPeer, inter_token_s
+from antiphon.bench.serve import parse_contestant
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
+from antiphon.planner.local_prediction import LocalChoice
 from antiphon.sim.serving_options import Demand, draw_demand
 from antiphon.specs.workload import LengthSpec, WorkloadSpec, load_workload
 
@@ -48,31 +68,27 @@ LATENCIES = ("ttft_s", "tpot_s", "itl_s")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Load at given rates. What is None was left out."""
+    """Load at given rates. Promises that are None are the workload's."""
 
     rate: Annotated[
         str | None, Option(metavar="R,R", help="Load instead: requests/s, sent whatever the server does.")
     ] = None
     lengths: Annotated[
-        str | None, Option(metavar="NAME", show_default="sharegpt-like", help="Of load: a workload, a trace, 512x16.")
-    ] = None
+        str, Option(metavar="NAME", show_default="sharegpt-like", help="Of load: a workload, a trace, 512x16.")
+    ] = "sharegpt-like"
     requests: Annotated[
-        int | None,
-        UpTo(65_536),
-        Option(metavar="N", show_default="200", help="Of load: requests of a rate and repeat."),
-    ] = None
+        int, UpTo(65_536), Option(metavar="N", show_default="200", help="Of load: requests of a rate and repeat.")
+    ] = 200
     burstiness: Annotated[
-        float | None, Option(metavar="K", show_default="1: Poisson", help="Of load: 1/K is the gaps' variance.")
-    ] = None
+        float, Option(metavar="K", show_default="1: Poisson", help="Of load: 1/K is the gaps' variance.")
+    ] = 1.0
     slo_ttft: Annotated[
         float | None, Option(metavar="S", show_default="the workload's", help="Of load: first token.")
     ] = None
     slo_tpot: Annotated[
         float | None, Option(metavar="S", show_default="the workload's", help="Of load: time per token.")
     ] = None
-    repeats: Annotated[
-        int | None, UpTo(1000), Option(metavar="N", show_default="3", help="Of load: repeats of a rate.")
-    ] = None
+    repeats: Annotated[int, UpTo(1000), Option(metavar="N", show_default="3", help="Of load: repeats of a rate.")] = 3
     html: Annotated[Path | None, Option(metavar="FILE", help="Of load: write a page with curves.")] = None
     nodes: Annotated[
         int | None, UpTo(16), Option(metavar="N", show_default="this machine", help="Of load: nodes of a box.")
@@ -80,11 +96,6 @@ class LoadOptions:
     mbit: Annotated[
         float | None, Option(metavar="R", show_default="100", help="Of load: links of the nodes, 10^6 bits/s.")
     ] = None
-
-    def refuse_without_rate(self) -> None:
-        """`UserError` if something of load is asked for, and no load."""
-        if named := [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]:
-            raise UserError(f"{', '.join(named)}: only of load, so give --rate too, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +116,7 @@ class LoadCase:
 
 def load_case(options: LoadOptions, model: Path) -> LoadCase:
     """What the options say, cut to the model's context. `UserError` names the option and its limit."""
-    workload = _workload(options.lengths or "sharegpt-like")
+    workload = _workload(options.lengths)
     limit = load_model_spec(model).max_position
     slo = workload.slo
     for name, value in (("ttft_s", options.slo_ttft), ("tpot_s", options.slo_tpot)):
@@ -114,9 +125,9 @@ def load_case(options: LoadOptions, model: Path) -> LoadCase:
     return LoadCase(
         workload=replace(workload, slo=slo, max_length=min(limit, workload.max_length or limit)),
         rates=tuple(_rate(text) for text in (options.rate or "").split(",")),
-        num_requests=200 if options.requests is None else options.requests,
-        burstiness=1.0 if options.burstiness is None else _positive("--burstiness", options.burstiness, ""),
-        num_repeats=3 if options.repeats is None else options.repeats,
+        num_requests=options.requests,
+        burstiness=_positive("--burstiness", options.burstiness, ""),
+        num_repeats=options.repeats,
     )
 
 
@@ -327,3 +338,96 @@ COLUMNS = ContestColumns(
     ),
     title="Latencies in ms, ± their deviation over repeats",
 )
+
+
+# --- servers of ours: one for each layout, on this machine, or spread over the nodes of a cluster in a box
+
+
+_FIRST_PORT = 7700  # where workers join the first contestant; the next port is the next one's
+
+
+@contextmanager
+def own_servers(
+    model: Path, contestants: Sequence[str], case: LoadCase, folder: Path, options: Sequence[str], box: Box | None
+) -> Iterator[list[OpenAIPeer]]:
+    """`antiphon serve` for each contestant, one after the other, with `options` besides; all are ended at the end.
+
+    A contestant is a layout, behind which `:fused` or `:synchronous` may say the form of its prompts' collectives.
+
+    `UserError` with the end of a server's log if it does not start within 300 s, or if a layout's processes cannot be
+    shared out evenly over the nodes."""
+    choices = [parse_contestant(name.partition(":")[0]) for name in contestants]
+    spreads = [None if box is None else spread_over_nodes(choice, box.num_nodes) for choice in choices]
+    with ExitStack() as stack:
+        peers = []
+        for index, (name, choice, spread_over) in enumerate(zip(contestants, choices, spreads, strict=True)):
+            ready, log = folder / f"{index}.json", folder / f"{index}.log"
+            command = [*ANTIPHON, "serve", str(model), *serve_options(choice), "--port", "0", "--json", str(ready)]
+            command += ["--max-streams", str(2 * case.num_requests), *options]
+            if form := name.partition(":")[2]:
+                command += ["--prefill-collectives", form]
+            if case.workload.max_batch is not None:
+                command += ["--max-running", str(case.workload.max_batch)]
+            if box is None or spread_over is None:
+                server = start_here(command, log)
+            else:
+                on_nodes, joined = spread_over
+                address = f"{box.address(0)}:{_FIRST_PORT + index}"
+                for node, roles in enumerate(joined, start=1):
+                    start_workers(box, node, roles, address, log, stack)
+                command += ["--threads", "1", "--timeout", str(PATIENCE_S), "--join-address", address]
+                server = start_on(box, 0, [*command, *on_nodes], log)
+            stack.callback(end_process, server)
+            peers.append(OpenAIPeer(str(ready_facts(ready, server, log)["url"]), name=f"antiphon {name}"))
+        yield peers
+
+
+def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> tuple[list[str], list[list[str]]]:
+    """Equally many processes of this layout on each node: options of its server, and for each further node the roles of
+    its processes. `UserError` if they cannot be: expert workers are whole on a node, and of attention workers only the
+    first may lie on several."""
+    width = choice.tp * choice.num_stages
+    is_apart = choice.layout == "disaggregated"
+    attention, experts = choice.num_attention * width, choice.num_experts * choice.expert_tp if is_apart else 0
+    here, rest = divmod(attention + experts, num_nodes)
+    if rest:
+        raise UserError(f"--nodes {num_nodes}: {choice} has {attention + experts} processes, not equally many a node")
+    roles = ["attention" if is_apart else "replica"] * attention + ["experts"] * experts
+    elsewhere = roles[here:]
+    in_one = here < width
+    if (here > width and here < attention and here % width) or elsewhere.count("experts") % choice.expert_tp:
+        raise UserError(f"--nodes {num_nodes}: the {here} processes of a node cut a worker of {choice} in two")
+    joined_attention = choice.num_attention - (0 if in_one else min(here, attention) // width)
+    options = ["--join-workers", f"{joined_attention}+{elsewhere.count('experts') // choice.expert_tp}"]
+    if in_one:
+        options += ["--ranks-here", str(here)]
+    return options, [elsewhere[first : first + here] for first in range(0, len(elsewhere), here)]
+
+
+def serve_options(choice: LocalChoice) -> list[str]:
+    """How `antiphon serve` is asked for that layout."""
+    numbers = {"--attention": choice.num_attention, "--tp": choice.tp}
+    if choice.layout == "colocated":
+        numbers["--pp"] = choice.num_stages
+    else:
+        numbers["--expert-tp"] = choice.expert_tp
+    if choice.layout == "disaggregated":
+        numbers |= {"--experts": choice.num_experts, "--micro-batches": choice.num_micro_batches}
+    return ["--layout", choice.layout, *(str(word) for pair in numbers.items() for word in pair)]
+
+
+@contextmanager
+def nodes_for(options: LoadOptions) -> Iterator[Box | None]:
+    """The nodes that the options ask for; None: this machine as it is. `ResourceError` if there can be no box."""
+    if options.nodes is None:
+        if options.mbit is not None:
+            raise UserError(f"--mbit {options.mbit:g} is of the nodes' links: give --nodes too, or leave it out")
+        yield None
+        return
+    if options.nodes < 2:
+        raise UserError(f"--nodes is {options.nodes}: it must be 2 at least")
+    mbit = 100.0 if options.mbit is None else options.mbit
+    check_mbit("--mbit", mbit)
+    require_box("--nodes")
+    with Box(num_nodes=options.nodes, mbit=mbit) as box:
+        yield box

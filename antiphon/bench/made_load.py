@@ -65,8 +65,8 @@ class SkewedLoad:
 
     @cached_property
     def shares(self) -> FloatArray:
-        """Of kinds [E], by bisection over the law's exponent: choices without replacement level the shares. `UserError`
-        where these choices cannot be as uneven as `skew`."""
+        """Shares of kinds [E], by bisection over the law's exponent: choices without replacement level the shares.
+        `UserError` where these choices cannot be as uneven as `skew`."""
         num_experts, low, high = self.spec.router.num_experts, 0.0, 6.0
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2

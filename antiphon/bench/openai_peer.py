@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +23,8 @@ import httpx
 import psutil
 
 from antiphon.bench.serving_peers import (
+    Peer,
     PeerError,
-    RawRun,
     RunResult,
     Workload,
     run_result,
@@ -45,20 +45,16 @@ class StreamedAnswer:
     token_ids: list[int] | None
 
 
-class OpenAIPeer:
-    """A peer (see `serving_peers.Peer`) that runs already. `pause` and `resume` do nothing: the process is not ours.
+class OpenAIPeer(Peer):
+    """A peer that runs already. `pause` and `resume` do nothing: the process is not ours.
 
     `url`: the server, with or without `/v1`. `model`: the name to ask for (default: the first the server lists).
     """
 
     def __init__(self, url: str, *, name: str = "openai", model: str | None = None) -> None:
-        self._name = name
+        self.name = name
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def pid(self) -> int | None:
@@ -81,33 +77,28 @@ class OpenAIPeer:
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, KeyError, TypeError, ValueError) as error:
-            raise PeerError(f"{self._name}: {self._url}/v1/models does not answer as it should: {error}") from None
+            raise PeerError(f"{self.name}: {self._url}/v1/models does not answer as it should: {error}") from None
         if not served:
-            raise PeerError(f"{self._name}: {self._url} serves no model")
+            raise PeerError(f"{self.name}: {self._url} serves no model")
         if self._model is None:
             self._model = served[0]
         elif self._model not in served:
-            raise PeerError(f"{self._name}: {self._url} serves {', '.join(served)}, not {self._model}")
+            raise PeerError(f"{self.name}: {self._url} serves {', '.join(served)}, not {self._model}")
         return {"url": self._url, "model": self._model}
 
     def run(self, workload: Workload) -> RunResult:
         prefill_s, total_s, start_s, streams = asyncio.run(self._both_passes(workload))
         token_ids = [stream.token_ids for stream in streams if stream.token_ids is not None]
-        raw = RawRun(
+        pid = self.pid
+        return run_result(
+            workload,
+            tree_peak_rss_bytes(pid) if pid is not None else 0,
             prefill_s=prefill_s,
             total_s=total_s,
             ttft_s=[stream.arrivals_s[0] - start_s for stream in streams],
             itl_s=[gap_s for stream in streams for gap_s in inter_token_s(stream)],
             token_ids=token_ids if len(token_ids) == len(streams) else None,
         )
-        pid = self.pid
-        return run_result(workload, raw, tree_peak_rss_bytes(pid) if pid is not None else 0)
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def steady_decode_tokens_per_s(self, workload: Workload) -> float:
         """See `steady_rate`; the first pass leaves the prompts in a prefix cache, if there is one."""
@@ -115,7 +106,7 @@ class OpenAIPeer:
         rate = steady_rate([stream.arrivals_s for stream in streams])
         if rate is None:
             raise PeerError(
-                f"{self._name}: {workload.output_tokens} output tokens are too few: never did all requests decode"
+                f"{self.name}: {workload.output_tokens} output tokens are too few: never did all requests decode"
             )
         return rate
 
@@ -123,19 +114,18 @@ class OpenAIPeer:
         """Seconds of the one-token pass and of the whole one; when the latter began, and its streams."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
+
+            def all_streams(output_tokens: int) -> Awaitable[list[StreamedAnswer]]:
+                return asyncio.gather(*(self.stream(client, prompt, output_tokens) for prompt in workload.prompts))
+
             start_s = time.perf_counter()
-            streams = await self._all_streams(client, workload.prompts, 1)
+            streams = await all_streams(1)
             prefill_s = total_s = time.perf_counter() - start_s
             if workload.output_tokens > 1:
                 start_s = time.perf_counter()
-                streams = await self._all_streams(client, workload.prompts, workload.output_tokens)
+                streams = await all_streams(workload.output_tokens)
                 total_s = time.perf_counter() - start_s
         return prefill_s, total_s, start_s, streams
-
-    async def _all_streams(
-        self, client: httpx.AsyncClient, prompts: list[list[int]], output_tokens: int
-    ) -> list[StreamedAnswer]:
-        return await asyncio.gather(*(self.stream(client, prompt, output_tokens) for prompt in prompts))
 
     async def stream(self, client: httpx.AsyncClient, prompt: list[int], output_tokens: int) -> StreamedAnswer:
         """One request, streamed. `PeerError` if it is refused, fails, or is not answered as asked."""
@@ -153,12 +143,12 @@ class OpenAIPeer:
             async with client.stream("POST", f"{self._url}/v1/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     text = (await response.aread()).decode(errors="replace")
-                    raise PeerError(f"{self._name}: status {response.status_code}: {text[:300]}")
+                    raise PeerError(f"{self.name}: status {response.status_code}: {text[:300]}")
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         chunks.append((time.perf_counter(), json.loads(line[len("data: ") :])))
         except httpx.HTTPError as error:
-            raise PeerError(f"{self._name}: {type(error).__name__}: {error}") from None
+            raise PeerError(f"{self.name}: {type(error).__name__}: {error}") from None
         return self._checked(chunks, output_tokens)
 
     def _checked(self, chunks: list[tuple[float, dict[str, Any]]], output_tokens: int) -> StreamedAnswer:
@@ -167,9 +157,9 @@ class OpenAIPeer:
         arrivals_s = [arrival_s for arrival_s, chunk in chunks if chunk.get("choices")]
         if not counts:
             problem = next((chunk["error"] for _, chunk in chunks if "error" in chunk), "it has no usage")
-            raise PeerError(f"{self._name}: the stream is not usable: {problem}")
+            raise PeerError(f"{self.name}: the stream is not usable: {problem}")
         if counts[-1] != output_tokens or not arrivals_s:
-            raise PeerError(f"{self._name}: generated {counts[-1]} tokens instead of {output_tokens}")
+            raise PeerError(f"{self.name}: generated {counts[-1]} tokens instead of {output_tokens}")
         ids = [choice.get("token_ids") for _, chunk in chunks for choice in chunk.get("choices", ())]
         flat = [token for part in ids if part for token in part]
         return StreamedAnswer(arrivals_s, output_tokens, flat if len(flat) == output_tokens else None)

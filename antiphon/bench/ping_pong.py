@@ -14,11 +14,9 @@ machine shows what several would.
 Rejected: m micro-batches of one batch. Cutting a batch changes T_a and T_e too, so the gain would be of two causes.
 """
 
-import json
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,10 +27,11 @@ from typer import Option
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.base.system import python_module
-from antiphon.bench.box import Box, box_unavailable
+from antiphon.bench.box import Box
 from antiphon.bench.harness.contest import ContestColumns, UpTo, ratio, seconds, shown
+from antiphon.bench.harness.processes import SECRET, require_box, run_beside
 from antiphon.bench.profile.step_parts import per_micro_batch, steps_with
-from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload
+from antiphon.bench.serve import AntiphonEngine, WorkloadSize, check_context, make_workload
 from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
 from antiphon.serve.timeline import write_trace
@@ -40,10 +39,8 @@ from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, R
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.plan import MAX_MICRO_BATCHES
 
-SECRET = "only for this benchmark, on a private network"
 PORT = 7700
 FAST_MBIT = 20_000.0
-TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +64,8 @@ class PingPongCase:
                 raise UserError(f"--m has {m}: a batch has 1 to {MAX_MICRO_BATCHES} micro-batches")
         if micro_batches[0] != 1:
             raise UserError(f"--m begins with {micro_batches[0]}: begin with 1, T_c comes from it")
-        spec, tokens = load_model_spec(model), self.input_tokens + self.output_tokens
-        if tokens > spec.max_position:
-            raise UserError(
-                f"--input-tokens {self.input_tokens} and --output-tokens {self.output_tokens} are more than the "
-                f"model's context of {spec.max_position}: lower them"
-            )
+        check_context(model, self.input_tokens, self.output_tokens)
+        spec = load_model_spec(model)
         if self.num_experts > spec.router.num_experts:
             raise UserError(f"--experts is {self.num_experts}: the model has {spec.router.num_experts} experts")
 
@@ -134,15 +127,12 @@ def measure_ping_pong(
         trace=True,
         changes=changes,
     )
-    try:
-        engine.start()
+    with engine:
         workload = make_workload(WorkloadSize(rows, case.input_tokens, case.output_tokens), spec.vocab_size)
         engine.fill_prefix_cache(workload)
-        engine.take_spans()
+        engine.running.take_spans()
         engine.steady_decode_tokens_per_s(workload)
-        spans = engine.take_spans()
-    finally:
-        engine.close()
+        spans = engine.running.take_spans()
     if trace is not None:
         write_trace(trace, spans)
     return layer_times(spans, micro_batches, rows, spec.num_layers)
@@ -217,8 +207,7 @@ def bench_over_links(
 ) -> list[dict[str, Any]]:
     """On nodes of a box: rows by share of T_c in T_f and by m. `ResourceError` where no box can be made."""
     case.check(model, micro_batches)
-    if reason := box_unavailable():
-        raise ResourceError(f"--shares makes a cluster in a box (docs/box.md): {reason}")
+    require_box("--shares")
     rows: list[dict[str, Any]] = []
     total = 1 + len(shares) * len(micro_batches)
     report(0, total)
@@ -246,24 +235,10 @@ def measure_over_links(model: Path, case: PingPongCase, mbit: float, micro_batch
             box.start(
                 node, ["taskset", "-c", core, *worker], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
-        inside = {"model": str(model.resolve()), "case": asdict(case), "join": join, "micro_batches": micro_batches}
-        engine = ["taskset", "-c", str(cores[0]), *python_module(__spec__.name, json.dumps(inside))]
-        done = box.run(0, engine, timeout_s=TIMEOUT_S, env=env)
-    if done.returncode != 0:
-        raise ResourceError(f"the engine in the box failed: {done.stderr.strip()[-500:]}")
-    return MeasuredLayer(**json.loads(done.stdout.splitlines()[-1]))
+        changes = {"join_address": join, "join_secret": SECRET.encode(), "joined_experts": case.num_experts}
 
+        def on_one_core() -> MeasuredLayer:
+            os.sched_setaffinity(0, cores[:1])  # of this thread, and of what it starts
+            return measure_ping_pong(model, case, micro_batches, changes=changes)
 
-def run_inside(inside: dict[str, Any]) -> None:
-    """What runs on node 0: the engine; prints its `MeasuredLayer`."""
-    case = PingPongCase(**inside["case"])
-    changes = {
-        "join_address": inside["join"],
-        "join_secret": SECRET.encode(),
-        "joined_experts": case.num_experts,
-    }
-    print(json.dumps(asdict(measure_ping_pong(Path(inside["model"]), case, inside["micro_batches"], changes=changes))))
-
-
-if __name__ == "__main__":
-    run_inside(json.loads(sys.argv[1]))
+        return run_beside(box, on_one_core)

@@ -14,10 +14,9 @@ Rejected: prompts at a fixed rate. It would have to be chosen for the machine, a
 """
 
 import random
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,14 +26,21 @@ from typing import Annotated, Any
 
 import typer
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
-from antiphon.bench.box import Box, box_unavailable
-from antiphon.bench.harness.contest import Cell, ContestColumns, ContestTurns, UpTo, seconds, share
-from antiphon.bench.harness.quiet import Repetitions, foreign_words
-from antiphon.bench.load_servers import run_beside
+from antiphon.bench.box import Box
+from antiphon.bench.harness.contest import (
+    Cell,
+    ContestColumns,
+    Repetitions,
+    UpTo,
+    foreign_words,
+    seconds,
+    share,
+    take_turns,
+)
+from antiphon.bench.harness.processes import PATIENCE_S, SECRET, check_mbit, require_box, run_beside, start_workers
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
-from antiphon.bench.served_plans import ANTIPHON, SECRET, end_process
 from antiphon.cost.kv_blocks import blocks_of, kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
@@ -75,12 +81,9 @@ class PoolsCase:
 
     def check(self) -> None:
         """`UserError` for a rate that is none; `ResourceError` where there can be no box."""
-        if self.mbit is None:
-            return
-        if not 0.1 <= self.mbit <= 40_000:
-            raise UserError(f"--mbit is {self.mbit:g}: it must be 0.1 to 40000")
-        if reason := box_unavailable():
-            raise ResourceError(f"--mbit makes a cluster in a box (docs/box.md): {reason}")
+        if self.mbit is not None:
+            check_mbit("--mbit", self.mbit)
+            require_box("--mbit")
 
 
 @dataclass
@@ -154,10 +157,10 @@ def _contest(
             stack.callback(engines[name].stop)
             stack.callback(engines[name].resume_workers)
             engines[name].pause_workers()
-        turns = ContestTurns(num_repetitions=case.repetitions)
         for tokens in lengths:
             say(f"{case.answers} answers of {case.output_tokens} tokens, prompts of {tokens}")
-            runs = turns.take({name: partial(_run_alone, engine, tokens, case) for name, engine in engines.items()})
+            turns = {name: partial(_run_alone, engine, tokens, case) for name, engine in engines.items()}
+            runs = take_turns(turns, case.repetitions)
             rows += [
                 _row(name, configs[name], tokens, runs[name], case) | _predicted(configs[name], machine, tokens, case)
                 for name in engines
@@ -166,7 +169,7 @@ def _contest(
 
 
 def _configs(model: Path, lengths: Sequence[int], case: PoolsCase, box: Box | None) -> dict[str, ServeConfig]:
-    """Of both engines, by what tables call them."""
+    """The configurations of both engines, by what tables call them."""
     longest = max(max(lengths) + _LONG_ANSWER, _SHORT_TOKENS + case.output_tokens)
     common: dict[str, Any] = {
         "model": model,
@@ -174,7 +177,7 @@ def _configs(model: Path, lengths: Sequence[int], case: PoolsCase, box: Box | No
         "max_running": case.answers + 1,
         "max_batch_tokens": max(2048, case.answers + 1),
         "num_threads": case.threads if box is None else case.threads or 1,  # a core for each node
-        "timeout_s": 120.0,
+        "timeout_s": float(PATIENCE_S),
     }
     if box is not None:
         return {
@@ -223,13 +226,7 @@ def _send_workers(box: Box, config: ServeConfig, log: Path, stack: ExitStack) ->
     role = "attention" if config.joined_experts else "replica"
     roles = [role] * config.joined_attention * config.attention_ranks
     roles += ["experts"] * config.joined_experts * config.expert_tp
-    for number, each in enumerate(roles):
-        command = [*ANTIPHON, "worker", "--role", each, "--join", config.join_address, "--patience", "120"]
-        command += ["--threads", str(config.num_threads or 1)]
-        with log.with_suffix(f".{number}.log").open("wb") as output:
-            environment = {"ANTIPHON_JOIN_SECRET": SECRET}
-            process = box.start(1, command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        stack.callback(end_process, process)
+    start_workers(box, 1, roles, config.join_address, log, stack, config.num_threads or 1)
 
 
 def _run_alone(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
@@ -244,12 +241,11 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
     """Answers of short prompts, and long prompts one after another while they run."""
     found, sink = _PoolRun(), ThreadSink()
     exposed_s = engine.stats().handovers.exposed_s
-    prompts = _fresh_prompts(engine.info.vocab_size)
     last_s: dict[str, float] = {}
     sent_s = {"": 0.0}  # of the long prompt under way
     num_left, num_long, long_id = case.answers, 0, ""
     for index in range(case.answers):
-        engine.submit_to(sink, f"answer-{index}", next(prompts)(_SHORT_TOKENS), _greedy(case.output_tokens))
+        engine.submit_to(sink, f"answer-{index}", _fresh_prompt(engine, _SHORT_TOKENS), _greedy(case.output_tokens))
     started_s = first_long_s = time.perf_counter()
     for output in sink.outputs(1 << 62):
         now_s = time.perf_counter()
@@ -269,7 +265,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             first_long_s = first_long_s if num_long else now_s
             num_long, long_id = num_long + 1, f"prompt-{num_long}"
             sent_s[long_id] = now_s
-            engine.submit_to(sink, long_id, next(prompts)(tokens), _greedy(_LONG_ANSWER))
+            engine.submit_to(sink, long_id, _fresh_prompt(engine, tokens), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
     found.prompts_s = time.perf_counter() - first_long_s
     found.exposed_s = engine.stats().handovers.exposed_s - exposed_s
@@ -289,10 +285,9 @@ def _end_all(engine: Engine) -> None:
         time.sleep(0.01)  # a step at most
 
 
-def _fresh_prompts(vocab_size: int) -> Iterator[Callable[[int], list[int]]]:
-    """Makers of prompts that no cache has seen."""
-    while True:
-        yield lambda count: [random.randrange(vocab_size) for _ in range(count)]
+def _fresh_prompt(engine: Engine, num_tokens: int) -> list[int]:
+    """One that no cache has seen."""
+    return random.choices(range(engine.info.vocab_size), k=num_tokens)
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -26,18 +26,16 @@ from typing import Any
 import psutil
 
 from antiphon.base.errors import UserError
-from antiphon.bench.harness.contest import ContestColumns, share
+from antiphon.bench.harness.contest import ContestColumns, Repetitions, repeat_until_quiet, share
 from antiphon.bench.harness.limits import (
     DecoderSizes,
     MachineLimits,
     as_kept,
     decode_bound_tokens_per_s,
-    measure_device_limits,
-    measure_machine_limits,
+    measure_limits,
     prefill_bound_tokens_per_s,
 )
-from antiphon.bench.harness.quiet import Repetitions, repeat_until_quiet
-from antiphon.bench.serving_peers import Peer, PeerError, RawRun, RunResult, Workload, run_result, steady_rate
+from antiphon.bench.serving_peers import Peer, PeerError, RunResult, Workload, run_result, steady_rate
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.families.defaults import completed
@@ -45,18 +43,16 @@ from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
-from antiphon.serve.engine_api import EngineOutput, EngineStats
+from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start_engine
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
-from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 
 Say = Callable[[str], None]
 Turn = RunResult | MachineLimits | PeerError
 _LIMITS = "the machine's limits"
-_NO_SIZES = dict.fromkeys(("layout", "attention", "experts", "micro_batches"))
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,16 @@ def make_workload(size: WorkloadSize, vocab_size: int) -> Workload:
     generator = random.Random(0)
     prompts = [[generator.randrange(vocab_size) for _ in range(size.input_tokens)] for _ in range(size.concurrency)]
     return Workload(prompts, size.output_tokens)
+
+
+def check_context(model: Path, input_tokens: int, output_tokens: int) -> None:
+    """`UserError` for requests that the model's context cannot hold."""
+    most = load_model_spec(model).max_position
+    if input_tokens + output_tokens > most:
+        raise UserError(
+            f"--input-tokens {input_tokens} and --output-tokens {output_tokens} are more than the model's context of "
+            f"{most}: lower them"
+        )
 
 
 def bench_serve(
@@ -112,11 +118,6 @@ def bench_serve(
                 row = _row(peer, size, outcomes[peer.name])
                 rows.append(row | _bounds(row, decoder, limits))
     return rows, limits
-
-
-def measure_limits(device: str) -> MachineLimits:
-    """What the device that computes could do at best."""
-    return measure_machine_limits(num_passes=4) if device == "cpu" else measure_device_limits(device)
 
 
 def median_limits(repetitions: Repetitions[Turn]) -> MachineLimits:
@@ -197,7 +198,7 @@ def _row(peer: Peer, size: WorkloadSize, outcomes: Repetitions[Turn]) -> dict[st
     decode_rates = [run.decode_tokens_per_s for run in runs if run.decode_tokens_per_s is not None]
     return {
         "engine": peer.name,
-        **(peer.sizes() if isinstance(peer, AntiphonEngine) else _NO_SIZES),
+        **peer.sizes(),
         "concurrency": size.concurrency,
         "input_tokens": size.input_tokens,
         "output_tokens": size.output_tokens,
@@ -304,8 +305,8 @@ def timed_answers(engine: Engine, prompts: Sequence[list[int]], output_tokens: i
     return TimedAnswers(time.perf_counter() - started, ttft_s, itl_s, token_ids)
 
 
-class AntiphonEngine:
-    """Implements `Peer` with worker processes of this benchmark's own."""
+class AntiphonEngine(Peer):
+    """A peer with worker processes of this benchmark's own."""
 
     def __init__(
         self,
@@ -367,7 +368,6 @@ class AntiphonEngine:
         return replace(config, **self._changes)
 
     def sizes(self) -> dict[str, int | str | None]:
-        """What a report's row says of this contestant."""
         return {
             "layout": self.choice.layout,
             "attention": self.choice.num_attention,
@@ -380,36 +380,34 @@ class AntiphonEngine:
         return {"layout": self.choice.layout, "kernels": ", ".join(sorted(self._engine.workforce.kernels))}
 
     def run(self, workload: Workload) -> RunResult:
-        prefill_s = self._pass(workload.prompts, 1).took_s
-        if workload.output_tokens == 1:
-            raw = RawRun(prefill_s=prefill_s, total_s=prefill_s, ttft_s=[prefill_s], itl_s=[], token_ids=None)
-        else:
-            all_s = self._pass(workload.prompts, workload.output_tokens)
-            raw = RawRun(
-                prefill_s=prefill_s,
-                total_s=all_s.took_s,
-                ttft_s=all_s.ttft_s,
-                itl_s=all_s.itl_s,
-                token_ids=all_s.token_ids,
-            )
+        first, is_single = self._pass(workload.prompts, 1), workload.output_tokens == 1
+        seen = first if is_single else self._pass(workload.prompts, workload.output_tokens)
         self._peak_rss_bytes = max(self._peak_rss_bytes, self._rss_bytes())
-        return run_result(workload, raw, self._peak_rss_bytes)
+        return run_result(
+            workload,
+            self._peak_rss_bytes,
+            prefill_s=first.took_s,
+            total_s=seen.took_s,
+            ttft_s=[first.took_s] if is_single else seen.ttft_s,
+            itl_s=seen.itl_s,
+            token_ids=None if is_single else seen.token_ids,
+        )
 
     def _pass(self, prompts: list[list[int]], output_tokens: int) -> TimedAnswers:
         self._runs += 1
-        fresh = [[(prompt[0] + self._runs) % self.engine.info.vocab_size, *prompt[1:]] for prompt in prompts]
-        return timed_answers(self.engine, fresh, output_tokens, self.name)
+        fresh = [[(prompt[0] + self._runs) % self.running.info.vocab_size, *prompt[1:]] for prompt in prompts]
+        return timed_answers(self.running, fresh, output_tokens, self.name)
 
     def fill_prefix_cache(self, workload: Workload) -> None:
         """Compute the prompts once, so that later runs of the very same prompts begin with decoding."""
-        timed_answers(self.engine, workload.prompts, 1, self.name)
+        timed_answers(self.running, workload.prompts, 1, self.name)
 
     def steady_decode_tokens_per_s(self, workload: Workload, *, workers: Collection[WorkerName] = ()) -> float:
         """The prompts stay as they are: after `fill_prefix_cache` little of them is computed again. `workers`: count
         the requests of these attention workers alone."""
         arrivals_s: dict[str, list[float]] = {}
-        counted = {name: self.engine.workforce.schedulers[name].requests for name in workers}
-        for output in greedy_outputs(self.engine, workload.prompts, workload.output_tokens, self.name):
+        counted = {name: self.running.workforce.schedulers[name].requests for name in workers}
+        for output in greedy_outputs(self.running, workload.prompts, workload.output_tokens, self.name):
             if not workers or any(output.request_id in requests for requests in counted.values()):
                 arrivals_s.setdefault(output.request_id, []).append(time.perf_counter())
         rate = steady_rate(list(arrivals_s.values()))
@@ -418,30 +416,18 @@ class AntiphonEngine:
         return rate
 
     @property
-    def engine(self) -> Engine:
+    def running(self) -> Engine:
         assert self._engine is not None, "start() comes first"
         return self._engine
 
-    def take_spans(self) -> dict[WorkerName, Spans]:
-        """What the workers recorded since the last call (with `trace`)."""
-        return self.engine.take_spans()
-
-    def stats(self) -> EngineStats:
-        """What the engine has counted so far."""
-        return self.engine.stats()
-
-    def worker_pid(self, name: WorkerName) -> int:
-        """Process id of one worker."""
-        return self.engine.worker_pid(name)
-
     def _rss_bytes(self) -> int:
-        return sum(psutil.Process(pid).memory_info().rss for pid in self.engine.worker_pids())
+        return sum(psutil.Process(pid).memory_info().rss for pid in self.running.worker_pids())
 
     def pause(self) -> None:
-        self.engine.pause_workers()
+        self.running.pause_workers()
 
     def resume(self) -> None:
-        self.engine.resume_workers()
+        self.running.resume_workers()
 
     def close(self) -> None:
         if self._engine is not None:

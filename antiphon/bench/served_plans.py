@@ -1,8 +1,6 @@
 """Plans as a user runs them, measured: `antiphon plan --runnable-here` with a pinned layout, `antiphon serve --plan`,
 and load over HTTP; on this machine, or on the nodes of a cluster in a box, where the workers of other nodes join.
 
-    python -m antiphon.bench.served_plans URL REQUESTS INPUT OUTPUT     # the load, which runs where the server is
-
 A device of a plan is a core: layouts use all cores, a process on each. Nodes of a box share them out. What is measured
 is a decode step while all requests decode, which is what a plan of the decode phase predicts. A plan of both phases is
 for requests that come at a rate; what it promises is what the simulation of it shows.
@@ -14,28 +12,33 @@ joins, and where each rank goes.
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.base.system import python_module
 from antiphon.bench.box import Box
-from antiphon.bench.harness.child import ending_with_us
+from antiphon.bench.harness.processes import (
+    ANTIPHON,
+    PATIENCE_S,
+    Process,
+    end_process,
+    ready_facts,
+    run_beside,
+    start_here,
+    start_on,
+    worker_command,
+)
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
+from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
 from antiphon.serve.served_plan import ServedPlan, served_plan_of
 from antiphon.specs.plan import read_plan
 
-ANTIPHON = python_module("antiphon.cli.main")
-SECRET = "only for a benchmark, on a private network"
-_PORTS = 7700, 7800  # of a node: workers join, and HTTP
-START_S, _LOAD_S, _END_S = 300.0, 900.0, 60.0
+_JOIN_PORT = 7700
 _LOOSE = "--slo-ttft", "2s", "--slo-tpot", "100ms"  # without targets a pass is as long as memory allows
 HEADERS = 0.984  # of a frame, what is not headers (docs/box.md)
 _NUM_PINGS = 200
@@ -92,50 +95,23 @@ def layouts_of(num_devices: int) -> list[PinnedLayout]:
     ]
 
 
-class Process(Protocol):
-    """What `subprocess.Popen` and a process of a node have in common."""
-
-    def poll(self) -> int | None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-StartOn = Callable[[int, Sequence[str], Path], Process]
-Start = Callable[[Sequence[str], str], Process]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Where plans are served. `start(node, arguments, log)`; `cluster`: the options of `antiphon plan` that name it;
-    `address`: of the first node, where others join; empty on one machine."""
+    """Where plans are served. `cluster`: the options of `antiphon plan` that name it; `box` None: this machine."""
 
-    start: StartOn
+    box: Box | None
     cluster: tuple[str, ...]
     num_devices: int
     devices_per_node: int
-    address: str = ""
+
+    def start(self, node: int, arguments: Sequence[str], log: Path) -> Process:
+        return start_here(arguments, log) if self.box is None else start_on(self.box, node, arguments, log)
 
 
-def start_here(arguments: Sequence[str], log: Path) -> Process:
-    """A server on this machine, which ends when this process does, even by SIGKILL; what it prints goes to `log`."""
-    with log.open("wb") as output:
-        command = ending_with_us(arguments)
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-
-
-@contextmanager
-def this_machine(cluster: dict[str, Any]) -> Iterator[Machines]:
+def this_machine(cluster: dict[str, Any]) -> Machines:
     """All cores of the machine that `cluster`, a file of `antiphon profile`, describes."""
-
     cores = int(cluster["groups"][0]["devices_per_node"])
-    yield Machines(
-        start=lambda _node, arguments, log: start_here(arguments, log),
-        cluster=(),
-        num_devices=cores,
-        devices_per_node=cores,
-    )
+    return Machines(box=None, cluster=(), num_devices=cores, devices_per_node=cores)
 
 
 @contextmanager
@@ -152,19 +128,7 @@ def nodes_in_a_box(cluster: dict[str, Any], num_nodes: int, mbit: float, folder:
         nodes = cluster | {"name": f"box-{mbit:g}", "scale_out_latency_s": _latency_s(box), "groups": [group]}
         file = folder / "nodes.json"
         file.write_text(json.dumps(nodes))
-
-        def start(node: int, arguments: Sequence[str], log: Path) -> Process:
-            environment = {"ANTIPHON_JOIN_SECRET": SECRET}
-            with log.open("wb") as output:
-                return box.start(node, arguments, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-        yield Machines(
-            start=start,
-            cluster=("--nodes", str(file)),
-            num_devices=cores,
-            devices_per_node=each,
-            address=box.address(0),
-        )
+        yield Machines(box=box, cluster=("--nodes", str(file)), num_devices=cores, devices_per_node=each)
 
 
 def _latency_s(box: Box) -> float:
@@ -227,11 +191,8 @@ def write_workload(size: WorkloadSize, folder: Path) -> Path:
 
 
 @contextmanager
-def serving(
-    machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path
-) -> Iterator[tuple[str, Process, Start]]:
-    """A server of this plan that is ready: its URL, its process, and what starts another one beside it, by the name of
-    its log. All are ended afterwards. Logs are in `folder`."""
+def serving(machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path) -> Iterator[str]:
+    """A server of this plan that is ready: its URL. It is ended afterwards. Logs are in `folder`."""
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
     serve = [*ANTIPHON, "serve", str(model), "--plan", str(served.file), "--threads", "1", "--kv-bytes", "1GiB"]
@@ -243,28 +204,29 @@ def serving(
             stack.callback(end_process, process)
             return process
 
-        if machines.address:
-            join = f"{machines.address}:{_PORTS[0]}"
-            serve += ["--join-address", join, "--timeout", "120"]
+        if machines.box is not None:
+            join = f"{machines.box.address(0)}:{_JOIN_PORT}"
+            serve += ["--join-address", join, "--timeout", str(PATIENCE_S)]
             for index, role in enumerate(_roles_elsewhere(served)):
-                worker = [*ANTIPHON, "worker", "--role", role, "--join", join, "--threads", "1", "--patience", "120"]
-                start(1 + index // machines.devices_per_node, worker, f"worker-{index}")
+                start(1 + index // machines.devices_per_node, worker_command(role, join), f"worker-{index}")
         server = start(0, serve, "server")
-        wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, folder / "server.log", START_S)
-        facts: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
-        yield facts["url"], server, partial(start, 0)
+        yield str(ready_facts(ready, server, folder / "server.log")["url"])
 
 
 def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path) -> float:
     """Tokens per second while all requests decode. Logs are in `folder`."""
-    with serving(machines, model, served, size, folder) as (url, server, start):
-        numbers = map(str, (size.concurrency, size.input_tokens, size.output_tokens))
-        load = start(python_module(__spec__.name, url, str(model), *numbers), "load")
-        wait_for(lambda: load.poll() is not None, server, folder / "server.log", _LOAD_S)
-        said = (folder / "load.log").read_text()
-        if load.poll():
-            raise UserError(f"the load failed: {said[-500:]}")
-        return float(json.loads(said.splitlines()[-1])["tokens_per_s"])
+    workload = make_workload(size, load_model_spec(model).vocab_size)
+    with serving(machines, model, served, size, folder) as url:
+        peer = OpenAIPeer(url)
+
+        def measure() -> float:
+            peer.start()
+            return peer.steady_decode_tokens_per_s(workload)
+
+        try:
+            return run_beside(machines.box, measure)
+        except PeerError as error:
+            raise UserError(f"the load failed: {error}") from None
 
 
 def _roles_elsewhere(served: ServedPlan) -> list[str]:
@@ -273,36 +235,3 @@ def _roles_elsewhere(served: ServedPlan) -> list[str]:
     role = "attention" if served.layout == "disaggregated" else "replica"
     ranks = [role] * (attention * served.attention_tp * served.num_stages) + ["experts"] * (experts * served.expert_tp)
     return ranks[ranks_here:]
-
-
-def wait_for(done: Callable[[], bool], server: Process, log: Path, patience_s: float) -> None:
-    """`UserError` with the end of the log if the server ends meanwhile, or patience does."""
-    deadline = time.monotonic() + patience_s
-    while not done():
-        if server.poll() is not None or time.monotonic() > deadline:
-            what = "ended" if server.poll() is not None else f"was not done within {patience_s:.0f} s"
-            raise UserError(f"the server {what}: {log.read_text(encoding='utf-8', errors='replace')[-1000:]}")
-        time.sleep(0.1)
-
-
-def end_process(process: Process) -> None:
-    """SIGTERM, and SIGKILL for what does not end."""
-    process.terminate()
-    deadline = time.monotonic() + _END_S
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            process.kill()
-        time.sleep(0.05)
-
-
-def main() -> None:
-    url, model, *numbers = sys.argv[1:]
-    size = WorkloadSize(*map(int, numbers))
-    peer = OpenAIPeer(url)
-    peer.start()
-    workload = make_workload(size, load_model_spec(Path(model)).vocab_size)
-    print(json.dumps({"tokens_per_s": peer.steady_decode_tokens_per_s(workload)}))
-
-
-if __name__ == "__main__":
-    main()

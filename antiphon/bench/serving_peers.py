@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 import psutil
 
@@ -35,10 +35,6 @@ class PeerError(RuntimeError):
     """An engine could not be started, failed, or took too long; the message names the engine and the reason."""
 
 
-class PeerUnavailableError(PeerError):
-    """An engine is not installed here; the message says how to get it. Reports skip it with this reason."""
-
-
 @dataclass(frozen=True)
 class Workload:
     """Prompts as token ids, all sent at once, and the number of tokens to generate for each."""
@@ -55,17 +51,6 @@ class Workload:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawRun:
-    """What an engine observed: durations of both passes, and times seen from the start of the second."""
-
-    prefill_s: float
-    total_s: float
-    ttft_s: list[float]
-    itl_s: list[float]
-    token_ids: list[list[int]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,59 +85,74 @@ def steady_rate(arrivals_s: Sequence[Sequence[float]]) -> float | None:
     return sum(begin < moment <= end for each in arrivals_s for moment in each) / (end - begin) if end > begin else None
 
 
-class Peer(Protocol):
-    """An engine under test. Not thread safe; every call blocks, with a timeout, and raises `PeerError`."""
+class Peer:
+    """An engine under test, called `name` in rows. Not thread safe; every call blocks, with a timeout, and raises
+    `PeerError`. In a `with` it is started."""
 
-    @property
-    def name(self) -> str:
-        """The engine's name in report rows."""
-        ...
+    name: str
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def pid(self) -> int | None:
         """Root of the engine's process tree while it runs on this machine; its CPU time is not foreign."""
-        ...
+        return None
+
+    def sizes(self) -> dict[str, int | str | None]:
+        """What a report's row says of its layout."""
+        return dict.fromkeys(("layout", "attention", "experts", "micro_batches"))
 
     def start(self) -> Mapping[str, str]:
         """Start the engine and load the model; returns what a report should say of it (version, kernels chosen)."""
-        ...
+        raise NotImplementedError
 
     def run(self, workload: Workload) -> RunResult:
         """Run the workload once, both passes."""
-        ...
+        raise NotImplementedError
 
     def pause(self) -> None:
-        """Take the engine off the CPUs while another is measured; its memory stays."""
-        ...
+        """Take the engine off the CPUs while another is measured, if it is ours; its memory stays."""
 
     def resume(self) -> None:
         """Undo `pause`."""
-        ...
 
     def close(self) -> None:
         """Stop the engine and free what it holds; harmless when it never started."""
-        ...
 
 
-def run_result(workload: Workload, raw: RawRun, peak_rss_bytes: int) -> RunResult:
-    """Turn an engine's durations into rates; every engine goes through here, so all are defined alike."""
+def run_result(
+    workload: Workload,
+    peak_rss_bytes: int,
+    *,
+    prefill_s: float,
+    total_s: float,
+    ttft_s: list[float],
+    itl_s: list[float],
+    token_ids: list[list[int]] | None,
+) -> RunResult:
+    """What an engine observed, durations of both passes and times seen from the start of the second, as rates; every
+    engine goes through here, so all are defined alike."""
     num_outputs = len(workload.prompts) * workload.output_tokens
     num_decoded = len(workload.prompts) * (workload.output_tokens - 1)
     # A disturbed one-token pass would flatter the decode; the second pass's own prefill is the limit where known.
-    prefill_s = min(raw.prefill_s, max(raw.ttft_s, default=raw.prefill_s))
-    decode_s = raw.total_s - prefill_s  # not above 0 when noise exceeds a very short decode
+    decode_s = total_s - min(prefill_s, max(ttft_s, default=prefill_s))  # not above 0 if noise exceeds a short decode
     return RunResult(
-        output_tokens_per_s=num_outputs / raw.total_s,
+        output_tokens_per_s=num_outputs / total_s,
         decode_tokens_per_s=num_decoded / decode_s if num_decoded and decode_s > 0 else None,
-        prefill_tokens_per_s=workload.num_prompt_tokens / raw.prefill_s,
-        ttft_s=raw.ttft_s,
-        itl_s=raw.itl_s,
+        prefill_tokens_per_s=workload.num_prompt_tokens / prefill_s,
+        ttft_s=ttft_s,
+        itl_s=itl_s,
         peak_rss_bytes=peak_rss_bytes,
-        token_ids=raw.token_ids,
+        token_ids=token_ids,
     )
 
 
-class EngineProcess:
+class EngineProcess(Peer):
     """A peer whose engine is loaded from `engine_file` (see `engines`) in a process of its own under `interpreter`: it
     shares no threads with the benchmark and is stopped as a whole.
 
@@ -171,7 +171,7 @@ class EngineProcess:
         environment: Mapping[str, str],
         advice: str = "install it",
     ) -> None:
-        self._name = name
+        self.name = name
         self._advice = advice
         self._made = (str(engine_file), (dict(options),))
         self._interpreter = interpreter
@@ -180,15 +180,11 @@ class EngineProcess:
         self._child: Child | None = None
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 
     def start(self) -> Mapping[str, str]:
-        """Start the process and wait until the model is loaded and warm. `PeerUnavailableError` if there is no
+        """Start the process and wait until the model is loaded and warm. `PeerError` if there is no
         interpreter that could be started.
 
         Call it from a thread that outlives the engine: Linux ends the child with the thread that started it.
@@ -196,10 +192,10 @@ class EngineProcess:
         starter = programs(self._environment, self._interpreter)
         with self._in_words():
             try:
-                (self._child,) = self._children.start([self._name], [self._made], starter, START_TIMEOUT_S)
+                (self._child,) = self._children.start([self.name], [self._made], starter, START_TIMEOUT_S)
             except OSError as error:
                 reason = f"{self._interpreter} cannot be started ({error.strerror})"
-                raise PeerUnavailableError(f"{self._name}: {reason}; {self._advice}") from None
+                raise PeerError(f"{self.name}: {reason}; {self._advice}") from None
             details: Mapping[str, str] = self._child.ask("details")
         return details
 
@@ -207,8 +203,8 @@ class EngineProcess:
         child = self._running()
         with self._in_words():
             child.begin("timed_run", workload.prompts, workload.output_tokens)
-            raw = RawRun(**child.answer(RUN_TIMEOUT_S))
-        return run_result(workload, raw, tree_peak_rss_bytes(child.pid))
+            observed = child.answer(RUN_TIMEOUT_S)
+        return run_result(workload, tree_peak_rss_bytes(child.pid), **observed)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -224,7 +220,7 @@ class EngineProcess:
 
     def _running(self) -> Child:
         if self._child is None:
-            raise PeerError(f"{self._name}: not started; call start() first")
+            raise PeerError(f"{self.name}: not started; call start() first")
         return self._child
 
     def _signal(self, number: signal.Signals) -> None:
@@ -232,7 +228,7 @@ class EngineProcess:
             os.killpg(self._running().pid, number)
         except ProcessLookupError:
             if number != signal.SIGKILL:
-                raise PeerError(f"{self._name}: it is gone") from None
+                raise PeerError(f"{self.name}: it is gone") from None
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -241,9 +237,9 @@ class EngineProcess:
             yield
         except (ChildFailed, PeerLost, PeerTimeout) as error:
             if isinstance(error, PeerLost):
-                reason = f"{self._name}: it ended unexpectedly, {error.reason}"
+                reason = f"{self.name}: it ended unexpectedly, {error.reason}"
             else:
-                reason = str(error) if isinstance(error, ChildFailed) else f"{self._name}: {error}"
+                reason = str(error) if isinstance(error, ChildFailed) else f"{self.name}: {error}"
             tail = self._children.last_lines(LOG_TAIL_LINES)
             raise PeerError(reason + ("; its last lines:\n" + "\n".join(tail) if tail else "")) from None
 

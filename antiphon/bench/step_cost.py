@@ -16,7 +16,7 @@ Rejected: a profiler. It takes longer than what it measures.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -100,10 +100,7 @@ def bench_step(
     if engine.choice.num_attention * engine.choice.tp * engine.choice.num_stages > 1:
         raise UserError(f"--layout {case.layout} has several attention workers: their steps differ, so write one")
     vocab_size, rows = load_model_spec(model).vocab_size, []
-    with ExitStack() as stack:
-        engine_clock = stack.enter_context(_engine_clock())
-        stack.callback(engine.close)
-        engine.start()
+    with _engine_clock() as engine_clock, engine:
         for count in counts:
             say(f"{count} requests")
             size = WorkloadSize(count, case.input_tokens, case.output_tokens)
@@ -116,11 +113,11 @@ def bench_step(
 def _window(
     engine: AntiphonEngine, prompts: list[list[int]], output_tokens: int, engine_clock: "_EngineClock"
 ) -> dict[str, float]:
-    """Of the steps between the time when all requests decode and the end of the first."""
+    """Figures of the steps between the time when all requests decode and the end of the first."""
     counts: Counter[str] = Counter()
     begun: tuple[Spans, dict[str, int]] | None = None
     ended: tuple[Spans, dict[str, int]] | None = None
-    for output in greedy_outputs(engine.engine, prompts, output_tokens, engine.name):
+    for output in greedy_outputs(engine.running, prompts, output_tokens, engine.name):
         counts[output.request_id] += len(output.token_ids)
         if begun is None and len(counts) == len(prompts) and min(counts.values()) >= _EDGE_TOKENS:
             begun = _snapshot(engine, engine_clock)
@@ -133,7 +130,7 @@ def _window(
 
 def _snapshot(engine: AntiphonEngine, engine_clock: "_EngineClock") -> tuple[Spans, dict[str, int]]:
     """What the attention worker has counted, and the engine's thread."""
-    taken = engine.take_spans()
+    taken = engine.running.take_spans()
     (spans,) = [each for name, each in taken.items() if name.role != "experts"]
     return spans, engine_clock.read()
 

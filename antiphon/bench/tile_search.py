@@ -1,35 +1,46 @@
 """Which tiles of the grouped product are quickest on this GPU, and what else could do the work (`kernels.choices`); or,
-without a GPU, what each tile needs of one.
+without a GPU, what each tile, or any launch of a kernel, needs of one.
 
 For each batch bucket every candidate that the GPU takes is checked against the rule's tile, on random weights, then
 timed.
 `inputs` of a tile has to be the same for all buckets of a weight (see `tiles`): it is the one whose best tiles take the
 least time over the buckets, by geometric mean. The rule's tile is a candidate too.
+
+Launches compiled for a GPU that is not there have the types, alignments and tiles of a real launch
+(`kernels.triton.launch`), so what is checked is what would run. Registers and spills are read from the assembler's own
+output.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.testing import do_bench
 
-from antiphon.bench.compiled import CompiledLaunch, compiling
+from antiphon.base.progress import Report
 from antiphon.kernels import packages
 from antiphon.kernels.api import ExpertShape, KVCacheSpec
 from antiphon.kernels.choices import OWN, Candidate, ProductTile, TunedWeight, near
 from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
+from antiphon.kernels.triton import interprets
 from antiphon.kernels.triton.attention import RowPlan, attend_rows
 from antiphon.kernels.triton.grouped import GroupedRows, expert_products, gated_product, weighed_product
-from antiphon.kernels.triton.launch import capability_of
+from antiphon.kernels.triton.launch import capability_of, launching
 from antiphon.kernels.triton.rows import count, place
 from antiphon.kernels.triton.tiles import default_tile, tuned_tile
-
-Report = Callable[[float, float], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +70,7 @@ def candidates(weight: StackedWeight, num_rows: int, capability: int) -> list[Pr
 
 def compile_candidates(
     weight: StackedWeight, row_counts: Sequence[int], capability: int, report: Report
-) -> list[tuple[ProductTile, CompiledLaunch]]:
+) -> "list[tuple[ProductTile, CompiledLaunch]]":
     """What each candidate needs of a GPU of that compute capability. Needs none."""
     tiles = list(dict.fromkeys(tile for rows in row_counts for tile in candidates(weight, rows, capability)))
     found = []
@@ -83,7 +94,7 @@ def tune(weight: StackedWeight, token_counts: Sequence[int], top_k: int, report:
         defaults.append(tiles[0])
         for tile in tiles:
             if _fits(weight, x, rows, tile, expected):
-                times[number, tile] = _time_s(weight, x, rows, tile)
+                times[number, tile] = measure_s(partial(_product, weight, (x, rows), tile))
         report(number + 1, len(token_counts))
     best: dict[int, list[tuple[float, ProductTile]]] = {}
     for inputs in {tile.inputs for _, tile in times}:
@@ -230,10 +241,76 @@ def _fits(weight: StackedWeight, x: Tensor, rows: GroupedRows, tile: ProductTile
     return near(found, expected)
 
 
-def _time_s(weight: StackedWeight, x: Tensor, rows: GroupedRows, tile: ProductTile) -> float:
-    return measure_s(lambda: _product(weight, (x, rows), tile))
-
-
 def measure_s(way: Callable[[], Tensor]) -> float:
     """Seconds of one call on the current stream."""
     return float(do_bench(way, warmup=5, rep=20, return_mode="median")) / 1e3
+
+
+# --- launches compiled for a GPU that is not there
+
+
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of one block, CUDA C Programming Guide, table 27
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledLaunch:
+    """What one launch needs of a GPU. `stack_bytes`: local memory a thread, 0 if no register is spilled."""
+
+    kernel: str
+    capability: int
+    num_registers: int
+    stack_bytes: int
+    shared_bytes: int
+    num_wgmma: int
+
+    @property
+    def fits(self) -> bool:
+        return self.stack_bytes == 0 and self.shared_bytes <= MAX_SHARED_BYTES[self.capability]
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[dict[str, CompiledLaunch]]:
+    """Launches within are compiled for `capability` (80 or 90) and listed, not run. Needs no driver."""
+    assert not interprets(), "with TRITON_INTERPRET=1 nothing is compiled"
+    drivers = triton.runtime.driver
+    found: dict[str, CompiledLaunch] = {}
+
+    def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        binary = kernel.warmup(*arguments, grid=tuple(max(1, size) for size in grid), **options)
+        if binary.hash not in found:
+            found[binary.hash] = _needs_of(kernel.__name__.strip("_"), capability, binary)
+
+    asked = {  # by Triton, before it compiles
+        "get_current_target": lambda: GPUTarget("cuda", capability, 32),
+        "get_current_device": lambda: capability,
+        "get_current_stream": lambda device: 0,
+    }
+    drivers.set_active(SimpleNamespace(**asked))
+    try:
+        with launching(capability, compiled):
+            yield found
+    finally:
+        with suppress(RuntimeError):  # there is no other driver
+            drivers.reset_active()
+
+
+def _needs_of(name: str, capability: int, binary: Any) -> CompiledLaunch:
+    """Registers and stack as the assembler wrote them into the binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = _written(binary)
+    shown = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", shown))
+    return CompiledLaunch(
+        kernel=name,
+        capability=capability,
+        num_registers=int(usage["REG"]),
+        stack_bytes=int(usage["STACK"]) + int(usage["LOCAL"]),
+        shared_bytes=int(binary.metadata.shared),
+        num_wgmma=len(re.findall(r"wgmma\.mma_async", binary.asm["ptx"])),
+    )
+
+
+def _written(binary: Any) -> Path:
+    """The file that Triton's cache keeps the binary in."""
+    name = f"{binary.metadata.name}.cubin"
+    return Path(next(path for key, path in binary.metadata_group.items() if key == name))

@@ -7,8 +7,8 @@
 Balance, z-loss and weight decay are off on both sides. On several ranks the loop has a copy of the model on each of
 them and a share of the batch. The loop takes its step inside the trainer's `on_step`, so both live in one process with
 the same threads. What the first rank decides (that the machine is quiet, that it was often enough) the others do too.
-Rejected: one after the other. The
-machine drifts within a minute.
+
+Rejected: one after the other. The machine drifts within a minute.
 """
 
 import os
@@ -32,9 +32,17 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
 from antiphon.bench.harness.children import Children, forked
-from antiphon.bench.harness.contest import ContestColumns, num_bytes, ratio, share
+from antiphon.bench.harness.contest import (
+    ContestColumns,
+    CpuWatch,
+    Repetition,
+    Repetitions,
+    num_bytes,
+    ratio,
+    share,
+    wait_for_quiet,
+)
 from antiphon.bench.harness.limits import measure_gemm_flops_per_s
-from antiphon.bench.harness.quiet import CpuWatch, Repetition, Repetitions, wait_for_quiet
 from antiphon.bench.plain_loop import COMPILED_EXPERTS, PlainLoop
 from antiphon.comm.collectives import AllGather, AllReduce, barrier, run
 from antiphon.cost.training.counts import training_flops_per_token
@@ -137,11 +145,13 @@ class EnoughError(Exception):
 
 @dataclass
 class Timed:
-    """One contestant's steps. `kept_bytes`: what its forward keeps for backward, parameters not counted; None: not
-    measured, as with torch.compile, for which the hooks that count would be another program. `sent_bytes`: in a step,
-    the mean of all ranks. `waited_s`: for others, of the rank that waited longest, by step. `cpu_s`: processor time of
-    this process's threads, by step, which other processes change less."""
+    """One contestant's steps. `loop` None: the trainer. `kept_bytes`: what its forward keeps for backward, parameters
+    not counted; None: not measured, as with torch.compile, for which the hooks that count would be another program.
+    `sent_bytes`: in a step, the mean of all ranks. `waited_s`: for others, of the rank that waited longest, by step.
+    `cpu_s`: processor time of this process's threads, by step, which other processes change less."""
 
+    name: str
+    loop: PlainLoop | None = None
     kept_bytes: int | None = None
     sent_bytes: float = 0
     waited_s: list[float] = field(default_factory=list)
@@ -154,20 +164,19 @@ class Timed:
 
 
 class StepComparison:
-    """Both contestants' turns; `run` ends with both `Timed`."""
+    """The contestants' turns: the trainer's, then those of loops."""
 
     def __init__(self, case: TrainingCase, say: Say, report: Report) -> None:
         self._case = case
         self._say = say
         self._report = report
-        self.ours, self.theirs, self.compiled = Timed(), Timed(), Timed()
-        self.implementation = ""
+        self._ours, self._loops = Timed("antiphon"), list[Timed]()
         self._roots = (os.getppid(),) if case.ranks > 1 else ()  # the fork server, and so all ranks
         self._watch, self._cpu_began_s = CpuWatch(self._roots), time.process_time()
 
-    def run(self, workplace: Path) -> None:
-        """With `write_text`'s file in `workplace`. `AssertionError` if losses differ: a time of something else says
-        nothing."""
+    def run(self, workplace: Path) -> list[dict[str, Any]]:
+        """Rows, with `write_text`'s file in `workplace`. `AssertionError` if losses differ: a time of something else
+        says nothing."""
         case = self._case
         torch.set_num_threads(case.threads)
         self._spec = load_model_spec(case.folder)
@@ -176,27 +185,27 @@ class StepComparison:
         with ExitStack() as self._counting, suppress(EnoughError):
             self._kept = self._counting.enter_context(kept_for_backward())
             self._trainer.run()
+        return [self._row(timed) for timed in (self._ours, *self._loops)]
 
     def _on_step(self, result: TrainedStep) -> None:
         mesh = self._trainer.mesh
         if result.step == 0:
-            self._start_loop()
+            self._start_loops()
         elif result.step >= NUM_COMPARED:
-            self.ours.steps.append(Repetition(result.duration_s, self._watch.foreign_share()))
-            self.ours.cpu_s.append(time.process_time() - self._cpu_began_s)
+            self._ours.steps.append(Repetition(result.duration_s, self._watch.foreign_share()))
+            self._ours.cpu_s.append(time.process_time() - self._cpu_began_s)
             taken = mesh.ledger.take()
             own = torch.tensor([sum(taken.sent_bytes.values()), sum(taken.waited_s.values())], dtype=torch.float64)
             sent, waited = run(AllGather(mesh.world, "bench", (2,) * self._case.ranks), own).view(-1, 2).unbind(1)
-            self.ours.sent_bytes = float(sent.mean())
-            self.ours.waited_s.append(float(waited.max()))
+            self._ours.sent_bytes = float(sent.mean())
+            self._ours.waited_s.append(float(waited.max()))
         batch = self._batch(result.step)
-        if result.step < NUM_COMPARED:
-            loss = self._compared_step(result, batch)
-            check_losses(self._case.dtype, result.step, result.loss, loss)
-        else:
-            self._time_loop(self._loop, self.theirs, batch, result.rate)
-            if self._case.compiled:
-                self._time_loop(self._compiled, self.compiled, batch, result.rate)
+        for timed in self._loops:
+            if result.step < NUM_COMPARED:
+                loss = self._compared_step(timed, result, batch)
+                check_losses(self._case.dtype, result.step, result.loss, loss)
+            else:
+                self._time_loop(timed, batch, result.rate)
         done = result.step + 1 - NUM_COMPARED
         self._report(max(0, done), self._case.max_rounds)
         if self._is_enough(done):
@@ -205,10 +214,11 @@ class StepComparison:
         mesh.ledger.take()
         self._watch, self._cpu_began_s = CpuWatch(self._roots), time.process_time()
 
-    def _time_loop(self, loop: PlainLoop, timed: Timed, batch: Batch, rate: float) -> None:
+    def _time_loop(self, timed: Timed, batch: Batch, rate: float) -> None:
+        assert timed.loop is not None
         self._wait_for_quiet()
         watch, started_s, cpu_began_s = CpuWatch(self._roots), time.perf_counter(), time.process_time()
-        loop.step(batch, rate)
+        timed.loop.step(batch, rate)
         timed.steps.append(Repetition(time.perf_counter() - started_s, watch.foreign_share()))
         timed.cpu_s.append(time.process_time() - cpu_began_s)
 
@@ -217,8 +227,7 @@ class StepComparison:
 
     def _is_enough(self, done: int) -> bool:
         """As the first rank sees it."""
-        timed = [self.ours, self.theirs, *([self.compiled] if self._case.compiled else [])]
-        quiet = all(each.counted.is_quiet for each in timed)
+        quiet = all(timed.counted.is_quiet for timed in (self._ours, *self._loops))
         enough = torch.tensor([float(self._trainer.is_first and (done >= self._case.max_rounds or quiet))])
         return bool(run(AllReduce(self._trainer.mesh.world, "bench"), enough).item())
 
@@ -227,31 +236,54 @@ class StepComparison:
             wait_for_quiet(timeout_s=QUIET_PATIENCE_S, extra_root_pids=self._roots)
         barrier(self._trainer.mesh.world)
 
-    def _start_loop(self) -> None:
+    def _start_loops(self) -> None:
         """Once the trainer has tokenized and taken its first step."""
         self._counting.close()  # later steps are timed, without the hooks
         of_layers = self._trainer.model.held.take_peak()  # they hold it themselves, so autograd saves little
-        self.ours.kept_bytes = self._kept.num_bytes + of_layers
-        self._loop = self._case.loop(self._config)
+        self._ours.kept_bytes = sum(self._kept.values()) + of_layers
+        loop = self._case.loop(self._config)
         self._samples = samples_of(self._config)
-        self.implementation = self._loop.choose_experts(self._spec, self._batch(0), self._say)
-        self.theirs.sent_bytes = self._loop.sent_bytes
+        implementation = loop.choose_experts(self._spec, self._batch(0), self._say)
+        self._loops.append(Timed(f"transformers {implementation}", loop, sent_bytes=loop.sent_bytes))
         if self._case.compiled:
-            self._compiled = self._case.loop(self._config)
-            self._compiled.compile()
+            loop = self._case.loop(self._config)
+            loop.compile()
+            self._loops.append(Timed(f"transformers {COMPILED_EXPERTS} + torch.compile", loop))
 
-    def _compared_step(self, result: TrainedStep, batch: Any) -> float:
-        if self._case.compiled:
+    def _compared_step(self, timed: Timed, result: TrainedStep, batch: Batch) -> float:
+        assert timed.loop is not None
+        if timed is not self._loops[0]:
             self._say("transformers through torch.compile: the first steps compile")
-            compiled = self._compiled.step(batch, result.rate)
-            check_losses(self._case.dtype, result.step, result.loss, compiled)
+            return timed.loop.step(batch, result.rate)
         if result.step:
-            self.theirs.waited_s.append(self._loop.exposed_s(batch))
-            return self._loop.step(batch, result.rate)
+            timed.waited_s.append(timed.loop.exposed_s(batch))
+            return timed.loop.step(batch, result.rate)
         with kept_for_backward() as kept:
-            loss = self._loop.step(batch, result.rate)
-        self.theirs.kept_bytes = kept.num_bytes
+            loss = timed.loop.step(batch, result.rate)
+        timed.kept_bytes = sum(kept.values())
         return loss
+
+    def _row(self, timed: Timed) -> dict[str, Any]:
+        """SI units. One process exchanges nothing, so its communication is 0."""
+        case, plain, step_s = self._case, self._loops[0], timed.counted.median(float)
+        return {
+            "variant": timed.name,
+            "world_size": case.ranks,
+            "dtype": case.dtype,
+            "batch": case.batch,
+            "sequence_length": case.sequence_length,
+            "tokens_per_s": case.tokens_per_step / step_s,
+            "step_s_median": step_s,
+            "cpu_s_least": min(timed.cpu_s),
+            "cpu_ratio_to_loop": min(plain.cpu_s) / min(timed.cpu_s),
+            "exposed_comm_s": statistics.median(timed.waited_s) if case.ranks > 1 else 0.0,
+            "comm_bytes": timed.sent_bytes,
+            "activation_bytes": timed.kept_bytes,
+            "ratio_to_loop": plain.counted.median(float) / step_s,
+            "threads": case.threads,
+            "steps": len(timed.counted.counted),
+            "foreign_cpu_share": timed.counted.foreign_share,
+        }
 
 
 def check_losses(dtype: Dtype, step: int, ours: float, theirs: float) -> None:
@@ -261,30 +293,19 @@ def check_losses(dtype: Dtype, step: int, ours: float, theirs: float) -> None:
     )
 
 
-class _Kept:
-    """Tensors that autograd has saved."""
+@contextmanager
+def kept_for_backward() -> Iterator[dict[int, int]]:
+    """What the forward passes inside keep for their backward, parameters not counted: bytes by storage."""
+    kept: dict[int, int] = {}
 
-    def __init__(self) -> None:
-        self._bytes: dict[int, int] = {}
-
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         base = tensor if tensor._base is None else tensor._base
         if not (base.is_leaf and base.requires_grad):  # a parameter, or a view of one
             storage = tensor.untyped_storage()
-            self._bytes[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    @property
-    def num_bytes(self) -> int:
-        """Each storage once."""
-        return sum(self._bytes.values())
-
-
-@contextmanager
-def kept_for_backward() -> Iterator[_Kept]:
-    """Counts what the forward passes inside keep for their backward."""
-    kept = _Kept()
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
 
 
@@ -355,7 +376,9 @@ def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list
         with TemporaryDirectory(prefix="antiphon-bench-train-") as name:
             workplace = Path(name)
             write_text(workplace / TEXT, case.tokens_per_step * (NUM_COMPARED + case.max_rounds + 1))
-            found = rows_on_ranks(case, workplace) if case.ranks > 1 else compared(case, workplace, say, report)
+            found = (
+                rows_on_ranks(case, workplace) if case.ranks > 1 else StepComparison(case, say, report).run(workplace)
+            )
         peak = max(peak, fastest_product_flops_per_s(case.dtype))
         for row in found:
             flops_per_s = training_flops_per_token(load_model_spec(case.folder), case.sequence_length)
@@ -365,7 +388,7 @@ def bench_train(cases: Sequence[TrainingCase], say: Say, report: Report) -> list
 
 
 def fastest_product_flops_per_s(dtype: Dtype) -> float:
-    """Of PyTorch's products and the trainer's own, on as many threads as PyTorch has."""
+    """The faster of PyTorch's products and the trainer's own, on as many threads as PyTorch has."""
     native_rows.share_threads()
     kind = getattr(torch, dtype)
     return max(measure_gemm_flops_per_s(kind), product_flops_per_s(HOST, kind))
@@ -394,46 +417,7 @@ class StepRank:
     def rows(self) -> list[dict[str, Any]]:
         case = self._case
         if self._rank:
-            return compared(case, self._workplace, lambda text: None, lambda done, total: None)
+            return StepComparison(case, lambda text: None, lambda done, total: None).run(self._workplace)
         with progress(f"timing training steps on {case.ranks} ranks") as report:
-            return compared(case, self._workplace, lambda text: print(text, file=sys.stderr), report)
-
-
-def compared(case: TrainingCase, workplace: Path, say: Say, report: Report) -> list[dict[str, Any]]:
-    """This process's turns, as rows."""
-    comparison = StepComparison(case, say, report)
-    comparison.run(workplace)
-    return rows_of(case, comparison)
-
-
-def rows_of(case: TrainingCase, comparison: StepComparison) -> list[dict[str, Any]]:
-    """SI units. One process exchanges nothing, so its communication is 0."""
-    names = ("antiphon", f"transformers {comparison.implementation}")
-    loop_s = comparison.theirs.counted.median(float)
-    rows = []
-    contestants = dict(zip(names, (comparison.ours, comparison.theirs), strict=True))
-    if case.compiled:
-        contestants[f"transformers {COMPILED_EXPERTS} + torch.compile"] = comparison.compiled
-    for name, timed in contestants.items():
-        step_s = timed.counted.median(float)
-        rows.append(
-            {
-                "variant": name,
-                "world_size": case.ranks,
-                "dtype": case.dtype,
-                "batch": case.batch,
-                "sequence_length": case.sequence_length,
-                "tokens_per_s": case.tokens_per_step / step_s,
-                "step_s_median": step_s,
-                "cpu_s_least": min(timed.cpu_s),
-                "cpu_ratio_to_loop": min(comparison.theirs.cpu_s) / min(timed.cpu_s),
-                "exposed_comm_s": statistics.median(timed.waited_s) if case.ranks > 1 else 0.0,
-                "comm_bytes": timed.sent_bytes,
-                "activation_bytes": timed.kept_bytes,
-                "ratio_to_loop": loop_s / step_s,
-                "threads": case.threads,
-                "steps": len(timed.counted.counted),
-                "foreign_cpu_share": timed.counted.foreign_share,
-            }
-        )
-    return rows
+            comparison = StepComparison(case, lambda text: print(text, file=sys.stderr), report)
+            return comparison.run(self._workplace)

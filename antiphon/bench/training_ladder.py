@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, Protocol
+from typing import IO, Any
+from xml.sax.saxutils import escape
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError
@@ -26,12 +27,11 @@ from antiphon.base.progress import Report
 from antiphon.base.system import python_module
 from antiphon.base.units import format_bytes
 from antiphon.bench.box import Box, NodeProcess
-from antiphon.bench.box.run import plan_ranks
+from antiphon.bench.box.topology import plan_ranks
 from antiphon.bench.harness import child
 from antiphon.bench.harness.children import Children
-from antiphon.bench.harness.contest import ContestColumns, Row, num_bytes, shown
-from antiphon.bench.harness.cores import limited
-from antiphon.bench.harness.quiet import CpuWatch
+from antiphon.bench.harness.contest import ContestColumns, CpuWatch, Row, num_bytes, shown
+from antiphon.bench.harness.processes import box_of_ranks, limited
 from antiphon.bench.ladder_prediction import BoxLinks, predicted_step_s
 from antiphon.bench.ladder_variants import LadderCase, Variant, variants_of
 from antiphon.bench.plain_loop import PlainLoop
@@ -48,6 +48,8 @@ from antiphon.train.trainer import TrainedStep, Trainer
 LINK = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this rank's node
 WARM = 2  # steps whose losses are compared and whose times are not
 END_S = 30.0
+
+
 # --- turns of one rank
 
 
@@ -65,16 +67,8 @@ class VariantRecord:
     expert_rows: list[list[int]] = field(default_factory=list)
 
 
-class StepTurns(Protocol):
-    def step(self) -> None:
-        """Take the next step, together with the other ranks."""
-
-    def end(self) -> VariantRecord:
-        """Stop; what was recorded."""
-
-
 class TrainerTurns:
-    """The trainer of `config`; a step begins when `step` is called."""
+    """The trainer of `config`; a step begins when `step` is called, on all ranks. `end`: what was recorded."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.trainer: Trainer  # made by the first step
@@ -139,7 +133,7 @@ class LoopTurns:
         else:
             with kept_for_backward() as kept:
                 loss = loop.step(batch, self._config.optimizer.learning_rate)
-            self._record.activation_bytes = kept.num_bytes
+            self._record.activation_bytes = sum(kept.values())
         self._record.step_s.append(time.perf_counter() - started_s)
         self._record.losses.append(loss)
 
@@ -156,6 +150,9 @@ class LoopTurns:
 
     def _batch(self) -> Batch:
         return self._case.batch_of(self._samples, len(self._record.losses), self._rank)
+
+
+Turns = TrainerTurns | LoopTurns
 
 
 def read_record(folder: Path) -> VariantRecord:
@@ -215,7 +212,7 @@ class LadderRank:
             row["processor_s"] = statistics.median(self._processor_s[index][timed_steps(self._case, variant)])
         return rows
 
-    def _turns(self, variant: Variant, number: int, workplace: Path) -> StepTurns:
+    def _turns(self, variant: Variant, number: int, workplace: Path) -> Turns:
         config = configuration(self._case, variant, number, workplace)
         if variant.kind == "antiphon":
             return TrainerTurns(config)
@@ -229,21 +226,22 @@ def _link_bytes() -> int:
 # --- all ranks, in a box
 
 
-def bench_ladder(case: LadderCase, timeout_s: float, report: Report) -> list[dict[str, Any]]:
+def bench_ladder(case: LadderCase, report: Report) -> list[dict[str, Any]]:
     """A row for each variant. `ChildFailed` or `PeerLost` names a rank that fails, `PeerTimeout` those that are not
     done in time."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + case.timeout
     num_variants, num_steps = len(variants_of(case)), WARM + case.rounds + 1  # the last one is not recorded
     with TemporaryDirectory(prefix="antiphon-ladder-") as name:
         workplace = Path(name)
         check_room(case, workplace)
         write_text(workplace / TEXT, case.tokens_per_step * (WARM + case.rounds + 2))
-        watch = CpuWatch()
-        with _box_of(case) as box, Children() as ranks, ExitStack() as quotas:
+        watch, shape = CpuWatch(), (case.nodes, case.ranks_per_node, case.mbit, case.inner_mbit)
+        with box_of_ranks(*shape) as box, Children() as ranks, ExitStack() as quotas:
             names = [f"rank[{rank}]" for rank in range(case.ranks)]
             ranks.start(names, [partial(LadderRank, case, workplace)] * case.ranks, partial(_start_in, box))
-            for pid in ranks.pids if case.rank_cores else ():
-                quotas.enter_context(limited(pid, case.rank_cores))
+            if case.rank_cores:
+                for pid in ranks.pids:
+                    quotas.enter_context(limited(pid, case.rank_cores))
             for done in range(num_steps * num_variants):
                 ranks.ask("step", done % num_variants, timeout_s=deadline - time.monotonic())
                 report(done + 1, num_steps * num_variants)
@@ -270,13 +268,6 @@ def check_room(case: LadderCase, workplace: Path, free_bytes: int | None = None)
         )
 
 
-def _box_of(case: LadderCase) -> Box:
-    """Nodes; with links inside them each rank is one, near those of its node."""
-    if not case.inner_mbit:
-        return Box(num_nodes=case.nodes, mbit=case.mbit)
-    return Box(num_nodes=case.ranks, mbit=case.mbit, near_mbit=case.inner_mbit, num_near=case.ranks_per_node)
-
-
 def _start_in(box: Box, socket: str, count: int, log: IO[bytes]) -> list[NodeProcess]:
     """A starter of `harness.children`: as many processes in each node."""
     threads = {"OMP_NUM_THREADS": str(max(1, allowance().num_cores // count))}
@@ -299,7 +290,7 @@ def check_losses(variants: tuple[Variant, ...], records: list[VariantRecord]) ->
 
 
 def _rows(
-    case: LadderCase, variants: tuple[Variant, ...], contestants: list[StepTurns], records: list[VariantRecord]
+    case: LadderCase, variants: tuple[Variant, ...], contestants: Sequence[Turns], records: list[VariantRecord]
 ) -> list[dict[str, Any]]:
     rows, plain_s, before_s = [], dict[str, dict[str, float]](), None
     for variant, contestant, record in zip(variants, contestants, records, strict=True):
@@ -311,8 +302,8 @@ def _rows(
             "world_size": case.ranks,
             "nodes": case.nodes,
             "mbit": case.mbit,
-            "inner_mbit": case.inner_mbit,
-            "rank_cores": case.rank_cores,
+            "inner_mbit": case.inner_mbit or 0.0,
+            "rank_cores": case.rank_cores or 0.0,
             "tokens_per_s": case.tokens_per_step / step_s,
             "step_s_median": step_s,
             "before_to_this": None if before_s is None else before_s / step_s,
@@ -345,7 +336,7 @@ def _rows(
 
 
 def timed_steps(case: LadderCase, variant: Variant) -> slice:
-    """Of all steps of a variant those that count."""
+    """The steps of a variant that count."""
     return slice(max(WARM, variant.settles), WARM + case.rounds)
 
 
@@ -385,4 +376,56 @@ def columns(rows: Sequence[Row]) -> ContestColumns:
         ),
         title=f"{rows[0]['nodes']} nodes, {rows[0]['world_size']} ranks, {rows[0]['mbit']:g} Mbit/s; others took "
         f"{rows[0]['foreign_cpu_share']:.0%} of the cores",
+    )
+
+
+# --- the figure
+
+
+LEFT, WIDTH, ROW, TOP = 190, 480, 34, 64
+BUSY, WAITING, LINE, WORDS, GRID = "#4878a8", "#d9a441", "#c0504d", "#333333", "#dddddd"
+
+
+def draw(rows: list[dict[str, Any]], title: str) -> str:
+    """A figure as SVG: each variant's median step as a bar, its waiting in another colour, what the simulation says as
+    a line."""
+    longest_s = 1.08 * max(max(row["step_s_median"], row["predicted_step_s"] or 0.0) for row in rows)
+    height = TOP + ROW * len(rows) + 60
+    total = LEFT + WIDTH + 130
+    parts = [_text(12, 22, title, size=13)]
+    for tick in range(5):
+        x = LEFT + WIDTH * tick / 4
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 52}" stroke="{GRID}"/>')
+        parts.append(_text(x, TOP - 14, f"{longest_s * tick / 4:.2f} s", anchor="middle", size=10))
+    for index, row in enumerate(rows):
+        parts += _bar(row, TOP + index * ROW, WIDTH / longest_s, rows[0]["step_s_median"])
+    parts.append(_text(LEFT, height - 30, "blue: computing and what runs beside it", color=BUSY, size=10))
+    parts.append(_text(LEFT, height - 16, "yellow: waiting for other ranks", color=WAITING, size=10))
+    parts.append(_text(LEFT + 260, height - 30, "red line: simulated", color=LINE, size=10))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{height}" viewBox="0 0 {total} {height}" '
+        'font-family="sans-serif">'
+    )
+    return "\n".join([head, f'<rect width="{total}" height="{height}" fill="white"/>', *parts, "</svg>\n"])
+
+
+def _bar(row: dict[str, Any], y: float, scale: float, first_s: float) -> list[str]:
+    step_s = row["step_s_median"]
+    waiting_s = min(step_s, row["exposed_comm_s"])
+    busy, waiting = (step_s - waiting_s) * scale, waiting_s * scale
+    parts = [
+        _text(LEFT - 8, y + 16, row["variant"], anchor="end", size=12),
+        f'<rect x="{LEFT}" y="{y}" width="{busy:.1f}" height="22" fill="{BUSY}"/>',
+        f'<rect x="{LEFT + busy:.1f}" y="{y}" width="{waiting:.1f}" height="22" fill="{WAITING}"/>',
+        _text(LEFT + busy + waiting + 6, y + 15, f"{step_s:.2f} s   ×{first_s / step_s:.2f}", size=11),
+    ]
+    if row["predicted_step_s"] is not None:
+        x = LEFT + row["predicted_step_s"] * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4}" y2="{y + 26}" stroke="{LINE}" stroke-width="2.5"/>')
+    return parts
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 11, color: str = WORDS) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}">{escape(words)}</text>'
     )

@@ -1,58 +1,39 @@
-"""`antiphon bench`: Antiphon beside other engines, libraries and loops, on one machine.
+"""`antiphon bench`: Antiphon beside other engines, libraries and loops, on one machine. Those of engines are in
+`bench_serve`.
 
 What a benchmark can be asked for stands in the frozen dataclass of its case, as options; a command checks their limits,
 runs the benchmark and shows its columns. Options that several values share, written as one text, are read here.
 """
 
-import json as jsonlib
-import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
-from antiphon.bench import balance as balancing
 from antiphon.bench import collectives as collecting
 from antiphon.bench import dispatch as dispatching
 from antiphon.bench import hybrid as two_levels
-from antiphon.bench import load as loading
-from antiphon.bench import pools as pooling
-from antiphon.bench import serve as serving
 from antiphon.bench import train as training
 from antiphon.bench import training_ladder
-from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladder
 from antiphon.bench.m2n import cases
 from antiphon.bench.m2n import contest as m2n_contest
 from antiphon.cli import options
-from antiphon.cli.bench_apart import apart, ping_pong
-from antiphon.cli.bench_rows import check_limits, list_of, show_rows
-from antiphon.cli.bench_serve import (
-    MOST_TOKENS,
-    check_sizes,
-    device_name,
-    other_engines,
-    own_engines,
-    say,
-    serve_load,
-    workload_sizes,
-)
-from antiphon.cli.bench_step import step
+from antiphon.cli.bench_rows import check_limits, list_of, refuse_alone, say, show_rows
+from antiphon.cli.bench_serve import MOST_TURNS, apart, balance, ping_pong, pools, serve, step
 from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
 from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
-from antiphon.cli.output import JsonOption, check_output_file, show, whole_file, write_whole
-from antiphon.kernels.select import resolve_device
+from antiphon.cli.output import JsonOption, check_output_file, whole_file, write_whole
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
-from antiphon.serve.signals import sigterm_exits
 
 app = new_app("Measure Antiphon beside other engines.", invoke_without_command=True)
-MOST_TURNS, MOST_ROUNDS = 1000, 1_000_000  # more is a slip
+MOST_ROUNDS = 1_000_000  # more is a slip
 MOST_SEQUENCES, MOST_POSITIONS, MOST_RANKS, MOST_NODES = 65_536, 1_000_000, 64, 16
 MOST_TENSOR_BYTES = 1 << 30
 
@@ -167,7 +148,7 @@ def dispatch(chosen: dispatching.DispatchOptions, json: JsonOption = None) -> No
     """Time a MoE layer's dispatch and combine, forward and backward, over gloo."""
     check_limits(chosen)
     with progress("dispatch and combine", format_amount=lambda done: f"{done:.0f}") as report:
-        rows = dispatching.bench_dispatch(chosen.cases(), report)
+        rows = dispatching.bench_dispatch(chosen, report)
     show_rows("dispatch", dispatching.COLUMNS, rows, json, torch=torch.__version__)
 
 
@@ -181,89 +162,12 @@ def hybrid(case: two_levels.TwoLevelCase, json: JsonOption = None) -> None:
     show_rows("hybrid", two_levels.COLUMNS, rows, json)
 
 
-# --- serving
-
-
-@takes_groups
-def balance(
-    model: options.ModelFolder,
-    cases: Annotated[
-        str | None, typer.Option(metavar="NAME,...", show_default="all", help="plain, hot, slow, skewed, recorded.")
-    ] = None,
-    *,
-    chosen: balancing.BalanceOptions,
-    json: JsonOption = None,
-) -> None:
-    """Time serving under each --balance policy: plain, a hot expert, a slow worker, skewed or recorded load."""
-    check_limits(chosen)
-    chosen.check()
-    names = balancing.chosen_cases(cases, chosen.routing)
-    orders = [balancing.BalanceOrder(model=model, case=case, **vars(chosen)) for case in names]
-    rows: list[dict[str, Any]] = []
-    for order in orders:
-        with (
-            tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
-            progress(f"balance, {order.case}", format_amount=lambda done: f"{done:.0f}") as report,
-        ):
-            rows += map(asdict, balancing.bench_balance(order, chosen.chosen, Path(folder), report))
-    about = {"slots": chosen.slots(model), "batch": chosen.batch}
-    show_rows("balance", balancing.columns(rows), rows, json, about=about, torch=torch.__version__)
-
-
-@takes_groups
-def serve(
-    model: options.ModelFolder,
-    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests at once.")] = "1,8,32,64",
-    input_tokens: Annotated[int, typer.Option(metavar="N", help="Prompt length.")] = 128,
-    output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated per request.")] = 64,
-    prefill: Annotated[str, typer.Option(metavar="NxN,NxN", help="Prompts x tokens; '': none.")] = "1x512,8x512",
-    layouts: Annotated[str, typer.Option(metavar="L,L", help="colocated, colocated*2, 1+1/m2")] = "colocated",
-    peers: Annotated[
-        str | None,
-        typer.Option(metavar="P,P", show_default="transformers,vllm", help="'': none; llama.cpp: of a GGUF."),
-    ] = None,
-    against_url: Annotated[str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible server.")] = None,
-    device: options.DeviceOption = "cpu",
-    threads: options.ThreadsOption = None,
-    expert_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Also colocated with experts in the file, SIZE for those in use.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="At most this many repetitions.")] = 6,
-    *,
-    load: loading.LoadOptions,
-    json: JsonOption = None,
-) -> None:
-    """Time serving MODEL beside other engines, in turns; with --rate under load that does not wait."""
-    check_count("--threads", threads, MAX_THREADS)
-    check_count("--rounds", rounds, MOST_TURNS)
-    expert_bytes = None if expert_memory is None else parse_size("--expert-memory", expert_memory)
-    if load.rate is not None:
-        if expert_memory is not None:
-            raise UserError(f"--expert-memory {expert_memory} does not apply with --rate: leave one of them out")
-        serve_load(model, layouts, against_url, device, threads, load, json)
-        return
-    load.refuse_without_rate()
-    sizes = workload_sizes(concurrency, input_tokens, output_tokens, prefill)
-    check_sizes(sizes, load_model_spec(model))
-    resolve_device(device, 0)
-    contestants = own_engines(layouts, model, sizes, device, threads, expert_bytes)
-    contestants += other_engines(peers, against_url, model, device)
-    if not contestants:
-        raise UserError("nobody to measure: give --layouts, --peers or --against-url")
-    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
-        rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=say, device=device)
-    if not rows:
-        raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
-    measured = jsonlib.loads(jsonlib.dumps(asdict(limits)))
-    machine: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "limits": measured}
-    show_rows("serve", serving.COLUMNS, rows, json, about=None, **machine)
-
-
 # --- training
 
 
 @takes_groups
 def train(
+    context: typer.Context,
     model: options.ModelFolder,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences of a step.")] = 8,
     sequence_length: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 256,
@@ -294,7 +198,7 @@ def train(
             )
         _run_ladder(chosen, step | {"dtype": dtypes[0], "rounds": rounds}, json)
         return
-    chosen.refuse_without_ladder()
+    refuse_alone(context, LadderOptions, "ladder", "only a ladder runs in a box, so give --ladder too, or leave it out")
     counts = parse_ranks(ranks)
     if changes and all(count == 1 for count in counts):
         raise UserError(f"--set {changes[0]}: one process shares nothing; add --ranks, for example --ranks 2")
@@ -326,29 +230,19 @@ def _run_ladder(chosen: LadderOptions, step: dict[str, Any], json: str | None) -
     """Time its variants, in turns, and show them."""
     check_count("--nodes", chosen.nodes, MOST_NODES)
     check_count("--ranks-per-node", chosen.ranks_per_node, MOST_NODES)
-    case = LadderCase(
-        **step,
-        ladder=chosen.ladder or "",
-        nodes=2 if chosen.nodes is None else chosen.nodes,
-        ranks_per_node=2 if chosen.ranks_per_node is None else chosen.ranks_per_node,
-        mbit=100.0 if chosen.mbit is None else chosen.mbit,
-        rank_cores=0.0 if chosen.rank_cores is None else chosen.rank_cores,
-        inner_mbit=0.0 if chosen.inner_mbit is None else chosen.inner_mbit,
-        chosen=tuple(name.strip() for name in (chosen.variants or "").split(";") if name.strip()),
-    )
-    timeout_s = 3600.0 if chosen.timeout is None else chosen.timeout
-    check_timeout("--timeout", timeout_s)
+    case = LadderCase(**step, **vars(chosen))
+    check_timeout("--timeout", case.timeout)
     check_output_file("--figure", chosen.figure)
     check_ladder(case)
     with progress(f"ladder {case.ladder}", format_amount=lambda done: f"{done:.0f} steps") as report:
-        rows = training_ladder.bench_ladder(case, timeout_s, report)
+        rows = training_ladder.bench_ladder(case, report)
     show_rows("train", training_ladder.columns(rows), rows, json, torch=torch.__version__)
     if chosen.figure is not None:
         title = (
             f"{case.ladder}: {case.nodes} nodes x {case.ranks_per_node} ranks, {case.mbit:g} Mbit/s, "
             f"{case.tokens_per_step} tokens a step"
         )
-        write_whole("--figure", chosen.figure, draw(rows, title))
+        write_whole("--figure", chosen.figure, training_ladder.draw(rows, title))
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -359,31 +253,6 @@ def parse_ranks(text: str) -> list[int]:
     for count in found:
         check_count("--ranks", count, MOST_RANKS)
     return found
-
-
-@takes_groups
-def pools(
-    model: options.ModelFolder,
-    prompts: Annotated[str, typer.Option(metavar="N,N", help="Lengths of long prompts.")] = "512,2048,8192",
-    *,
-    case: pooling.PoolsCase,
-    json: JsonOption = None,
-) -> None:
-    """Time one pool of workers against prefill and decode apart, on the same cores."""
-    check_limits(case)
-    lengths = [_prompt_length(text) for text in list_of("--prompts", prompts)]
-    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
-        rows = pooling.bench_pools(model, lengths, case, say)
-    said = pooling.verdicts(rows)
-    show_rows("pools", pooling.columns(case), rows, json, about={"verdicts": said})
-    show("\n".join(said), json=json)
-
-
-def _prompt_length(text: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"--prompts has {text!r}: write numbers, for example 512,2048")
-    check_count("--prompts", int(text), MOST_TOKENS)
-    return int(text)
 
 
 for command in (  # in the order of the help

@@ -1,35 +1,93 @@
-"""What `antiphon bench serve` makes of its options: sizes and engines; with `--rate` the whole run, servers of ours and
-one at a URL under load that does not wait for them."""
+"""The benchmarks of engines: `antiphon bench serve`, `step`, `balance`, `pools`, `ping-pong` and `apart`."""
 
-import sys
+import json as jsonlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
+from antiphon.bench import apart as separating
+from antiphon.bench import balance as balancing
+from antiphon.bench import ping_pong as pairing
+from antiphon.bench import pools as pooling
 from antiphon.bench import serve as serving
-from antiphon.bench.load import COLUMNS, LoadOptions, bench_load, best_within, load_case
-from antiphon.bench.load_servers import nodes_for, own_servers, run_beside
+from antiphon.bench import step_cost
+from antiphon.bench.harness.processes import run_beside
+from antiphon.bench.load import COLUMNS, LoadOptions, bench_load, best_within, load_case, nodes_for, own_servers
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serving_peers import Peer, default_peers, make_peer
-from antiphon.cli.bench_rows import check_limits, show_rows
-from antiphon.cli.options import check_count, words_of
-from antiphon.cli.output import check_output_file, write_whole
+from antiphon.cli import options
+from antiphon.cli.bench_rows import check_limits, list_of, numbers_of, refuse_alone, say, show_rows
+from antiphon.cli.commands import given_options, takes_groups
+from antiphon.cli.options import check_count, parse_size, words_of
+from antiphon.cli.output import JsonOption, check_output_file, show, write_whole
+from antiphon.kernels.select import resolve_device
+from antiphon.models.config import load_model_spec
 from antiphon.report.document import Grid, html
 from antiphon.report.load import load_page
+from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
 
-MOST_REQUESTS, MOST_TOKENS = 65_536, 10_000_000  # more is a slip
+MOST_REQUESTS, MOST_TOKENS, MOST_TURNS = 65_536, 10_000_000, 1000  # more is a slip
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr)
+@takes_groups
+def serve(
+    context: typer.Context,
+    model: options.ModelFolder,
+    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests at once.")] = "1,8,32,64",
+    input_tokens: Annotated[int, typer.Option(metavar="N", help="Prompt length.")] = 128,
+    output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated per request.")] = 64,
+    prefill: Annotated[str, typer.Option(metavar="NxN,NxN", help="Prompts x tokens; '': none.")] = "1x512,8x512",
+    layouts: Annotated[str, typer.Option(metavar="L,L", help="colocated, colocated*2, 1+1/m2")] = "colocated",
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="P,P", show_default="transformers,vllm", help="'': none; llama.cpp: of a GGUF."),
+    ] = None,
+    against_url: Annotated[str | None, typer.Option(metavar="URL", help="Any OpenAI-compatible server.")] = None,
+    device: options.DeviceOption = "cpu",
+    threads: options.ThreadsOption = None,
+    expert_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Also colocated with experts in the file, SIZE for those in use.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="At most this many repetitions.")] = 6,
+    *,
+    load: LoadOptions,
+    json: JsonOption = None,
+) -> None:
+    """Time serving MODEL beside other engines, in turns; with --rate under load that does not wait."""
+    check_count("--threads", threads, MAX_THREADS)
+    check_count("--rounds", rounds, MOST_TURNS)
+    expert_bytes = None if expert_memory is None else parse_size("--expert-memory", expert_memory)
+    if load.rate is not None:
+        if expert_memory is not None:
+            raise UserError(f"--expert-memory {expert_memory} does not apply with --rate: leave one of them out")
+        serve_load(model, layouts, against_url, device, threads, load, json)
+        return
+    refuse_alone(context, LoadOptions, "rate", "only of load, so give --rate too, or leave it out")
+    sizes = workload_sizes(concurrency, input_tokens, output_tokens, prefill)
+    check_sizes(sizes, load_model_spec(model))
+    resolve_device(device, 0)
+    contestants = own_engines(layouts, model, sizes, device, threads, expert_bytes)
+    contestants += other_engines(peers, against_url, model, device)
+    if not contestants:
+        raise UserError("nobody to measure: give --layouts, --peers or --against-url")
+    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
+        rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=say, device=device)
+    if not rows:
+        raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
+    measured = jsonlib.loads(jsonlib.dumps(asdict(limits)))
+    machine: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "limits": measured}
+    show_rows("serve", serving.COLUMNS, rows, json, about=None, **machine)
 
 
 def serve_load(
@@ -171,3 +229,164 @@ def parse_prefill(text: str) -> list[tuple[int, int]]:
 def device_name(device: str) -> str:
     """``cpu``, or the accelerator's own name behind its kind."""
     return device if device == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
+
+
+# --- parts of a step, policies, pools
+
+
+@takes_groups
+def step(
+    model: options.ModelFolder,
+    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Requests at once.")] = "1,8,32",
+    threads: options.ThreadsOption = None,
+    *,
+    case: step_cost.StepCostCase,
+    json: JsonOption = None,
+) -> None:
+    """Time a decode step outside its kernels, by the clock and in processor time."""
+    check_count("--threads", threads, MAX_THREADS)
+    check_limits(case)
+    if not (counts := parse_counts(concurrency)):
+        raise UserError("--concurrency is empty: name at least one number")
+    case.check(model)
+    with sigterm_exits():
+        rows = step_cost.bench_step(model, counts, case, say, threads=threads)
+    show_rows("step", step_cost.COLUMNS, rows, json, about=asdict(case))
+
+
+@takes_groups
+def balance(
+    model: options.ModelFolder,
+    cases: Annotated[
+        str | None, typer.Option(metavar="NAME,...", show_default="all", help="plain, hot, slow, skewed, recorded.")
+    ] = None,
+    *,
+    chosen: balancing.BalanceOptions,
+    json: JsonOption = None,
+) -> None:
+    """Time serving under each --balance policy: plain, a hot expert, a slow worker, skewed or recorded load."""
+    check_limits(chosen)
+    chosen.check()
+    names = balancing.chosen_cases(cases, chosen.routing)
+    orders = [balancing.BalanceOrder(model=model, case=case, **vars(chosen)) for case in names]
+    rows: list[dict[str, Any]] = []
+    for order in orders:
+        with (
+            tempfile.TemporaryDirectory(prefix="antiphon-hot-") as folder,
+            progress(f"balance, {order.case}", format_amount=lambda done: f"{done:.0f}") as report,
+        ):
+            rows += balancing.bench_balance(order, chosen.chosen, Path(folder), report)
+    about = {"slots": chosen.slots(model), "batch": chosen.batch}
+    show_rows("balance", balancing.columns(rows), rows, json, about=about, torch=torch.__version__)
+
+
+@takes_groups
+def pools(
+    model: options.ModelFolder,
+    prompts: Annotated[str, typer.Option(metavar="N,N", help="Lengths of long prompts.")] = "512,2048,8192",
+    *,
+    case: pooling.PoolsCase,
+    json: JsonOption = None,
+) -> None:
+    """Time one pool of workers against prefill and decode apart, on the same cores."""
+    check_limits(case)
+    lengths = numbers_of("--prompts", prompts, "512,2048")
+    for length in lengths:
+        check_count("--prompts", length, MOST_TOKENS)
+    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
+        rows = pooling.bench_pools(model, lengths, case, say)
+    said = pooling.verdicts(rows)
+    show_rows("pools", pooling.columns(case), rows, json, about={"verdicts": said})
+    show("\n".join(said), json=json)
+
+
+# --- attention and experts apart
+
+
+@takes_groups
+def ping_pong(
+    model: options.ModelFolder,
+    m: Annotated[str, typer.Option("--m", metavar="N,N", help="Micro-batches, beginning with 1.")] = "1,2,3,4",
+    shares: Annotated[
+        str | None,
+        typer.Option(metavar="S,S", show_default="no box", help="In a box, links so slow that T_c is S of T_f."),
+    ] = None,
+    traces: Annotated[Path | None, typer.Option(metavar="DIR", help="A Perfetto trace for each m.")] = None,
+    *,
+    case: pairing.PingPongCase,
+    json: JsonOption = None,
+) -> None:
+    """Time a layer with m micro-batches in turn, beside what T_a, T_e and T_c predict."""
+    check_limits(case)
+    counts = numbers_of("--m", m, "1,2,3")
+    if shares is not None and traces is not None:
+        raise UserError("--traces does not apply with --shares: clocks of nodes differ; leave one of them out")
+    about = f"ping-pong, b = {case.micro_batch}"
+    with progress(about, format_amount=lambda done: f"{done:.0f} runs") as report, sigterm_exits():
+        if shares is None:
+            rows = pairing.bench_ping_pong(model, case, counts, traces, report)
+        else:
+            wanted = [_link_share(text) for text in list_of("--shares", shares)]
+            rows = pairing.bench_over_links(model, case, wanted, counts, report)
+    show_rows("ping-pong", pairing.COLUMNS, rows, json, about=asdict(case))
+
+
+def _link_share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.01 <= value <= 100:
+        raise UserError(f"--shares has {text!r}: T_c is 0.01 to 100 of T_f, for example 0.5")
+    return value
+
+
+@takes_groups
+def apart(
+    context: typer.Context,
+    model: options.ModelFolder,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N", show_default="the ablation", help="Sweep: attention workers for one expert worker."
+        ),
+    ] = None,
+    *,
+    case: separating.ApartCase,
+    json: JsonOption = None,
+) -> None:
+    """Time attention and experts together, apart over gloo, and apart over M2N; or sweep attention workers, or what a
+    slow one costs the others."""
+    check_limits(case)
+    refuse_other_half(context, case, is_sweep=attention is not None)
+    with sigterm_exits():
+        if attention is None:
+            rows, columns = separating.bench_ablation(model, case, say), separating.ABLATION
+        else:
+            counts = numbers_of("--attention", attention, "1,2,3")
+            if case.slow is not None and len(counts) > 1:
+                raise UserError(f"--attention {attention} with --slow: write one number, for example 3")
+            with progress("attention workers", format_amount=lambda done: f"{done:.0f} engines") as report:
+                if case.slow is None:
+                    rows, columns = separating.bench_sweep(model, case, counts, report), separating.SWEEP
+                else:
+                    rows = separating.bench_slow_worker(model, case, counts[0], report)
+                    columns = separating.SLOW_WORKER
+    show_rows("apart", columns, rows, json, about=asdict(case))
+    if attention is None:
+        separating.check_steps(rows)
+
+
+def refuse_other_half(context: typer.Context, case: separating.ApartCase, *, is_sweep: bool) -> None:
+    """`UserError` for an option that was written and that only the other of both measurements reads."""
+    of_sweep = {"slice_cores": "--slice", "expert_cores": "--expert-slice", "slow": "--slow"}
+    others = {"together": "--together"} if is_sweep else of_sweep
+    if given := given_options(context, others):
+        why = "does not apply with --attention" if is_sweep else "is for the sweep: add --attention N,N"
+        raise UserError(f"{others[min(given)]} {why}, or leave it out")
+    workers = case.layout.partition("/")[0]
+    if is_sweep and workers != "1+1":
+        raise UserError(
+            f"--layout {case.layout}: --attention says how many attention workers, beside one of experts; only its "
+            f"micro-batches count, write for example 1+1/m2"
+        )

@@ -20,7 +20,7 @@ from antiphon.bench.apart import (
     check_steps,
     compare_steps,
 )
-from antiphon.bench.harness.cores import quota_unavailable
+from antiphon.bench.harness.processes import quota_unavailable
 from antiphon.cli.bench import app
 from tests.serve.engine_harness import save_tiny_model
 

@@ -47,10 +47,10 @@ def order(model: Path, case: Case, routing: Path | None) -> BalanceOrder:
 
 def test_recorded_load_is_what_workers_get(model: Path, tmp_path: Path) -> None:
     (row,) = bench_balance(order(model, "recorded", record(tmp_path / "routing.trace")), ["off"], tmp_path)
-    assert row.balancedness == 0.5, "one of two workers has all rows"
-    assert row.processor_s > 0
+    assert row["balancedness"] == 0.5, "one of two workers has all rows"
+    assert row["processor_s"] > 0
     (row,) = bench_balance(order(model, "plain", None), ["off"], tmp_path)
-    assert row.balancedness > 0.5
+    assert row["balancedness"] > 0.5
 
 
 def test_lina_s_measures(model: Path, tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_lina_s_measures(model: Path, tmp_path: Path) -> None:
     writer.close()
     chosen = replace(order(model, "recorded", tmp_path / "routing.trace"), path_length=1)
     names = ["off", "paths", "no-estimation", "no-fine-tuning", "ideal"]
-    rows = {row.policy: row for row in bench_balance(chosen, names, tmp_path)}
+    rows = {row["policy"]: row for row in bench_balance(chosen, names, tmp_path)}
     assert list(rows) == names
-    assert rows["ideal"].balancedness > rows["off"].balancedness
+    assert rows["ideal"]["balancedness"] > rows["off"]["balancedness"]
     for row in rows.values():
-        assert 0 < row.exchange_s_median <= row.layer_s_median
-        assert row.layer_s_median <= row.layer_s_p95
+        assert 0 < row["exchange_s_median"] <= row["layer_s_median"]
+        assert row["layer_s_median"] <= row["layer_s_p95"]
     with pytest.raises(UserError, match="case plain has no record to profile"):
         bench_balance(order(model, "plain", None), ["paths"], tmp_path)
     with pytest.raises(UserError, match="--policies has 'best'"):
@@ -107,8 +107,8 @@ def test_an_even_load_is_even_for_prompts_and_answers(model: Path, tmp_path: Pat
 def test_skewed_load_is_what_workers_get(model: Path, tmp_path: Path) -> None:
     chosen = replace(order(model, "skewed", None), path_length=1, skew=50.0)
     (row,) = bench_balance(chosen, ["paths"], tmp_path)
-    assert (row.case, row.policy) == ("skewed", "paths")
-    assert 0.5 <= row.balancedness < 1
+    assert (row["case"], row["policy"]) == ("skewed", "paths")
+    assert 0.5 <= row["balancedness"] < 1
     with pytest.raises(UserError, match=r"--skew is 0\.5: it must be 1"):
         replace(chosen, skew=0.5).check()
 

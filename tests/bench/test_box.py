@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.bench.box import Box, BoxError, NodeProcess, box_unavailable, keeper, topology, wait_all
-from antiphon.bench.box.run import NodeCommand, parse_node_command, plan_ranks
-from antiphon.bench.box.topology import LinkShape
+from antiphon.bench.box import Box, BoxError, NodeProcess, box_unavailable, keeper, topology
+from antiphon.bench.box.topology import LinkShape, plan_ranks
+from benchmarks.box import parse_node_command
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -121,14 +121,14 @@ def test_ranks_count_through_the_nodes() -> None:
 
 def test_some_nodes_run_another_command() -> None:
     entry = parse_node_command("0,2-3:python 'a b.py' {address}", 5)
-    assert entry == NodeCommand(nodes=frozenset({0, 2, 3}), args=["python", "a b.py", "{address}"])
-    plans = plan_ranks(num_nodes=5, num_local_ranks=1, command=["c"], node_commands=[entry])
+    assert entry == {node: ["python", "a b.py", "{address}"] for node in (0, 2, 3)}
+    plans = plan_ranks(num_nodes=5, num_local_ranks=1, command=["c"], node_commands=entry)
     assert [plan.args[0] for plan in plans] == ["python", "c", "python", "python", "c"]
     for text in ("x", "0", ":c", "0-:c", "5:c", "0:", "0:'c", "3-1:c"):
         with pytest.raises(UserError, match="--node-command"):
             parse_node_command(text, 5)
     with pytest.raises(UserError, match="no command for node 1"):
-        plan_ranks(num_nodes=2, num_local_ranks=1, command=[], node_commands=[parse_node_command("0:c", 2)])
+        plan_ranks(num_nodes=2, num_local_ranks=1, command=[], node_commands=parse_node_command("0:c", 2))
     with pytest.raises(UserError, match=r"\{address2\} in 'x\{address2\}'; this box has nodes 0 to 1"):
         plan_ranks(num_nodes=2, num_local_ranks=1, command=["x{address2}"])
 
@@ -201,7 +201,8 @@ def test_processes_have_streams_environments_exit_codes(box: Box, tmp_path: Path
         box.start(0, ["/no/such/program"])
     with pytest.raises(BoxError, match="No such file or directory"):
         box.start(0, ["true"], cwd="/no/such/folder")
-    assert wait_all([box.start(node, ["sh", "-c", f"exit {node}"]) for node in range(3)], WAIT_S) == [0, 1, 2]
+    running = [box.start(node, ["sh", "-c", f"exit {node}"]) for node in range(3)]
+    assert [process.wait(WAIT_S) for process in running] == [0, 1, 2]
 
 
 def test_threads_may_share_a_box(box: Box) -> None:
@@ -524,8 +525,8 @@ def test_command_says_in_one_line_what_is_wrong() -> None:
     )
     far = box_command("--nodes", "2", "--mbit", "100", "--until", "2", "--", "true")
     assert (far.returncode, far.stderr) == (2, "box: --until 2: this box has nodes 0 to 1\n")
-    code = "import sys; from antiphon.bench.box import keeper, run; keeper.TOOL_PATH = ''"
-    command = [sys.executable, "-c", f"{code}; sys.exit(run.main())"]
+    code = "import runpy; from antiphon.bench.box import keeper; keeper.TOOL_PATH = ''"
+    command = [sys.executable, "-c", f"{code}; runpy.run_path({SCRIPT!r}, run_name='__main__')"]
     command += ["--nodes", "1", "--mbit", "1", "--", "true"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)

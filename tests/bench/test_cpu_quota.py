@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from antiphon.base.errors import ResourceError
-from antiphon.bench.harness import cores as quotas
-from antiphon.bench.harness.cores import limited, quota_unavailable
+from antiphon.bench.harness import processes as quotas
+from antiphon.bench.harness.processes import limited, quota_unavailable
 
 
 @pytest.mark.skipif(quota_unavailable() is not None, reason=f"no quota: {quota_unavailable()}")
@@ -19,7 +19,7 @@ def test_a_process_gets_its_part_and_then_all_again() -> None:
             for cores in (0.3, 0.1):
                 with limited(process.pid, cores):
                     assert cpu_s_in(process.pid, 1.0) <= 1.5 * cores + 0.05
-            group = quotas._parent()
+            group = quotas._group_parent()
             assert group is not None
             assert not (group / f"antiphon-{process.pid}").exists()
         finally:
@@ -34,6 +34,6 @@ def cpu_s_in(pid: int, wall_s: float) -> float:
 
 
 def test_what_the_machine_does_not_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quotas, "_parent", lambda: None)
+    monkeypatch.setattr(quotas, "_group_parent", lambda: None)
     with pytest.raises(ResourceError, match="no part of a core can be set aside: /sys/fs/cgroup has no cpu controller"):
         limited(1, 0.5).__enter__()

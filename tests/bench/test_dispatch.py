@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
-from antiphon.bench.dispatch import VARIANTS, DispatchCase, check_equal, parse_top_k
+from antiphon.bench.dispatch import VARIANTS, DispatchOptions, check_equal
 from antiphon.cli.bench import app
 from tests.comm.ranks import start_fork_server
 
@@ -32,10 +32,13 @@ def test_wrong_results_are_not_timed() -> None:
 
 
 def test_sizes_that_do_not_fit() -> None:
-    sizes = {"tokens": 4, "hidden": 4, "num_experts": 4, "dtype": "float32", "rounds": 1}
-    with pytest.raises(UserError, match="--top-k is 5, --experts is 4"):
-        DispatchCase(ranks=2, top_k=5, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--ranks is 5, --experts is 4"):
-        DispatchCase(ranks=5, top_k=1, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--top-k is '2,x': write whole numbers"):
-        parse_top_k("2,x")
+    assert DispatchOptions(num_experts=4, top_k="1,4").check() == [1, 4]
+    for options, said in (
+        (DispatchOptions(num_experts=4, top_k="1,5"), "--top-k is 5, --experts is 4"),
+        (DispatchOptions(num_experts=4, top_k="1", ranks=5), "--ranks is 5, --experts is 4"),
+        (DispatchOptions(top_k="2,x"), "--top-k is '2,x': write whole numbers"),
+        (DispatchOptions(ranks=1), "--ranks is 1: one rank sends nothing"),
+        (DispatchOptions(dtype="int8"), "--dtype is 'int8': use float32 or bfloat16"),
+    ):
+        with pytest.raises(UserError, match=said):
+            options.check()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.bench import served_plans
+from antiphon.bench.harness import processes
 from antiphon.bench.profile.host import host_times
-from antiphon.bench.profile.orders import QUICK
+from antiphon.bench.profile.measure import QUICK
 from antiphon.cost.profile import flat
 from antiphon.models.config import load_model_spec
 from tests.planner.local_times_harness import local_times, thread_times
@@ -47,8 +47,8 @@ def _is_alive(pid: int) -> bool:
 
 def test_parts_of_requests_and_tokens(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times depend on the machine: only what holds on any is looked at."""
-    monkeypatch.setattr(served_plans, "subprocess", PROGRAMS)
-    monkeypatch.setattr(served_plans, "ending_with_us", list)
+    monkeypatch.setattr(processes, "subprocess", PROGRAMS)
+    monkeypatch.setattr(processes, "ending_with_us", list)
     spec = load_model_spec(checkpoint)
     worker = replace(thread_times(1), experts_s={spec.router.num_experts: flat(1e-6)})
     times = local_times(num_cores=2, dtype=spec.dtype, threads=(worker,))

@@ -52,7 +52,7 @@ def test_sizes_that_do_not_fit() -> None:
         TwoLevelCase(hidden=6).check()
     with pytest.raises(UserError, match="--experts is 3: give each of the 4 ranks one at least"):
         TwoLevelCase(num_experts=3, top_k=1).check()
-    with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 100000"):
+    with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 40000"):
         TwoLevelCase(mbit=0).check()
     with pytest.raises(UserError, match="--inner-mbit 600 needs --mbit, and --inside tcp"):
         TwoLevelCase(mbit=100, inner_mbit=600).check()

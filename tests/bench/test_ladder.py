@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.ladder_figure import draw
 from antiphon.bench.ladder_prediction import BoxLinks, exchanges, predicted_step_s, sums_s
 from antiphon.bench.ladder_variants import LADDERS, LadderCase, variants_of
-from antiphon.bench.training_ladder import VariantRecord, check_losses, check_room, configuration, timed_steps
+from antiphon.bench.training_ladder import VariantRecord, check_losses, check_room, configuration, draw, timed_steps
 from antiphon.cli.main import app
 from antiphon.comm.mesh import Sizes
 from antiphon.models.config import load_model_spec
@@ -146,12 +145,12 @@ def test_ladders_are_runs_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_some_variants_run_beside_the_first() -> None:
-    few = variants_of(case(ladder="lina", chosen=("priority", "+ partition")))
+    few = variants_of(case(ladder="lina", variants="priority;+ partition"))
     assert [each.name for each in few] == ["nothing beside", "priority", "+ partition"]
     with pytest.raises(
         UserError, match=r"--variants names 'prioritty', which the ladder lina lacks: did you mean prio"
     ):
-        variants_of(case(ladder="lina", rounds=20, chosen=("prioritty",)))
+        variants_of(case(ladder="lina", rounds=20, variants="prioritty"))
 
 
 def test_variants_that_do_not_fit_beside_each_other_are_refused() -> None:
@@ -160,7 +159,7 @@ def test_variants_that_do_not_fit_beside_each_other_are_refused() -> None:
         ResourceError, match=r"variants of the ladder chunks need .* in 2 ranks, all at once, .* --vari"
     ):
         check_room(every, Path("/nowhere"), free_bytes=600 << 20)
-    check_room(replace(every, chosen=("whole sums",)), Path("/nowhere"), free_bytes=600 << 20)
+    check_room(replace(every, variants="whole sums"), Path("/nowhere"), free_bytes=600 << 20)
 
 
 def test_steps_that_decide_are_not_timed() -> None:

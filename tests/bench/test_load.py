@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.harness.quiet import Repetition, Repetitions
+from antiphon.bench.harness.contest import Repetition, Repetitions
 from antiphon.bench.load import (
     LoadCase,
     LoadedRequest,
@@ -22,10 +23,12 @@ from antiphon.bench.load import (
     best_within,
     load_case,
     load_row,
+    nodes_for,
     run_load,
+    serve_options,
     spread,
+    spread_over_nodes,
 )
-from antiphon.bench.load_servers import nodes_for, serve_options, spread_over_nodes
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import parse_contestant
 from antiphon.cli import bench as command
@@ -43,7 +46,7 @@ WORKLOAD = WorkloadSpec(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.bench.harness.quiet.wait_for_quiet", lambda *args, **options: True)
+    monkeypatch.setattr("antiphon.bench.harness.contest.wait_for_quiet", lambda *args, **options: True)
 
 
 class RefusingServer(ThreadingHTTPServer):
@@ -125,7 +128,7 @@ def test_refused_requests_are_failed_ones_and_the_others_count(refusing: Refusin
 def test_all_contestants_get_the_same_demand_and_repeats_get_others(refusing: RefusingServer) -> None:
     case = LoadCase(workload=WORKLOAD, rates=(500.0, 1000.0), num_requests=4, num_repeats=2)
     twin = started(refusing)
-    twin._name = "twin"
+    twin.name = "twin"
     rows = bench_load_quietly([started(refusing), twin], case)
     assert [(row["engine"], row["rate"]) for row in rows] == [
         ("openai", 500.0),
@@ -220,9 +223,9 @@ def test_a_contestant_is_served_as_its_name_says(text: str, options: str) -> Non
     ],
 )
 def test_every_node_has_as_many_processes(text: str, options: str, joined: list[list[str]]) -> None:
-    found = spread_over_nodes(parse_contestant(text), 2)
-    assert " ".join(found.options) == options
-    assert [list(roles) for roles in found.joined] == joined
+    found, roles = spread_over_nodes(parse_contestant(text), 2)
+    assert " ".join(found) == options
+    assert roles == joined
 
 
 @pytest.mark.parametrize(
@@ -277,9 +280,10 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], words: str, checkpoi
         load_case(LoadOptions(**options), checkpoint)
 
 
-def test_load_options_need_a_rate() -> None:
-    with pytest.raises(UserError, match="--slo-ttft: only of load, so give --rate"):
-        LoadOptions(slo_ttft=1.0).refuse_without_rate()
+def test_load_options_need_a_rate(checkpoint: Path) -> None:
+    options = ["--slo-ttft", "1", "--requests", "200"]  # a default that is written is asked for, too
+    with pytest.raises(UserError, match="--requests, --slo-ttft: only of load, so give --rate"):
+        CliRunner().invoke(command.app, ["serve", str(checkpoint), *options], catch_exceptions=False)
 
 
 def test_requests_fit_the_model(checkpoint: Path) -> None:

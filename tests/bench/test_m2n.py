@@ -17,7 +17,7 @@ import pytest
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, ResourceError, UserError
 from antiphon.bench.harness import children
-from antiphon.bench.harness.quiet import Repetition, Repetitions
+from antiphon.bench.harness.contest import Repetition, Repetitions
 from antiphon.bench.m2n.cases import (
     M2nContestant,
     by_processes,
@@ -40,7 +40,6 @@ from antiphon.bench.m2n.contest import (
     operations_s,
     write_trace,
 )
-from antiphon.bench.m2n.member import checked_round, timed_rounds, with_reading, write_anew
 from antiphon.bench.m2n.rounds import (
     READ,
     RELEASE,
@@ -52,7 +51,11 @@ from antiphon.bench.m2n.rounds import (
     RoundTraffic,
     WrongData,
     check_pattern,
+    checked_round,
     pattern,
+    timed_rounds,
+    with_reading,
+    write_anew,
 )
 from tests.serve.fork_server import PROGRAMS
 

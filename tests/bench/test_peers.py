@@ -16,8 +16,7 @@ from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer, inter_token_s
 from antiphon.bench.serving_peers import (
     EngineProcess,
     PeerError,
-    PeerUnavailableError,
-    RawRun,
+    RunResult,
     Workload,
     llama_cpp_peer,
     run_result,
@@ -42,27 +41,26 @@ def load(options):
 """
 
 
-def raw_run(prefill_s: float, total_s: float) -> RawRun:
-    return RawRun(prefill_s=prefill_s, total_s=total_s, ttft_s=[], itl_s=[], token_ids=None)
+def result_of(workload: Workload, prefill_s: float, total_s: float, *ttft_s: float) -> RunResult:
+    return run_result(workload, 0, prefill_s=prefill_s, total_s=total_s, ttft_s=list(ttft_s), itl_s=[], token_ids=None)
 
 
 def test_rates_come_from_the_two_passes() -> None:
     workload = Workload([[1] * 128] * 8, 64)
-    result = run_result(workload, raw_run(0.5, 2.5), 0)
+    result = result_of(workload, 0.5, 2.5)
     assert result.prefill_tokens_per_s == 8 * 128 / 0.5
     assert result.output_tokens_per_s == 8 * 64 / 2.5
     assert result.decode_tokens_per_s == 8 * 63 / 2.0
 
 
 def test_disturbed_prefill_pass_does_not_flatter_the_decode() -> None:
-    raw = RawRun(prefill_s=2.4, total_s=2.5, ttft_s=[0.3, 0.5], itl_s=[], token_ids=None)
-    result = run_result(Workload([[1] * 128] * 2, 64), raw, 0)
+    result = result_of(Workload([[1] * 128] * 2, 64), 2.4, 2.5, 0.3, 0.5)
     assert result.prefill_tokens_per_s == 2 * 128 / 2.4
     assert result.decode_tokens_per_s == 2 * 63 / 2.0
 
 
 def test_one_token_has_no_decode_rate() -> None:
-    assert run_result(Workload([[1]], 1), raw_run(0.5, 0.5), 0).decode_tokens_per_s is None
+    assert result_of(Workload([[1]], 1), 0.5, 0.5).decode_tokens_per_s is None
 
 
 @pytest.mark.parametrize(("prompts", "output_tokens"), [([], 1), ([[1], []], 1), ([[1]], 0)])
@@ -107,14 +105,14 @@ def test_engine_failure_names_engine_reason_and_log(process: EngineProcess) -> N
 
 
 def test_missing_vllm_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(PeerUnavailableError, match="run `make peers`"):
+    with pytest.raises(PeerError, match="run `make peers`"):
         vllm_peer(tmp_path, environment=tmp_path / "absent").start()
 
 
 def test_llama_cpp_reads_gguf_and_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"peer llama\.cpp reads GGUF files"):
         llama_cpp_peer(tmp_path)
-    with pytest.raises(PeerUnavailableError, match="run `make peers`"):
+    with pytest.raises(PeerError, match="run `make peers`"):
         llama_cpp_peer(tmp_path / "model.gguf", packages=tmp_path / "absent").start()
 
 

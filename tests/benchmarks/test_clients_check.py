@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clients import check, runs
-from benchmarks.clients.runs import CheckError, Client, ServerTarget, run
+from benchmarks import clients_check as check
+from benchmarks.clients_check import CheckError, Client, ServerTarget, run
 
 TARGET = ServerTarget("http://127.0.0.1:9", "tiny", Path("tiny"), Path())
 
@@ -71,13 +71,13 @@ def test_the_clients_report_decides(
 
     def pretend(_command: list[str | Path], _timeout_s: float) -> str:
         if errored is not None:
-            totals = {"errored": errored, "successful": runs.NUM_REQUESTS - errored}
+            totals = {"errored": errored, "successful": check.NUM_REQUESTS - errored}
             report = {"benchmarks": [{"metrics": {"request_totals": totals}}]}
             (tmp_path / "guidellm-v1-completions.json").write_text(json.dumps(report))
         return ""
 
-    monkeypatch.setattr(runs, "run", pretend)
-    guidellm = runs.guidellm("/v1/completions")
+    monkeypatch.setattr(check, "run", pretend)
+    guidellm = check.guidellm("/v1/completions")
     if message is None:
         guidellm(tmp_path, target)
     else:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.box.run import plan_ranks
+from antiphon.bench.box.topology import plan_ranks
 from tests.serve.forking_box import ForkingBox
 
 IN_A_BOX = """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.bench.box import box_unavailable
-from antiphon.bench.box.run import plan_ranks
+from antiphon.bench.box.topology import plan_ranks
 from antiphon.comm.collectives import AllGather, AllToAll, Collective, Flight, ReduceScatter, barrier
 from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.m2n.tile_links import M2nTileLinks

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -236,12 +235,6 @@ class NodeProcess:
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))
-
-
-def wait_all(processes: Sequence[NodeProcess], timeout_s: float) -> list[int]:
-    """Exit codes of all, in order; TimeoutError names the first that is late."""
-    deadline = time.monotonic() + timeout_s
-    return [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
 
 
 def open_stream(stream: Stream, number: int, *, output: bool, stack: ExitStack) -> tuple[int, int]:

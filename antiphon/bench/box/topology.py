@@ -1,4 +1,4 @@
-"""What a box consists of, as data, and the `ip`, `bridge` and `tc` lines that make it. Pure: nothing runs here.
+"""What a box consists of, as data, the `ip`, `bridge` and `tc` lines that make it, and who runs what in it. Pure.
 
     node i:  eth0 ──── veth ──── port i   :switch        10.77.0.(i+1), one /24, one bridge, no way out
 
@@ -32,7 +32,8 @@ Rejected: policing (drops instead of queueing), TBF alone (no classes), a queue 
 frame of data).
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from antiphon.base.errors import UserError
@@ -226,3 +227,79 @@ def _netem(shape: LinkShape) -> str:
     limit = round((shape.queue_bytes + delayed_bytes) / 512)
     loss = f" loss {shape.loss * 100:.6g}%" if shape.loss else ""
     return f"netem limit {limit} delay {shape.delay_us:.0f}us{loss}"
+
+
+# --- who runs what: the command, environment and numbers of every rank
+#
+# Ranks count through node 0, then node 1, ... The names are those of `torchrun` beside our own, so that
+# `torch.distributed.init_process_group()` needs nothing else.
+
+
+MASTER_PORT = 29500  # every box is a network of its own, so no other run can hold it
+PLACEHOLDER = re.compile(r"\{(node|rank|local_rank|num_nodes|world_size|addresses|address(\d*))\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """One process: where, which, what."""
+
+    rank: int
+    node: int
+    local_rank: int
+    args: list[str]
+    env: dict[str, str]
+
+
+def plan_ranks(
+    *,
+    num_nodes: int,
+    num_local_ranks: int,
+    command: Sequence[str],
+    node_commands: Mapping[int, Sequence[str]] | None = None,
+) -> list[RankPlan]:
+    """Every rank in order. `command` is for nodes that have none of their own in `node_commands`."""
+    check_num_nodes(num_nodes)
+    own = node_commands or {}
+    if num_local_ranks < 1:
+        raise UserError(f"{num_local_ranks} processes per node; give at least 1")
+    without = [node for node in range(num_nodes) if node not in own]
+    if without and not command:
+        raise UserError(f"no command for node {without[0]}; give one after -- or with --node-command")
+    return [
+        _plan(node, local_rank, num_nodes, num_local_ranks, own.get(node, command))
+        for node in range(num_nodes)
+        for local_rank in range(num_local_ranks)
+    ]
+
+
+def _plan(node: int, local_rank: int, num_nodes: int, num_local_ranks: int, command: Sequence[str]) -> RankPlan:
+    rank, world_size = node * num_local_ranks + local_rank, num_nodes * num_local_ranks
+    addresses = ",".join(address(other) for other in range(num_nodes))
+    numbers = {
+        "node": str(node),
+        "rank": str(rank),
+        "local_rank": str(local_rank),
+        "num_nodes": str(num_nodes),
+        "world_size": str(world_size),
+        "address": address(node),
+        "addresses": addresses,
+    }
+    env = {f"BOX_{name.upper()}": value for name, value in numbers.items()}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    env |= {"LOCAL_WORLD_SIZE": str(num_local_ranks), "GROUP_RANK": str(node)}
+    env |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(MASTER_PORT)}
+    args = [fill(argument, numbers, num_nodes) for argument in command]
+    return RankPlan(rank=rank, node=node, local_rank=local_rank, args=args, env=env)
+
+
+def fill(argument: str, numbers: dict[str, str], num_nodes: int) -> str:
+    """Replace the placeholders; every other brace stays, because arguments may be JSON."""
+
+    def value(match: re.Match[str]) -> str:
+        if not match[2]:
+            return numbers[match[1]]
+        if int(match[2]) >= num_nodes:
+            raise UserError(f"{match[0]} in {argument!r}; this box has nodes 0 to {num_nodes - 1}")
+        return address(int(match[2]))
+
+    return PLACEHOLDER.sub(value, argument)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, Protocol, Self, runtime_checkable
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -46,22 +46,14 @@ _NUM_WARM = 2
 
 
 class Handle(Protocol):
-    """What is needed of `subprocess.Popen`."""
+    """What is needed of `subprocess.Popen`. A program that starts children itself has `of`, too, the handle of a child
+    by its process, and `ends_with`, the program's name in errors."""
 
     @property
     def pid(self) -> int: ...
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None, /) -> int: ...
     def kill(self) -> None: ...
-
-
-@runtime_checkable
-class RankLauncher(Handle, Protocol):
-    """A program that starts children itself: their processes are known when they call."""
-
-    ends_with: str
-
-    def of(self, pid: int) -> Handle: ...
 
 
 Starter = Callable[[str, int, IO[bytes]], Sequence[Handle]]
@@ -144,7 +136,7 @@ class Children:
         started = []
         for number, (name, handle) in enumerate(zip(names, handles, strict=True)):
             connection, pid = called[number]
-            own = handle.of(pid) if isinstance(handle, RankLauncher) else handle
+            own = handle.of(pid) if hasattr(handle, "of") else handle
             started.append(Child(self, name, own, connection))
         self._children += started
         for each, make in zip(started, made, strict=True):

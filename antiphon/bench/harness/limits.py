@@ -131,7 +131,7 @@ class DecoderSizes:
         return self.num_layers * self.attention_parameters + num_moe_layers * moe + self.num_dense_layers * dense
 
     def read_bytes(self, num_experts_read: float) -> float:
-        """Of all layers and the head, when `num_experts_read` experts of each MoE layer are read."""
+        """Bytes of all layers and the head, when `num_experts_read` experts of each MoE layer are read."""
         experts = (self.num_layers - self.num_dense_layers) * num_experts_read * self.expert_parameters
         router = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
         dense = self.decoder_parameters(0) - router
@@ -156,6 +156,11 @@ def as_kept(sizes: DecoderSizes, checkpoint: Checkpoint, spec: ModelSpec) -> Dec
     if spec.tie_embeddings:
         return kept
     return replace(kept, head_bytes=bytes_of(outer_plan(spec, names)["head"], sizes.head_parameters))
+
+
+def measure_limits(device: str) -> MachineLimits:
+    """What the device that computes could do at best."""
+    return measure_machine_limits(num_passes=4) if device == "cpu" else measure_device_limits(device)
 
 
 def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) -> MachineLimits:

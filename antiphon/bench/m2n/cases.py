@@ -114,7 +114,7 @@ WAITING = ("auto", "poll", "spin", "block")
 
 @dataclass(frozen=True, kw_only=True)
 class M2nContestant:
-    """`kind` is the implementation (see `member.MEMBERS`), `options` are its own; reports show `transport`."""
+    """`kind` is the implementation (see `rounds.MEMBERS`), `options` are its own; reports show `transport`."""
 
     name: str
     transport: str

@@ -4,7 +4,7 @@ For each number of senders and receivers
 1. start the processes of every contestant; between their turns they are blocked in a read
 2. for each size: check a few rounds byte by byte; find how many rounds take `BLOCK_S`
 3. repeat: one block of rounds of each contestant, the order turned around every time, until each has enough blocks
-   with little foreign CPU (see `harness.quiet`)
+   with little foreign CPU (see `harness.contest`)
 4. check again; a contestant that delivers anything wrong ends the benchmark
 
 A block begins with rounds that do not count: the processes do not wake up at the same moment.
@@ -32,12 +32,10 @@ from antiphon.base.progress import progress
 from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Children, programs
-from antiphon.bench.harness.contest import ContestColumns, ContestTurns, Row, seconds, times
+from antiphon.bench.harness.contest import ContestColumns, Repetitions, Row, foreign_words, seconds, take_turns, times
 from antiphon.bench.harness.mpiexec import under_mpiexec
-from antiphon.bench.harness.quiet import Repetitions, foreign_words
 from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest
-from antiphon.bench.m2n.member import MemberProcess
-from antiphon.bench.m2n.rounds import MemberSeat, RoundTraffic
+from antiphon.bench.m2n.rounds import MemberProcess, MemberSeat, RoundTraffic
 
 BLOCK_S, MAX_BLOCK_S = 0.3, 3.0
 MIN_ROUNDS, WANTED_ROUNDS, MAX_ROUNDS = 5, 50, 10_000
@@ -48,10 +46,12 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ContestTurns):
+class Settings:
     """`num_rounds` of a block, 0: as many as take `BLOCK_S`. `timeout_s` bounds each wait of a contestant's process."""
 
     num_rounds: int = 0
+    num_repetitions: int = 5
+    quiet_timeout_s: float = 5.0
     timeout_s: float = 30.0
     record: bool = False
 
@@ -68,13 +68,8 @@ class Track:
     marks: NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """A few rounds of one contestant, as each of its processes saw them."""
-
-    contestant: M2nContestant
-    traffic: RoundTraffic
-    tracks: list[Track]
+Recording = tuple[str, list[Track]]
+"""Contestant and case; a few rounds as each of its processes saw them."""
 
 
 def operations_s(tracks: Sequence[Track]) -> NDArray[np.float64]:
@@ -218,7 +213,7 @@ def _measure(
         done, turns = count(1), {}
 
         def advance() -> None:
-            report(next(done), len(groups) * (settings.max_rounds + 1))
+            report(next(done), len(groups) * (2 * settings.num_repetitions + 1))
 
         for group in groups:
             group.prepare(traffic)
@@ -226,7 +221,7 @@ def _measure(
             num_rounds = settings.num_rounds or _rounds_a_block(group)
             turns[group.contestant.name] = partial(_block, group, num_rounds, advance)
             advance()
-        blocks = settings.take(turns)
+        blocks = take_turns(turns, settings.num_repetitions, quiet_timeout_s=settings.quiet_timeout_s)
         for group in groups:
             group.check(1)
     return blocks
@@ -246,7 +241,7 @@ def _block(group: ProcessGroup, num_rounds: int, advance: Callable[[], None]) ->
 
 
 def _record(group: ProcessGroup, traffic: RoundTraffic) -> Recording:
-    return Recording(contestant=group.contestant, traffic=traffic, tracks=group.run(_NUM_RECORDED, num_warm=3))
+    return f"{group.contestant.name}, {traffic}", group.run(_NUM_RECORDED, num_warm=3)
 
 
 # --- the report
@@ -339,11 +334,10 @@ COLUMNS = ContestColumns(
 def write_trace(path: Path, recordings: Iterable[Recording]) -> None:
     """Chrome's JSON with complete events in µs; every span carries its round."""
     events: list[dict[str, Any]] = []
-    for process, recording in enumerate(recordings, start=1):
-        name = f"{recording.contestant.name}, {recording.traffic}"
+    for process, (name, tracks) in enumerate(recordings, start=1):
         events.append(process_named(name, process))
-        origin_ns = min(int(track.marks[0, 0]) for track in recording.tracks)
-        for thread, track in enumerate(recording.tracks, start=1):
+        origin_ns = min(int(track.marks[0, 0]) for track in tracks)
+        for thread, track in enumerate(tracks, start=1):
             events.append(thread_named(str(track.seat), process, thread))
             events.extend({"pid": process, "tid": thread} | event for event in _spans(track, origin_ns))
     write_events(path, events)

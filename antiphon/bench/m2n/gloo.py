@@ -19,8 +19,8 @@ from antiphon.bench.m2n.rounds import (
     ACK_BYTES,
     RELEASE,
     WAIT,
-    BufferedMember,
     Bytes,
+    Member,
     MemberSeat,
     RoundPhase,
     RoundTraffic,
@@ -30,7 +30,7 @@ from antiphon.bench.m2n.rounds import (
 _DATA, _ACK = 0, 1
 
 
-class GlooProcessGroup(BufferedMember):
+class GlooProcessGroup(Member):
     """A member's way into a process group over loopback, and out of it."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:

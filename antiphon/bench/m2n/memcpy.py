@@ -1,7 +1,7 @@
 """The bound: as many processes as cores copy the bytes of a round into shared memory, with nothing but a barrier.
 
 Each message has its own place in a copier's private memory and its own in the shared one, as for all contestants, so
-that caches see as many bytes. Messages are dealt out whole where they divide evenly, else each is cut into one piece
+that caches see as many bytes. Messages go to copiers whole where they divide evenly, else each is cut into one piece
 per copier. The barrier is one counter on which a copier spins: there is a core for each.
 
 The shared memory is an anonymous file of the first copier's that the others open through /proc: nothing is left behind
@@ -23,6 +23,7 @@ from antiphon.bench.m2n.rounds import (
     WAIT,
     Bytes,
     Flow,
+    Member,
     MemberSeat,
     RoundPhase,
     RoundTraffic,
@@ -35,11 +36,11 @@ _ALIGNMENT = 64
 _SPIN_S = 1.0
 
 
-class MemcpyMember:
+class MemcpyMember(Member):
     """One copier."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
-        self._seat = seat
+        super().__init__(seat, options)
         self._descriptor = -1
         self._shared: Bytes = np.empty(0, np.uint8)
         self._counter_address = 0
@@ -51,10 +52,10 @@ class MemcpyMember:
         self._copies: list[tuple[Bytes, Bytes]] = []
 
     def open(self) -> bytes:
-        if self._seat.rank > 0:
+        if self.seat.rank > 0:
             return b""
         self._descriptor = os.memfd_create("antiphon-bench")
-        os.ftruncate(self._descriptor, _COUNTER_BYTES + sum(_room(flow) for flow in self._seat.traffic.flows()))
+        os.ftruncate(self._descriptor, _COUNTER_BYTES + sum(_room(flow) for flow in self.seat.traffic.flows()))
         return f"/proc/{os.getpid()}/fd/{self._descriptor}".encode()
 
     def connect(self, introductions: Sequence[bytes]) -> None:
@@ -66,7 +67,7 @@ class MemcpyMember:
 
     def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self._flows = traffic.flows()
-        self._deals_whole = traffic.is_balanced and len(self._flows) % self._seat.num_seats == 0
+        self._deals_whole = traffic.is_balanced and len(self._flows) % self.seat.num_seats == 0
         self._arrived, offset = [], _COUNTER_BYTES
         for flow in self._flows:
             self._arrived.append(self._shared[offset : offset + flow.num_bytes])
@@ -93,7 +94,7 @@ class MemcpyMember:
 
     def arrived(self, step: int) -> Sequence[Bytes]:
         """A share of all, part of it copied by others."""
-        rank, num_seats, number = self._seat.rank, self._seat.num_seats, len(self._arrived)
+        rank, num_seats, number = self.seat.rank, self.seat.num_seats, len(self._arrived)
         return self._arrived[number * rank // num_seats : number * (rank + 1) // num_seats]
 
     def close(self) -> None:
@@ -102,8 +103,8 @@ class MemcpyMember:
             self._descriptor = -1
 
     def _piece(self, number: int) -> slice:
-        """The part of message `number` that this copier copies; empty if the message is dealt to another."""
-        rank, num_seats, num_bytes = self._seat.rank, self._seat.num_seats, self._flows[number].num_bytes
+        """The part of message `number` that this copier copies; empty if another copies the message."""
+        rank, num_seats, num_bytes = self.seat.rank, self.seat.num_seats, self._flows[number].num_bytes
         if self._deals_whole:
             return slice(0, num_bytes if number % num_seats == rank else 0)
         return slice(num_bytes * rank // num_seats, num_bytes * (rank + 1) // num_seats)
@@ -115,15 +116,15 @@ class MemcpyMember:
     def _wait_for_all(self, step: int) -> None:
         """The counter only grows, modulo 2^32: the round is over once all have added one."""
         self._rounds_done += 1
-        target = self._rounds_done * self._seat.num_seats % 2**32
+        target = self._rounds_done * self.seat.num_seats % 2**32
         seen = (_native.fetch_add_wake_u32(self._counter_address, 1) + 1) % 2**32
         if seen == target or _reached(seen, target):
             return
-        deadline = time.monotonic() + self._seat.timeout_s
+        deadline = time.monotonic() + self.seat.timeout_s
         while not _reached(seen, target):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise PeerTimeout("barrier", ["another copier"], self._seat.timeout_s)
+                raise PeerTimeout("barrier", ["another copier"], self.seat.timeout_s)
             _native.wait_u32(self._counter_address, seen, int(left_s * 1e9), int(_SPIN_S * 1e9))
             seen = _native.load_u32(self._counter_address)
 

@@ -15,13 +15,13 @@ from mpi4py import MPI
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.bench.m2n.rounds import ACK_BYTES, BufferedMember, MemberSeat, RoundPhase, RoundTraffic, phases_of_pairs
+from antiphon.bench.m2n.rounds import ACK_BYTES, Member, MemberSeat, RoundPhase, RoundTraffic, phases_of_pairs
 
 _DATA, _ACK = 1, 2
 _LOOKS_BETWEEN_CLOCKS = 256
 
 
-class MpiMember(BufferedMember):
+class MpiMember(Member):
     """A sender, a receiver, or both at once."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
@@ -36,10 +36,7 @@ class MpiMember(BufferedMember):
         size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
         if (size, rank) != (self.seat.num_seats, self.seat.rank):
             raise UserError(f"rank {rank} of {size} has the seat of rank {self.seat.rank} of {self.seat.num_seats}")
-        return b""
-
-    def connect(self, introductions: Sequence[bytes]) -> None:
-        """`mpiexec` has connected all ranks."""
+        return b""  # `mpiexec` has connected all ranks, and mpi4py ends MPI with the process
 
     def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         for request in (*self._receives, *self._sends, *self._acks, *self._ack_receives):
@@ -63,9 +60,6 @@ class MpiMember(BufferedMember):
             (self._wait, self._release) if self.incoming else None,
             self._wait_for_acks,
         )
-
-    def close(self) -> None:
-        """mpi4py ends MPI when the process ends, in every rank."""
 
     def _send(self, step: int) -> None:
         if self.incoming:

@@ -15,8 +15,8 @@ import numpy as np
 
 from antiphon import _m2n
 from antiphon.bench.m2n.rounds import (
-    BufferedMember,
     Bytes,
+    Member,
     MemberSeat,
     RoundPhase,
     RoundTraffic,
@@ -31,7 +31,7 @@ _HEARTBEAT_S = 1.0
 _DEAD_AFTER_S = 10.0
 
 
-class AntiphonMember(BufferedMember):
+class AntiphonMember(Member):
     """A sender, a receiver, or both at once."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:

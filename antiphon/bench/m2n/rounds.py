@@ -17,9 +17,14 @@ costs the others).
 Ranks: senders come first, then receivers.
 """
 
+import gc
+import importlib
+import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +39,7 @@ WAIT = "wait"  # after this phase a member's incoming messages are there and may
 READ = "read"  # in touched rounds
 RELEASE = "release"
 CREDITS = "wait for credits"
+ACK_BYTES = 4
 
 
 class Flow(NamedTuple):
@@ -143,32 +149,53 @@ def phases_of_pairs(
     return phases if send is None else [*phases, RoundPhase(CREDITS, wait_for_credits)]
 
 
-class Member(Protocol):
-    """One process's part of a contestant, called from one thread. No wait is longer than `MemberSeat.timeout_s`."""
+class Member:
+    """One process's part of a contestant, called from one thread. No wait is longer than `MemberSeat.timeout_s`.
+
+    Each message is sent from a buffer and received into one: `prepare` sets `sent` and `received`, for each of
+    `outgoing` and of `incoming`. A member whose bytes are elsewhere says so by methods of its own."""
+
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        self.seat = seat
+        self.incoming: list[Flow] = []
+        self.outgoing: list[Flow] = []
+        self.sent: Sequence[Bytes] = ()
+        self.received: Sequence[Bytes] = ()
 
     def open(self) -> bytes:
         """Set up what needs no peer; return what the others need to reach this process."""
+        return b""
 
     def connect(self, introductions: Sequence[bytes]) -> None:
         """Reach the others. `introductions[rank]` is what that rank's `open` returned."""
 
     def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         """Make buffers for rounds of `traffic`; return the parts of a round, in order."""
+        raise NotImplementedError
+
+    def set_flows(self, traffic: RoundTraffic) -> None:
+        self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
 
     def produce(self, step: int) -> None:
         """Before a checked round: fill what will be sent in it with its patterns."""
+        for data, flow in zip(self.payloads(), self.outgoing, strict=True):
+            data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
 
     def check(self, step: int) -> None:
         """After `WAIT` of a checked round: `WrongData` if any byte is not what its sender's pattern says."""
+        for data, flow in zip(self.received, self.incoming, strict=True):
+            check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
 
     def payloads(self) -> Sequence[Bytes]:
         """Between rounds: what this process sends, to be written anew."""
+        return self.sent
 
     def arrived(self, step: int) -> Sequence[Bytes]:
         """After `WAIT`: what this process has to read."""
+        return self.received
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of what does not end with the process."""
 
 
 # --- what messages hold while they are checked
@@ -211,36 +238,101 @@ def check_pattern(message: Bytes, num_bytes: int, step: int, source: int, destin
     )
 
 
-# --- what members have in common that send each message from a buffer, and receive it into one
+# --- a member in its process, and the rounds that are timed there
 
 
-ACK_BYTES = 4
+# Loaded only where needed: a process of ours need not carry torch, and a baseline not our library.
+MEMBERS = {
+    "antiphon": "ours.AntiphonMember",
+    "gloo": "gloo.GlooMember",
+    "gloo-all-to-all": "gloo.GlooAllToAllMember",
+    "memcpy": "memcpy.MemcpyMember",
+    "mpi": "mpi.MpiMember",
+    "ucx": "ucx.UcxMember",
+}
 
 
-class BufferedMember:
-    """The part of a `Member` (see above) that handles bytes. `prepare` sets `sent` and `received`, unless they
-    are elsewhere: a buffer for each of `outgoing` and of `incoming`."""
+class MemberProcess:
+    """One process of a contestant, which the benchmark calls (`harness.children`). `kind` names its implementation,
+    which has `options` of its own."""
 
-    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
-        self.seat = seat
-        self.incoming: list[Flow] = []
-        self.outgoing: list[Flow] = []
-        self.sent: Sequence[Bytes] = ()
-        self.received: Sequence[Bytes] = ()
+    def __init__(self, kind: str, options: Mapping[str, str], seat: MemberSeat) -> None:
+        module, name = MEMBERS[kind].split(".")
+        self._member: Member = getattr(importlib.import_module(f"{__package__}.{module}"), name)(seat, options)
+        self._phases: Sequence[RoundPhase] = ()
+        self._touched = False
+        self.connect = self._member.connect
+        self.close = self._member.close
 
-    def set_flows(self, traffic: RoundTraffic) -> None:
-        self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
+    def introduction(self) -> bytes:
+        """What the others need to reach this process."""
+        return self._member.open()
 
-    def produce(self, step: int) -> None:
-        for data, flow in zip(self.payloads(), self.outgoing, strict=True):
-            data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
+    def prepare(self, traffic: RoundTraffic) -> None:
+        """Make buffers for rounds of `traffic`."""
+        self._touched = traffic.touched
+        self._phases = self._member.prepare(traffic)
+        if self._touched:
+            self._phases = with_reading(self._member, self._phases)
 
     def check(self, step: int) -> None:
-        for data, flow in zip(self.received, self.incoming, strict=True):
-            check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
+        """One round whose every byte is compared."""
+        checked_round(self._member, self._phases, step)
 
-    def payloads(self) -> Sequence[Bytes]:
-        return self.sent
+    def run(self, first_step: int, num_warm: int, num_rounds: int) -> tuple[list[str], bytes]:
+        """`num_warm` rounds that do not count, then `num_rounds` that do: the phases' names, and int64 [rounds,
+        phases + 1] nanoseconds of the monotonic clock: the start, then the end of each phase."""
+        before = partial(write_anew, self._member) if self._touched else None
+        marks = timed_rounds(self._phases, first_step, num_warm + num_rounds, before)
+        del marks[: num_warm * (len(self._phases) + 1)]
+        return [phase.name for phase in self._phases], marks.tobytes()
 
-    def arrived(self, step: int) -> Sequence[Bytes]:
-        return self.received
+
+def checked_round(member: Member, phases: Sequence[RoundPhase], step: int) -> None:
+    """One round with its patterns; `WrongData` if they did not arrive."""
+    member.produce(step)
+    for phase in phases:
+        phase.run(step)
+        if phase.name == WAIT:
+            member.check(step)
+
+
+def write_anew(member: Member, step: int) -> None:
+    """Every byte of what the member sends."""
+    for payload in member.payloads():
+        payload.fill(step % 256)
+
+
+def with_reading(member: Member, phases: Sequence[RoundPhase]) -> list[RoundPhase]:
+    """The phases of a touched round: what arrived is read, every byte, before anything else."""
+
+    def read(step: int) -> None:
+        for payload in member.arrived(step):
+            payload.max()
+
+    read_phase = RoundPhase(READ, read)
+    return [each for phase in phases for each in ((phase, read_phase) if phase.name == WAIT else (phase,))]
+
+
+def timed_rounds(
+    phases: Sequence[RoundPhase], first_step: int, num_rounds: int, before: Callable[[int], None] | None = None
+) -> "array[int]":
+    """Nanoseconds: per round its start and the end of each phase; `before` runs ahead of a round's start. No garbage
+    collection meanwhile."""
+    calls = [phase.run for phase in phases]
+    clock = time.monotonic_ns
+    marks: list[int] = []  # appending to an array parses its argument, which costs more
+    mark = marks.append
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(first_step, first_step + num_rounds):
+            if before is not None:
+                before(step)
+            mark(clock())
+            for call in calls:
+                call(step)
+                mark(clock())
+    finally:
+        gc.enable()
+    return array("q", marks)

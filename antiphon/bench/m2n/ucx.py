@@ -17,9 +17,9 @@ from ucxx._lib.arr import Array
 from antiphon.base.errors import PeerTimeout
 from antiphon.bench.m2n.rounds import (
     ACK_BYTES,
-    BufferedMember,
     Bytes,
     Flow,
+    Member,
     MemberSeat,
     RoundPhase,
     RoundTraffic,
@@ -29,8 +29,9 @@ from antiphon.bench.m2n.rounds import (
 _DATA, _ACK = 1, 2
 
 
-class UcxMember(BufferedMember):
-    """A sender, a receiver, or both at once."""
+class UcxMember(Member):
+    """A sender, a receiver, or both at once. UCX lets go of everything when the process ends; closing in good order
+    would wait for peers."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
         super().__init__(seat, options)
@@ -68,9 +69,6 @@ class UcxMember(BufferedMember):
             (self._wait, self._release) if self._incoming else None,
             self._wait_for_acks,
         )
-
-    def close(self) -> None:
-        """UCX lets go of everything when the process ends; closing in good order would wait for peers."""
 
     def _send(self, step: int) -> None:
         if self._incoming:

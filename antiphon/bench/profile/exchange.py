@@ -14,18 +14,17 @@ way does not.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median, quantiles
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout
-from antiphon.base.ranges import split_evenly
-from antiphon.bench.profile.orders import ExchangeOrder, Rounds, Served
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
-from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.rank_group import Alone
 from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, TwoLevel
 from antiphon.cost.curves import Curve
@@ -34,7 +33,7 @@ from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.endpoints import exchange_shape
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.placement import ExpertPlacement, contiguous_placement
+from antiphon.specs.placement import contiguous_placement
 
 NUM_KINDS = 3
 NUM_WARM = 5
@@ -46,18 +45,39 @@ _LATE_S = 0.004
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeMedians:
-    """Seconds with one number of rows: the four calls, and one way beside them."""
+class ExchangeOrder:
+    """One end of it."""
 
-    dispatch_s: float
-    receive_s: float
-    reply_s: float
-    combine_s: float
-    one_way_s: float
+    role: Literal["attention", "experts"]
+    model: str
+    dtype: str
+    waiting: str
+    max_rows: int
+    secret: bytes
 
 
-def exchange_medians(rounds: Rounds, served: Served, first: int) -> ExchangeMedians:
-    """From both sides' clocks; the expert worker's round `first` is the attention worker's first one that counts."""
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The attention worker's side of each round, nanoseconds of the machine's clock: the begin and end of the dispatch,
+    and of the combine. `message_bytes`: what one dispatch sends."""
+
+    dispatch_ns: list[tuple[int, int]]
+    combine_ns: list[tuple[int, int]]
+    message_bytes: int
+
+
+@dataclass
+class Served:
+    """The expert worker's side of all rounds since it joined, in their order."""
+
+    receive_ns: list[tuple[int, int]] = field(default_factory=list)
+    reply_ns: list[tuple[int, int]] = field(default_factory=list)
+
+
+def exchange_medians(rounds: Rounds, served: Served, first: int) -> dict[str, float]:
+    """Seconds with one number of rows, as `ExchangeTimes` names them: the four calls, and one way beside them.
+
+    From both sides' clocks; the expert worker's round `first` is the attention worker's first one that counts."""
     count = len(rounds.dispatch_ns) // NUM_KINDS
     there, back, dispatch, reply = [], [], [], []
     for index in range(count):
@@ -76,13 +96,13 @@ def exchange_medians(rounds: Rounds, served: Served, first: int) -> ExchangeMedi
     receive_s = median(received_late)
     # Somebody is woken on each way: on a machine that others use too, half of the times tell of them.
     ways = quantiles(there, n=4)[0] + quantiles(back, n=4)[0] - dispatch_s - receive_s - reply_s - combine_s
-    return ExchangeMedians(
-        dispatch_s=dispatch_s,
-        receive_s=receive_s,
-        reply_s=reply_s,
-        combine_s=combine_s,
-        one_way_s=max(0.0, ways / 2),
-    )
+    return {
+        "dispatch_s": dispatch_s,
+        "receive_s": receive_s,
+        "reply_s": reply_s,
+        "combine_s": combine_s,
+        "one_way_s": max(0.0, ways / 2),
+    }
 
 
 def _endpoint(order: ExchangeOrder) -> _m2n.Endpoint:
@@ -163,13 +183,9 @@ class ExpertEnd:
         shape = exchange_shape(spec, resolve_dtype(order.dtype), 1, 1, 1, order.max_rows)
         self._exchange = NativeExpertExchange(_endpoint(order), shape, 0)
         self._exchange.reset(1, [self._exchange.ticket])
-        self._receive_ns: list[tuple[int, int]] = []
-        self._reply_ns: list[tuple[int, int]] = []
+        self.ticket = self._exchange.ticket
+        self.served = Served()
         self._work = _Work()
-
-    @property
-    def ticket(self) -> bytes:
-        return self._exchange.ticket
 
     def serve_one(self) -> None:
         """Answer one batch, or none within a moment."""
@@ -178,19 +194,16 @@ class ExpertEnd:
             batch = self._exchange.receive(_IDLE_S, _TIMEOUT_S)
             if batch is None:
                 return
-            self._receive_ns.append((begin, time.monotonic_ns()))
+            self.served.receive_ns.append((begin, time.monotonic_ns()))
             answer_RH = batch.rows_RH.clone()
             self._work.do(_WORK_S)
             begin = time.monotonic_ns()
             self._exchange.reply(batch, answer_RH, (begin, begin))
-            self._reply_ns.append((begin, time.monotonic_ns()))
+            self.served.reply_ns.append((begin, time.monotonic_ns()))
             if batch.layer == _LATE_RECEIVE:
                 self._work.do(_LATE_S)
         except (PeerLost, PeerTimeout):
             return  # the other end has left; the order to leave is on its way
-
-    def served(self) -> Served:
-        return Served(receive_ns=self._receive_ns, reply_ns=self._reply_ns)
 
     def close(self) -> None:
         self._exchange.close()
@@ -209,7 +222,7 @@ class ExpertEnd:
 # which on another network is another one.
 
 
-_NUM_WARM = 3
+_NUM_WARM_LAYERS = 3
 _MOST_BYTES = 128 << 20  # beyond any cache
 
 
@@ -229,7 +242,9 @@ class _Mirror(Alone):
         return self._timed(tensor[: rows_by_rank[0]].clone)
 
     def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
-        self._posted.append(self._timed(lambda: torch.cat([_bytes(piece) for piece in pieces])))
+        self._posted.append(
+            self._timed(lambda: torch.cat([piece.contiguous().view(torch.uint8).flatten() for piece in pieces]))
+        )
 
     def take(self, exchange: int, peer: int) -> Tensor:
         return self._posted[-1]
@@ -264,10 +279,6 @@ class _Weights:
         return rows_RH
 
 
-def _bytes(piece: Tensor) -> Tensor:
-    return piece.contiguous().view(torch.uint8).flatten()
-
-
 def row_calls(spec: ModelSpec, dtype: str, rows: Sequence[int], num_rounds: int) -> RowCalls:
     """Seconds of one layer by rows of a rank, medians of `num_rounds`; computed with one thread, as a rank does."""
 
@@ -288,7 +299,9 @@ def _layer_s(topology: TwoLevel, spec: ModelSpec, dtype: str, num_rows: int, num
     weights = _Weights(spec, resolve_dtype(dtype), topology)
     sizes = (topology.attention_tp, topology.expert_tp, topology.num_nodes)
     attention, experts, across = (mirror if size > 1 else Alone() for mirror, size in zip(mirrors, sizes, strict=True))
-    exchange = _exchange(topology, spec, attention, experts, across, weights)
+    levels = Levels(topology=topology, rank=0, attention=attention, experts=experts, across=across)
+    placement = contiguous_placement(spec.router.num_experts, topology.expert_ep, spec.expert_layers)
+    exchange = HybridExchange(levels, placement, weights.experts)
     layer, top_k = spec.expert_layers[0], spec.router.top_k
     generator = torch.Generator().manual_seed(num_rows)
     x_TH = torch.randn(num_rows, spec.hidden_size, generator=generator).to(resolve_dtype(dtype))
@@ -299,29 +312,14 @@ def _layer_s(topology: TwoLevel, spec: ModelSpec, dtype: str, num_rows: int, num
         return weights.took_s + sum(each.took_s for each in mirrors)
 
     took_s = []
-    for _ in range(_NUM_WARM + num_rounds):
+    for _ in range(_NUM_WARM_LAYERS + num_rounds):
         weights.attention()
         before_s, started_s = left_out_s(), time.thread_time()
         exchange.dispatch(layer, 0, x_TH, ids_TK, weights_TK)
         exchange.combine(layer, 0, 1.0)
         elapsed_s = time.thread_time() - started_s
         took_s.append(max(0.0, elapsed_s - (left_out_s() - before_s)))
-    return median(took_s[_NUM_WARM:])
-
-
-def _exchange(
-    topology: TwoLevel,
-    spec: ModelSpec,
-    attention: RankGroup,
-    experts: RankGroup,
-    across: RankGroup,
-    weights: "_Weights",
-) -> HybridExchange:
-    levels = Levels(topology=topology, rank=0, attention=attention, experts=experts, across=across)
-    parts = split_evenly(spec.router.num_experts, topology.expert_ep)
-    owners = tuple((part,) for part, (first, last) in enumerate(parts) for _ in range(first, last))
-    placement = ExpertPlacement(topology.expert_ep, dict.fromkeys(spec.expert_layers, owners))
-    return HybridExchange(levels, placement, weights.experts)
+    return median(took_s[_NUM_WARM_LAYERS:])
 
 
 @contextmanager

@@ -12,7 +12,6 @@ Rejected: a profiler in the server. It would be part of what it measures, and se
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,10 +27,9 @@ import psutil
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.base.system import python_module
+from antiphon.bench.harness.processes import START_S, serving_here
 from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer
-from antiphon.bench.profile.orders import Effort
-from antiphon.bench.served_plans import START_S, end_process, start_here, wait_for
+from antiphon.bench.profile.measure import Effort
 from antiphon.cost.curves import Curve
 from antiphon.cost.profile import HostTimes, LocalTimes
 from antiphon.specs.model import ModelSpec
@@ -86,7 +84,7 @@ class HostServer:
             return Asked(server_s=self._server_s() - server_s, client_s=client_s, ttft_s=times)
 
     def _server_s(self) -> float:
-        """Of the main thread, and of all threads of children that are not workers."""
+        """Processor seconds of the main thread, and of all threads of children that are not workers."""
         try:
             total = _processor_s(Path(f"/proc/{self._pid}/task/{self._pid}"))
             children = psutil.Process(self._pid).children()
@@ -107,15 +105,11 @@ def _processor_s(folder: Path) -> float:
 
 @contextmanager
 def _serving(model: Path, vocab_size: int, *options: str) -> Iterator[HostServer]:
-    with TemporaryDirectory(prefix="host-") as name:
-        ready, log = Path(name) / "ready.json", Path(name) / "server.log"
-        command = python_module("antiphon.cli.main", "serve", str(model), "--threads", "1", "--port", "0")
-        server = start_here([*command, "--json", str(ready), *options], log)
-        try:
-            wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, log, START_S)
-            yield HostServer(json.loads(ready.read_text(encoding="utf-8")), vocab_size)
-        finally:
-            end_process(server)
+    with (
+        TemporaryDirectory(prefix="host-") as name,
+        serving_here(model, Path(name), "--threads", "1", *options) as facts,
+    ):
+        yield HostServer(facts, vocab_size)
 
 
 def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, report: Report) -> HostTimes:

@@ -11,18 +11,18 @@ Every figure is a median; `spread` says how far the middle half of its repetitio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Literal
+from typing import Literal, Self
 
 from antiphon.base.allowance import allowance
-from antiphon.base.errors import ResourceError
+from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Child, Children, programs
 from antiphon.bench.harness.limits import MachineLimits, measure_machine_limits
-from antiphon.bench.profile.exchange import NUM_WARM, exchange_medians
-from antiphon.bench.profile.orders import Effort, ExchangeOrder, PartSeconds, RigOrder, RigWork, Rounds, Served
-from antiphon.bench.profile.rig import RigProcess
+from antiphon.bench.profile.exchange import NUM_WARM, ExchangeOrder, Rounds, Served, exchange_medians
+from antiphon.bench.profile.rig import PartSeconds, RigOrder, RigProcess, RigWork
 from antiphon.cost.curves import Curve
 from antiphon.cost.profile import ExchangeTimes, ThreadTimes
 from antiphon.specs.model import ModelSpec
@@ -31,6 +31,76 @@ PROCESSES = "the profiler's process"  # begins their names
 _CACHE_SHARE = 0.1  # of free memory, for the KV cache of a measuring process
 _CACHE_MOST_BYTES = 1 << 30
 Advance = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """`rows`: requests of a micro-batch; `prompts`: tokens of a prompt; `contexts`: a short and a long one, in tokens;
+    `beside_rows`: sizes at which two workers run beside each other. Of training: `sequences` of a micro-batch,
+    `training_steps` of each, `sum_bytes` that are summed over ranks. `point_s`: time for one figure. `together`:
+    whether an engine of several workers is started, to see what each further one adds to the engine's turn.
+    `host_requests` over HTTP at each of `host_streams` at once."""
+
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    prompts: tuple[int, ...] = (32, 128, 512, 2048)
+    contexts: tuple[int, int] = (64, 512)
+    beside_rows: tuple[int, ...] = (1, 8, 32, 128)
+    exchange_rows: tuple[int, ...] = (1, 8, 32, 128, 512)
+    engine_rows: tuple[int, ...] = (1, 8, 32, 128)
+    sequences: tuple[int, ...] = (1, 4, 8)
+    sum_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
+    training_steps: int = 4
+    point_s: float = 0.25
+    min_repetitions: int = 3
+    exchange_rounds: int = 20
+    engine_steps: int = 24
+    host_requests: int = 96
+    host_streams: tuple[int, ...] = (1, 8, 32)
+    limit_passes: int = 3
+    together: bool = True
+
+    def bounded(self, max_rows: int, max_context: int) -> Self:
+        """The same within what is wanted and what the model's context allows. `UserError` where nothing is left."""
+        if max_rows < 1:
+            raise UserError(f"--max-rows is {max_rows}: it must be at least 1")
+        if max_context < 2:
+            raise UserError(f"the model's context is {max_context}: at least 2 tokens are needed to measure")
+        short = min(self.contexts[0], max_context // 2)
+        return replace(
+            self,
+            rows=_up_to(self.rows, max_rows),
+            prompts=_up_to(self.prompts, max_context),
+            contexts=(short, max(short + 1, min(self.contexts[1], max_context))),
+            beside_rows=_up_to(self.beside_rows, max_rows),
+            engine_rows=_up_to(self.engine_rows, max_rows),
+        )
+
+
+def _up_to(sizes: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    """The sizes up to `largest`, and `largest` itself if any was above."""
+    return sizes if sizes[-1] <= largest else (*(size for size in sizes if size < largest), largest)
+
+
+NORMAL = Effort()
+QUICK = Effort(
+    rows=(1, 4, 16),
+    prompts=(16, 64),
+    contexts=(16, 64),
+    beside_rows=(1, 16),
+    exchange_rows=(1, 32),
+    engine_rows=(1, 8),
+    sequences=(1, 2),
+    sum_bytes=(1 << 10, 1 << 18, 1 << 22),
+    training_steps=2,
+    point_s=0.02,
+    min_repetitions=3,
+    exchange_rounds=5,
+    engine_steps=12,
+    host_requests=48,
+    host_streams=(1, 8),
+    limit_passes=1,
+    together=False,
+)
 
 
 def curve(values: dict[int, float], *, may_fall: bool = False) -> Curve:
@@ -181,14 +251,9 @@ def exchange_times(bench: Bench, attention: Child, experts: Child) -> ExchangeTi
     for rows, sent in rounds.items():
         medians[rows] = exchange_medians(sent, served, first + NUM_WARM)
         first += NUM_WARM + len(sent.dispatch_ns)
-    return ExchangeTimes(
-        dispatch_s=curve({rows: each.dispatch_s for rows, each in medians.items()}),
-        receive_s=curve({rows: each.receive_s for rows, each in medians.items()}),
-        reply_s=curve({rows: each.reply_s for rows, each in medians.items()}),
-        combine_s=curve({rows: each.combine_s for rows, each in medians.items()}),
-        one_way_s=curve({rows: each.one_way_s for rows, each in medians.items()}),
-        message_bytes=curve({rows: float(sent.message_bytes) for rows, sent in rounds.items()}),
-    )
+    parts = {name: curve({rows: each[name] for rows, each in medians.items()}) for name in medians[max(medians)]}
+    message_bytes = curve({rows: float(sent.message_bytes) for rows, sent in rounds.items()})
+    return ExchangeTimes(**parts, message_bytes=message_bytes)
 
 
 def limits_of(bench: Bench) -> MachineLimits | None:

@@ -20,11 +20,12 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.system import cpu_name
 from antiphon.bench.harness.children import Child, Children
-from antiphon.bench.harness.quiet import FOREIGN_SHARE_LIMIT, CpuWatch
+from antiphon.bench.harness.contest import FOREIGN_SHARE_LIMIT, CpuWatch
 from antiphon.bench.profile.exchange import row_calls
 from antiphon.bench.profile.measure import (
     PROCESSES,
     Bench,
+    Effort,
     curve,
     exchange_times,
     limits_of,
@@ -32,7 +33,7 @@ from antiphon.bench.profile.measure import (
     start_rigs,
     thread_times,
 )
-from antiphon.bench.profile.orders import Effort, PartSeconds, RigWork
+from antiphon.bench.profile.rig import PartSeconds, RigWork
 from antiphon.bench.profile.step_parts import engine_turns
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import (
@@ -203,15 +204,15 @@ def _engine_times(bench: Bench, worker: ThreadTimes) -> EngineTimes:
     if bench.effort.together:
         apart = engine_turns(APART, model, rows, steps, bench.advance)
         together = engine_turns(TOGETHER, model, rows, steps, bench.advance)
-        further = curve({count: max(0.0, together[count].engine_s - apart[count].engine_s) for count in rows})
+        further = curve({count: max(0.0, together[count]["engine"] - apart[count]["engine"]) for count in rows})
         head_ratio = curve(
-            {count: max(1.0, apart[count].head_s / worker.head_s.value(count)) for count in rows}, may_fall=True
+            {count: max(1.0, apart[count]["head"] / worker.head_s.value(count)) for count in rows}, may_fall=True
         )
     return EngineTimes(
-        alone_s=curve({count: turn.engine_s for count, turn in alone.items()}),
-        bookkeeping_s=curve({count: max(0.0, turn.bookkeeping_s) for count, turn in alone.items()}),
-        apart_s=curve({count: turn.engine_s for count, turn in apart.items()}),
-        apart_bookkeeping_s=curve({count: max(0.0, turn.bookkeeping_s) for count, turn in apart.items()}),
+        alone_s=curve({count: turn["engine"] for count, turn in alone.items()}),
+        bookkeeping_s=curve({count: max(0.0, turn["bookkeeping"]) for count, turn in alone.items()}),
+        apart_s=curve({count: turn["engine"] for count, turn in apart.items()}),
+        apart_bookkeeping_s=curve({count: max(0.0, turn["bookkeeping"]) for count, turn in apart.items()}),
         apart_head_ratio=head_ratio,
         per_further_worker_s=further,
     )

@@ -17,22 +17,15 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import psutil
 import torch
 from torch import Tensor
 
 from antiphon import _native
-from antiphon.bench.profile.exchange import AttentionEnd, ExpertEnd
-from antiphon.bench.profile.orders import (
-    ExchangeOrder,
-    PartSeconds,
-    RigOrder,
-    RigWork,
-    Rounds,
-    Served,
-)
+from antiphon.bench.profile.exchange import AttentionEnd, ExchangeOrder, ExpertEnd, Rounds, Served
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.batch import BlockTables
 from antiphon.models.config import load_model_spec
@@ -56,6 +49,43 @@ _NUM_DRAWS = 8
 _MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
 _MAX_REPETITIONS = 400
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigOrder:
+    """The model to load. `max_rows` sequences and `max_tokens` cached tokens are the most any work will have."""
+
+    model: str
+    dtype: str
+    kernels: str
+    max_rows: int
+    max_tokens: int
+    max_context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RigWork:
+    """One kind of work at one size. `colocated`: a whole decode step; `attention`: the same without experts;
+    `experts`: all MoE layers of `rows` rows, of which the process acts as if it held `num_held` experts.
+
+    `prompt_tokens` > 0: instead of decoding, the first `prompt_tokens` of one prompt."""
+
+    kind: Literal["colocated", "attention", "experts"]
+    rows: int
+    context: int = 1
+    num_held: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSeconds:
+    """Seconds of each repetition. `attention`, `experts`: per layer that has them; `head`: logits and sampling;
+    `step`: what else the step took; empty where the work has no such part."""
+
+    attention: list[float] = field(default_factory=list)
+    experts: list[float] = field(default_factory=list)
+    head: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -90,7 +120,6 @@ class Rig:
         checkpoint = open_weights(order.model)
         self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=order.max_context + 1)
         self._experts = load_expert_half(checkpoint, self.spec, self.backend)
-        self.weight_bytes = self._half.weight_bytes + self._experts.num_bytes
         self._recorder = SpanRecorder(keeps_all=True)
         blocks = -(-order.max_tokens // BLOCK_SIZE) + 2 * order.max_rows + 1
         self._num_blocks = blocks
@@ -199,8 +228,9 @@ class Rig:
         captured = self._captured(work)
         self._recorder.step += 1
         for layer, sent in captured.items():
-            with _Span(self._recorder, DISPATCH):
-                self._experts.forward(layer, sent.rows_TH, sent.ids_TK, sent.weights_TK)
+            start_ns = time.monotonic_ns()
+            self._experts.forward(layer, sent.rows_TH, sent.ids_TK, sent.weights_TK)
+            self._recorder.add(DISPATCH, start_ns)
 
     def _captured(self, work: RigWork) -> dict[int, _Captured]:
         """Rows and choices of a step of `work.rows` rows, those kept that go to the first `num_held` experts."""
@@ -209,21 +239,6 @@ class Rig:
             captured = self._capture(self._step_of(sent))
             self._captures = {work: {layer: _held(kept, work.num_held) for layer, kept in captured.items()}}
         return self._captures[work]
-
-
-class _Span:
-    """Records what happens within a `with`."""
-
-    def __init__(self, recorder: SpanRecorder, name: int) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._start_ns = 0
-
-    def __enter__(self) -> None:
-        self._start_ns = time.monotonic_ns()
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.add(self._name, self._start_ns)
 
 
 def _held(sent: _Captured, num_held: int) -> _Captured:
@@ -308,7 +323,7 @@ class RigProcess:
     def stop_exchange(self) -> Served | None:
         """Leave the exchange."""
         assert self._end is not None, "open_exchange comes first"
-        served = self._end.served() if isinstance(self._end, ExpertEnd) else None
+        served = self._end.served if isinstance(self._end, ExpertEnd) else None
         self._end.close()
         self._end = None
         return served

@@ -11,7 +11,6 @@ cores to the engine, whose turn then takes half of what it takes between real st
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
@@ -66,27 +65,29 @@ def steps_with(spans: Spans, rows: Collection[int]) -> set[int]:
     return set(steps[1:-1])
 
 
+def seconds_by(spans: Spans, kinds: Collection[int], *columns: Sequence[int]) -> dict[tuple[int, ...], float]:
+    """Seconds spent in `kinds`, by the values of these columns of the spans."""
+    totals: dict[tuple[int, ...], float] = {}
+    for kind, start, end, *key in zip(spans.name_index, spans.starts_ns, spans.ends_ns, *columns, strict=True):
+        if kind in kinds:
+            totals[tuple(key)] = totals.get(tuple(key), 0.0) + (end - start) * 1e-9
+    return totals
+
+
 def _per_step(spans: Spans, kinds: Collection[int], steps: Collection[int]) -> float:
-    totals = dict.fromkeys(steps, 0.0)
-    for index, kind in enumerate(spans.name_index):
-        if kind in kinds and spans.steps[index] in totals:
-            totals[spans.steps[index]] += (spans.ends_ns[index] - spans.starts_ns[index]) * 1e-9
-    return median(totals.values())
+    totals = seconds_by(spans, kinds, spans.steps)
+    return median(totals.get((step,), 0.0) for step in steps)
 
 
 def per_micro_batch(spans: Spans, kinds: Collection[int], steps: Collection[int]) -> list[float]:
     """Seconds spent in `kinds`, for each step, layer and micro-batch."""
-    totals: dict[tuple[int, int, int], float] = {}
-    for index, kind in enumerate(spans.name_index):
-        if kind in kinds and spans.steps[index] in steps and spans.layers[index] >= 0:
-            key = (spans.steps[index], spans.layers[index], spans.micro_batches[index])
-            totals[key] = totals.get(key, 0.0) + (spans.ends_ns[index] - spans.starts_ns[index]) * 1e-9
-    return list(totals.values())
+    totals = seconds_by(spans, kinds, spans.steps, spans.layers, spans.micro_batches)
+    return [seconds for (step, layer, _), seconds in totals.items() if step in steps and layer >= 0]
 
 
 def gaps_between_steps(workers: Sequence[Spans], rows: int) -> list[float]:
     """From the last worker's end of a step to the first one's begin of the next, seconds, where both steps have `rows`
-    rows over all workers (however they are dealt)."""
+    rows over all workers (however they are shared out)."""
     bounds: dict[int, list[tuple[int, int, int]]] = {}
     for spans in workers:
         for index, kind in enumerate(spans.name_index):
@@ -105,45 +106,34 @@ _PROMPT_TOKENS = 4
 _MORE = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Seconds of a step outside the layers: `engine_s` between the workers' steps, `bookkeeping_s` within them, and
-    `head_s`: logits and sampling as they are within the engine."""
-
-    engine_s: float
-    bookkeeping_s: float
-    head_s: float
-
-
 def engine_turns(
     contestant: str, model: Path, rows: Sequence[int], num_steps: int, advance: Callable[[], None]
-) -> dict[int, Turn]:
-    """By requests running on one attention worker; `advance` after each size."""
+) -> dict[int, dict[str, float]]:
+    """By requests running on one attention worker: parts of a step outside the layers, `engine` between the workers'
+    steps, `bookkeeping` within them, and `head`, logits and sampling as they are within the engine. `advance` after
+    each size."""
     spec = load_model_spec(model)
     workers = parse_contestant(contestant).num_attention
     tokens = min(spec.max_position, _PROMPT_TOKENS + _MORE * num_steps)
     engine = AntiphonEngine(contestant, model, max_concurrency=max(rows) * workers, max_tokens=tokens, trace=True)
-    engine.start()
-    try:
+    with engine:
         turns = {}
         for count in rows:
             turns[count] = _turn(engine, count * workers, (num_steps, tokens - _PROMPT_TOKENS), spec.vocab_size)
             advance()
         return turns
-    finally:
-        engine.close()
 
 
-def _turn(engine: AntiphonEngine, concurrency: int, attempts: Sequence[int], vocab_size: int) -> Turn:
+def _turn(engine: AntiphonEngine, concurrency: int, attempts: Sequence[int], vocab_size: int) -> dict[str, float]:
     """On a machine where others are busy, requests may arrive so slowly that more steps are needed."""
     for steps in attempts:
-        engine.take_spans()
+        engine.running.take_spans()
         size = WorkloadSize(concurrency, min(_PROMPT_TOKENS, vocab_size), steps)
         with suppress(UserError):  # never did all requests decode at once
             engine.steady_decode_tokens_per_s(make_workload(size, vocab_size))
-        parts = step_parts(engine.take_spans(), concurrency)
+        parts = step_parts(engine.running.take_spans(), concurrency)
         if parts.get("engine"):
-            return Turn(engine_s=parts["engine"], bookkeeping_s=parts["bookkeeping"], head_s=parts["head"])
+            return parts
     raise ResourceError(
         f"{concurrency} requests never decoded together within {attempts[-1]} steps: other programs keep this machine "
         f"too busy to be measured, try again later"

@@ -23,7 +23,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Child, Children, join_gloo, programs, seconds_of_calls
 from antiphon.bench.harness.limits import measure_gemm_flops_per_s
-from antiphon.bench.profile.orders import Effort, LayerSeconds, TrainingOrder, TrainingSeconds
+from antiphon.bench.profile.measure import Effort
 from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceScatter, barrier, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.point_to_point import start_receive, start_send
@@ -48,26 +48,68 @@ _NUM_LAYERS = 2  # of each kind
 _WARM = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingOrder:
+    """Join a gloo group over loopback and time the trainer's parts, with `num_threads` threads: layers with each number
+    of `sequences`, shared by groups of each of `degrees` ranks."""
+
+    rank: int
+    world_size: int
+    num_threads: int
+    store: str
+    model: str
+    dtype: str
+    sequence_length: int
+    sequences: list[int]
+    degrees: list[int]
+    sizes_bytes: list[int]
+    repetitions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """One layer, by kind ("moe", "dense"), of a micro-batch of `sequences` of a group of `model_parallel` ranks.
+    `waiting_s`: for other ranks, in both passes; `head_s`: of what belongs to no layer."""
+
+    attention: str
+    experts: str
+    dispatch: str
+    model_parallel: int
+    sequences: int
+    forward_s: dict[str, float]
+    backward_s: dict[str, float]
+    waiting_s: float
+    head_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSeconds:
+    """With all ranks of a group at work: `layers`; `update` of a parameter by optimizer; `step`: what else a step
+    takes; `sums` by number of ranks, collective and size; `message` by size."""
+
+    layers: list[LayerSeconds]
+    step: list[float]
+    update: dict[str, float]
+    sums: dict[int, dict[str, list[float]]]
+    message: list[float]
+
+
 class TrainingRank:
     """What is called in each rank's process (`harness.children`)."""
 
     def time_training(self, order: TrainingOrder) -> TrainingSeconds:
-        return time_training(order)
-
-
-def time_training(order: TrainingOrder) -> TrainingSeconds:
-    """Every rank calls it; rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together:
-    PyTorch would name a new one like one that ended, and find its addresses in the store."""
-    torch.set_num_threads(order.num_threads)
-    native_rows.share_threads()
-    ranks = order.world_size
-    if ranks > 1:
-        join_gloo(order.store, order.rank, ranks, _TIMEOUT_S)
-    try:
-        return _time_all(order, few_layers(load_model_spec(order.model)))
-    finally:
+        """Rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together: PyTorch would name a
+        new one like one that ended, and find its addresses in the store."""
+        torch.set_num_threads(order.num_threads)
+        native_rows.share_threads()
+        ranks = order.world_size
         if ranks > 1:
-            dist.destroy_process_group()
+            join_gloo(order.store, order.rank, ranks, _TIMEOUT_S)
+        try:
+            return _time_all(order, few_layers(load_model_spec(order.model)))
+        finally:
+            if ranks > 1:
+                dist.destroy_process_group()
 
 
 def few_layers(spec: ModelSpec) -> ModelSpec:
@@ -132,7 +174,7 @@ def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: st
     found = []
     for sequences in order.sequences:
         batch = _batch(order, spec, sequences, mesh.sizes.place(mesh.rank, "data"))
-        taken: list[LayerSeconds] = []
+        taken: list[tuple[dict[str, float], dict[str, float], float, float]] = []
         for number in range(_WARM + order.repetitions):
             barrier(mesh.world)
             mesh.ledger.take()
@@ -143,7 +185,7 @@ def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: st
             model.zero_grad(set_to_none=True)
             if number >= _WARM:
                 taken.append(seconds)
-        names = ("forward_s", "backward_s")
+        forward, backward, waiting, head = zip(*taken, strict=True)
         found.append(
             LayerSeconds(
                 attention="tensor" if mesh.sizes.tensor > 1 else "sequence",
@@ -151,19 +193,20 @@ def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: st
                 dispatch="all_to_all" if dispatch == "all_to_all" else "all_gather",
                 model_parallel=degree,
                 sequences=sequences,
-                **{
-                    name: {kind: median(getattr(each, name)[kind] for each in taken) for kind in taken[0].forward_s}
-                    for name in names
-                },
-                waiting_s=median(each.waiting_s for each in taken),
-                head_s=median(each.head_s for each in taken),
+                forward_s={kind: median(each[kind] for each in forward) for kind in forward[0]},
+                backward_s={kind: median(each[kind] for each in backward) for kind in backward[0]},
+                waiting_s=median(waiting),
+                head_s=median(head),
             )
         )
     return found
 
 
-def _of_layers(spec: ModelSpec, spans: list[Span], mesh: Mesh) -> LayerSeconds:
-    """One run's seconds, by layer of each kind; what belongs to no layer is the head's."""
+def _of_layers(
+    spec: ModelSpec, spans: list[Span], mesh: Mesh
+) -> tuple[dict[str, float], dict[str, float], float, float]:
+    """One run's seconds: forward and backward by layer of each kind, a layer's waiting; what belongs to no layer, the
+    head's."""
     forward = {"moe" if kind else "dense": 0.0 for kind in spec.moe_layers}
     backward, head_s = dict(forward), 0.0
     for span in spans:
@@ -176,17 +219,7 @@ def _of_layers(spec: ModelSpec, spans: list[Span], mesh: Mesh) -> LayerSeconds:
             passed["moe" if spec.moe_layers[layer] else "dense"] += own_s / _NUM_LAYERS
     waited = mesh.ledger.take().waited_s
     inside = sum(seconds for name, seconds in waited.items() if not name.startswith("loss"))
-    return LayerSeconds(
-        attention="",
-        experts="",
-        dispatch="",
-        model_parallel=0,
-        sequences=0,
-        forward_s=forward,
-        backward_s=backward,
-        waiting_s=inside / spec.num_layers,
-        head_s=head_s,
-    )
+    return forward, backward, inside / spec.num_layers, head_s
 
 
 def _time_step(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Launching kernels, and what several of them share.
 
 Every kernel is launched by `launch`. `instead` puts something else in its place, for a compute capability that need not
-be there: `antiphon.bench.compiled` compiles the same launches, types, alignments and tiles, without a GPU. Rejected:
+be there: `antiphon.bench.tile_search` compiles the same launches, types, alignments and tiles, without a GPU. Rejected:
 signatures written beside each kernel for such checks; they would come to differ from the launches.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from antiphon.bench.compiled import CompiledLaunch, compiling
+from antiphon.bench.tile_search import CompiledLaunch, compiling
 from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheSpec, RotaryTable
 from antiphon.kernels.quantized import WeightFormat
 from antiphon.kernels.reference_attention import ReferenceCache

@@ -1,1 +1,0 @@
-"""Stock clients against our server: `process` runs a command, `runs` has what each client does, `check` the rest."""
