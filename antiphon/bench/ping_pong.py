@@ -14,9 +14,11 @@ machine shows what several would.
 Rejected: m micro-batches of one batch. Cutting a batch changes T_a and T_e too, so the gain would be of two causes.
 """
 
+import json
 import os
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from antiphon.base.progress import Report
 from antiphon.base.system import python_module
 from antiphon.bench.box import Box
 from antiphon.bench.harness.contest import ContestColumns, UpTo, ratio, seconds, shown
-from antiphon.bench.harness.processes import SECRET, require_box, run_beside
+from antiphon.bench.harness.processes import SECRET, require_box
 from antiphon.bench.profile.step_parts import per_micro_batch, steps_with
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, check_context, make_workload
 from antiphon.cost.ping_pong import layer_time
@@ -41,6 +43,7 @@ from antiphon.specs.plan import MAX_MICRO_BATCHES
 
 PORT = 7700
 FAST_MBIT = 20_000.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +238,24 @@ def measure_over_links(model: Path, case: PingPongCase, mbit: float, micro_batch
             box.start(
                 node, ["taskset", "-c", core, *worker], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
-        changes = {"join_address": join, "join_secret": SECRET.encode(), "joined_experts": case.num_experts}
+        inside = {"model": str(model.resolve()), "case": asdict(case), "join": join, "micro_batches": micro_batches}
+        engine = ["taskset", "-c", str(cores[0]), *python_module(__spec__.name, json.dumps(inside))]
+        done = box.run(0, engine, timeout_s=TIMEOUT_S, env=env)
+    if done.returncode != 0:
+        raise ResourceError(f"the engine in the box failed: {done.stderr.strip()[-500:]}")
+    return MeasuredLayer(**json.loads(done.stdout.splitlines()[-1]))
 
-        def on_one_core() -> MeasuredLayer:
-            os.sched_setaffinity(0, cores[:1])  # of this thread, and of what it starts
-            return measure_ping_pong(model, case, micro_batches, changes=changes)
 
-        return run_beside(box, on_one_core)
+def run_inside(inside: dict[str, Any]) -> None:
+    """What runs on node 0: the engine; prints its `MeasuredLayer`."""
+    case = PingPongCase(**inside["case"])
+    changes = {
+        "join_address": inside["join"],
+        "join_secret": SECRET.encode(),
+        "joined_experts": case.num_experts,
+    }
+    print(json.dumps(asdict(measure_ping_pong(Path(inside["model"]), case, inside["micro_batches"], changes=changes))))
+
+
+if __name__ == "__main__":
+    run_inside(json.loads(sys.argv[1]))
