@@ -264,7 +264,7 @@ def plan_ranks(
         raise UserError(f"{num_local_ranks} processes per node; give at least 1")
     without = [node for node in range(num_nodes) if node not in own]
     if without and not command:
-        raise UserError(f"no command for node {without[0]}; give one after -- or with --node-command")
+        raise UserError(f"no command for node {without[0]}; give it one of its own, or one for all nodes")
     return [
         _plan(node, local_rank, num_nodes, num_local_ranks, own.get(node, command))
         for node in range(num_nodes)

@@ -69,11 +69,12 @@ def stacked(form: WeightFormat | None, device: torch.device, num_experts: int = 
 def fake_times(tune: Any, monkeypatch: pytest.MonkeyPatch, second_bucket: float) -> None:
     """128 inputs at a time win the first bucket by a little; `second_bucket`: their time in the second, to 64's 1."""
 
-    def time_s(weight: object, x: torch.Tensor, rows: object, tile: Any) -> float:
+    def time_s(way: Any) -> float:
+        (x, _), tile = way.args[1:]
         slow = 1.0 if tile.inputs == 64 else 0.9 if x.shape[0] <= 4 else second_bucket
         return slow + 0.01 * tile.stages + 0.001 * tile.columns + 0.0001 * tile.rows
 
-    monkeypatch.setattr(tune, "_time_s", time_s)
+    monkeypatch.setattr(tune, "measure_s", time_s)
 
 
 @pytest.mark.parametrize(("second_bucket", "inputs"), [(2.0, 64), (0.5, 128)])
@@ -104,7 +105,7 @@ def test_the_rule_is_kept_where_it_is_the_quickest(device: torch.device, monkeyp
         assert tiles.default_tile(weight, 512, capability) in tune.candidates(weight, 512, capability)
     defaults = [tiles.default_tile(weight, rows, 90) for rows in (4, 32)]
     monkeypatch.setattr(tune, "capability_of", lambda device: 90)
-    monkeypatch.setattr(tune, "_time_s", lambda weight, x, rows, tile: 1.0 if tile in defaults else 2.0)
+    monkeypatch.setattr(tune, "measure_s", lambda way: 1.0 if way.args[2] in defaults else 2.0)
     found = tune.tune(weight, [2, 16], 2, lambda done, total: None)
     assert [each.tile for each in found] == defaults
     assert tune.table_entry(weight, found) == TunedWeight()
