@@ -6,7 +6,7 @@ more than everything else the server does. A test runs the description against t
 The routes are described here too: FastAPI sees neither bodies, which are read by hand, nor event streams.
 """
 
-from types import GenericAlias
+from types import GenericAlias, NoneType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -114,13 +114,13 @@ ChatCompletionResponse = _answer(
                     Field(default=None, description="What the model thought first; left out for nothing."),
                 ),
                 reasoning_content=(str | None, Field(default=None, description="The same, by its older name.")),
-                refusal=None,
+                refusal=NoneType,
                 tool_calls=([_TOOL_CALL], Field(default=[], description="Left out when there are none.")),
             ),
             logprobs=_answer(
                 "ChatLogprobs",
                 content=[_answer("TokenLogprobs", **_TOKEN, top_logprobs=[_answer("TopLogprob", **_TOKEN)])],
-                refusal=None,
+                refusal=NoneType,
             )
             | None,
             finish_reason=Literal["stop", "length"] | Literal["tool_calls"],
@@ -136,7 +136,7 @@ ModelCard = _answer(
     created=int,
     owned_by=str,
     root=(str, Field(description="Where the model comes from: a folder that has its tokenizer, too.")),
-    parent=None,
+    parent=NoneType,
     max_model_len=int,
 )
 ModelList = _answer("ModelList", object=Literal["list"], data=[ModelCard])
