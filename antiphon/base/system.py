@@ -55,12 +55,9 @@ def wait_ready(file: socket.socket | IO[bytes], timeout_s: float, *, to_write: b
             if watched.poll(1000.0 * max(0.0, min(remaining, _LONGEST_S))):
                 return True
         except OSError:  # the kernel has no memory for it now
-            time.sleep(_PAUSE_S)
+            time.sleep(max(0.0, min(_PAUSE_S, remaining)))
         if remaining <= 0.0:
             return False
-
-
-_PAUSE_S = 2.0
 
 
 def give_memory_back() -> None:
@@ -89,6 +86,9 @@ def keep_freed_memory() -> bool:
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
+_TRIM_AFTER_S = 2.0
+
+
 class MemoryTrimmer:
     """Trims in a thread, at most every few seconds, and only after large requests.
 
@@ -104,7 +104,7 @@ class MemoryTrimmer:
         """Something large is being worked on: trim in some seconds. Called from the event loop."""
         if not self._planned:
             self._planned = True
-            asyncio.get_running_loop().call_later(_PAUSE_S, self._trim)
+            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
 
     def _trim(self) -> None:
         self._planned = False

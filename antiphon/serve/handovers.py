@@ -145,7 +145,7 @@ class Handovers:
         for target, scheduler in self._workforce.request_schedulers.items():
             for origin in scheduler.take_arriving():
                 if origin.status is RequestStatus.FINISHED:
-                    scheduler.let_go(origin)
+                    scheduler.let_go(origin, nothing_comes=True)
                 elif origin.awaits_mask:  # it has a token already: the next one needs its mask
                     scheduler.ask_again(origin)
                 else:
@@ -338,13 +338,13 @@ class Handovers:
         """Its blocks are out of quarantine: it has ended, goes to another worker, or tries again here."""
         origin, scheduler = arrival.origin, self._workforce.schedulers[arrival.target]
         if origin.status is RequestStatus.FINISHED:
-            scheduler.let_go(origin)
+            scheduler.let_go(origin, nothing_comes=True)
             return []
         self._counts.num_failed += 1
         _log.warning("request %s: no hand-over from %s: %s", origin.request_id, arrival.source, arrival.handover.reason)
         self._statistics.events.note("failed", f"hand-over: {arrival.handover.reason}", str(arrival.source))
         if arrival.leaves:
-            scheduler.let_go(origin)
+            scheduler.let_go(origin, nothing_comes=True)
             return [origin]
         origin.num_lost_handovers += arrival.charged
         scheduler.ask_again(origin)

@@ -221,7 +221,7 @@ class JoinListener:
         return f"{host}:{self._server.getsockname()[1]}"
 
     def close(self) -> None:
-        """Take no more workers. Waits for the thread, a second at most."""
+        """Take no more workers. Waits for the thread, two seconds at most."""
         self._closing = True
         if self._server is not None and self._thread.is_alive():
             with contextlib.suppress(OSError):

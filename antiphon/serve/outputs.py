@@ -85,7 +85,7 @@ class OutputStream:
         self._is_closed = False  # nothing is read any more
 
     def take(self, output: EngineOutput) -> None:
-        """It has come."""
+        """An output has come. The last one frees the id of a stream that is read no more."""
         self._has_last = output.finish_reason is not None
         if not self._is_closed:
             self._queue.put_nowait(output)

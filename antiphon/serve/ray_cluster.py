@@ -5,7 +5,7 @@ Ray is optional (`pip install 'antiphon[ray]'`). What it raises becomes one line
 The actor of a worker starts it, passes on what it says, and tells how it ended. The worker is a process of its own,
 tethered to the actor (`worker/joined`): when Ray kills the actor, or its node ends, the worker ends too. Rejected: the
 worker inside the actor's process, where Ray's threads and signal handlers are, and where an exit code or a crash of
-native code would be Ray's to explain. So an actor's process loads neither Ray by itself nor PyTorch.
+native code would be Ray's to explain. Importing this file loads neither Ray nor PyTorch.
 """
 
 import contextlib

@@ -171,7 +171,7 @@ def _path(location: Sequence[int | str], value: Any, *, is_missing: bool) -> str
             value = value[step] if step < len(value) else None
             path += f"[{step}]"
         elif (isinstance(value, Mapping) and step in value) or (is_missing and number == len(location) - 1):
-            value = value.get(step)
+            value = value.get(step) if isinstance(value, Mapping) else None
             path += f".{step}" if path else str(step)
     return path[:_MAX_PATH_CHARACTERS]
 

@@ -5,9 +5,11 @@ import platform
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from antiphon.base import system
 from antiphon.base.system import limit, wait_ready
 
 RAISED = """
@@ -47,6 +49,22 @@ def test_a_descriptor_beyond_those_of_select_is_waited_for() -> None:
             assert wait_ready(near, 1e9), "the other end's hanging up counts, and a year is not too long"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_system_without_memory_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[object] = [OSError(12, "no memory"), [(0, 1)]]
+
+    def poll(milliseconds: float) -> object:
+        if isinstance(answer := answers.pop(0), OSError):
+            raise answer
+        return answer
+
+    waits: list[float] = []
+    monkeypatch.setattr(system.select, "poll", lambda: SimpleNamespace(register=lambda *_: None, poll=poll))
+    monkeypatch.setattr(system.time, "sleep", waits.append)
+    with open(os.devnull, "rb", buffering=0) as file:  # noqa: PTH123
+        assert wait_ready(file, 5.0)
+    assert waits == [0.01]
 
 
 KEPT = """

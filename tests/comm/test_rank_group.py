@@ -13,6 +13,7 @@ from torch import Tensor
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.comm.m2n.api import StepAborted
 from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import RankGroup
 from tests.comm.m2n.backends import BACKENDS, Backend, need
 from tests.comm.rank_harness import Ranks, ranks
 
@@ -228,3 +229,9 @@ def test_calls_that_do_not_fit_each_other_are_refused() -> None:
         assert all(isinstance(error, UserError) and "make the same calls" in str(error) for error in raised)
         with pytest.raises(UserError, match="1 tickets for a group of 2 ranks"):
             group.groups[0].reset(1, [b""])
+
+
+def test_ranks_of_several_do_nothing_as_a_group_of_one_does() -> None:
+    """A call that is not there would be that of `RankGroup`, where nothing travels."""
+    calls = {name for name in vars(RankGroup) if not name.startswith("_")} - {"rank", "size"}
+    assert calls <= set(vars(NativeRankGroup))

@@ -95,3 +95,17 @@ def test_a_worker_without_work_gives_freed_memory_back_once(monkeypatch: pytest.
     assert given == ["memory"]
     assert orders.next(0.02) is None  # it has something else to do
     assert given == ["memory"]
+
+
+def test_an_expert_worker_without_work_gives_freed_memory_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    calls = iter([True] + [False] * 40)
+    monkeypatch.setattr(process, "give_memory_back", lambda: given.append(1))
+    monkeypatch.setattr(process, "_report_experts", lambda worker, channel: False)
+    orders = SimpleNamespace(waiting=False, poll=lambda: None)
+    worker: Any = SimpleNamespace(
+        runner=SimpleNamespace(serve_one=lambda idle_s, timeout_s: next(calls)), timeout_s=1.0, moves=None
+    )
+    with pytest.raises((StopIteration, RuntimeError)):
+        process.serve_batches(worker, SimpleNamespace(), orders)  # type: ignore[arg-type]
+    assert given == [1]

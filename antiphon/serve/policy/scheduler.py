@@ -211,10 +211,11 @@ class Scheduler:
         """A plan in flight computes something for it."""
         return request.planned_step in self.book.steps_in_flight
 
-    def let_go(self, request: Request) -> None:
+    def let_go(self, request: Request, *, nothing_comes: bool = False) -> None:
         """It leaves, and what it has computed stays to be found. Only while no plan with it is in flight and nothing
-        writes to its blocks: if it arrives, nothing will come any more."""
+        writes to its blocks. `nothing_comes`: it is arriving, and nothing will come any more."""
         assert not self.is_in_flight(request), f"a plan with {request.request_id} is in flight"
+        assert nothing_comes or not request.arrives, f"the blocks of {request.request_id} are written to"
         self._leave(request)
 
     def take_back(self, *, cache_lost: bool = False) -> list[Request]:

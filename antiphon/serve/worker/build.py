@@ -1,7 +1,6 @@
 """From a `Configure` message to a process that can run: device, kernels, its part of the model, cache, exchange."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.ranges import split_evenly
 from antiphon.comm.gloo_exchange import GlooAttentionExchange, GlooExpertExchange
-from antiphon.comm.m2n.api import AttentionExchange, ExpertExchange
+from antiphon.comm.m2n.api import AttentionExchange, CopyingExchange, ExpertExchange
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
 from antiphon.comm.m2n.streams import StreamAttentionExchange, StreamExpertExchange
 from antiphon.comm.rank_group import RankGroup
@@ -404,17 +403,19 @@ def _step_exchange(
     configure, recorder, timeout_s = source.configure, source.recorder, source.configure.timeout_s
     counts_rows = configure.count_rows and configure.rank == 0
     prefetcher = None
-    if configure.prefetch_rows and isinstance(exchange, NativeAttentionExchange | HybridExchange):
+    if configure.prefetch_rows and isinstance(exchange, CopyingExchange):
         num_experts = source.spec.router.num_experts
         prefetcher = Prefetcher(num_experts, exchange, configure.prefetch_rows, configure.phases)
     if seat.levels is not None:
         assert isinstance(exchange, HybridExchange), "it goes over the levels"
         assert moves is not None, "experts that serve others may move"
         forms = hybrid_forms(configure, source.spec, source.backend, seat.levels, exchange)
-        make: Callable[..., StepExchange] = HybridStepExchange
-        if prefetcher is not None:
-            make = partial(PrefetchingHybrid, prefetcher=prefetcher)
-        return make(exchange, half, recorder, timeout_s, counts_rows=counts_rows, moves=moves, forms=forms)
+        ends = (exchange, half, recorder, timeout_s)
+        return (
+            HybridStepExchange(*ends, counts_rows=counts_rows, moves=moves, forms=forms)
+            if prefetcher is None
+            else PrefetchingHybrid(*ends, counts_rows=counts_rows, moves=moves, forms=forms, prefetcher=prefetcher)
+        )
     if isinstance(exchange, LocalExperts) and isinstance(exchange.half, OffloadedExperts):
         return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
     if configure.sums_in_blocks and isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):

@@ -18,6 +18,7 @@ Letters as in `antiphon.kernels.api`; here T is the bucket's rows, one for each 
 """
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Bucket:
 
 
 @dataclass(eq=False)
-class DecodeSteps:
+class DecodeSteps(ABC):
     """Decode steps of a replica, which has all layers and all experts. Not thread-safe."""
 
     half: AttentionHalf
@@ -69,10 +70,10 @@ class DecodeSteps:
     tables: BlockTables
     sampler: RowSampler
 
+    @abstractmethod
     def run(self, step: RunStep) -> list[Sampled] | None:
         """The step's tokens, or None if it does not qualify: nothing has happened then. Its `released` and `starts`
         have been obeyed."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

@@ -54,7 +54,8 @@ _log = get_logger("worker")
 _IDLE_S = 0.2  # an idle expert worker looks for orders this often
 _LOOK_S = 0.5  # a busy one says this often what it has done
 _REPORT_S = 1.0  # attention workers say this often what the exchange has carried
-_REST_S = 2.0  # a worker without work for so long gives freed memory back
+_REST_ROUNDS = 10
+_REST_S = _REST_ROUNDS * _IDLE_S  # a worker without work for so long gives freed memory back
 _FOREVER_S = 365.0 * 86400
 _LAST_WORDS_S = 1.0  # to exit in order, once the engine is gone
 
@@ -241,15 +242,16 @@ def serve_batches(worker: ExpertWorker | Follower, channel: Channel, orders: Ord
         try:
             busy = worker.runner.serve_one(_IDLE_S, worker.timeout_s)
         except Exception as error:
+            num_idle = 0
+            if not isinstance(error, StepAborted | PeerTimeout | PeerLost) and not isinstance(worker, Follower):
+                raise
             if not isinstance(error, StepAborted):
-                if not isinstance(worker, Follower) and not isinstance(error, PeerTimeout | PeerLost):
-                    raise
                 channel.send(_failed(error, worker.recorder.step))
             if not _await_reset(worker, channel, orders):
                 return
             continue
         num_idle = 0 if busy else num_idle + 1
-        if num_idle == int(_REST_S / _IDLE_S):
+        if num_idle == _REST_ROUNDS:
             give_memory_back()
         if not busy or orders.waiting or time.monotonic() - last_look > _LOOK_S:
             last_look = time.monotonic()
