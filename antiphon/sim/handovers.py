@@ -9,8 +9,7 @@
    them any more. Then the prompt is offered anew, the second time the decode worker computes it itself.
 
 What is modelled is time alone: `wire_s` of a pool, spread evenly over layers, and a latency for each message. A wire
-belongs to a prefill worker; where all share one (`ServingOptions.one_wire`), a step's bytes follow those of the steps
-before it. Rejected: one event for each layer's bytes. Nothing happens between the layers of a step.
+belongs to a prefill worker. Rejected: one event for each layer's bytes. Nothing happens between the layers of a step.
 """
 
 import math
@@ -75,7 +74,6 @@ class SimulatedHandovers:
         self._prefill = prefill
         self._decode = decode
         self._at_end = options.hand_over == "end"
-        self._shares_wire, self._wire_free_s = options.one_wire, 0.0
         self._at = at
         self._touch = touch
         self._book = HandoverBook()
@@ -169,19 +167,16 @@ class SimulatedHandovers:
 
     # --- keys and values on their way --------------------------------------------------------------------------------
 
-    def _with_sending(self, now_s: float, plans: Mapping[int, StepPlan], compute_s: float) -> float:
+    def _with_sending(self, plans: Mapping[int, StepPlan], compute_s: float) -> float:
         """How long a step of prefill workers takes until its keys and values have left. A layer leaves while the next
         one is computed: the last one's time on the wire is left, or, where the wire is slower, the first one's work."""
         for worker, plan in plans.items():
             if worker not in self._outgoing or self._outgoing[worker].plan is not plan:
                 self._outgoing[worker] = self._queued(worker, plan)
-        wires_s = [self._outgoing[worker].wire_s for worker in plans]
-        wire_s = max(wires_s)
-        begins_s = compute_s if self._at_end else compute_s / self._num_layers
-        if self._shares_wire and (wire_s := sum(wires_s)) > 0:
-            begins_s = max(begins_s, self._wire_free_s - now_s)
-            self._wire_free_s = now_s + begins_s + wire_s
-        return max(compute_s + wire_s / self._num_layers, begins_s + wire_s)
+        wire_s = max(self._outgoing[worker].wire_s for worker in plans)
+        if self._at_end:
+            return compute_s + wire_s
+        return max(compute_s + wire_s / self._num_layers, compute_s / self._num_layers + wire_s)
 
     def _queued(self, worker: int, plan: StepPlan) -> _Departures:
         outgoing, num_tokens = _Departures(plan), 0
@@ -248,7 +243,7 @@ class SimulatedHandovers:
         """Its pages are out of quarantine: it has ended, or tries again."""
         scheduler = self._decode.all_schedulers[found.target]
         if found.origin.status is RequestStatus.FINISHED:
-            scheduler.let_go(found.origin)
+            scheduler.let_go(found.origin, nothing_comes=True)
         else:
             self.counts.num_failed += 1
             found.origin.num_lost_handovers += found.charged

@@ -2,9 +2,10 @@
 
 1. A thread does its work in order. Threads of a process share one core, because they are Python's. An instance's step
    needs a core for each of its devices.
-2. If all processes that have something to do need more cores than there are, all are slower by the same factor. Steps
-   of several instances read their weights over the same memory: each is slower while another one runs, by the factor
-   that the profile measured for two replicas.
+2. If all processes that have something to do need more cores than there are, all are slower by the same factor. A
+   step that only decodes reads its weights for few rows: while another instance's step runs, it is slower by the factor
+   that the profile measured for two replicas, of the same rows. Prompts compute, and are not. Several devices of one
+   instance do not slow each other here.
 3. A request: the client sends it, the server's event loop reads it, a fixed time of waking up and waiting passes. A
    step: the instance's devices, then the engine's thread, which commits it and plans the next one. Tokens of a step:
    the event loop writes them, the client reads them.
@@ -17,6 +18,7 @@ has none that are.
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve
@@ -26,14 +28,21 @@ from antiphon.planner.setting import Setting
 Then = Callable[[], None]
 
 
+@dataclass(slots=True)
+class _Thread:
+    """What one thread has to do: seconds of a core left of the first, what happens when each ends, and `slowed`."""
+
+    process: str
+    num_cores: int
+    works: deque[tuple[float, Then, float | None]] = field(default_factory=deque)
+
+
 class SharedCores:
     """Threads of processes on `num_cores` cores. Times only grow from call to call."""
 
     def __init__(self, num_cores: int) -> None:
         self._num_cores = num_cores
-        # Of each thread: seconds of a core left, what then, and `slowed`.
-        self._works: dict[str, deque[tuple[float, Then, float | None]]] = {}
-        self._process: dict[str, tuple[str, int]] = {}  # of each thread: its process, and how many cores that has
+        self._threads: dict[str, _Thread] = {}
         self._now_s = 0.0
 
     def add(
@@ -47,11 +56,10 @@ class SharedCores:
         slowed: float | None = None,
     ) -> None:
         """`work_s` more for this thread; `then` is handed out when it is done. A process has all its `num_cores`.
-        `slowed`: how many times longer it takes while such work of another process runs; None: the memory's speed does
-        not matter."""
+        `slowed`: of a step, how many times longer it takes while a step of another process runs."""
         self._pass(now_s)
-        self._process.setdefault(thread, (process, num_cores))
-        self._works.setdefault(thread, deque()).append((max(work_s, 0.0), then, slowed))
+        found = self._threads.setdefault(thread, _Thread(process, num_cores))
+        found.works.append((max(work_s, 0.0), then, slowed))
 
     def next_s(self) -> float:
         """When the next work will be done if none is added; infinity if there is none."""
@@ -63,44 +71,45 @@ class SharedCores:
         first_s = min(left_s.values(), default=math.inf)
         ending = [name for name, seconds in left_s.items() if seconds == first_s and now_s == self._now_s + first_s]
         self._pass(now_s)
-        return [self._works[name].popleft()[1] for name in ending]
+        return [self._threads[name].works.popleft()[1] for name in ending]
 
     def drop(self, now_s: float, thread: str) -> None:
         """The thread has died: nothing of what it had to do is done."""
         self._pass(now_s)
-        self._works.pop(thread, None)
+        self._threads.pop(thread, None)
 
     def _left_s(self) -> dict[str, float]:
         """Until each thread's first work is done, at the present speeds."""
-        return {name: self._works[name][0][0] / speed for name, speed in self._speeds().items()}
+        return {name: self._threads[name].works[0][0] / speed for name, speed in self._speeds().items()}
 
     def _pass(self, now_s: float) -> None:
         """Time passes at the speeds of those that have work."""
         if (passed := now_s - self._now_s) > 0:
             for name, speed in self._speeds().items():
-                left, then, slowed = self._works[name][0]
-                self._works[name][0] = (max(left - speed * passed, 0.0), then, slowed)
+                works = self._threads[name].works
+                left, then, slowed = works[0]
+                works[0] = (max(left - speed * passed, 0.0), then, slowed)
             self._now_s = now_s
 
     def _speeds(self) -> dict[str, float]:
         """Of each thread that has work, in seconds of a core a second."""
-        busy = [name for name, works in self._works.items() if works]
-        threads_of = Counter(self._process[name][0] for name in busy)
-        needed = dict(self._process[name] for name in busy)
+        busy = {name: thread for name, thread in self._threads.items() if thread.works}
+        threads_of = Counter(thread.process for thread in busy.values())
+        needed = {thread.process: thread.num_cores for thread in busy.values()}
         share = min(1.0, self._num_cores / max(sum(needed.values()), 1))
-        slowed = {name: self._works[name][0][2] for name in busy}
-        is_alone = len({self._process[name][0] for name, factor in slowed.items() if factor is not None}) < 2
-        return {
-            name: share / threads_of[self._process[name][0]] / (1.0 if is_alone or factor is None else factor)
-            for name, factor in slowed.items()
-        }
+        steps = {thread.process for thread in busy.values() if thread.works[0][2] is not None}
+        speeds = {}
+        for name, thread in busy.items():
+            slowed = thread.works[0][2] if len(steps) > 1 else None
+            speeds[name] = share / threads_of[thread.process] / (slowed or 1.0)
+        return speeds
 
 
 class ServingHost:
     """The path of requests, steps and tokens through that machine. `now_s`: the simulation's clock; `at(time_s, then)`
     calls back then. `has_client`: the clients are a process of the same machine. `hands_over`: another pool computes
     the prompts, which counts as waiting of the request. `slowdown`: of a step while another instance's step runs, by
-    rows; None: none was measured."""
+    rows of a micro-batch; None: none was measured."""
 
     def __init__(
         self,
@@ -133,14 +142,23 @@ class ServingHost:
 
         self._add("client", "client", times.client_request_s if self._has_client else 0.0, sent)
 
-    def step(self, instance: str, num_devices: int, rows: int, work_s: float, turn_s: float, then: Then) -> None:
-        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one. `rows`: of
-        the worker that has most."""
+    def step(
+        self, instance: str, num_devices: int, rows: int, work_s: float, exposed_s: float, turn_s: float, then: Then
+    ) -> None:
+        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one. `rows`: of a
+        micro-batch, where all decode; else 0. `exposed_s`: then keys and values leave, which takes no core."""
 
         def computed() -> None:
+            if exposed_s > 0:
+                self._at(self._now_s() + exposed_s, has_left)
+            else:
+                has_left()
+
+        def has_left() -> None:
             self._add("server", "engine", turn_s, then)
 
-        slowed = 1.0 if self._slowdown is None else max(1.0, self._slowdown.value(rows))
+        slowed = max(1.0, self._slowdown.value(rows)) if rows and self._slowdown is not None else 1.0
+        work_s += self._times.step_s if rows else 0.0
         self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices, slowed)
 
     def tokens(self, count: int, then: Then) -> None:

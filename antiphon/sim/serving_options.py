@@ -113,8 +113,7 @@ class ServingOptions:
     """`shared_prefix_tokens`: equal first tokens of all prompts, which the prefix cache can find (0: nothing is
     shared). `restart_s`: how long a killed worker is away. `rebalance_every_s`, `shift_every_s`: None: never.
     `hand_over`: when keys and values leave a prefill worker: layer by layer, or all at the end of its step.
-    `one_wire`: all prefill workers are on one node and share its link; else each has one of its own. `client_here`:
-    clients are a process on the serving machine (`sim.host`)."""
+    `client_here`: clients are a process on the serving machine (`sim.host`)."""
 
     seed: int = 0
     shared_prefix_tokens: int = 0
@@ -123,7 +122,6 @@ class ServingOptions:
     rebalance_every_s: float | None = None
     shift_every_s: float | None = None
     hand_over: HandOver = "layers"
-    one_wire: bool = False
     client_here: bool = False
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from antiphon.specs.plan import PhasePlan
 from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.serve.policy_harness import check_scheduler
-from tests.sim.serving_specimens import apart, cluster, plan, serve, setting, together, workload
+from tests.sim.serving_specimens import apart, plan, serve, setting, together, workload
 
 
 def assert_conserved(run: ServingRun) -> None:
@@ -237,19 +237,6 @@ def test_pools_hand_over_by_the_engines_protocol(name: str) -> None:
     assert run.handovers is not None
     assert run.handovers.num_failed > 0
     assert sum(record.num_losses for record in run.records) > 0
-
-
-def test_prefill_workers_of_one_node_share_its_wire() -> None:
-    """What one of them sends waits for what another sends; one alone has the wire to itself."""
-    of = workload(input_tokens=LengthSpec(median=600), output_tokens=LengthSpec(median=30))
-    demand, slow = draw_demand(of, num_requests=20), replace(cluster().groups[0], node_scale_out_bytes_per_s=1e9)
-    behind = replace(setting(of), cluster=replace(cluster(), groups=(slow,)))
-    for instances in (1, 2):
-        made = plan(of, prefill=together("tp_pp", dp=1, instances=instances), decode=apart())
-        options = [ServingOptions(one_wire=shared) for shared in (False, True)]
-        runs = [simulate_serving(pools_of(made, behind, demand), demand, each) for each in options]
-        own_s, shared_s = (run.handovers.exposed_s for run in runs if run.handovers is not None)
-        assert own_s == shared_s if instances == 1 else own_s * 1.5 < shared_s
 
 
 def test_without_prefill_workers_decode_workers_compute_prompts() -> None:
