@@ -16,8 +16,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.bench.served_plans import HEADERS
-from antiphon.cost.curves import Curve
-from antiphon.cost.profile import HostTimes, Profile, read_serving_profile
+from antiphon.cost.profile import Profile, read_serving_profile
 from antiphon.models.config import load_model_spec, read_config, refuse_other_model
 from antiphon.planner.setting import Setting
 from antiphon.serve.config import ServeConfig
@@ -29,8 +28,6 @@ from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 
-_NOTHING = Curve((1.0,), (0.0,), may_fall=True)
-_NO_HTTP = HostTimes(request_s=0.0, token_s=_NOTHING, client_request_s=0.0, client_token_s=_NOTHING, wait_s=0.0)
 _CLUSTER_FILE = "this-machine.json"
 _MOST_PROMPTS = 64  # of a prediction
 
@@ -45,7 +42,7 @@ class MeasuredMachine:
     @classmethod
     def read(cls, file: Path, mbit: float | None) -> "MeasuredMachine":
         """`file` and the cluster beside it; with `mbit` its devices are nodes behind links of that rate. What HTTP
-        takes counts as nothing: `bench pools` calls its engines itself."""
+        takes is left out: `bench pools` calls its engines itself."""
         beside = file.parent / _CLUSTER_FILE
         if not beside.is_file():
             raise UserError(f"--profile {file}: there is no {_CLUSTER_FILE} beside it; antiphon profile writes both")
@@ -65,7 +62,7 @@ class MeasuredMachine:
                 node_scale_out_bytes_per_s=rate,
             )
             cluster = replace(cluster, groups=(group,), efficiency=replace(cluster.efficiency, scale_out=1.0))
-        return cls(profile=replace(read_serving_profile(file), host=_NO_HTTP), cluster=cluster)
+        return cls(profile=replace(read_serving_profile(file), host=None), cluster=cluster)
 
 
 def predict_mix(

@@ -206,9 +206,8 @@ class TrainingTables:
 class HostTimes:
     """What serving takes beside the model's steps, on a machine with a server and a client. Seconds of a core:
     `request_s` and `token_s` of the server's event loop, `client_*` of the client; of tokens by how many come out of
-    one step; `step_s`: what a step that decodes takes within a server beyond its parts alone. Seconds on the clock:
-    `wait_s` of a request until the engine has it, beside that; `handover_s`: what its first token takes longer if
-    another pool of workers computes the prompt."""
+    one step. Seconds on the clock: `wait_s` of a request until the engine has it, beside that; `handover_s`: what its
+    first token takes longer if another pool of workers computes the prompt."""
 
     request_s: NotNegative
     token_s: Curve
@@ -216,7 +215,6 @@ class HostTimes:
     client_token_s: Curve
     wait_s: NotNegative
     handover_s: NotNegative = 0.0
-    step_s: NotNegative = 0.0
 
 
 PROFILE_VERSION = 1

@@ -2,10 +2,7 @@
 
 1. A thread does its work in order. Threads of a process share one core, because they are Python's. An instance's step
    needs a core for each of its devices.
-2. If all processes that have something to do need more cores than there are, all are slower by the same factor. A
-   step that only decodes reads its weights for few rows: while another instance's step runs, it is slower by the factor
-   that the profile measured for two replicas, of the same rows. Prompts compute, and are not. Several devices of one
-   instance do not slow each other here.
+2. If all processes that have something to do need more cores than there are, all are slower by the same factor.
 3. A request: the client sends it, the server's event loop reads it, a fixed time of waking up and waiting passes. A
    step: the instance's devices, then the engine's thread, which commits it and plans the next one. Tokens of a step:
    the event loop writes them, the client reads them.
@@ -16,12 +13,11 @@ has none that are.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
-from antiphon.cost.curves import Curve
 from antiphon.cost.profile import HostTimes
 from antiphon.planner.setting import Setting
 
@@ -30,11 +26,11 @@ Then = Callable[[], None]
 
 @dataclass(slots=True)
 class _Thread:
-    """What one thread has to do: seconds of a core left of the first, what happens when each ends, and `slowed`."""
+    """What one thread has to do: seconds of a core left of the first, and what happens when each ends."""
 
     process: str
     num_cores: int
-    works: deque[tuple[float, Then, float | None]] = field(default_factory=deque)
+    works: deque[tuple[float, Then]] = field(default_factory=deque)
 
 
 class SharedCores:
@@ -45,21 +41,11 @@ class SharedCores:
         self._threads: dict[str, _Thread] = {}
         self._now_s = 0.0
 
-    def add(
-        self,
-        now_s: float,
-        process: str,
-        thread: str,
-        work_s: float,
-        then: Then,
-        num_cores: int = 1,
-        slowed: float | None = None,
-    ) -> None:
-        """`work_s` more for this thread; `then` is handed out when it is done. A process has all its `num_cores`.
-        `slowed`: of a step, how many times longer it takes while a step of another process runs."""
+    def add(self, now_s: float, process: str, thread: str, work_s: float, then: Then, num_cores: int = 1) -> None:
+        """`work_s` more for this thread; `then` is handed out when it is done. A process has all its `num_cores`."""
         self._pass(now_s)
         found = self._threads.setdefault(thread, _Thread(process, num_cores))
-        found.works.append((max(work_s, 0.0), then, slowed))
+        found.works.append((max(work_s, 0.0), then))
 
     def next_s(self) -> float:
         """When the next work will be done if none is added; infinity if there is none."""
@@ -87,29 +73,26 @@ class SharedCores:
         if (passed := now_s - self._now_s) > 0:
             for name, speed in self._speeds().items():
                 works = self._threads[name].works
-                left, then, slowed = works[0]
-                works[0] = (max(left - speed * passed, 0.0), then, slowed)
+                left, then = works[0]
+                works[0] = (max(left - speed * passed, 0.0), then)
             self._now_s = now_s
 
     def _speeds(self) -> dict[str, float]:
         """Of each thread that has work, in seconds of a core a second."""
         busy = {name: thread for name, thread in self._threads.items() if thread.works}
-        threads_of = Counter(thread.process for thread in busy.values())
-        needed = {thread.process: thread.num_cores for thread in busy.values()}
+        threads_of: dict[str, int] = {}
+        needed: dict[str, int] = {}
+        for thread in busy.values():
+            threads_of[thread.process] = threads_of.get(thread.process, 0) + 1
+            needed[thread.process] = thread.num_cores
         share = min(1.0, self._num_cores / max(sum(needed.values()), 1))
-        steps = {thread.process for thread in busy.values() if thread.works[0][2] is not None}
-        speeds = {}
-        for name, thread in busy.items():
-            slowed = thread.works[0][2] if len(steps) > 1 else None
-            speeds[name] = share / threads_of[thread.process] / (slowed or 1.0)
-        return speeds
+        return {name: share / threads_of[thread.process] for name, thread in busy.items()}
 
 
 class ServingHost:
     """The path of requests, steps and tokens through that machine. `now_s`: the simulation's clock; `at(time_s, then)`
     calls back then. `has_client`: the clients are a process of the same machine. `hands_over`: another pool computes
-    the prompts, which counts as waiting of the request. `slowdown`: of a step while another instance's step runs, by
-    rows of a micro-batch; None: none was measured."""
+    the prompts, which counts as waiting of the request."""
 
     def __init__(
         self,
@@ -120,10 +103,8 @@ class ServingHost:
         *,
         has_client: bool,
         hands_over: bool,
-        slowdown: Curve | None = None,
     ) -> None:
         self.cores = SharedCores(num_cores)
-        self._slowdown = slowdown
         self._times = times
         self._now_s = now_s
         self._at = at
@@ -142,24 +123,13 @@ class ServingHost:
 
         self._add("client", "client", times.client_request_s if self._has_client else 0.0, sent)
 
-    def step(
-        self, instance: str, num_devices: int, rows: int, work_s: float, exposed_s: float, turn_s: float, then: Then
-    ) -> None:
-        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one. `rows`: of a
-        micro-batch, where all decode; else 0. `exposed_s`: then keys and values leave, which takes no core."""
+    def step(self, instance: str, num_devices: int, work_s: float, turn_s: float, then: Then) -> None:
+        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one."""
 
         def computed() -> None:
-            if exposed_s > 0:
-                self._at(self._now_s() + exposed_s, has_left)
-            else:
-                has_left()
-
-        def has_left() -> None:
             self._add("server", "engine", turn_s, then)
 
-        slowed = max(1.0, self._slowdown.value(rows)) if rows and self._slowdown is not None else 1.0
-        work_s += self._times.step_s if rows else 0.0
-        self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices, slowed)
+        self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices)
 
     def tokens(self, count: int, then: Then) -> None:
         """The engine has `count` tokens of one step; `then` when the clients have them."""
@@ -188,16 +158,8 @@ def serving_host(
     profile = setting.profile
     num_nodes = sum(group.num_nodes for group in setting.cluster.groups)
     if profile is not None and profile.host is not None and num_nodes == 1:
-        slowdown = None if profile.engine is None else profile.engine.slowdowns.replica_beside_replica
-        return ServingHost(
-            profile.host,
-            profile.machine.num_cores,
-            now_s,
-            at,
-            has_client=has_client,
-            hands_over=hands_over,
-            slowdown=slowdown,
-        )
+        num_cores = profile.machine.num_cores
+        return ServingHost(profile.host, num_cores, now_s, at, has_client=has_client, hands_over=hands_over)
     if has_client:
         why = f"the plan's cluster has {num_nodes} nodes"
         if profile is None or profile.host is None:

@@ -232,10 +232,7 @@ class _ServingSimulation:
         else:
             phase, turn_s = instance.pool.phase, step.price.turn_s
             devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
-            most = max(step.rows.values()) if step.num_decode == sum(step.rows.values()) else 0
-            rows = -(-most // (phase.micro_batches or 1))
-            work_s = step.end_s - step.start_s - turn_s - step.exposed_s
-            self._host.step(_thread_of(instance), devices, rows, work_s, step.exposed_s, turn_s, ends)
+            self._host.step(_thread_of(instance), devices, step.end_s - step.start_s - turn_s, turn_s, ends)
 
     def _step_ends(self, pool: int, instance: Instance, version: int) -> None:
         if version != instance.version:

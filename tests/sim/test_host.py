@@ -62,18 +62,6 @@ PHASES = {
 }
 
 
-def test_steps_of_two_instances_slow_each_other() -> None:
-    cores = SharedCores(3)
-    ended: list[tuple[str, float]] = []
-    for name, seconds, slowed in (("prefill", 3.0, 1.5), ("decode", 1.0, 2.0), ("server", 1.0, None)):
-        cores.add(0.0, name, name, seconds, lambda name=name: ended.append((name, now)), slowed=slowed)
-    while (now := cores.next_s()) < float("inf"):
-        for then in cores.done(now):
-            then()
-    # the server beside them takes its second; decode two for one, in which prefill does 4 / 3 of its three
-    assert ended == [("server", 1.0), ("decode", 2.0), ("prefill", pytest.approx(2.0 + 3.0 - 4.0 / 3.0))]
-
-
 def test_processes_share_cores_and_threads_share_a_process() -> None:
     cores = SharedCores(2)
     ended: list[tuple[str, float]] = []

@@ -6,7 +6,7 @@
    it, and of this thread. It hardly depends on what else the machine does. Requests of one token give what a request
    takes, longer ones what a token takes, by how many streams there are: tokens of a step share a part of the way.
 3. The time to the first token, less all that and less the step, is waiting: for sockets, threads and processes to wake
-   up. It is of the clock, and only as good as the machine is quiet. So is what a token takes longer than its step.
+   up. It is of the clock, and only as good as the machine is quiet.
 
 Rejected: a profiler in the server. It would be part of what it measures, and see neither the kernel nor the client.
 """
@@ -42,12 +42,11 @@ _SCHEDULER_FILE = "schedstat"  # of a thread, in /proc: nanoseconds on a process
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """A number of requests: processor seconds of the server's event loop and of the client, and each one's time to the
-    first token and per token."""
+    first token."""
 
     server_s: float
     client_s: float
     ttft_s: list[float]
-    tpot_s: list[float]
 
 
 class HostServer:
@@ -71,7 +70,6 @@ class HostServer:
 
     async def _ask(self, prompts: list[list[int]], output_tokens: int, streams: int) -> Asked:
         times: list[float] = []
-        gaps: list[float] = []
         async with httpx.AsyncClient(timeout=START_S, trust_env=False) as client:
             server_s, client_s = self._server_s(), time.thread_time()  # a client that is made reads certificates
 
@@ -79,12 +77,11 @@ class HostServer:
                 begin = time.perf_counter()
                 answer: StreamedAnswer = await self._peer.stream(client, prompt, output_tokens)
                 times.append(answer.arrivals_s[0] - begin)
-                gaps.append((answer.arrivals_s[-1] - answer.arrivals_s[0]) / max(1, output_tokens - 1))
 
             for first in range(0, len(prompts), streams):
                 await asyncio.gather(*map(one, prompts[first : first + streams]))
             client_s = time.thread_time() - client_s
-            return Asked(server_s=self._server_s() - server_s, client_s=client_s, ttft_s=times, tpot_s=gaps)
+            return Asked(server_s=self._server_s() - server_s, client_s=client_s, ttft_s=times)
 
     def _server_s(self) -> float:
         """Processor seconds of the main thread, and of all threads of children that are not workers."""
@@ -122,14 +119,12 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
     server_s: dict[int, float] = {}
     client_s: dict[int, float] = {}
     short: dict[int, Asked] = {}
-    alone: Asked | None = None
     with _serving(model, spec.vocab_size, *dtype) as server:
         server.ask(effort.host_requests, 2)  # to warm up
         for streams in effort.host_streams:
             num_requests = -(-effort.host_requests // streams) * streams
             short[streams] = server.ask(num_requests, 1, streams)
             whole = server.ask(num_requests, _OUTPUT_TOKENS, streams)
-            alone = alone or whole
             num_tokens = num_requests * (_OUTPUT_TOKENS - 1)
             server_s[streams] = max(whole.server_s - short[streams].server_s, 0.0) / num_tokens
             client_s[streams] = max(whole.client_s - short[streams].client_s, 0.0) / num_tokens
@@ -137,8 +132,7 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
     first = effort.host_streams[0]
     single = short[first]
     each = [seconds / len(single.ttft_s) for seconds in (single.server_s, single.client_s)]
-    beside = sum(each) + _prompt_s(times, spec)
-    assert alone is not None, "some number of streams was measured"
+    beside = sum(each) + _step_s(times, spec)
     ttft_s = median(single.ttft_s)
     pooled_s = ttft_s
     if times.num_cores > 1:
@@ -153,7 +147,6 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
         client_token_s=_curve(client_s),
         wait_s=max(ttft_s - beside, 0.0),
         handover_s=max(pooled_s - ttft_s, 0.0),
-        step_s=max(median(alone.tpot_s) - _decode_s(times, spec), 0.0),
     )
 
 
@@ -161,20 +154,10 @@ def _curve(seconds: dict[int, float]) -> Curve:
     return Curve(tuple(map(float, seconds)), tuple(seconds.values()), may_fall=True)
 
 
-def _prompt_s(times: LocalTimes, spec: ModelSpec) -> float:
+def _step_s(times: LocalTimes, spec: ModelSpec) -> float:
     """The step of one prompt alone, and the engine's turn: as a simulation prices them."""
     worker = min(times.threads, key=lambda each: each.num_threads)
-    return _step_s(times, spec, _PROMPT_TOKENS, worker.prompt_attention_s.value(_PROMPT_TOKENS))
-
-
-def _decode_s(times: LocalTimes, spec: ModelSpec) -> float:
-    """The step of one token of an answer, and the engine's turn, the same."""
-    worker = min(times.threads, key=lambda each: each.num_threads)
-    return _step_s(times, spec, 1, worker.attention_layer_s(1, _PROMPT_TOKENS + _OUTPUT_TOKENS / 2))
-
-
-def _step_s(times: LocalTimes, spec: ModelSpec, rows: int, attention_s: float) -> float:
-    worker = min(times.threads, key=lambda each: each.num_threads)
-    experts_s = worker.experts_s[spec.router.num_experts].value(rows)
+    experts = worker.experts_s[spec.router.num_experts]
+    layers = spec.num_layers * worker.prompt_attention_s.value(_PROMPT_TOKENS)
     turn_s = times.engine.alone_s.seconds[0] + times.engine.bookkeeping_s.seconds[0]
-    return spec.num_layers * attention_s + spec.num_moe_layers * experts_s + worker.head_s.value(1) + turn_s
+    return layers + spec.num_moe_layers * experts.value(_PROMPT_TOKENS) + worker.head_s.value(1) + turn_s
