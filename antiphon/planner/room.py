@@ -154,17 +154,22 @@ def weight_bytes(setting: Setting, candidates: Candidates) -> tuple[FloatArray, 
 def cache_bytes(setting: Setting, candidates: Candidates) -> FloatArray:
     """What weights and the reserve leave for keys and values on an attention worker's device; below 0 the weights do
     not fit."""
-    attention, experts = weight_bytes(setting, candidates)
-    held = attention + np.where(candidates.is_disaggregated, 0.0, experts)
+    held, _ = _held_bytes(setting, candidates)
     return _usable(setting, candidates.attention_kind) - held
 
 
 def missing_bytes(setting: Setting, candidates: Candidates) -> FloatArray:
     """What a device lacks to hold its weights beside the reserve; 0 where they fit."""
-    _, experts = weight_bytes(setting, candidates)
-    usable = _usable(setting, candidates.expert_kind)
-    lacking_experts = np.where(candidates.is_disaggregated, experts - usable, 0.0)
-    return np.asarray(np.maximum(np.maximum(-cache_bytes(setting, candidates), lacking_experts), 0.0))
+    held, apart = _held_bytes(setting, candidates)
+    lacking = held - _usable(setting, candidates.attention_kind)
+    lacking_experts = np.where(candidates.is_disaggregated, apart - _usable(setting, candidates.expert_kind), 0.0)
+    return np.asarray(np.maximum(np.maximum(lacking, lacking_experts), 0.0))
+
+
+def _held_bytes(setting: Setting, candidates: Candidates) -> tuple[FloatArray, FloatArray]:
+    """Weights on the fullest device of an attention worker, and of an expert worker where it has devices of its own."""
+    attention, experts = weight_bytes(setting, candidates)
+    return attention + np.where(candidates.is_disaggregated, 0.0, experts), experts
 
 
 def _usable(setting: Setting, kinds: IntArray) -> FloatArray:

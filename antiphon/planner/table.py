@@ -54,8 +54,8 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateTable:
-    """`candidates` and `outcome` have equal lengths. `kinds`: the cluster's devices; `space`: what they are taken
-    from."""
+    """`candidates` and `outcome` have equal lengths. `kinds`: the cluster's devices; `space`: of the search that
+    they came from, for its counts; its columns are not those of `candidates`."""
 
     candidates: Candidates
     outcome: Outcome

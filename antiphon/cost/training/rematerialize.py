@@ -13,7 +13,7 @@ The figure's colours are not in the text: which tensors are kept is inferred fro
 (attention's output before or after its all-to-all has the same size; before is what attention's backward reads).
 Rejected: one coefficient per strategy. It cannot say what a tensor costs to make again.
 
-What is made again, with bytes, FLOPs, and re-communication:
+What is made again, with bytes, time and re-communication:
 
 1. An option names tensors that backward needs and how they are made again from what stays: a norm, an all-to-all, a
    norm with the dispatch and the scatter, the activation, or the products themselves.
