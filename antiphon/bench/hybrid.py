@@ -40,7 +40,7 @@ from antiphon.bench.harness.contest import (
     take_turns,
     times,
 )
-from antiphon.bench.harness.processes import box_of_ranks, check_mbit, enter_network, network_of, require_box
+from antiphon.bench.harness.processes import box_of_ranks, check_mbit, enter_network, require_box
 from antiphon.bench.m2n.cases import TRANSPORTS
 from antiphon.comm.m2n.native import SPIN_S
 from antiphon.comm.two_level.exchange import message_bytes
@@ -130,9 +130,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
         if case.mbit is not None:
             require_box("--mbit")
             box = stack.enter_context(box_of_ranks(case.nodes, case.ranks_per_node, case.mbit, case.inner_mbit))
-        places = (
-            () if box is None else tuple((network_of(box, node), box.address(node)) for node in range(box.num_nodes))
-        )
+        places = () if box is None else tuple((box.network(node), box.address(node)) for node in range(box.num_nodes))
         ranks = stack.enter_context(Children())
         made = [partial(TwoLevelRank, case, places, rank) for rank in range(case.num_ranks)]
         ranks.start([f"rank[{rank}]" for rank in range(case.num_ranks)], made, forked())

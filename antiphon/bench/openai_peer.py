@@ -23,6 +23,7 @@ import httpx
 import psutil
 
 from antiphon.bench.serving_peers import (
+    RUN_TIMEOUT_S,
     Peer,
     PeerError,
     RunResult,
@@ -101,8 +102,12 @@ class OpenAIPeer(Peer):
         )
 
     def steady_decode_tokens_per_s(self, workload: Workload) -> float:
-        """See `steady_rate`; the first pass leaves the prompts in a prefix cache, if there is one."""
-        _, _, _, streams = asyncio.run(self._both_passes(workload))
+        """See `steady_rate`; the first pass leaves the prompts in a prefix cache, if there is one. Both take 900 s at
+        most."""
+        try:
+            _, _, _, streams = asyncio.run(asyncio.wait_for(self._both_passes(workload), RUN_TIMEOUT_S))
+        except TimeoutError:
+            raise PeerError(f"{self.name}: {self._url} did not answer all within {RUN_TIMEOUT_S:.0f} s") from None
         rate = steady_rate([stream.arrivals_s for stream in streams])
         if rate is None:
             raise PeerError(

@@ -24,6 +24,7 @@ from antiphon.bench.harness.processes import (
     ANTIPHON,
     PATIENCE_S,
     Process,
+    end_of,
     end_process,
     ready_facts,
     run_beside,
@@ -214,7 +215,8 @@ def serving(machines: Machines, model: Path, served: ServedPlan, size: WorkloadS
 
 
 def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size: WorkloadSize, folder: Path) -> float:
-    """Tokens per second while all requests decode. Logs are in `folder`."""
+    """Tokens per second while all requests decode. Logs are in `folder`. `UserError` with the end of the server's log
+    if the load fails, or takes more than 900 s."""
     workload = make_workload(size, load_model_spec(model).vocab_size)
     with serving(machines, model, served, size, folder) as url:
         peer = OpenAIPeer(url)
@@ -226,7 +228,8 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
         try:
             return run_beside(machines.box, measure)
         except PeerError as error:
-            raise UserError(f"the load failed: {error}") from None
+            log = end_of(folder / "server.log")
+            raise UserError(f"the load failed: {error}; the end of the server's log: {log}") from None
 
 
 def _roles_elsewhere(served: ServedPlan) -> list[str]:

@@ -63,6 +63,7 @@ class Box:
         self.num_nodes = num_nodes
         self._shapes = [shape] * num_nodes
         self._keeper = Keeper()
+        self._init_pids: list[int] = []
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -80,8 +81,8 @@ class Box:
 
     def _build(self) -> None:
         names = [topology.hostname(node) for node in range(self.num_nodes)]
-        pids = self._keeper.ask("create", names=names, hosts=topology.hosts_file(self.num_nodes))["pids"]
-        self._keeper.configure(None, "ip", topology.switch_links(pids))
+        self._init_pids = self._keeper.ask("create", names=names, hosts=topology.hosts_file(self.num_nodes))["pids"]
+        self._keeper.configure(None, "ip", topology.switch_links(self._init_pids))
         down: list[str] = []
         forwarding: list[str] = []
         for node, shape in enumerate(self._shapes):
@@ -102,6 +103,10 @@ class Box:
 
     def address(self, node: int) -> str:
         return topology.address(self._checked(node))
+
+    def network(self, node: int) -> str:
+        """The file of a node's network namespace, for setns(2); there until the node is killed, or the box ends."""
+        return f"/proc/{self._init_pids[self._checked(node)]}/ns/net"
 
     def start(
         self,

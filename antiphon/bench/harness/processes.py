@@ -20,6 +20,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.system import python_module
 from antiphon.bench.box import Box, NodeProcess, box_unavailable
 from antiphon.bench.box.namespaces import CLONE_NEWNET, enter
+from antiphon.bench.box.topology import MAX_MBIT, MIN_MBIT
 from antiphon.bench.harness.child import ending_with_us
 
 ANTIPHON = python_module("antiphon.cli.main")
@@ -33,6 +34,8 @@ class Process(Protocol):
     """What `subprocess.Popen` and a process of a node have in common."""
 
     def poll(self) -> int | None: ...
+
+    def wait(self, timeout_s: float | None = None, /) -> int: ...
 
     def terminate(self) -> None: ...
 
@@ -59,29 +62,29 @@ def serving_here(model: Path, folder: Path, *options: str) -> Iterator[dict[str,
 
 def ready_facts(ready: Path, server: Process, log: Path) -> dict[str, Any]:
     """What the server writes to `ready` when it is. `UserError` with the end of the log if it does not start."""
-    wait_for(lambda: ready.exists() and ready.stat().st_size > 0, server, log, START_S)
+    deadline = time.monotonic() + START_S
+    while not (ready.exists() and ready.stat().st_size > 0):
+        if server.poll() is not None or time.monotonic() > deadline:
+            what = "ended" if server.poll() is not None else f"was not done within {START_S:.0f} s"
+            raise UserError(f"the server {what}: {end_of(log)}")
+        time.sleep(0.1)  # nothing but the file tells that the server is ready
     facts: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
     return facts
 
 
-def wait_for(done: Callable[[], bool], server: Process, log: Path, patience_s: float) -> None:
-    """`UserError` with the end of the log if the server ends meanwhile, or patience does."""
-    deadline = time.monotonic() + patience_s
-    while not done():
-        if server.poll() is not None or time.monotonic() > deadline:
-            what = "ended" if server.poll() is not None else f"was not done within {patience_s:.0f} s"
-            raise UserError(f"the server {what}: {log.read_text(encoding='utf-8', errors='replace')[-1000:]}")
-        time.sleep(0.1)
+def end_of(log: Path, num_characters: int = 1000) -> str:
+    """What stands last in a log, for an error."""
+    return log.read_text(encoding="utf-8", errors="replace")[-num_characters:]
 
 
 def end_process(process: Process) -> None:
     """SIGTERM, and SIGKILL for what does not end."""
     process.terminate()
-    deadline = time.monotonic() + _END_S
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            process.kill()
-        time.sleep(0.05)
+    try:
+        process.wait(_END_S)
+    except (TimeoutError, subprocess.TimeoutExpired):
+        process.kill()
+        process.wait()
 
 
 # --- on the nodes of a cluster in a box
@@ -95,8 +98,8 @@ def require_box(option: str) -> None:
 
 def check_mbit(option: str, mbit: float) -> None:
     """`UserError` for a rate that a box's links cannot have."""
-    if not 0.1 <= mbit <= 40_000:
-        raise UserError(f"{option} is {mbit:g}: it must be 0.1 to 40000")
+    if not MIN_MBIT <= mbit <= MAX_MBIT:
+        raise UserError(f"{option} is {mbit:g}: it must be {MIN_MBIT:g} to {MAX_MBIT:.0f}")
 
 
 def box_of_ranks(num_nodes: int, ranks_per_node: int, mbit: float, inner_mbit: float | None) -> Box:
@@ -129,24 +132,23 @@ def start_workers(
         stack.callback(end_process, worker)
 
 
-def network_of(box: Box, node: int) -> str:
-    """The file of a node's network, for `enter_network`; there until the box ends."""
-    return f"/proc/{box.start(node, ['sleep', 'infinity']).pid}/ns/net"
-
-
 def enter_network(file: str) -> None:
-    """Move this thread, or a process that has no other, into the network of a node."""
+    """Move this thread, or a process that has no other, into the network of a node: `Box.network`."""
     descriptor = os.open(file, os.O_RDONLY)
     enter(descriptor, CLONE_NEWNET)
     os.close(descriptor)
 
 
 def run_beside(box: Box | None, work: Callable[[], _Result]) -> _Result:
-    """`work`, which talks to the servers: here, or in a thread that lives in the network of node 0."""
+    """`work`, which talks to the servers: here, or in a thread that lives in the network of node 0. Ctrl-C does not
+    wait for that thread, whose requests fail once the caller has ended the servers."""
     if box is None:
         return work()
-    with ThreadPoolExecutor(1, initializer=enter_network, initargs=(network_of(box, 0),)) as inside:
+    inside = ThreadPoolExecutor(1, initializer=enter_network, initargs=(box.network(0),))
+    try:
         return inside.submit(work).result()
+    finally:
+        inside.shutdown(wait=False, cancel_futures=True)
 
 
 # --- a fixed part of a core, as if a process had a slow machine of its own: Linux's control groups
