@@ -42,7 +42,7 @@ import psutil
 from hostile_bodies import MIXES, Request, random_body
 
 from antiphon.base.errors import UserError
-from antiphon.bench.harness.processes import serving_here
+from antiphon.bench.harness.processes import end_of, serving_here
 
 NUM_SENDERS = 4
 MAX_STALL_S = 0.25
@@ -107,7 +107,7 @@ def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
         for first in range(NUM_SENDERS)
     ]
     findings = Findings()
-    with _watched(url, pid, findings, senders):
+    with _watched(url, findings, senders):
         warm.wait(_PATIENCE_S * 4)
         before = resident_bytes(pid)
         warm.wait(_PATIENCE_S)
@@ -116,7 +116,7 @@ def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
             findings.statuses.update(statuses)
             findings.failures += failures
     findings.failures = findings.failures[:20]
-    findings.growth_bytes -= before
+    findings.growth_bytes = resident_bytes(pid) - before
     return findings
 
 
@@ -126,19 +126,18 @@ def run_mix(url: str, pid: int, requests: list[Request]) -> Findings:
     answers: Any = context.Queue()
     sender = context.Process(target=_send_at_once, args=(url, requests, answers), daemon=True)
     findings, before = Findings(), resident_bytes(pid)
-    with _watched(url, pid, findings, [sender]):
+    with _watched(url, findings, [sender]):
         for status, text in answers.get(timeout=3600):
             findings.statuses[status] += 1
             if status == 0 or status >= 500:
                 findings.failures.append(f"{status} {text}")
-    findings.growth_bytes -= before
+    findings.growth_bytes = resident_bytes(pid) - before
     return findings
 
 
 @contextmanager
-def _watched(url: str, pid: int, findings: Findings, senders: list[SpawnProcess]) -> Iterator[None]:
-    """The senders and the probe, started. After the block: the probe's times, whether the server is well, and (as
-    `growth_bytes`) its memory."""
+def _watched(url: str, findings: Findings, senders: list[SpawnProcess]) -> Iterator[None]:
+    """The senders and the probe, started. After the block: the probe's times, and whether the server is well."""
     context = multiprocessing.get_context("spawn")
     waits_s, stop = context.Queue(), context.Event()
     probe = context.Process(target=_probe, args=(url, stop, waits_s), daemon=True)
@@ -150,7 +149,6 @@ def _watched(url: str, pid: int, findings: Findings, senders: list[SpawnProcess]
     for process in (probe, *senders):
         process.join(_PATIENCE_S)
     findings.well = _is_well(url)
-    findings.growth_bytes = resident_bytes(pid)
 
 
 def run_mixes(url: str, pid: int, seed: int, wanted: str = "") -> list[str]:
@@ -271,12 +269,19 @@ def main() -> int:
     options = ("--layout", "disaggregated", "--kv-bytes", "16MiB")
     try:
         with TemporaryDirectory() as folder, serving_here(arguments.model, Path(folder), *options) as facts:
-            if arguments.only != "mixes" and not arguments.mix:
-                findings = fuzz(facts["url"], facts["pid"], arguments.bodies, arguments.seed)
-                print(findings.summary())
-                problems += findings.problems()
-            if arguments.only != "bodies":
-                problems += run_mixes(facts["url"], facts["pid"], arguments.seed, arguments.mix)
+            finished = False
+            try:
+                if arguments.only != "mixes" and not arguments.mix:
+                    findings = fuzz(facts["url"], facts["pid"], arguments.bodies, arguments.seed)
+                    print(findings.summary())
+                    problems += findings.problems()
+                if arguments.only != "bodies":
+                    problems += run_mixes(facts["url"], facts["pid"], arguments.seed, arguments.mix)
+                finished = True
+            finally:
+                if problems or not finished:
+                    log = end_of(Path(folder) / "server.log", 10_000)
+                    print(f"the end of the server's log:\n{log}", file=sys.stderr)
     except UserError as error:
         sys.exit(f"error: {error}")
     for problem in problems:

@@ -8,6 +8,7 @@ import importlib
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,23 @@ def test_a_seed_gives_the_same_bodies(script: ModuleType) -> None:
     bodies = [script.random_body(random.Random(seed)) for seed in range(60)]
     assert bodies == [script.random_body(random.Random(seed)) for seed in range(60)]
     assert len({content for _, content in bodies}) == 60
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_problem_is_shown_with_the_end_of_the_servers_log(
+    fails: bool, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def attacked(_: Path, folder: Path, *__: str) -> Iterator[dict[str, object]]:
+        (folder / "server.log").write_text("the traceback")
+        yield {"url": "http://nobody", "pid": 0}
+
+    findings = script.Findings(waits_s=[0.001], failures=["500"] if fails else [], well=True)
+    monkeypatch.setattr(script, "serving_here", attacked)
+    monkeypatch.setattr(script, "fuzz", lambda *_: findings)
+    monkeypatch.setattr(sys, "argv", ["fuzz_bodies.py", "model", "--only", "bodies"])
+    assert script.main() == fails
+    assert capsys.readouterr().err == ("the end of the server's log:\nthe traceback\n" if fails else "")
 
 
 @pytest.mark.slow
