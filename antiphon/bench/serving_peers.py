@@ -9,6 +9,7 @@ nothing from inside an engine and treats engines that mix prefill and decode in 
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def steady_rate(arrivals_s: Sequence[Sequence[float]]) -> float | None:
     return sum(begin < moment <= end for each in arrivals_s for moment in each) / (end - begin) if end > begin else None
 
 
-class Peer:
+class Peer(ABC):
     """An engine under test, called `name` in rows. Not thread safe; every call blocks, with a timeout, and raises
     `PeerError`. In a `with` it is started."""
 
@@ -107,21 +108,21 @@ class Peer:
         """What a report's row says of its layout."""
         return dict.fromkeys(("layout", "attention", "experts", "micro_batches"))
 
+    @abstractmethod
     def start(self) -> Mapping[str, str]:
         """Start the engine and load the model; returns what a report should say of it (version, kernels chosen)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, workload: Workload) -> RunResult:
         """Run the workload once, both passes."""
-        raise NotImplementedError
 
-    def pause(self) -> None:
+    def pause(self) -> None:  # noqa: B027 -- most have nothing to do
         """Take the engine off the CPUs while another is measured, if it is ours; its memory stays."""
 
-    def resume(self) -> None:
+    def resume(self) -> None:  # noqa: B027 -- most have nothing to do
         """Undo `pause`."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- most have nothing to do
         """Stop the engine and free what it holds; harmless when it never started."""
 
 

@@ -20,6 +20,7 @@ Ranks: senders come first, then receivers.
 import gc
 import importlib
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def phases_of_pairs(
     return phases if send is None else [*phases, RoundPhase(CREDITS, wait_for_credits)]
 
 
-class Member:
+class Member(ABC):
     """One process's part of a contestant, called from one thread. No wait is longer than `MemberSeat.timeout_s`.
 
     Each message is sent from a buffer and received into one: `prepare` sets `sent` and `received`, for each of
@@ -166,12 +167,12 @@ class Member:
         """Set up what needs no peer; return what the others need to reach this process."""
         return b""
 
-    def connect(self, introductions: Sequence[bytes]) -> None:
+    def connect(self, introductions: Sequence[bytes]) -> None:  # noqa: B027 -- most have nothing to do
         """Reach the others. `introductions[rank]` is what that rank's `open` returned."""
 
+    @abstractmethod
     def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         """Make buffers for rounds of `traffic`; return the parts of a round, in order."""
-        raise NotImplementedError
 
     def set_flows(self, traffic: RoundTraffic) -> None:
         self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
@@ -194,7 +195,7 @@ class Member:
         """After `WAIT`: what this process has to read."""
         return self.received
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- most have nothing to do
         """Let go of what does not end with the process."""
 
 
