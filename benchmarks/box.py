@@ -240,11 +240,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(given[:split])
     try:
         own = [parse_node_command(text, arguments.nodes) for text in arguments.node_command]
+        command, node_commands = given[split + 1 :], {node: args for each in own for node, args in each.items()}
+        without = [node for node in range(arguments.nodes) if node not in node_commands]
+        if without and not command:
+            raise UserError(f"no command for node {without[0]}; give one after -- or with --node-command")
         plans = plan_ranks(
             num_nodes=arguments.nodes,
             num_local_ranks=arguments.procs_per_node,
-            command=given[split + 1 :],
-            node_commands={node: args for each in own for node, args in each.items()},
+            command=command,
+            node_commands=node_commands,
         )
         if arguments.until is not None and not 0 <= arguments.until < arguments.nodes:
             raise UserError(f"--until {arguments.until}: this box has nodes 0 to {arguments.nodes - 1}")

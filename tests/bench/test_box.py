@@ -521,7 +521,7 @@ def test_command_says_in_one_line_what_is_wrong() -> None:
     none = box_command("--nodes", "2", "--mbit", "100")
     assert (none.returncode, none.stderr) == (
         2,
-        "box: no command for node 0; give it one of its own, or one for all nodes\n",
+        "box: no command for node 0; give one after -- or with --node-command\n",
     )
     far = box_command("--nodes", "2", "--mbit", "100", "--until", "2", "--", "true")
     assert (far.returncode, far.stderr) == (2, "box: --until 2: this box has nodes 0 to 1\n")
