@@ -167,7 +167,7 @@ def _in_slices(
 ) -> Iterator[tuple[AntiphonEngine, Workload]]:
     """An engine with `count` attention workers whose caches have the prompts; each process is in its slice, but for the
     attention workers before `first_sliced`."""
-    requests, micro_batches = count * case.requests, case.engine(model, case.layout, 1).choice.num_micro_batches
+    requests, micro_batches = count * case.requests, parse_contestant(case.layout).num_micro_batches
     size = WorkloadSize(requests, case.input_tokens, case.output_tokens)
     workload = make_workload(size, load_model_spec(model).vocab_size)
     with (

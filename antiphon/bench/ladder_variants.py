@@ -23,8 +23,7 @@ from typer import Option
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.bench.box import box_unavailable
-from antiphon.bench.harness.processes import quota_unavailable
+from antiphon.bench.harness.processes import quota_unavailable, require_box
 from antiphon.bench.train import StepCase
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import did_you_mean
@@ -86,7 +85,7 @@ class LadderOptions:
 class LadderCase(StepCase, LadderOptions):
     """A ladder of a step. `rounds`: timed steps of each variant."""
 
-    ladder: str
+    ladder: str = field()  # without it the other class's default would hold
     rounds: int
 
     @property
@@ -288,5 +287,4 @@ def check_ladder(case: LadderCase) -> None:
         raise ResourceError(f"--rank-cores is {case.rank_cores:g}: no part of a core can be set aside: {reason}")
     if case.inner_mbit and case.ranks_per_node == 1:
         raise UserError(f"--inner-mbit is {case.inner_mbit:g} and --ranks-per-node 1: there are no links inside a node")
-    if reason := box_unavailable():
-        raise ResourceError(f"a ladder runs on a cluster in a box (docs/box.md): {reason}")
+    require_box("--ladder")

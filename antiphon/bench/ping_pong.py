@@ -31,7 +31,7 @@ from antiphon.base.progress import Report
 from antiphon.base.system import python_module
 from antiphon.bench.box import Box
 from antiphon.bench.harness.contest import ContestColumns, UpTo, ratio, seconds, shown
-from antiphon.bench.harness.processes import SECRET, require_box
+from antiphon.bench.harness.processes import ANTIPHON, SECRET, require_box
 from antiphon.bench.profile.step_parts import per_micro_batch, steps_with
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, check_context, make_workload
 from antiphon.cost.ping_pong import layer_time
@@ -234,7 +234,7 @@ def measure_over_links(model: Path, case: PingPongCase, mbit: float, micro_batch
         env = {"ANTIPHON_JOIN_SECRET": SECRET}
         for node in range(1, 1 + case.num_experts):
             core = str(cores[node % len(cores)])
-            worker = python_module("antiphon.cli.main", "worker", "--role", "experts", "--join", join)
+            worker = [*ANTIPHON, "worker", "--role", "experts", "--join", join]
             box.start(
                 node, ["taskset", "-c", core, *worker], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )

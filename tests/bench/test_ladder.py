@@ -32,6 +32,11 @@ def case(**values: object) -> LadderCase:
     )
 
 
+def test_a_case_names_its_ladder() -> None:
+    with pytest.raises(TypeError, match="ladder"):
+        LadderCase(folder=DEMO, batch=4, sequence_length=32, dtype="float32", rounds=1)  # type: ignore[call-arg]
+
+
 def test_what_leaves_a_node() -> None:
     links = BoxLinks(nodes=2, ranks_per_node=2, bytes_per_s=1.0)
     # Of an all-to-all two of three parts leave, of two ranks; of an all-gather, a ring, one rank's bytes.

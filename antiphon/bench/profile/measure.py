@@ -11,7 +11,7 @@ Every figure is a median; `spread` says how far the middle half of its repetitio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Literal, Self
@@ -249,11 +249,11 @@ def exchange_times(bench: Bench, attention: Child, experts: Child) -> ExchangeTi
     attention.ask("stop_exchange")
     medians, first = {}, 0
     for rows, sent in rounds.items():
-        medians[rows] = exchange_medians(sent, served, first + NUM_WARM)
+        message = {"message_bytes": float(sent.message_bytes)}
+        medians[rows] = exchange_medians(sent, served, first + NUM_WARM) | message
         first += NUM_WARM + len(sent.dispatch_ns)
-    parts = {name: curve({rows: each[name] for rows, each in medians.items()}) for name in medians[max(medians)]}
-    message_bytes = curve({rows: float(sent.message_bytes) for rows, sent in rounds.items()})
-    return ExchangeTimes(**parts, message_bytes=message_bytes)
+    names = [each.name for each in fields(ExchangeTimes)]
+    return ExchangeTimes(**{name: curve({rows: each[name] for rows, each in medians.items()}) for name in names})
 
 
 def limits_of(bench: Bench) -> MachineLimits | None:
