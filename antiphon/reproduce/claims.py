@@ -232,6 +232,9 @@ def _claim(module: ModuleType, paper: str, row: dict[str, Any]) -> Claim:
     function, *arguments = row["ours"]
     if function == MEASURED:
         (effect,) = map(measured_effect, arguments)
+        for key in ("machine", "differs"):
+            if not getattr(effect, key):
+                raise UserError(f"{MEASURED_HERE}: {arguments[0]} has no {key}, which a measured row says: add it")
         note = f"{effect.origin}; {effect.machine}. {effect.differs}"
         row |= {"kind": "measured", "ours": lambda: effect.value, "note": note}
         row.setdefault("reason", effect.differs)

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.reproduce import claims
 from antiphon.reproduce.claims import (
     NOT_ANALYSED,
     Claim,
+    MeasuredEffect,
     all_claims,
     digit,
     evaluate,
@@ -139,6 +141,16 @@ def test_a_measured_row_says_where_it_was_measured() -> None:
     assert claim.ours() == effect.value
     for words in (effect.machine, effect.commit, effect.command, effect.differs):
         assert words in claim.note
+
+
+@pytest.mark.parametrize("key", ["machine", "differs"])
+def test_a_measured_row_needs_a_machine_and_what_differs(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = {"machine": "two cores", "differs": "a smaller model"} | {key: ""}
+    effect = MeasuredEffect(value=1.0, commit="abc", command="true", **stated)
+    monkeypatch.setattr(claims, "measured_effect", lambda name: effect)
+    row = {"id": "fig1", "ours": [claims.MEASURED, "gain"], "source": "Figure 1", "what": "gain", "theirs": 1.0}
+    with pytest.raises(UserError, match=f"measured.toml: gain has no {key}, which a measured row says: add it"):
+        claims._claim(claims.msi, "msi", row)
 
 
 def test_a_measured_loss_says_what_was_run_at_which_commit() -> None:
