@@ -1,6 +1,6 @@
 """Balance of expert workers under drifting popularity: placement from a window of steps, used for the next ones.
 
-    python benchmarks/placement.py drift
+    python benchmarks/placement.py
 
 Popularity is a Zipf law times a log-normal that wanders (AR(1) of its logarithm, standard deviation 0.7). The
 rows of a step are one multinomial draw. Placed every 8 steps from the 40 before. Balancedness is mean over maximum of
@@ -71,9 +71,7 @@ def drift_row(num_experts: int, num_workers: int, num_copies: int, exponent: flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Balance of expert workers under drifting popularity.")
-    parser.add_argument("what", choices=("drift",))
-    parser.parse_args()
+    argparse.ArgumentParser(description="Balance of expert workers under drifting popularity.").parse_args()
     print("| experts / workers / copies, Zipf, correlation | no copies | even shares | split | fresh counts |")
     print("|---|---|---|---|---|")
     for case in CASES:
