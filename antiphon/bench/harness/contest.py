@@ -5,11 +5,12 @@ Method
 1. `/proc/stat` gives the CPU time of all processes, psutil that of our own process tree (this process, its
    children, and what they have reaped); the difference over the CPU time there was is the *foreign share*.
    Time stolen by the hypervisor is foreign too.
-2. Before a repetition, wait until the share falls below the limit, for a minute at most; after it, note the
-   share seen while it ran.
-3. Repeat in rounds, every contestant once a round and in alternating order, until each has three quiet
-   repetitions or the rounds run out. The quiet ones count; without any, the least disturbed do, and the
-   report says so through their share.
+2. Before a repetition, wait until the share falls below the limit, for a minute at most (`take_turns`: 5 s); after
+   it, note the share seen while it ran.
+3. Repeat in rounds, every contestant once a round and in alternating order, until each has enough quiet repetitions
+   (three; `take_turns`: as many as asked for) or the rounds run out (ten; `take_turns`: twice as many as asked for).
+   The quiet ones count; where they are too few, as many of the least disturbed as would be enough do, and the report
+   says so through their share.
 4. A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are.
    `ContestColumns` says once which parts people see, under which heading and in which form.
 
