@@ -166,16 +166,16 @@ def given_options(context: typer.Context, names: Collection[str]) -> frozenset[s
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
-def above_zero(unit: str) -> Callable[..., float | None]:
-    """A callback for an option of `unit`: `UserError` unless the value is a finite number above 0. typer's own `min`
-    would let 0 pass."""
+def positive_option(metavar: str, unit: str, text: str) -> Any:
+    """An option of `unit` without a default: `UserError` unless its value is a finite number above 0. typer's own `min`
+    would let 0 pass. `text` is its line in the help."""
 
     def check(parameter: typer.CallbackParam, value: float | None) -> float | None:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{parameter.opts[0]} is {value:g}: it must be above 0 {unit}")
         return value
 
-    return check
+    return typer.Option(metavar=metavar, show_default=False, callback=check, help=text)
 
 
 def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:

@@ -14,7 +14,7 @@ import typer
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
-from antiphon.cli.commands import above_zero
+from antiphon.cli.commands import positive_option
 from antiphon.models.checkpoint_folder import model_folder, model_name
 from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
@@ -101,12 +101,7 @@ class SearchOptions:
     percentile: Annotated[
         float | None, typer.Option(metavar="P", show_default=False, help="Of requests that keep them, e.g. 0.99.")
     ] = None
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="R", show_default=False, callback=above_zero("requests per second"), help="Requests per second."
-        ),
-    ] = None
+    rate: Annotated[float | None, positive_option("R", "requests per second", "Requests per second.")] = None
     in_flight: Annotated[
         int | None,
         typer.Option(

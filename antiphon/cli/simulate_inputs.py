@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from antiphon.base.errors import UserError
-from antiphon.cli.commands import above_zero
+from antiphon.cli.commands import positive_option
 from antiphon.cli.plan_inputs import (
     FirstTokenTarget,
     ProfileFile,
@@ -54,13 +54,7 @@ class SimulateOptions:
         int | None, typer.Option(metavar="N", min=1, show_default=False, help="How many; 1000, all of a trace.")
     ] = None
     rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="R",
-            show_default=False,
-            callback=above_zero("requests per second"),
-            help="Poisson arrivals a second, not the workload's.",
-        ),
+        float | None, positive_option("R", "requests per second", "Poisson arrivals a second, not the workload's.")
     ] = None
     all_at_once: Annotated[bool, typer.Option("--all-at-once", help="All requests come at time 0.")] = False
     skew: Annotated[
@@ -92,16 +86,8 @@ class SimulateOptions:
     # what happens while they are served
     kill: Annotated[Values, typer.Option(metavar="NAME@S", help="A worker dies: attention[0]@12.5.")] = None
     restart_s: Annotated[float, typer.Option(metavar="S", min=0, help="It is back after this long.")] = 20.0
-    rebalance_every: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", show_default=False, callback=above_zero("s"), help="Place experts anew by their counts."
-        ),
-    ] = None
-    shift_every: Annotated[
-        float | None,
-        typer.Option(metavar="S", show_default=False, callback=above_zero("s"), help="Other experts become popular."),
-    ] = None
+    rebalance_every: Annotated[float | None, positive_option("S", "s", "Place experts anew by their counts.")] = None
+    shift_every: Annotated[float | None, positive_option("S", "s", "Other experts become popular.")] = None
     hand_over: Annotated[
         HandOver | None,
         typer.Option(metavar="WHEN", show_default="layers", help="Of two pools: by layers, or at the end."),
