@@ -40,7 +40,7 @@ std::string describe(Immediate immediate) {
            std::to_string(immediate.sequence);
 }
 
-FrameReader::FrameReader(const PairSpec& spec, std::byte* memory)
+TcpFrameReader::TcpFrameReader(const PairSpec& spec, std::byte* memory)
     : spec_(spec),
       stride_(slot_stride(spec.slot_bytes)),
       memory_(memory),
@@ -48,7 +48,7 @@ FrameReader::FrameReader(const PairSpec& spec, std::byte* memory)
       arrived_(spec.slots),
       staging_(staging_bytes) {}
 
-int FrameReader::targets(iovec (&pieces)[2]) {
+int TcpFrameReader::targets(iovec (&pieces)[2]) {
     if (missing_ == 0) {
         pieces[0] = {staging_.data() + staged_, staging_.size() - staged_};
         return 1;
@@ -59,7 +59,7 @@ int FrameReader::targets(iovec (&pieces)[2]) {
     return 2;
 }
 
-bool FrameReader::advance(size_t num_bytes, std::string& fault) {
+bool TcpFrameReader::advance(size_t num_bytes, std::string& fault) {
     if (missing_ != 0) {
         const size_t of_payload = std::min<uint64_t>(num_bytes, missing_);
         cursor_ += of_payload;
@@ -73,7 +73,7 @@ bool FrameReader::advance(size_t num_bytes, std::string& fault) {
     return parse_staged(fault);
 }
 
-bool FrameReader::parse_staged(std::string& fault) {
+bool TcpFrameReader::parse_staged(std::string& fault) {
     size_t parsed = 0;
     while (staged_ - parsed >= header_bytes) {
         MessageHeader header;
@@ -93,7 +93,7 @@ bool FrameReader::parse_staged(std::string& fault) {
     return true;
 }
 
-bool FrameReader::begin_message(const MessageHeader& header, std::string& fault) {
+bool TcpFrameReader::begin_message(const MessageHeader& header, std::string& fault) {
     const Immediate claimed = Immediate::unpack(header.immediate);
     const bool known = claimed.slot < spec_.slots;
     // A slot that does not exist fails the comparison, because the expected one does.
@@ -116,12 +116,12 @@ bool FrameReader::begin_message(const MessageHeader& header, std::string& fault)
     return true;
 }
 
-void FrameReader::finish_message() {
+void TcpFrameReader::finish_message() {
     book_[filling_].owner = Owner::receiver;
     arrived_.push({spec_.source, filling_, book_[filling_].sequence});
 }
 
-bool FrameReader::release(Immediate immediate) {
+bool TcpFrameReader::release(Immediate immediate) {
     if (immediate.slot >= spec_.slots || immediate.source != spec_.source) return false;
     SlotBook& book = book_[immediate.slot];
     if (book.owner != Owner::receiver || book.sequence != immediate.sequence) return false;
@@ -129,17 +129,17 @@ bool FrameReader::release(Immediate immediate) {
     return true;
 }
 
-FrameWriter::FrameWriter(const PairSpec& spec, std::byte* memory)
+TcpFrameWriter::TcpFrameWriter(const PairSpec& spec, std::byte* memory)
     : spec_(spec), stride_(slot_stride(spec.slot_bytes)), memory_(memory), book_(spec.slots), queue_(spec.slots) {}
 
-void FrameWriter::push(Immediate immediate, const std::byte* payload, uint64_t length) {
+void TcpFrameWriter::push(Immediate immediate, const std::byte* payload, uint64_t length) {
     assert(immediate.slot < spec_.slots && book_[immediate.slot].state == State::free);
     assert(length <= spec_.slot_bytes);
     book_[immediate.slot] = {State::queued, immediate.sequence, length};
     queue_.push({immediate.slot, payload != nullptr ? payload : slot(immediate.slot) + header_bytes, length});
 }
 
-int FrameWriter::pieces(iovec* pieces, int capacity) const {
+int TcpFrameWriter::pieces(iovec* pieces, int capacity) const {
     int count = 0;
     uint64_t skip = taken_;
     const auto add = [&](const std::byte* data, uint64_t length) {
@@ -163,7 +163,7 @@ int FrameWriter::pieces(iovec* pieces, int capacity) const {
     return count;
 }
 
-std::span<const std::byte> FrameWriter::rest_in_slot() const {
+std::span<const std::byte> TcpFrameWriter::rest_in_slot() const {
     if (queue_.empty()) return {};
     const Frame& front = queue_[0];
     const std::byte* header = slot(front.slot);
@@ -171,7 +171,7 @@ std::span<const std::byte> FrameWriter::rest_in_slot() const {
     return std::span(header, header_bytes + front.length).subspan(taken_);
 }
 
-void FrameWriter::advance(size_t num_bytes) {
+void TcpFrameWriter::advance(size_t num_bytes) {
     taken_ += num_bytes;
     while (!queue_.empty() && taken_ >= header_bytes + queue_[0].length) {
         const Frame frame = queue_.pop();
@@ -180,12 +180,12 @@ void FrameWriter::advance(size_t num_bytes) {
     }
 }
 
-void FrameWriter::abandon() {
+void TcpFrameWriter::abandon() {
     while (!queue_.empty()) book_[queue_.pop().slot].state = State::sent;
     taken_ = 0;
 }
 
-bool FrameWriter::credit(Immediate immediate, std::string& fault) {
+bool TcpFrameWriter::credit(Immediate immediate, std::string& fault) {
     const bool ours = immediate.source == spec_.source && immediate.slot < spec_.slots;
     if (!ours || book_[immediate.slot].state != State::sent || book_[immediate.slot].sequence != immediate.sequence) {
         fault = "a credit is of " + describe(immediate) + ", which answers no message on its way";

@@ -28,9 +28,9 @@
 namespace antiphon::m2n {
 
 // The receiver's half of the forward direction, and its book of who owns each slot.
-class FrameReader {
+class TcpFrameReader {
   public:
-    FrameReader(const PairSpec& spec, std::byte* memory);  // `memory`: slots * slot_stride bytes, not owned
+    TcpFrameReader(const PairSpec& spec, std::byte* memory);  // `memory`: slots * slot_stride bytes, not owned
 
     // Where the next bytes of the stream belong, in order: one or two pieces, never empty.
     int targets(iovec (&pieces)[2]);
@@ -71,9 +71,9 @@ class FrameReader {
 };
 
 // The sender's half: frames that the kernel has not taken yet, and which messages still wait for their credit.
-class FrameWriter {
+class TcpFrameWriter {
   public:
-    FrameWriter(const PairSpec& spec, std::byte* memory);  // `memory`: slots * slot_stride bytes, not owned
+    TcpFrameWriter(const PairSpec& spec, std::byte* memory);  // `memory`: slots * slot_stride bytes, not owned
 
     std::byte* slot(SlotId slot) const { return memory_ + slot * stride_; }
     // The header lies in the slot; `payload` nullptr: behind it. The slot must be free (its credit came back).

@@ -239,7 +239,7 @@ class LandingChannel final : public PairChannel {
 
     const TransportOptions options_;
     const TcpTuning tuning_;
-    FrameReader reader_;
+    TcpFrameReader reader_;
     std::vector<std::byte> credits_;  // released, not yet with the kernel
     size_t num_credit_bytes_ = 0;
 };
@@ -366,7 +366,7 @@ class LinkChannel final : public PairChannel {
     }
 
     const uint64_t cached_bytes_;
-    FrameWriter writer_;
+    TcpFrameWriter writer_;
     SplicePipe pipe_;
     uint64_t outstanding_bytes_ = 0;  // our part of the hub's
     FixedQueue<Immediate> credits_;  // came back, not yet handed out

@@ -46,7 +46,7 @@ void append_frame(std::vector<std::byte>& stream, const MessageHeader& header, S
 }
 
 // Feeds at most `num_bytes` as readv would; how many went in.
-size_t feed(FrameReader& reader, const std::byte* data, size_t num_bytes, bool& sound, std::string& fault) {
+size_t feed(TcpFrameReader& reader, const std::byte* data, size_t num_bytes, bool& sound, std::string& fault) {
     iovec pieces[2];
     const int num_pieces = reader.targets(pieces);
     size_t fed = 0;
@@ -67,7 +67,7 @@ void splits() {
     for (int round = 0; round < 200; ++round) {
         const size_t longest = round == 0 ? 1 : 1 + random() % (round % 2 == 0 ? 300 : 60'000);
         Guarded memory(small_spec);
-        FrameReader reader(small_spec, memory.slots());
+        TcpFrameReader reader(small_spec, memory.slots());
         std::vector<std::byte> stream;
         std::vector<uint16_t> sequences(small_spec.slots, 0);
         size_t num_arrived = 0;
@@ -99,7 +99,7 @@ void splits() {
     }
 }
 
-std::string fault_of(FrameReader& reader, const MessageHeader& header) {
+std::string fault_of(TcpFrameReader& reader, const MessageHeader& header) {
     bool sound = true;
     std::string fault;
     feed(reader, reinterpret_cast<const std::byte*>(&header), header_bytes, sound, fault);
@@ -110,7 +110,7 @@ std::string fault_of(FrameReader& reader, const MessageHeader& header) {
 void faults() {
     const auto fresh = [](auto change, auto look) {
         Guarded memory(small_spec);
-        FrameReader reader(small_spec, memory.slots());
+        TcpFrameReader reader(small_spec, memory.slots());
         MessageHeader header = make_header({5, 1, 1}, 9, 0, 100);
         change(header);
         look(fault_of(reader, header));
@@ -137,13 +137,13 @@ void faults() {
     }
     // A replay of what was delivered, then the next one for a slot that is still held.
     Guarded memory(small_spec);
-    FrameReader reader(small_spec, memory.slots());
+    TcpFrameReader reader(small_spec, memory.slots());
     std::vector<std::byte> stream;
     append_frame(stream, make_header({5, 1, 1}, 9, 0, 10), 5);
     bool sound = false;
     std::string fault;
     CHECK(feed(reader, stream.data(), stream.size(), sound, fault) == stream.size() && sound);
-    FrameReader replayed = reader;
+    TcpFrameReader replayed = reader;
     CHECK_WORDS(fault_of(replayed, make_header({5, 1, 1}, 9, 0, 10)), "expected was source 5, slot 1, sequence 2");
     CHECK_WORDS(fault_of(reader, make_header({5, 1, 2}, 9, 0, 10)), "slot 1, which the receiver has not released");
     CHECK(!reader.release({5, 1, 2}) && !reader.release({5, 9, 1}) && !reader.release({4, 1, 1}));
@@ -156,7 +156,7 @@ void random_bytes() {
     std::mt19937_64 random(2);
     for (int round = 0; round < 3'000; ++round) {
         Guarded memory({.source = 5, .slots = 3, .slot_bytes = 500, .incarnation = 9});
-        FrameReader reader({.source = 5, .slots = 3, .slot_bytes = 500, .incarnation = 9}, memory.slots());
+        TcpFrameReader reader({.source = 5, .slots = 3, .slot_bytes = 500, .incarnation = 9}, memory.slots());
         std::vector<std::byte> stream;
         if (round % 3 == 0) {
             stream.resize(2'000);
@@ -180,7 +180,7 @@ void random_bytes() {
 
 void writer() {
     Guarded memory(small_spec);
-    FrameWriter writer(small_spec, memory.slots());
+    TcpFrameWriter writer(small_spec, memory.slots());
     std::vector<std::byte> apart(1000);
     std::string fault;
     CHECK(!writer.credit({5, 0, 1}, fault));  // nothing was sent
