@@ -1,4 +1,5 @@
-"""What this process asks of the system: descriptors, memory given back, the processor's name, how our programs start.
+"""What this process asks of the system: descriptors, memory given back, the processor's name, how our programs start,
+files replaced whole.
 
 A server with many clients has descriptors beyond 1,023, and hands such numbers on to the processes it starts.
 `select.select` refuses those, so everything that waits for one descriptor waits here, by `poll`. Rejected: a selector
@@ -145,6 +146,13 @@ def python_module(module: str, *arguments: str) -> list[str]:
     with suppress(OSError):  # a working folder that was deleted
         runs_from_sources = Path.cwd() == _SOURCES
     return [sys.executable, *([] if runs_from_sources else ["-P"]), "-m", module, *arguments]
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write `text` in the place of what `file` holds; a kill leaves the old text or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 def resident_bytes() -> int:

@@ -23,6 +23,7 @@ import torch
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import replace_text
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Mesh
@@ -33,7 +34,6 @@ from antiphon.train.device import HOST
 from antiphon.train.memory import check_memory, setup_of
 from antiphon.train.operators import whole_name
 from antiphon.train.ranks import local_ranks, sizes_of, world_size
-from antiphon.train.tokens import write_whole
 
 FILE = "packing.json"
 FIRST_STEP, EVERY = 10, 4
@@ -150,7 +150,7 @@ class Packing:
             last.step,
             last.expert,
         )
-        write_whole(self._file, [asdict(each) for each in self._known])
+        replace_text(self._file, json.dumps([asdict(each) for each in self._known], indent=1) + "\n")
 
 
 def with_expert(config: TrainConfig, expert: int) -> TrainConfig:

@@ -47,6 +47,10 @@ _POLL_S = 0.05
 Numbers = np.ndarray[Any, Any]
 
 
+class _NotYetError(Exception):
+    """A block is not written yet."""
+
+
 class Samples:
     """Windows of `length` tokens and their targets. `shuffled` False: in the order of the text, and all of it: the last
     window of a source may be shorter. `epochs`: of each source in one pass; empty: 1."""
@@ -222,7 +226,7 @@ class StreamedSamples:
         try:
             for number in numbers:
                 self._place(number, end_s)
-        except TimeoutError:
+        except _NotYetError:
             return False
         return True
 
@@ -274,7 +278,7 @@ class StreamedSamples:
         return source, block, int(self._order(source, block, turn)[place])
 
     def _await(self, source: int, block: int, end_s: float) -> Written:
-        """What is written of `source` once this block of it is there; `TimeoutError` at `end_s`."""
+        """What is written of `source` once this block of it is there; `_NotYetError` at `end_s`."""
         each = self._stream.sources[source]
         while not (written := self._stream.written(source)).has_block(block, each.block_tokens):
             self._stream.check_failed()
@@ -289,7 +293,7 @@ class StreamedSamples:
                     "says; the same command goes on"
                 )
             if now_s > end_s:
-                raise TimeoutError("the block is not there yet")
+                raise _NotYetError
             time.sleep(_POLL_S)
         return written
 

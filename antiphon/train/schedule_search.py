@@ -24,6 +24,7 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import replace_text
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Mesh
@@ -165,7 +166,8 @@ def choose_schedules(model: MoeModel, folder: Path, passes: Passes, shards: Shar
     by_kind = _kinds(model)
     known = {kind: _file(folder, model.mesh, kind) for kind in by_kind}
     former = _former(model, by_kind, known)
-    if not any(sums(model.mesh.world, "schedule", not former)):  # else all measure
+    if not any(sums(model.mesh.world, "schedule", former is None)):  # else all measure
+        assert former is not None
         for layer, plan in former.items():
             model.layers[layer].plan = plan
         return
@@ -192,13 +194,13 @@ def choose_schedules(model: MoeModel, folder: Path, passes: Passes, shards: Shar
         for layer in layers:
             model.layers[layer].plan = options[layer].with_schedule(text, f"the schedule found for {kind} layers")
         if model.mesh.stage.index == 0:
-            partial = known[kind].with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(known[kind])
+            replace_text(known[kind], text)
 
 
-def _former(model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[str, Path]) -> dict[int, LayerPlan]:
-    """This rank's layers in the orders that a former run has left; none where there are none that fit."""
+def _former(
+    model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[str, Path]
+) -> dict[int, LayerPlan] | None:
+    """This rank's layers in the orders that a former run has left; None where there are none that fit."""
     try:
         return {
             layer: model.layers[layer].plan.with_schedule(read_text(known[kind]), str(known[kind]))
@@ -206,7 +208,7 @@ def _former(model: MoeModel, by_kind: Mapping[str, list[int]], known: Mapping[st
             for layer in layers
         }
     except UserError:  # there is none, or it is of a run whose ranks shared layers in another way
-        return {}
+        return None
 
 
 def _kinds(model: MoeModel) -> dict[str, list[int]]:

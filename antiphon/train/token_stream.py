@@ -32,6 +32,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.progress import Report, progress
+from antiphon.base.system import replace_text
 from antiphon.base.units import format_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import read
@@ -39,6 +40,7 @@ from antiphon.train.config_learning import DataConfig, SourceConfig
 from antiphon.train.documents import find_files
 from antiphon.train.encoder import ids_dtype
 from antiphon.train.tokens import (
+    NOTHING,
     SourceTokens,
     TokenFile,
     TokenSize,
@@ -48,7 +50,6 @@ from antiphon.train.tokens import (
     open_evaluation,
     tokenize,
     tokenizing,
-    write_whole,
     written_of,
 )
 
@@ -130,7 +131,7 @@ class TokenStream:
 
     def _first_held_out(self, number: int) -> TokenSize:
         """What of source `number` is held out in its first block."""
-        return self.written(number).first.get("held_out", TokenSize())
+        return self.written(number).first.get("held_out", NOTHING)
 
     def write_all(self, report: Report = lambda done, total: None) -> None:
         """Write all that is not there yet, source by source in turns of a block. `report`: bytes of its files."""
@@ -168,7 +169,7 @@ class TokenStream:
 
     def say_failed(self, message: str) -> None:
         """To all ranks: there will be no more."""
-        write_whole(self.folder / _FAILED, {"message": message})
+        replace_text(self.folder / _FAILED, json.dumps({"message": message}))
 
     def block(self, number: int, block: int) -> TokenFile:
         """Block `block` of source `number`, which is there: of text, with the id behind it; of chats, those that begin
@@ -211,7 +212,7 @@ class TokenStream:
         """A digest of the first blocks, and of the sizes of files and blocks: files may move, and not change."""
         parts = [
             (
-                self.written(number).first.get("train", TokenSize()).digest,
+                self.written(number).first.get("train", NOTHING).digest,
                 [file.stat().st_size for file in each.files],
                 each.block_tokens,
             )
@@ -321,7 +322,7 @@ def main() -> int:
         _stream_of(job).write_all()
     except UserError as error:
         folder = Path(json.loads(job)["cache"]) / "stream"
-        write_whole(folder / _FAILED, {"message": str(error)})
+        replace_text(folder / _FAILED, json.dumps({"message": str(error)}))
         return 1
     return 0
 

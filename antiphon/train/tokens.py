@@ -14,16 +14,17 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
+from antiphon.base.system import replace_text
 from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config_learning import DataConfig, SourceConfig
@@ -39,6 +40,7 @@ _EVALUATION = "evaluation"  # in the cache
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
+_AS_WRITTEN = ConfigDict(extra="forbid")  # of what is read again: all of its fields, and no others
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ class TokenSize:
     """The size of one source's part of a split so far. `text_bytes`: of the text that the ids stand for. `digest`: of
     the ids, document by document."""
 
-    num_ids: int = 0
-    num_documents: int = 0
-    text_bytes: int = 0
-    digest: str = ""
+    __pydantic_config__: ClassVar = _AS_WRITTEN
+    num_ids: int
+    num_documents: int
+    text_bytes: int
+    digest: str
 
 
+NOTHING = TokenSize(0, 0, 0, "")
 Sizes = dict[str, TokenSize]  # by source in order, or by split
 
 
@@ -60,23 +64,26 @@ class Reached:
     """How far tokenizing is: it goes on from `place` of file `file` of all sources' files. `first`: by split, how much
     there was when the first block was full; of a folder that is written in blocks."""
 
-    made_from: str = ""
-    file: int = 0
-    place: int = 0
-    train: Sizes = field(default_factory=dict)
-    held_out: Sizes = field(default_factory=dict)
-    first: Sizes = field(default_factory=dict)
+    __pydantic_config__: ClassVar = _AS_WRITTEN
+    made_from: str
+    file: int
+    place: int
+    train: Sizes
+    held_out: Sizes
+    first: Sizes
 
     @staticmethod
     def read(file: Path, made_from: str | None) -> "Reached":
-        """What an earlier try left; the beginning if it left nothing, or was of something else. None: of anything."""
+        """What an earlier try left; the beginning if it left nothing that has all fields
+        and no others, or was of something else. None: of anything."""
         try:
             reached = _REACHED.validate_json(file.read_bytes())
         except (OSError, ValueError):
-            return Reached()
-        return reached if made_from in (None, reached.made_from) else Reached()
+            return BEGINNING
+        return reached if made_from in (None, reached.made_from) else BEGINNING
 
 
+BEGINNING = Reached("", 0, 0, {}, {}, {})
 _REACHED, _SIZES = TypeAdapter(Reached), TypeAdapter(Sizes)
 
 
@@ -110,7 +117,7 @@ class TokenWriter:
         if self._learned is not None:
             self._learned.write(learned)
         self._num_ids += len(encoded.ids)
-        old = self.sizes.get(source, TokenSize())
+        old = self.sizes.get(source, NOTHING)
         digest = hashlib.blake2b(old.digest.encode() + ids + learned, digest_size=16).hexdigest()
         self.sizes[source] = TokenSize(
             old.num_ids + len(encoded.ids), old.num_documents + 1, old.text_bytes + encoded.num_bytes, digest
@@ -135,13 +142,6 @@ def _open_at(file: Path, num_bytes: int) -> BinaryIO:
     opened = file.open("ab")
     opened.truncate(num_bytes)
     return opened
-
-
-def write_whole(file: Path, entries: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Replace `file`; a kill leaves the old one or the new one."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(entries, indent=1) + "\n")
-    partial.replace(file)
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ def tokenize(
 ) -> None:
     """Write `cache` unless it holds these documents' ids already. Shows progress; may take long. `seed`: of `pieces`.
     Evaluation sets have a folder of their own in it, so another set leaves the text's ids as they are.
+    `only_evaluation`: the sources are left out.
 
     `UserError` if there is no text, or the tokenizer is not the model's."""
     parts = [] if only_evaluation else [(config.all_sources(), cache)]
@@ -230,13 +231,15 @@ def tokenizing(
         raise UserError(f"data.evaluation: {empty[0]!r} has no document: give it files with text, or leave it out")
     kinds = {each.name: each.is_chat for each in sources}
     meta = {
+        "version": _VERSION,
+        "made_from": made_from,
         "dtype": encoder.dtype.name,
         "sources": kinds,
         "evaluation": evaluation,
         "splits": {split: _SIZES.dump_python(of) for split, of in sizes.items()},
         "first": _SIZES.dump_python(reached.first),
     }
-    write_whole(cache / "meta.json", {"version": _VERSION, "made_from": made_from, **meta})
+    replace_text(cache / "meta.json", json.dumps(meta, indent=1) + "\n")
     (cache / "progress.json").unlink(missing_ok=True)
 
 
@@ -264,7 +267,7 @@ def written_of(cache: Path, made_from: str = "") -> Written | None:
         train, first = (_SIZES.validate_python(each) for each in (meta["splits"]["train"], meta["first"]))
     elif not reached.made_from:
         return None
-    size = next(iter(train.values()), TokenSize())
+    size = next(iter(train.values()), NOTHING)
     return Written(size.num_ids, size.num_documents, bool(meta), first)
 
 
@@ -363,7 +366,7 @@ def _write_ids(
                     held_out.to_disk()
                     document, _, file = batch[-1]
                     kept = Reached(made_from, file, document.next_place, train.sizes, held_out.sizes, first)
-                    write_whole(progress_file, asdict(kept))
+                    replace_text(progress_file, json.dumps(asdict(kept), indent=1) + "\n")
                     kept_bytes = 0
                 if is_block:
                     yield
@@ -374,7 +377,7 @@ def _write_ids(
 
 def _sizes_of(source: SourceConfig, train: TokenWriter, held_out: TokenWriter) -> Sizes:
     parts = {"train": train.sizes, "held_out": held_out.sizes}
-    return {split: of.get(source.name, TokenSize()) for split, of in parts.items()}
+    return {split: of.get(source.name, NOTHING) for split, of in parts.items()}
 
 
 Found = tuple[Document, Path, int]  # with its file, and the file's number among those of all sources
@@ -438,7 +441,7 @@ def digest_of_text(
 
 def _read_meta(cache: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((cache / "meta.json").read_text())
+        meta = json.loads((cache / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return meta if isinstance(meta, dict) and meta.get("version") == _VERSION else {}

@@ -1,5 +1,6 @@
 """Text that is tokenized beside the steps: the order of its samples, kills, ranks, and text that cannot be read."""
 
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.samples import StreamedSamples
 from antiphon.train.setup import prepare, prepare_data, stream_of, tokenizer_of
 from antiphon.train.token_stream import StreamWriter, TokenStream
+from antiphon.train.tokens import Written
 from antiphon.train.trainer import Trainer
 from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import LINES, losses, same_tensors, write_run
@@ -152,6 +154,19 @@ def test_text_that_cannot_be_read_ends_the_run_behind_a_checkpoint(tmp_path: Pat
     (tmp_path / "text/999.txt").write_text("mended\n")  # other text from here on: said, not guessed
     with pytest.raises(UserError, match=r"other text .*stream_tokens"):
         prepare(read_config(file, (*BLOCKS, "steps=4000")))
+
+
+def test_a_file_system_that_times_out_is_not_a_text_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = streamed(tmp_path)
+
+    def written(self: TokenStream, number: int) -> Written:
+        raise TimeoutError(errno.ETIMEDOUT, "the network mount is gone")
+
+    monkeypatch.setattr(TokenStream, "written", written)
+    with pytest.raises(TimeoutError, match="network mount"):
+        StreamedSamples(stream).are_there(range(10), 0.0)
 
 
 def test_a_writer_that_dies_and_one_that_writes_nothing_are_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from antiphon.train import documents, tokens
 from antiphon.train.config_learning import DataConfig
 from antiphon.train.documents import find_files, read_documents
 from antiphon.train.encoder import load_tokenizer
-from antiphon.train.tokens import SPLITS, Reached, open_tokens, tokenize
+from antiphon.train.tokens import BEGINNING, SPLITS, Reached, TokenSize, open_tokens, tokenize
 from tests.train.harness import LINES, write_model, write_text
 
 FILES = ("train.bin", "train.starts", "held_out.bin", "held_out.starts", "meta.json")
@@ -106,7 +106,7 @@ def test_a_kill_loses_a_chunk_at_most(tmp_path: Path, prepared: tuple[DataConfig
     cache = tmp_path / "killed"
     script = f"""
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from antiphon.models.config import load_model_spec
 from antiphon.train import tokens
@@ -140,10 +140,32 @@ def test_what_was_left_of_other_data_is_not_used(tmp_path: Path, prepared: tuple
     config, whole = prepared
     cache = tmp_path / "other"
     cache.mkdir()
-    other = {"made_from": "other", "file": 3, "place": 1, "train": {}, "held_out": {}}
+    other = {"made_from": "other", "file": 3, "place": 1, "train": {}, "held_out": {}, "first": {}}
     (cache / "progress.json").write_text(json.dumps(other))
     run(config, tmp_path, cache)
     assert bytes_of(cache) == whole
+
+
+def test_progress_that_lacks_a_field_or_has_another_one_is_a_new_beginning(tmp_path: Path) -> None:
+    file = tmp_path / "progress.json"
+    reached = Reached("this", 3, 1, {"files": TokenSize(5, 1, 20, "digest")}, {}, {})
+
+    def read_again(entries: object) -> Reached:
+        file.write_text(json.dumps(entries))
+        return Reached.read(file, "this")
+
+    entries = asdict(reached)
+    assert read_again(entries) == reached
+    assert read_again(entries | {"made_from": "other"}) == BEGINNING
+    assert read_again(entries | {"more": 1}) == BEGINNING
+    assert read_again([]) == BEGINNING
+    for name in entries:
+        assert read_again({key: each for key, each in entries.items() if key != name}) == BEGINNING, name
+    size = entries["train"]["files"]
+    assert read_again(entries | {"train": {"files": size | {"more": 1}}}) == BEGINNING
+    for name in size:
+        less = {key: each for key, each in size.items() if key != name}
+        assert read_again(entries | {"train": {"files": less}}) == BEGINNING, name
 
 
 def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
@@ -151,7 +173,7 @@ def test_progress_counts_the_bytes_of_the_files(tmp_path: Path) -> None:
     files = find_files(config)
     told: list[tuple[float, float | None]] = []
     sources = config.all_sources()
-    for _, found in tokens._documents(sources, [files], Reached(), lambda *each: told.append(each)):
+    for _, found in tokens._documents(sources, [files], BEGINNING, lambda *each: told.append(each)):
         list(found)
     total = sum(file.stat().st_size for file in files)
     assert {of for _, of in told} == {total}
