@@ -258,6 +258,13 @@ def gather_sizes(group: Group, rows: int, device: torch.device) -> tuple[int, ..
     return tuple(run(AllGather(group, "counts", (1,) * group.size), own).tolist())
 
 
+def gather_bytes(group: Group, purpose: str, own: bytes) -> list[bytes]:
+    """The bytes of each rank, one at least. Waits for the others."""
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    sizes = gather_sizes(group, len(own), sent.device)
+    return [bytes(each.tolist()) for each in torch.split(run(AllGather(group, purpose, sizes), sent), list(sizes))]
+
+
 def barrier(group: Group) -> None:
     """Wait until all ranks of `group` are here."""
     run(AllReduce(group, "barrier"), torch.zeros(1))

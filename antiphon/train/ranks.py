@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllGather, AllReduce, gather_sizes, run
+from antiphon.comm.collectives import AllReduce, gather_bytes, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.replicas import has_levels
 from antiphon.comm.roll_call import RollCall
@@ -137,10 +137,7 @@ def sums(ranks: Group, purpose: str, *own: float, dtype: torch.dtype = torch.flo
 
 def gathered(ranks: Group, purpose: str, own: Any) -> list[Any]:
     """What each of `ranks` has, by rank: anything that JSON can say. All call it together."""
-    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(HOST)
-    sizes = gather_sizes(ranks, text.shape[0], text.device)
-    texts = torch.split(run(AllGather(ranks, purpose, sizes), text), list(sizes))
-    return [json.loads(bytes(each.tolist())) for each in texts]
+    return [json.loads(each) for each in gather_bytes(ranks, purpose, json.dumps(own).encode())]
 
 
 def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:

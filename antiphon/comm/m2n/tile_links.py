@@ -35,7 +35,7 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllGather, gather_sizes, run
+from antiphon.comm.collectives import gather_bytes
 from antiphon.comm.m2n.native import view_of
 from antiphon.comm.mesh import Group
 from antiphon.comm.tile_flight import Tile
@@ -78,8 +78,8 @@ class M2nTileLinks:
         `local_processes`: ranks of the run on this machine; 0: unknown."""
         slot_bytes = tile_rows * row_bytes
         host = socket.gethostname()
-        hosts = _gathered(group, host.encode())
-        secret = _gathered(group, secrets.token_bytes(32))[0]
+        hosts = gather_bytes(group, "tickets", host.encode())
+        secret = gather_bytes(group, "tickets", secrets.token_bytes(32))[0]
         transport = "shm" if len(set(hosts)) == 1 else "tcp"
         endpoint = _m2n.Endpoint(
             _name(group, group.index),
@@ -93,7 +93,7 @@ class M2nTileLinks:
         slots = max(4, min(MOST_SLOTS, PAIR_BYTES // slot_bytes))
         inbox = endpoint.inbox(group.size, slots, slot_bytes, [_name(group, rank) for rank in range(group.size)])
         links = M2nTileLinks(group, endpoint, inbox, tile_rows, timeout_s)
-        for rank, ticket in enumerate(_gathered(group, endpoint.ticket(inbox))):
+        for rank, ticket in enumerate(gather_bytes(group, "tickets", endpoint.ticket(inbox))):
             if rank != group.index:
                 links._outboxes[rank] = endpoint.connect(ticket, group.index, timeout_s)
         inbox.wait_connected(list(links._outboxes), timeout_s)
@@ -178,7 +178,7 @@ class M2nTileLinks:
 def ranks_on_this_machine(group: Group) -> int:
     """How many ranks of `group`, all of which call it, run under this rank's kernel and so share its cores."""
     own = KERNEL.read_bytes().strip() if KERNEL.exists() else socket.gethostname().encode()
-    return _gathered(group, own).count(own)
+    return gather_bytes(group, "tickets", own).count(own)
 
 
 def _step(flight: int, rank: int, number: int) -> int:
@@ -201,10 +201,3 @@ def _marked() -> _m2n.TransportOptions:
 
 def _name(group: Group, place: int) -> str:
     return f"rank {group.ranks[place]}"
-
-
-def _gathered(group: Group, text: bytes) -> list[bytes]:
-    """The text of each rank of `group`."""
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    sizes = gather_sizes(group, len(text), own.device)
-    return [bytes(each.tolist()) for each in torch.split(run(AllGather(group, "tickets", sizes), own), list(sizes))]
