@@ -74,7 +74,8 @@ def _until_heads(attention: AttentionSpec, sequence_ranks: int, links: TileLinks
         return [projection, rope, *_exchanged_heads()]
     leaving = heads_leaving(projection, links)
     rope_all = partial(rope_heads, exchanged=True)
-    rope = compute("rope", "qkv_a2a -> q k v", rope_all, saves="qkv_a2a" if normed else "")
+    (received,) = leaving.makes
+    rope = compute("rope", f"{received} -> q k v", rope_all, saves=received if normed else "")
     return [leaving, rope, _heads(copies=not normed, exchanged=True)]
 
 
@@ -110,10 +111,9 @@ def _rows(sequence_ranks: int, links: TileLinks | None) -> list[Operator]:
     if sequence_ranks == 1:
         return [compute("rows", "attn -> attn_a2a", lambda here, out: out.flatten(2)), out]
     if links is not None:
-        pack = compute(
-            "pack_rows", "attn -> rows_sent", lambda here, out: here.sequences.parallel.by_rank(out.flatten(2))
-        )
-        return [pack, heads_arriving(out, links)]
+        arriving = heads_arriving(out, links)
+        flow = f"attn -> {' '.join(arriving.reads)}"
+        return [compute("pack_rows", flow, lambda here, x: here.sequences.parallel.by_rank(x.flatten(2))), arriving]
     return [
         compute("pack_rows", "attn -> rows_sent", lambda here, out: here.sequences.parallel.pack_rows(out)),
         exchange("rows_a2a", "rows_sent -> rows_received", lambda here, sent: here.sequences.parallel.to_rows(sent)),

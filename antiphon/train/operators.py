@@ -122,30 +122,40 @@ class RowExchange(Operator):
     part: tuple[int, int] = (0, 1)
 
 
-def compute(name: str, flow: str, function: Callable[..., Any], **more: Any) -> Compute:
+def compute(
+    name: str,
+    flow: str,
+    function: Callable[..., Any],
+    *,
+    saves: str = "",
+    facts: str = "",
+    once: bool = False,
+    leads_to: str = "",
+) -> Compute:
     """The operator `name` of a layer. `flow`: "what it reads -> what it makes"; names stand between blanks, as in
-    `saves` and `facts`; the rest of `more` are fields of a `Compute`."""
-    return Compute(name=name, function=function, **_names_of(flow, **more))
+    `saves` and `facts`."""
+    return Compute(name=name, function=function, once=once, leads_to=leads_to, **_tensor_names(flow, saves, facts))
 
 
 def product(
     name: str, flow: str, weight: str, bias: Bias = lambda weights: None, *, saves: str, grouped: bool = False
 ) -> WeightProduct:
     """A product with parameter `weight`; the other arguments are those of `compute`."""
-    return WeightProduct(name=name, weight=weight, bias=bias, grouped=grouped, **_names_of(flow, saves=saves))
+    return WeightProduct(name=name, weight=weight, bias=bias, grouped=grouped, **_tensor_names(flow, saves))
 
 
 def exchange(
     name: str, flow: str, collective: Callable[..., Collective], *, dim: int = 0, once: bool = False
 ) -> RowExchange:
     """An exchange; the other arguments are those of `compute`."""
-    return RowExchange(name=name, collective=collective, dim=dim, once=once, **_names_of(flow))
+    return RowExchange(name=name, collective=collective, dim=dim, once=once, **_tensor_names(flow))
 
 
-def _names_of(flow: str, *, saves: str = "", facts: str = "", **more: Any) -> dict[str, Any]:
+def _tensor_names(flow: str, saves: str = "", facts: str = "") -> dict[str, Any]:
+    """The fields of an `Operator` that name tensors."""
     reads, _, makes = flow.partition("->")
     names = {"reads": reads, "makes": makes, "saves": saves, "facts": facts}
-    return {key: tuple(text.split()) for key, text in names.items()} | more
+    return {key: tuple(text.split()) for key, text in names.items()}
 
 
 def part_name(name: str, number: int) -> str:

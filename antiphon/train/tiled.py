@@ -16,8 +16,8 @@ Letters: P rows that arrived, K experts a row, R rows in order of expert, E expe
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,14 +32,22 @@ Values = Mapping[str, Any]
 
 @dataclass
 class TiledRun:
-    """One operator in one pass, between its steps. `flights`: what was started and not waited for, by whether it is of
-    backward. `product_grad`: of what its product gives."""
+    """One operator in one pass, between its steps. `flight`: what was started forward, or again, and not waited for;
+    `gradient_flight`: in backward. `product_grad`: of what its product gives."""
 
     here: LayerContext
     values: Values
-    flights: dict[bool, TileFlight] = field(default_factory=dict)
     collective: Collective | None = None
+    flight: TileFlight | None = None
+    gradient_flight: TileFlight | None = None
     product_grad: Tensor | None = None
+
+    def take_flight(self, name: Literal["flight", "gradient_flight"]) -> TileFlight:
+        """The one of this name, to be waited for."""
+        flight: TileFlight | None = getattr(self, name)
+        assert flight is not None, "this exchange was waited for before"
+        setattr(self, name, None)
+        return flight
 
     @property
     def reverse(self) -> Collective:
@@ -52,7 +60,8 @@ class Tiled(Operator):
     """`exchange` and `product`: what it is made of; `parts`: the names of the operators whose place it takes.
     `arrives`: rows come and are multiplied, else they are multiplied and go; in backward it is the other way round. A
     kind says how rows go that are there (`launch`) or are being multiplied (`send`), and what becomes of those that
-    come (`multiply`) or have come (`land`)."""
+    come (`multiply`) or have come (`land`). `Leaving` has no `send` and no `multiply`: they are within its `start` and
+    its `finish_gradient`, which give more."""
 
     exchange: RowExchange
     product: WeightProduct
@@ -68,12 +77,12 @@ class Tiled(Operator):
         """Begin; what is made meanwhile, by name. Of what it makes only `wanted` is needed."""
         x = run.values[self.reads[0]]
         run.collective = self.collective(run)
-        run.flights[False] = (self.launch if self.arrives else self.send)(run, run.collective, x)
+        run.flight = (self.launch if self.arrives else self.send)(run, run.collective, x)
         return {}
 
     def finish(self, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
         """The rest of what it makes. Waits."""
-        flight = run.flights.pop(False)
+        flight = run.take_flight("flight")
         if not self.arrives:
             return {self.makes[-1]: self.land(run, flight)}
         made = self.multiply(run, flight, multiplies=self.product.makes[0] in wanted)
@@ -83,11 +92,11 @@ class Tiled(Operator):
         """Begin, with the gradient of what it gives."""
         if self.arrives:
             run.product_grad = grad
-        run.flights[True] = (self.send if self.arrives else self.launch)(run, run.reverse, grad)
+        run.gradient_flight = (self.send if self.arrives else self.launch)(run, run.reverse, grad)
 
     def finish_gradient(self, run: TiledRun) -> dict[str, Tensor]:
         """The gradients of what it reads. Waits."""
-        flight = run.flights.pop(True)
+        flight = run.take_flight("gradient_flight")
         if self.arrives:
             return {self.reads[0]: self.land(run, flight)}
         run.product_grad, grad = self.multiply(run, flight, multiplies=True)
@@ -104,21 +113,22 @@ class Tiled(Operator):
 
     def send(self, run: TiledRun, collective: Collective, x: Tensor) -> TileFlight:
         """Rows are multiplied and go, tile by tile."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has steps of its own")
 
     def multiply(self, run: TiledRun, flight: TileFlight, *, multiplies: bool) -> Sequence[Tensor]:
         """Rows that come, and, where it `multiplies`, their products. Waits."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has steps of its own")
 
     def land(self, run: TiledRun, flight: TileFlight) -> Tensor:
         """Rows that have come. Waits."""
         return flight.land()
 
 
-def common(
+def tiled_fields(
     exchange: RowExchange, product: WeightProduct, links: TileLinks, between: str = "", *, arrives: bool
 ) -> dict[str, Any]:
-    """What all kinds have. `between`: the name of the operator that stands between exchange and product."""
+    """The fields of a `Tiled` that all kinds fill alike. `between`: the operator that stands between exchange and
+    product."""
     first, last = (exchange, product) if arrives else (product, exchange)
     return {
         "name": f"{first.name}_{last.name}",
@@ -136,7 +146,7 @@ class Arriving(Tiled):
     @staticmethod
     def of(exchange: RowExchange, scatter: Compute, product: WeightProduct, links: TileLinks) -> "Arriving":
         return Arriving(
-            **common(exchange, product, links, scatter.name, arrives=True),
+            **tiled_fields(exchange, product, links, scatter.name, arrives=True),
             reads=(*exchange.reads, "row_map"),
             makes=(*scatter.makes, *product.makes),
         )
@@ -178,7 +188,7 @@ class Leaving(Tiled):
     @staticmethod
     def of(product: WeightProduct, gather: Compute, exchange: RowExchange, links: TileLinks) -> "Leaving":
         weights = gather.reads[2:]
-        fields = common(exchange, product, links, gather.name, arrives=False)
+        fields = tiled_fields(exchange, product, links, gather.name, arrives=False)
         return Leaving(
             **(fields | {"saves": (*product.saves, *gather.saves)}),
             reads=(product.reads[0], "row_map", exchange.reads[1], *weights),
@@ -198,17 +208,17 @@ class Leaving(Tiled):
             return {self.product.makes[0]: self.product.forward(weights, [x_RJ, rows])}
         weight_EJH, bias_EH = weights[self.product.weight].mT, self.product.bias(weights)
         run.collective = self.collective(run)
-        flight = run.flights[False] = TileFlight(run.collective, self.links, weight_EJH.shape[2], x_RJ.dtype)
+        flight = run.flight = TileFlight(run.collective, self.links, weight_EJH.shape[2], x_RJ.dtype)
         factors_PK = None if self.weights is None else rows.without_absent(run.values[self.weights].to(x_RJ.dtype))
         if factors_PK is None and rows.present_TK is not None:
             factors_PK = rows.present_TK.to(x_RJ.dtype)
         return {self.product.makes[0]: _send_products(flight, rows, x_RJ, weight_EJH, bias_EH, factors_PK)}
 
     def finish(self, run: TiledRun, wanted: frozenset[str]) -> dict[str, Tensor]:
-        return super().finish(run, wanted) if run.flights.get(False) is not None else {}
+        return super().finish(run, wanted) if run.flight is not None else {}
 
     def finish_gradient(self, run: TiledRun) -> dict[str, Tensor]:
-        flight, rows, dtype = run.flights.pop(True), run.values["row_map"], run.here.weights.dtype
+        flight, rows, dtype = run.take_flight("gradient_flight"), run.values["row_map"], run.here.weights.dtype
         weight_EHJ = run.here.weights[self.product.weight]
         grad_RH = _room(flight, rows, dtype)
         grad_x_RJ = _zeros(grad_RH, weight_EHJ)

@@ -34,7 +34,7 @@ from antiphon.comm.collectives import Collective
 from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
 from antiphon.models.shares import Ranges, pick
 from antiphon.train.operators import LayerContext, RowExchange, WeightProduct, exchange
-from antiphon.train.tiled import Tiled, TiledRun, common
+from antiphon.train.tiled import Tiled, TiledRun, tiled_fields
 
 
 def heads_leaving(product: WeightProduct, links: TileLinks) -> "TiledHeads":
@@ -44,7 +44,7 @@ def heads_leaving(product: WeightProduct, links: TileLinks) -> "TiledHeads":
         f"{product.reads[0]} -> qkv_a2a",
         lambda here, x_BsH: here.sequences.parallel.rows_to_heads(x_BsH.shape[0]),
     )
-    fields = common(a2a, product, links, "pack_heads", arrives=False)
+    fields = tiled_fields(a2a, product, links, "pack_heads", arrives=False)
     return TiledHeads(**fields, reads=product.reads, makes=a2a.makes)
 
 
@@ -55,17 +55,17 @@ def heads_arriving(product: WeightProduct, links: TileLinks) -> "TiledHeads":
         f"rows_sent -> {product.reads[0]}",
         lambda here, x_Pw: here.sequences.parallel.heads_to_rows(x_Pw.shape[0]),
     )
-    fields = common(a2a, product, links, "unpack_rows", arrives=True)
+    fields = tiled_fields(a2a, product, links, "unpack_rows", arrives=True)
     return TiledHeads(**fields, reads=a2a.reads, makes=(*product.reads, *product.makes))
 
 
 def rows_arriving(gather: RowExchange, product: WeightProduct, links: TileLinks) -> "TiledRows":
-    fields = common(gather, product, links, arrives=True)
+    fields = tiled_fields(gather, product, links, arrives=True)
     return TiledRows(**fields, reads=gather.reads, makes=(*product.reads, *product.makes))
 
 
 def rows_leaving(product: WeightProduct, scatter: RowExchange, links: TileLinks) -> "TiledRows":
-    return TiledRows(**common(scatter, product, links, arrives=False), reads=product.reads, makes=scatter.makes)
+    return TiledRows(**tiled_fields(scatter, product, links, arrives=False), reads=product.reads, makes=scatter.makes)
 
 
 @dataclass(frozen=True, kw_only=True)
