@@ -74,7 +74,7 @@ def load_attention_half(
     pipeline, the first of which has embedding and head besides.
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
-    """
+    Memory that only reading took goes back to the system."""
     names = checkpoint.family_names(spec.family)
     check_sizes(checkpoint, spec, names)
     share = share_of(spec, ranks.rank, ranks.size)
@@ -123,7 +123,7 @@ def load_expert_half(
     can be read later (`load_expert`).
 
     Reports (bytes done, bytes total) to `progress`. `CheckpointError` if a tensor is missing or has the wrong shape.
-    """
+    Memory that only reading took goes back to the system."""
     check_sizes(checkpoint, spec, checkpoint.family_names(spec.family))
     ids_of = _ids_of_each_layer(spec, expert_ids)
     share = share or share_of(spec)
@@ -157,7 +157,8 @@ def load_offloaded_experts(
     share: Share | None = None,
 ) -> OffloadedExperts:
     """Experts of the model, named and cut as in `load_expert_half`, in a pool of at most `num_bytes`. `UserError` if
-    that is less than two layers' experts, or if layers have different formats."""
+    that is less than two layers' experts, or if layers have different formats.
+    Memory that only reading took goes back to the system."""
     check_sizes(checkpoint, spec, checkpoint.family_names(spec.family))
     ids_of = _ids_of_each_layer(spec, expert_ids)
     share, rounding = share or share_of(spec), checkpoint.rounding.experts
@@ -181,6 +182,7 @@ def load_offloaded_experts(
 
     for each, ids in ids_of.items():  # what is missing or in another format is found before a request comes
         load(each, next(iter(ids), 0), 0)
+    give_memory_back()
     return OffloadedExperts(backend, pool, spec.router.num_experts, load)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.models.families.config_values import MAX_POSITIONS, ROPE_RULES
@@ -32,7 +32,8 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 _OWN_ROPE = ("rope_theta", "partial_rotary_factor")
-DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES = get_args(Dtype)
 
 
 def required_int(config: Config, *keys: str) -> int:
@@ -181,9 +182,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> dict[str, Any]:
-    """The fields of `AttentionSpec` that most families read from the same keys. `interleaved` as in `rope`;
-    `rotary_dim_key` may state the rotated width."""
+class GroupedQuery(TypedDict):
+    """The fields of `AttentionSpec` that most families read from the same keys."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+
+
+def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> GroupedQuery:
+    """`interleaved` as in `rope`; `rotary_dim_key` may state the rotated width."""
     num_heads = required_int(config, "num_attention_heads")
     head_dim = optional_int(config, "head_dim", required_int(config, "hidden_size") // num_heads)
     partial = optional_int(config, rotary_dim_key, head_dim) / head_dim if rotary_dim_key else 1.0
@@ -196,8 +206,15 @@ def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: 
     }
 
 
-def sizes(config: Config) -> dict[str, Any]:
+class ModelSizes(TypedDict):
     """The sizes of `ModelSpec` that all families but DBRX read from the same keys."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+
+
+def sizes(config: Config) -> ModelSizes:
     return {
         "vocab_size": required_int(config, "vocab_size"),
         "hidden_size": required_int(config, "hidden_size"),
@@ -205,8 +222,18 @@ def sizes(config: Config) -> dict[str, Any]:
     }
 
 
-def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> dict[str, Any]:
+class SharedFields(TypedDict):
     """The fields of `ModelSpec` that most families read from the same keys."""
+
+    norm_eps: float
+    tie_embeddings: bool
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: Dtype
+
+
+def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> SharedFields:
     return {
         "norm_eps": float(config["rms_norm_eps"]),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
@@ -225,10 +252,10 @@ def tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
-def dtype(config: Config) -> Literal["float32", "bfloat16", "float16"]:
+def dtype(config: Config) -> Dtype:
     name = stated_dtype(config) or "float32"
     name = "float32" if name == "float64" else name  # as research code saves: nothing is served wider
-    return one_of({"dtype": name}, "dtype", cast("tuple[Any, ...]", DTYPES), "bfloat16")
+    return one_of({"dtype": name}, "dtype", DTYPES, "bfloat16")
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
