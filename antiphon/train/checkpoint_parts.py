@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,8 +141,14 @@ Place = tuple[Offsets, Offsets]  # of a box: offsets and sizes
 _EXPERTS = ".experts_"
 
 
-# What box i of one list and box j of another have in common: i, j, where it lies in either, and its elements.
-_Common = tuple[int, int, tuple[slice, ...], tuple[slice, ...], int]
+class _CommonPart(NamedTuple):
+    """What box `source` of one list and box `target` of another have in common, and where it lies in either."""
+
+    source: int
+    target: int
+    in_source: tuple[slice, ...]
+    in_target: tuple[slice, ...]
+    num_elements: int
 
 
 def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> None:
@@ -159,16 +165,16 @@ def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> No
         sources, targets = ([view for _, view in of[name].boxes] if name in of else [] for of in (old, new))
         leaving = [_common(held[ranks.index].get(name, []), each.get(name, [])) for each in wanted]
         coming = [_common(each.get(name, []), wanted[ranks.index].get(name, [])) for each in held]
-        sent = [sources[i][place] for to in leaving for i, _, place, _, _ in to]
-        filled = [targets[j][place] for of in coming for _, j, _, place, _ in of]
-        counts = [tuple(sum(count for *_, count in of_rank) for of_rank in way) for way in (leaving, coming)]
+        sent = [sources[part.source][part.in_source] for to in leaving for part in to]
+        filled = [targets[part.target][part.in_target] for of in coming for part in of]
+        counts = [tuple(sum(part.num_elements for part in of_rank) for of_rank in way) for way in (leaving, coming)]
         exchange = AllToAll(ranks, "packing", *counts)
         came = run(exchange, torch.cat([nothing, *(part.flatten() for part in sent)]))
         for part, values in zip(filled, torch.split(came, [part.numel() for part in filled]), strict=True):
             part.copy_(values.view(part.shape))
 
 
-def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_Common]:
+def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_CommonPart]:
     """What two ranks' lists have in common, in one order on both."""
     found = []
     for i, (mine, my_sizes) in enumerate(held):
@@ -176,11 +182,12 @@ def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_Common]:
             both = zip(mine, my_sizes, theirs, their_sizes, strict=True)
             ranges = [(max(begin, other), min(begin + size, other + its_size)) for begin, size, other, its_size in both]
             if all(first < last for first, last in ranges):
-                in_held, in_wanted = (
+                in_source, in_target = (
                     tuple(slice(first - begin, last - begin) for (first, last), begin in zip(ranges, of, strict=True))
                     for of in (mine, theirs)
                 )
-                found.append((i, j, in_held, in_wanted, math.prod(last - first for first, last in ranges)))
+                num_elements = math.prod(last - first for first, last in ranges)
+                found.append(_CommonPart(i, j, in_source, in_target, num_elements))
     return found
 
 

@@ -24,7 +24,6 @@ from antiphon.comm.collectives import Collective, Flight
 from antiphon.comm.mesh import Group
 from antiphon.train.layer_plan import LayerPlan, records_again
 from antiphon.train.layer_schedule import (
-    AGAIN,
     GRADIENT,
     START,
     WAIT,
@@ -191,8 +190,10 @@ class _LayerRun:
                 self._exchange(operator, verb.removesuffix(" again"))
             case RowExchange(), _:
                 self._exchange_gradient(operator, verb)
-            case _, "" | "again":
-                self._run(operator, recorded=records_again(operator, self._plan.again) == (verb == AGAIN))
+            case _, "":
+                self._run(operator, recorded=not records_again(operator, self._plan.again))
+            case _, "again":
+                self._run(operator, recorded=records_again(operator, self._plan.again))
             case WeightProduct(), _:
                 self._product_gradient(operator, verb)
             case Compute(), _:

@@ -59,7 +59,8 @@ class Schedule:
 
 
 def actions_of(line: str) -> list[str]:
-    """The words of each action in a line of a schedule, or of the head of a list."""
+    """What stands between the commas of a schedule's line, without its comment: actions, or `forward:` or `backward:`,
+    with which a list begins."""
     return [" ".join(each.split()) for each in line.partition("#")[0].split(",") if each.strip()]
 
 

@@ -11,10 +11,10 @@
 5. A limit to activations is the planner's business: `cost.training.rematerialize` takes options by seconds per byte,
    priced for the cluster that MegaScale-MoE was measured on. Only their order counts here.
 
-The bytes of a layer are the widths of MegaScale-MoE's Figure 9 (`cost.training.activations`), added over what its plan
-keeps. The metrics set beside them what hooks count on what autograd saves (`train.operators`). The count is larger by
-what the formula leaves out: routing, a number a row of each norm, attention's log-sum-exp. Rows of experts are those of
-even use.
+The bytes of a layer are the widths of MegaScale-MoE's Figure 9 (`cost.training.rematerialize`), added over what its
+plan keeps. The metrics set beside them what hooks count on what autograd saves (`train.operators`). The count is larger
+by what the formula leaves out: routing, a number a row of each norm, attention's log-sum-exp. Rows of experts are those
+of even use.
 
 Rejected: trying a step and looking. The kernel kills what asks for too much, without a word.
 """

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         _keep_before(self._path, first_step)
-        self._boards = [*_weights_and_biases(folder, wandb_project), *_tensorboard(folder, first_step)]
+        boards = (_weights_and_biases(folder, wandb_project), _tensorboard(folder, first_step))
+        self._boards = [each for each in boards if each is not None]
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -109,12 +110,12 @@ def check_boards(wandb_project: str) -> None:
         )
 
 
-def _tensorboard(folder: Path, first_step: int) -> Iterator[_Board]:
+def _tensorboard(folder: Path, first_step: int) -> _Board | None:
     try:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
     except ImportError:
         _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
-        return
+        return None
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def show(name: str, value: Any, step: int) -> None:
@@ -125,15 +126,15 @@ def _tensorboard(folder: Path, first_step: int) -> Iterator[_Board]:
         else:
             writer.add_scalar(name, value, step)
 
-    yield show, writer.close
+    return show, writer.close
 
 
-def _weights_and_biases(folder: Path, project: str) -> Iterator[_Board]:
+def _weights_and_biases(folder: Path, project: str) -> _Board | None:
     """One run of the project for each output folder, however often that is gone on with. Steps are a number of their
     own, because the service's only grow, and a run that goes on makes some again. `UserError` if it cannot be used."""
     check_boards(project)
     if not project:
-        return
+        return None
     import wandb  # an optional dependency
 
     service: Any = wandb
@@ -151,7 +152,7 @@ def _weights_and_biases(folder: Path, project: str) -> Iterator[_Board]:
     def show(name: str, value: Any, step: int) -> None:
         run.log({"step": step, name: service.Histogram(value) if isinstance(value, list) else value})
 
-    yield show, run.finish
+    return show, run.finish
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

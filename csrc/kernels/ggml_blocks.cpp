@@ -1,4 +1,4 @@
-// One function a type reads a block; layouts are those of ggml-common.h, antiphon/models/gguf/blocks.py names them. Loops
+// One function a type reads a block; layouts are those of ggml-common.h, antiphon/models/gguf/checkpoint.py names them. Loops
 // run over whole 16-bit lanes or bytes of fixed count, which compilers turn into vectors of any machine.
 // Rejected: reading blocks as panels are packed, which would need every slice of a matrix a second time.
 #include "kernels/ggml_blocks.h"

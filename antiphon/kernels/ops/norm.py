@@ -1,7 +1,7 @@
 """Norms as pure functions of tensors, differentiable. Statistics in float32 at least.
 
 The root-mean-square norm has its own gradient: under autograd each of its steps would read and write all rows, and keep
-them. What it keeps is the input and one number a row. Kernels compute it in one pass, see `choice`.
+them. What it keeps is the input and one number a row. Kernels compute it in one pass, see `kernels_for`.
 
 Letters: H the width that is normalised.
 """
