@@ -15,8 +15,7 @@ from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.config import load_model_spec
 from antiphon.models.rounding import WeightRounding
-from antiphon.models.text_loss import text_loss
-from antiphon.models.write_rounded import Errors, write_rounded
+from antiphon.models.write_rounded import Errors, text_loss, write_rounded
 from antiphon.serve.text.tokenizer_reading import TokenizerReader
 from antiphon.specs.precision import WEIGHT_GROUP
 

@@ -5,6 +5,7 @@
 2. A shard appears whole or not at all, with what was asked for and its errors in its header. So a run that was stopped
    goes on where it was: shards that are there and were made the same way are kept.
 3. The index, `config.json` with its `quantization_config`, and the tokenizer's files come last.
+4. What rounding costs, in one number: the loss on a text before and after (`text_loss`).
 
 Router, embedding, head, norms and the up projection of latent attention stay as they are. Rejected: a file format of
 our own; a folder that only one program reads is of use to few.
@@ -14,22 +15,28 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.quantized import QuantizedWeight
+from antiphon.models.attention_half import AttentionHalf
+from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import load_model_spec, read_config
-from antiphon.models.load import open_checkpoint
+from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.models.names import PerExpertLayout
 from antiphon.models.packed import SCALE_SUFFIXES
 from antiphon.models.rounding import RoundedFormat, WeightRounding, format_of, rounded
@@ -40,6 +47,8 @@ from antiphon.specs.model import ModelSpec
 Report = Callable[[float, float | None], None]
 _KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 _MADE_BY = "antiphon.quantize"
+_BLOCK_SIZE = 16
+_WINDOW = 512  # tokens that see each other
 
 
 @dataclass
@@ -255,3 +264,39 @@ def _scheme(form: RoundedFormat, group: int) -> dict[str, Any]:
         **{"dynamic": False, "observer": "minmax", "actorder": None, "block_structure": None},
     }
     return scheme | ({"scale_dtype": "torch.uint8", "zp_dtype": None} if form == "mxfp4" else {})
+
+
+def text_loss(
+    model: Path, token_ids: Sequence[int], backend: KernelBackend, report: Callable[[float], None], weights: str
+) -> float:
+    """The mean loss of a model on tokens, in nats: each but the first of a window of `_WINDOW` is predicted from those
+    before it. Reads the whole model. `report`: the part that is done, up to 1. `weights` as in `open_weights`."""
+    spec, checkpoint = load_model_spec(model), open_weights(model, weights)
+    attention, experts = load_attention_half(checkpoint, spec, backend), load_expert_half(checkpoint, spec, backend)
+    width = min(_WINDOW, spec.max_position)
+    windows = [list(token_ids[start : start + width]) for start in range(0, len(token_ids), width)]
+    windows = [window for window in windows if len(window) > 1]
+    total = count = 0.0
+    with torch.inference_mode():
+        for number, window in enumerate(windows):
+            ids = torch.tensor(window, device=backend.device)
+            logits = _logits(attention, experts, ids)
+            total += float(F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum"))
+            count += len(window) - 1
+            report((number + 1) / len(windows))
+    return total / max(count, 1.0)
+
+
+def _logits(half: AttentionHalf, experts: ExpertHalf, ids_T: Tensor) -> Tensor:
+    num_blocks = -(-len(ids_T) // _BLOCK_SIZE)
+    cache = half.new_cache(num_blocks, _BLOCK_SIZE)
+    batch = make_attention_batch([len(ids_T)], [len(ids_T)], [list(range(num_blocks))], _BLOCK_SIZE, ids_T.device)
+    x_TH, delta_TH = half.embed(ids_T), None
+    for layer in half.layers:
+        x_TH, y_TH = half.attend(layer, x_TH, delta_TH, cache, batch)
+        delta_TH = half.local_feed_forward(layer, y_TH)
+        if half.routes(layer):
+            ids_TK, weights_TK = half.gate(layer, y_TH)
+            routed_TH = experts.forward(layer, y_TH, experts.to_local(layer, ids_TK), weights_TK)
+            delta_TH = routed_TH if delta_TH is None else delta_TH.add_(routed_TH)
+    return half.head(x_TH, delta_TH)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
-from antiphon.train.config_learning import WatchConfig
+from antiphon.train.config_recipe import WatchConfig
 
 PATIENCE_STEPS = 25
 MISSED_ROWS = 50.0

@@ -31,8 +31,8 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.train.config_learning import DataConfig, LossConfig, OptimizerConfig, WatchConfig
-from antiphon.train.config_ranks import CommunicationConfig, MemoryConfig, OverlapConfig, ParallelConfig
+from antiphon.train.config_execution import CommunicationConfig, MemoryConfig, OverlapConfig, ParallelConfig
+from antiphon.train.config_recipe import DataConfig, LossConfig, OptimizerConfig, WatchConfig
 from antiphon.train.device import DeviceName
 
 Dtype = Literal["float32", "bfloat16", "float64"]

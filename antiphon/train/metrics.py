@@ -1,15 +1,24 @@
-"""What a run leaves in its folder beside checkpoints and tokens: `run.json`, `metrics.jsonl`, and curves on boards.
+"""A run's folder, beside checkpoints and tokens: its lock, `run.json`, `metrics.jsonl`, and curves on boards.
 
 `run.json` says what the run is and what was predicted of it, for the page that closes it. It is written before the
 first step, so that a run that was killed has it too. `metrics.jsonl` has a line for each logged step. Boards show the
 same numbers: TensorBoard where it is installed, Weights & Biases where a project is named. Both are optional packages;
 a run that names a project without the package is refused before its first step.
+
+One run at a time writes a folder. The lock is the kernel's (`flock`), on a file that says who has it. It goes with the
+process, however that ends, so there is no stale lock to remove. Rejected: a file that exists while a run lives; a kill
+leaves it behind.
 """
 
+import errno
+import fcntl
 import hashlib
 import importlib.util
 import json
+import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +37,7 @@ from antiphon.train.config import TrainConfig
 from antiphon.train.memory import MemoryNeed
 
 FILE = "run.json"
+_LOCK = "lock"
 _Board = tuple[Callable[[str, Any, int], None], Callable[[], None]]  # shows a number, a text or numbers; ends
 _log = get_logger("train")
 _OTHERS = "4 operators and bytes"
@@ -195,3 +205,45 @@ def write_run_facts(
     folder = Path(config.output.folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+class OutputLock:
+    """Holds `folder` until `close`, or until this process ends. `UserError` if another run has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _LOCK
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"output.folder {folder}: cannot be written ({error.strerror}): name another") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = self._holder()
+            self.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                _log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)
+                return
+            raise UserError(
+                f"output.folder {folder} is in use by {holder}: wait for it, stop it, or name another folder"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.write(self._descriptor, json.dumps(facts).encode())
+
+    def close(self) -> None:
+        """Let others have it; may be called again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _holder(self) -> str:
+        try:
+            facts = json.loads(self._file.read_text(encoding="utf-8"))
+            return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another run"

@@ -25,7 +25,7 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_ranks import CommunicationConfig, ParallelConfig
+from antiphon.train.config_execution import CommunicationConfig, ParallelConfig
 from antiphon.train.further_token import FurtherLayer, next_tokens
 from antiphon.train.layer import MoeLayer, layer_graph, norm
 from antiphon.train.layer_plan import PlanOptions, check_names

@@ -19,7 +19,7 @@ from torch import Tensor
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
-from antiphon.train.config_learning import LossConfig
+from antiphon.train.config_recipe import LossConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, StagePass, Tensors

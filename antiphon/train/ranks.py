@@ -1,16 +1,11 @@
-"""This process among others: the ranks of its run, as `torchrun` started them, and other runs, which write elsewhere.
+"""This process among the ranks of its run, as `torchrun` started them: they begin together, and end together.
 
 1. All ranks say that they are there before any process group is made, so that those that are missing can be named.
 2. A run ends at the end of a step: at SIGTERM, at Ctrl-C, or when its time is up. All ranks agree behind each step, so
    that they save the same one. A second signal ends the process at once. Launchers pass on what the terminal sent to
    the ranks as well, so with several ranks the same signal within a second is one.
-3. One run at a time writes an output folder. The lock is the kernel's (`flock`), on a file that says who has it. It
-   goes with the process, however that ends, so there is no stale lock to remove. Rejected: a file that exists while a
-   run lives; a kill leaves it behind.
 """
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -18,7 +13,6 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,14 +29,13 @@ from antiphon.comm.replicas import has_levels
 from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
-from antiphon.train.config_ranks import CommunicationConfig
+from antiphon.train.config_execution import CommunicationConfig
 from antiphon.train.device import HOST, backends_of
 from antiphon.train.pipeline import PipelineSchedule
 
 _SAME_S = 1.0
 MAX_HOURS = "--max-hours"
 _REASONS = ("SIGTERM", "SIGINT", MAX_HOURS)
-_LOCK = "lock"
 _log = get_logger("train")
 
 
@@ -190,45 +183,3 @@ class StopRequest:
         own = [name in self._received or (name == MAX_HOURS and is_late) for name in _REASONS]
         flags = sums(self._ranks, "barrier", *own)
         return next((name for name, is_set in zip(_REASONS, flags, strict=True) if is_set), "")
-
-
-class OutputLock:
-    """Holds `folder` until `close`, or until this process ends. `UserError` if another run has it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / _LOCK
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(f"output.folder {folder}: cannot be written ({error.strerror}): name another") from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = self._holder()
-            self.close()
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                _log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)
-                return
-            raise UserError(
-                f"output.folder {folder} is in use by {holder}: wait for it, stop it, or name another folder"
-            ) from error
-        os.ftruncate(self._descriptor, 0)
-        facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.write(self._descriptor, json.dumps(facts).encode())
-
-    def close(self) -> None:
-        """Let others have it; may be called again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _holder(self) -> str:
-        try:
-            facts = json.loads(self._file.read_text(encoding="utf-8"))
-            return f"process {facts['process']} on {facts['host']}, since {facts['since']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "another run"

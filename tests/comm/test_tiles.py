@@ -17,7 +17,7 @@ from antiphon.comm.float8 import Float8Rows
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.tile_flight import boundaries, check_tile_rows, in_turns, launch_in_tiles, outgoing, tiles_of
-from antiphon.train.config_ranks import OverlapConfig
+from antiphon.train.config_execution import OverlapConfig
 from antiphon.train.tiled import Parts, works
 from tests.comm.ranks import on_ranks
 from tests.serve.forking_box import ForkingBox

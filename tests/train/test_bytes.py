@@ -32,8 +32,8 @@ from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec, RouterSpec
 from antiphon.train import feed_forward
-from antiphon.train.config_learning import LossConfig
-from antiphon.train.config_ranks import ParallelConfig
+from antiphon.train.config_execution import ParallelConfig
+from antiphon.train.config_recipe import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 from antiphon.train.sequence_parallel import SequenceParallel

@@ -20,7 +20,7 @@ from antiphon.cli import train as commands
 from antiphon.report.run import read_run, run_page
 from antiphon.train import checkpoint
 from antiphon.train.held_out import HeldOutLoss
-from antiphon.train.ranks import OutputLock
+from antiphon.train.metrics import OutputLock
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
 from tests.serve.fork_server import PROGRAMS
@@ -107,7 +107,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
     script = (
-        "import os, signal\nfrom pathlib import Path\nfrom antiphon.train.ranks import OutputLock\n"
+        "import os, signal\nfrom pathlib import Path\nfrom antiphon.train.metrics import OutputLock\n"
         f"lock = OutputLock(Path({str(tmp_path)!r}))\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL

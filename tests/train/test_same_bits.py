@@ -10,8 +10,8 @@ import torch
 from antiphon.comm.m2n.tile_links import M2nTileLinks
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
-from antiphon.train.config_learning import LossConfig
-from antiphon.train.config_ranks import ParallelConfig
+from antiphon.train.config_execution import ParallelConfig
+from antiphon.train.config_recipe import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards

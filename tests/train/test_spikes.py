@@ -11,7 +11,7 @@ import torch
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
 from antiphon.train.alarms import LEAST_STEPS, SpikeLimit, spike
-from antiphon.train.config_learning import WatchConfig
+from antiphon.train.config_recipe import WatchConfig
 from antiphon.train.samples import Samples
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer

@@ -33,8 +33,8 @@ from antiphon.kernels import native_rows
 from antiphon.models.config import load_model_spec
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_learning import LossConfig, OptimizerConfig
-from antiphon.train.config_ranks import ParallelConfig
+from antiphon.train.config_execution import ParallelConfig
+from antiphon.train.config_recipe import LossConfig, OptimizerConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
