@@ -46,30 +46,32 @@ def check_kind(known: tuple[str, ...], advice: str, what: str = "it is") -> Befo
 
 
 def kind_by(key: str, known: tuple[str, ...], other: str) -> Discriminator:
-    """Tells objects apart by what stands under `key`, so that a mistake is said of one kind only."""
+    """Tells objects apart by what stands under `key`, so that a mistake is said of one kind only. Tags, which
+    stand in the path of a mistake, are in angle brackets here and elsewhere: a client's keys are not."""
 
     def kind(value: object) -> str:
         found = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
-        return str(found) if found in known else other
+        return f"<{found if found in known else other}>"
 
     return Discriminator(kind)
 
 
 def _kind_of_choice(value: object) -> str:
     if not isinstance(value, dict | RequestModel):
-        return "word"
+        return "<word>"
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "allowed" if kind == "allowed_tools" else "named"
+    return "<allowed>" if kind == "allowed_tools" else "<named>"
 
 
-TEXT_OR_LIST = Discriminator(lambda value: "list" if isinstance(value, list) else "text")
+TEXT_OR_LIST = Discriminator(lambda value: "<list>" if isinstance(value, list) else "<text>")
 WORD_OR_CHOICE = Discriminator(_kind_of_choice)
 Part = Annotated[
     Annotated[TextPart | RefusalPart, Field(discriminator="type")],
     check_kind(("text", "refusal"), "this server reads text only"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("list")], TEXT_OR_LIST
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("<list>")],
+    TEXT_OR_LIST,
 ]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -141,9 +143,9 @@ class ToolMessage(_Turn):
 
 
 Message = Annotated[
-    Annotated[PlainMessage, Tag("other")]
-    | Annotated[AssistantMessage, Tag("assistant")]
-    | Annotated[ToolMessage, Tag("tool")],
+    Annotated[PlainMessage, Tag("<other>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")]
+    | Annotated[ToolMessage, Tag("<tool>")],
     kind_by("role", ("assistant", "tool"), "other"),
 ]
 
@@ -184,9 +186,9 @@ class AllowedToolsChoice(RequestModel):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedToolChoice, Tag("named")]
-    | Annotated[AllowedToolsChoice, Tag("allowed")],
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedToolChoice, Tag("<named>")]
+    | Annotated[AllowedToolsChoice, Tag("<allowed>")],
     WORD_OR_CHOICE,
 ]
 Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]

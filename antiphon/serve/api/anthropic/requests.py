@@ -55,8 +55,8 @@ _CHECK_BLOCK = check_kind(
 
 def _content(blocks: Any) -> Any:
     """A text, or a list of `blocks`."""
-    listed = Annotated[list[Annotated[blocks, _CHECK_BLOCK]], Field(fail_fast=True), Tag("list")]
-    return Annotated[Annotated[str, Tag("text")] | listed, TEXT_OR_LIST]
+    listed = Annotated[list[Annotated[blocks, _CHECK_BLOCK]], Field(fail_fast=True), Tag("<list>")]
+    return Annotated[Annotated[str, Tag("<text>")] | listed, TEXT_OR_LIST]
 
 
 _Text = _content(TextBlock)

@@ -48,9 +48,9 @@ class ItemPart(RequestModel):
 
 _PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ItemParts = Annotated[
-    list[Annotated[ItemPart, check_kind(_PARTS, "this server reads text only")]], Field(fail_fast=True), Tag("list")
+    list[Annotated[ItemPart, check_kind(_PARTS, "this server reads text only")]], Field(fail_fast=True), Tag("<list>")
 ]
-ItemContent = Annotated[Annotated[str, Tag("text")] | ItemParts, TEXT_OR_LIST]
+ItemContent = Annotated[Annotated[str, Tag("<text>")] | ItemParts, TEXT_OR_LIST]
 
 
 class InputItem(RequestModel):
@@ -91,16 +91,17 @@ class FunctionOutputItem(InputItem):
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 Item = Annotated[
     Annotated[
-        Annotated[MessageItem, Tag("message")]
-        | Annotated[ReasoningItem, Tag("reasoning")]
-        | Annotated[FunctionCallItem, Tag("function_call")]
-        | Annotated[FunctionOutputItem, Tag("function_call_output")],
+        Annotated[MessageItem, Tag("<message>")]
+        | Annotated[ReasoningItem, Tag("<reasoning>")]
+        | Annotated[FunctionCallItem, Tag("<function_call>")]
+        | Annotated[FunctionOutputItem, Tag("<function_call_output>")],
         kind_by("type", _ITEMS, "message"),
     ],
     check_kind(_ITEMS, f"this server reads {', '.join(_ITEMS)}"),
 ]
 InputField = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")], TEXT_OR_LIST
+    Annotated[str, Tag("<text>")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<list>")],
+    TEXT_OR_LIST,
 ]
 
 
@@ -193,7 +194,7 @@ class ResponsesRequest(RequestModel):
         Annotated[
             list[
                 Annotated[
-                    Annotated[ResponseTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")],
+                    Annotated[ResponseTool, Tag("<function>")] | Annotated[NamespaceTool, Tag("<namespace>")],
                     kind_by("type", ("namespace",), "function"),
                     check_kind(("function", "namespace"), _NO_BUILT_IN),
                 ]
@@ -204,9 +205,9 @@ class ResponsesRequest(RequestModel):
     ) = None
     tool_choice: (
         Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("word")]
-            | Annotated[NamedFunction, Tag("named")]
-            | Annotated[AllowedFunctions, Tag("allowed")],
+            Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+            | Annotated[NamedFunction, Tag("<named>")]
+            | Annotated[AllowedFunctions, Tag("<allowed>")],
             WORD_OR_CHOICE,
         ]
         | None
