@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -198,6 +199,18 @@ def test_the_line_for_schemas_is_bounded_for_each_client(monkeypatch: pytest.Mon
         assert "of this client wait to be compiled" in response.json()["error"]["message"]
         monkeypatch.undo()
         assert server.complete(response_format=wanted(choice_of("a line that is full"))).status_code == 200
+
+
+def test_an_answer_is_settled_once() -> None:
+    answer: Future[str] = Future()
+    grammar_lanes.settle(answer, "first")
+    with pytest.raises(AssertionError, match="settled twice"):
+        grammar_lanes.settle(answer, "second")
+    assert answer.result(0) == "first"
+    cancelled: Future[str] = Future()
+    cancelled.cancel()
+    grammar_lanes.settle(cancelled, "not wanted any more")
+    assert cancelled.cancelled()
 
 
 def test_a_trial_whose_process_was_killed_begins_again(compiler: GrammarCompiler) -> None:

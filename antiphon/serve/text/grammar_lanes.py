@@ -228,12 +228,15 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def settle(answer: "Future[Any]", outcome: object) -> None:
-    """Give `answer` its result or its error, unless it was cancelled."""
-    with contextlib.suppress(InvalidStateError):
+    """Give `answer` its result or its error, unless it was cancelled. To be called once for each: who settles it has
+    taken it out of a collection with a lock, or has not put it into one."""
+    try:
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
+    except InvalidStateError:
+        assert answer.cancelled(), "an answer is settled twice"
 
 
 def _settle_all(settled: _Settled) -> None:
