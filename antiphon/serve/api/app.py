@@ -17,8 +17,8 @@ from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRe
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
-from antiphon.serve.api.guard.access import OPEN_PATHS, AccessMiddleware, EntryMiddleware
 from antiphon.serve.api.guard.harmless import harmless_properties
+from antiphon.serve.api.guard.middlewares import OPEN_PATHS, AccessMiddleware, EntryMiddleware
 from antiphon.serve.api.openai_responses import routes as openai_responses
 from antiphon.serve.api.openai_responses.requests import ResponsesRequest
 from antiphon.serve.api.requests import (

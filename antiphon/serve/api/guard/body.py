@@ -17,9 +17,9 @@ from starlette.requests import ClientDisconnect
 
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
-from antiphon.serve.api.guard.access import request_id_of
 from antiphon.serve.api.guard.harmless import HARMLESS
 from antiphon.serve.api.guard.input_limits import InputLimits, StructureCount, body_too_large
+from antiphon.serve.api.guard.middlewares import request_id_of
 from antiphon.serve.api.requests import AnyRequest
 from antiphon.specs.checked import TYPE_NAMES, describe, first_mistake
 

@@ -1,8 +1,8 @@
 """One TCP connection: uvicorn's HTTP/1.1 protocol with turns, deadlines, and refusals in OpenAI's shape.
 
 *Turns.* What is read of a connection stands in a line (`ReadingLine`), and the connection is not read until its turn.
-The same holds for a request that came before the answer to the one in front of it, for the end of half a body, and for
-refusals of many at once.
+So a turn of the event loop never serves every client at once. The same holds for a request that came before the answer
+to the one in front of it, for the end of half a body, and for refusals of many at once.
 
 *Deadlines.* uvicorn waits without end for the rest of a request's head, for the rest of an unread body, and for a
 client that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second.

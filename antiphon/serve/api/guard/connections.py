@@ -87,6 +87,10 @@ class Connections(ServerState):
         """Whether one more socket may be open."""
         return self.num_open < self.limit + self.max_lingering
 
+    def note_opened(self) -> None:
+        """A socket is accepted."""
+        self.num_open += 1
+
     def note_closed(self) -> None:
         """A socket is closed: another one may be accepted."""
         self.num_open -= 1
@@ -279,7 +283,7 @@ class Acceptor:
                     return
                 continue  # this client is gone already
             connection.setblocking(False)
-            self._room.num_open += 1
+            self._room.note_opened()
             greeting = self._loop.create_task(self._greet(connection))
             self._greetings.add(greeting)
             greeting.add_done_callback(self._greetings.discard)

@@ -1,6 +1,6 @@
-"""Who may use this server: not pages of other sites through a visitor's browser, and none without one of its keys.
+"""What each request passes first: it gets an id, loses the root path, and is refused where it may not use the server.
 
-A browser on this machine, or in its network, reaches servers that the page's author does not. Two rules:
+*Access.* A browser on this machine, or in its network, reaches servers that the page's author does not. Three rules:
 
 1. *Host.* A page of evil.example whose name begins to mean 127.0.0.1 (DNS rebinding) counts as this server's own for
    the browser, but its requests carry `Host: evil.example`. A server on a loopback address therefore answers only to
@@ -11,7 +11,7 @@ A browser on this machine, or in its network, reaches servers that the page's au
 3. *Key.* Where there are keys, a request carries one, but for `OPEN_PATHS`. This is asked before the body is read and
    the route is looked up.
 
-The server gives every request an id: the client's own `X-Request-Id`, or a new one; the answer has it as the same
+*Ids.* Every request has an id: the client's own `X-Request-Id`, or a new one; the answer has it as the same
 header. The id of a completion or a chat holds it, so a client, a proxy and the server's log name a request alike.
 Inside the engine requests have names of their own: a client may send one id twice. An id that is no short line of ASCII
 is replaced: it would be part of headers and logs; a proxy's header is not the client's mistake, so it is not refused.
