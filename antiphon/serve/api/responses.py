@@ -21,9 +21,7 @@ def _answer(name: str, description: str | None = None, /, **fields: Any) -> type
         kind, more = field if isinstance(field, tuple) else (field, ...)
         typed[key] = (GenericAlias(list, (kind[0],)) if isinstance(kind, list) else kind, more)
     # The oldest pydantic keeps names like `model_max_length` for itself.
-    model: type[BaseModel] = create_model(name, __config__=ConfigDict(protected_namespaces=()), **typed)
-    model.__doc__ = description
-    return model
+    return create_model(name, __config__=ConfigDict(protected_namespaces=()), __doc__=description, **typed)
 
 
 ErrorResponse = _answer(
@@ -58,35 +56,32 @@ _USAGE = _answer(
         Field(default=_REASONING_TOKENS(reasoning_tokens=0), description="Of chats."),
     ),
 )
-CompletionResponse = _answer(
+
+
+def _completion(name: str, kind: object, choice: type[BaseModel]) -> type[BaseModel]:
+    """An answer whose `object` is `kind`, with its choices."""
+    return _answer(name, id=str, object=kind, created=int, model=str, choices=[choice], usage=_USAGE)
+
+
+CompletionResponse = _completion(
     "CompletionResponse",
-    id=str,
-    object=Literal["text_completion"],
-    created=int,
-    model=str,
-    choices=[
-        _answer(
-            "CompletionChoice",
-            index=int,
-            text=str,
-            logprobs=_answer(
-                "CompletionLogprobs",
-                "One entry for every generated token (with `echo`, for every prompt token too; the first has no"
-                " logprob).",
-                tokens=[str],
-                token_logprobs=[float | None],
-                top_logprobs=[dict[str, float] | None],
-                text_offset=[int],
-            )
-            | None,
-            finish_reason=Literal["stop", "length"],
-            stop_reason=(
-                str | int | None,
-                Field(description="The stop string or stop token id that ended the text."),
-            ),
+    Literal["text_completion"],
+    _answer(
+        "CompletionChoice",
+        index=int,
+        text=str,
+        logprobs=_answer(
+            "CompletionLogprobs",
+            "One entry for every generated token (with `echo`, for every prompt token too; the first has no logprob).",
+            tokens=[str],
+            token_logprobs=[float | None],
+            top_logprobs=[dict[str, float] | None],
+            text_offset=[int],
         )
-    ],
-    usage=_USAGE,
+        | None,
+        finish_reason=Literal["stop", "length"],
+        stop_reason=(str | int | None, Field(description="The stop string or stop token id that ended the text.")),
+    ),
 )
 _TOKEN = {"token": str, "logprob": float, "bytes": [int]}
 _TOOL_CALL = _answer(
@@ -95,39 +90,33 @@ _TOOL_CALL = _answer(
     type=Literal["function"],
     function=_answer("AnsweredFunction", name=str, arguments=(str, Field(description="JSON as the model wrote it."))),
 )
-ChatCompletionResponse = _answer(
+ChatCompletionResponse = _completion(
     "ChatCompletionResponse",
-    id=str,
-    object=Literal["chat.completion"],
-    created=int,
-    model=str,
-    choices=[
-        _answer(
-            "ChatChoice",
-            index=int,
-            message=_answer(
-                "ChatMessage",
-                role=Literal["assistant"],
-                content=(str | None, Field(description="Null when there are only reasoning or calls of tools.")),
-                reasoning=(
-                    str | None,
-                    Field(default=None, description="What the model thought first; left out for nothing."),
-                ),
-                reasoning_content=(str | None, Field(default=None, description="The same, by its older name.")),
-                refusal=NoneType,
-                tool_calls=([_TOOL_CALL], Field(default=[], description="Left out when there are none.")),
+    Literal["chat.completion"],
+    _answer(
+        "ChatChoice",
+        index=int,
+        message=_answer(
+            "ChatMessage",
+            role=Literal["assistant"],
+            content=(str | None, Field(description="Null when there are only reasoning or calls of tools.")),
+            reasoning=(
+                str | None,
+                Field(default=None, description="What the model thought first; left out for nothing."),
             ),
-            logprobs=_answer(
-                "ChatLogprobs",
-                content=[_answer("TokenLogprobs", **_TOKEN, top_logprobs=[_answer("TopLogprob", **_TOKEN)])],
-                refusal=NoneType,
-            )
-            | None,
-            finish_reason=Literal["stop", "length"] | Literal["tool_calls"],
-            stop_reason=str | int | None,
+            reasoning_content=(str | None, Field(default=None, description="The same, by its older name.")),
+            refusal=NoneType,
+            tool_calls=([_TOOL_CALL], Field(default=[], description="Left out when there are none.")),
+        ),
+        logprobs=_answer(
+            "ChatLogprobs",
+            content=[_answer("TokenLogprobs", **_TOKEN, top_logprobs=[_answer("TopLogprob", **_TOKEN)])],
+            refusal=NoneType,
         )
-    ],
-    usage=_USAGE,
+        | None,
+        finish_reason=Literal["stop", "length"] | Literal["tool_calls"],
+        stop_reason=str | int | None,
+    ),
 )
 ModelCard = _answer(
     "ModelCard",
@@ -181,8 +170,8 @@ def described(
     errors: type[BaseModel] = ErrorResponse,
 ) -> dict[str, Any]:
     """What the route of an endpoint that computes says of itself: its body, one of `requests` (`create_app` adds the
-    schemas that these references point to), its answer, as one JSON or in pieces as server-sent events if it `streams`
-    (None: as the vendor describes it), its errors."""
+    schemas that these references point to), its answer, as one JSON or in pieces as server-sent events if it `streams`,
+    its errors. Of an `answer` that is None it says nothing, or if it `streams`, that the vendor describes it."""
     schemas = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in requests]
     body = {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}}
     success: dict[str, Any] = {} if answer is None else {"model": answer}
@@ -200,7 +189,7 @@ def described(
 
 
 def described_path(name: str) -> dict[str, Any]:
-    """OpenAPI's description of a path's last part, which may be any text."""
+    """OpenAPI's description of the part of a path that is called `name` and may be any text."""
     return {
         "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
     }
