@@ -46,7 +46,7 @@ def _shape(
         piece=_piece,
         whole=partial(_whole, echoed),
         logprobs=lambda: chat_logprobs(tokens) if body.logprobs else None,
-        opening={"role": "assistant", "content": echoed},
+        opening=lambda index: choice_object(ChoiceDelta(index), "delta", {"role": "assistant", "content": echoed}),
         prompt_ids_beside_choices=prompt_ids_beside_choices,
     )
 

@@ -8,6 +8,7 @@ while it grows. Whatever takes long takes turns with other requests (`Pace`).
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -49,15 +50,15 @@ _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class AnswerShape:
     """How one endpoint spells its answers: choice objects of a streamed piece and of a whole answer, whose values may
     be `Encoded`, but for their log-probabilities. `logprobs` makes those of one answer; None when they were not asked
-    for. `opening`: what a choice's first event holds before any text. `prompt_ids_beside_choices`: where the answer has
-    `prompt_token_ids`."""
+    for. `opening`: the choice object, by its index, of an event before any text. `prompt_ids_beside_choices`: where the
+    answer has `prompt_token_ids`."""
 
     object_name: str
     chunk_object_name: str
     piece: Callable[[ChoiceDelta], dict[str, Any]]
     whole: Callable[[AnswerInTheMaking], dict[str, Any]]
     logprobs: Callable[[], LogprobsJson | None]
-    opening: dict[str, Any] | None = None
+    opening: Callable[[int], dict[str, Any]] | None = None
     prompt_ids_beside_choices: bool = False
 
 
@@ -214,7 +215,7 @@ class ChoiceEvents:
     def opening(self) -> list[bytes]:
         if self._shape.opening is None:
             return []
-        return [self._opening(index, self._shape.opening) for index in range(self._generation.num_choices)]
+        return [self._opening(index, self._shape.opening(index)) for index in range(self._generation.num_choices)]
 
     def ending(self) -> list[bytes]:
         if not self._include_usage:
@@ -224,8 +225,7 @@ class ChoiceEvents:
     def failure(self, error: ApiError) -> bytes:
         return _event(error.body())
 
-    def _opening(self, index: int, content: dict[str, Any]) -> bytes:
-        choice = choice_object(ChoiceDelta(index), "delta", content)
+    def _opening(self, index: int, choice: dict[str, Any]) -> bytes:
         event = self._header | {"choices": [choice]}
         if self._reports_ids:
             choice["token_ids"] = []
@@ -253,21 +253,22 @@ class ChoiceEvents:
         return _event(event)
 
 
-class ItemEvents:
+class ItemEvents(StreamedEvents, ABC):
     """Streams of answers that are lists of items: reasoning, text, calls. An item is open at a time; whatever is of
-    another kind closes it. The whole answer is what the events add up to, so the two cannot differ.
+    another kind closes it. The whole `answer` is what the events add up to, so the two cannot differ.
 
-    An endpoint says how it spells them: the `type` of each, what an item begins with, and the events when it is there,
-    has grown by a text, and is complete."""
+    An endpoint says how it spells them: where the answer has them, and the `type` of each."""
 
     last = b""
+    items_key: str
     reasoning_type: str
     text_type: str
     call_type: str
 
-    def __init__(self, generation: Generation, items: list[dict[str, Any]]) -> None:
+    def __init__(self, generation: Generation, answer: dict[str, Any]) -> None:
+        self.answer = answer
         self._generation = generation
-        self._items = items
+        self._items: list[dict[str, Any]] = answer[self.items_key]
         self._text: list[str] | None = None  # of the open item
 
     def piece(self, delta: ChoiceDelta) -> list[bytes]:
@@ -283,7 +284,7 @@ class ItemEvents:
             if call.arguments:
                 events.append(self._add(call.arguments))
         if delta.finish_reason is not None:
-            self._note_finish(delta, delta.finish_reason)
+            self._note_finish(delta.finish_reason, delta.stop_reason)
             events += self._close()
         return events
 
@@ -305,37 +306,36 @@ class ItemEvents:
         text, self._text = "".join(self._text), None
         return self._closed(self._items[-1], text)
 
+    @abstractmethod
     def _new_item(self, kind: str, call: CallPiece | None) -> dict[str, Any]:
-        raise NotImplementedError
+        """What an item of this type begins with; a call's has the name and id of its first piece."""
 
+    @abstractmethod
     def _opened(self, item: dict[str, Any]) -> list[bytes]:
-        raise NotImplementedError
+        """The events when the item is there."""
 
+    @abstractmethod
     def _grown(self, item: dict[str, Any], text: str) -> bytes:
-        raise NotImplementedError
+        """The event when it has grown by `text`."""
 
+    @abstractmethod
     def _closed(self, item: dict[str, Any], text: str) -> list[bytes]:
-        raise NotImplementedError
+        """The events when it is complete with all its `text`, which is put into it."""
 
-    def _note_finish(self, delta: ChoiceDelta, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _note_finish(self, reason: str, stop_reason: str | int | None) -> None:
+        """Why the answer is complete, before its last item closes; `stop_reason`: the stop string or token."""
 
 
 async def respond_in_items(
-    context: ApiContext,
-    request: Request,
-    generation: Generation,
-    events: StreamedEvents,
-    answer: dict[str, Any],
-    *,
-    streams: bool | None,
+    context: ApiContext, request: Request, generation: Generation, events: ItemEvents, *, streams: bool | None
 ) -> Response:
-    """The response of an endpoint whose whole `answer` is what its events add up to; as `respond`."""
+    """The response of an endpoint whose answer is a list of items; as `respond`."""
     if streams:
         return EventStream(context, generation, events)
     await until_disconnect(request.receive, take_whole(context, generation, events))
     await generation.close()
-    return JSONResponse(answer)
+    return JSONResponse(events.answer)
 
 
 async def take_whole(context: ApiContext, generation: Generation, events: StreamedEvents) -> None:

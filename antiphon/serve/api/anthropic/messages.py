@@ -14,7 +14,6 @@ from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest, as_chat
 from antiphon.serve.api.chat import submit_chat
 from antiphon.serve.api.chat_reading import can_end_reasoning
-from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation, generation_for
@@ -38,12 +37,13 @@ _DELTAS = {
 class MessageEvents(ItemEvents):
     """The events of one answer, and the message that they make up."""
 
+    items_key = "content"
     reasoning_type, text_type, call_type = "thinking", "text", "tool_use"
 
     def __init__(self, generation: Generation, model: str, *, block_size: int) -> None:
         """`block_size`: tokens in a unit of the cache of prompts."""
         self._block_size = block_size
-        self.message: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "id": generation.request_id,
             "type": "message",
             "role": "assistant",
@@ -53,23 +53,23 @@ class MessageEvents(ItemEvents):
             "stop_sequence": None,
             "usage": {"input_tokens": sum(len(prompt.token_ids) for prompt in generation.prompts), "output_tokens": 0},
         }
-        super().__init__(generation, self.message["content"])
+        super().__init__(generation, answer)
 
     def opening(self) -> list[bytes]:
-        return [named_event("message_start", message=self.message)]
+        return [named_event("message_start", message=self.answer)]
 
     def ending(self) -> list[bytes]:
         usage: Any = self._generation.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         num_kept = max(0, usage["prompt_tokens"] // self._block_size * self._block_size - num_cached)
-        self.message["usage"] = {
+        self.answer["usage"] = {
             "input_tokens": usage["prompt_tokens"] - num_cached - num_kept,
             "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": num_kept,
             "output_tokens": usage["completion_tokens"],
         }
-        delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
-        return [named_event("message_delta", delta=delta, usage=self.message["usage"]), named_event("message_stop")]
+        delta = {name: self.answer[name] for name in ("stop_reason", "stop_sequence")}
+        return [named_event("message_delta", delta=delta, usage=self.answer["usage"]), named_event("message_stop")]
 
     def failure(self, error: ApiError) -> bytes:
         return named_event("error", error=error.anthropic_body()["error"])
@@ -93,10 +93,10 @@ class MessageEvents(ItemEvents):
             item[item["type"]] = text
         return [named_event("content_block_stop", index=len(self._items) - 1)]
 
-    def _note_finish(self, delta: ChoiceDelta, reason: str) -> None:
-        self.message["stop_reason"] = _STOP_REASONS[reason]
-        if isinstance(delta.stop_reason, str) and reason == "stop":
-            self.message |= {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+    def _note_finish(self, reason: str, stop_reason: str | int | None) -> None:
+        self.answer["stop_reason"] = _STOP_REASONS[reason]
+        if isinstance(stop_reason, str) and reason == "stop":
+            self.answer |= {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ async def create_message(request: Request) -> Response:
     async with generation_for(context, chat, "msg") as generation:
         await submit_chat(context, client_of(request), [chat], generation)
         events = MessageEvents(generation, context.model_name, block_size=context.engine.info.block_size)
-        return await respond_in_items(context, request, generation, events, events.message, streams=body.stream)
+        return await respond_in_items(context, request, generation, events, streams=body.stream)
 
 
 @router.post(

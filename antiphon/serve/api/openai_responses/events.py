@@ -26,6 +26,7 @@ class ResponseEvents(ItemEvents):
     """The events of one answer, and the response that they make up, which is kept when it is complete unless the
     client does not want that."""
 
+    items_key = "output"
     reasoning_type, text_type, call_type = "reasoning", "message", "function_call"
 
     def __init__(
@@ -52,13 +53,12 @@ class ResponseEvents(ItemEvents):
             if namespace is not None
         }
         self._raw_ids: list[int] | None = [] if body.enable_response_messages else None
-        self.response = _new_response(context, generation, body, chat)
-        super().__init__(generation, self.response["output"])
+        super().__init__(generation, _new_response(context, generation, body, chat))
 
     # --- what a stream consists of ---
 
     def opening(self) -> list[bytes]:
-        return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
+        return [self._event(f"response.{name}", response=self.answer) for name in ("created", "in_progress")]
 
     def piece(self, delta: ChoiceDelta) -> list[bytes]:
         if "message.output_text.logprobs" in self._included:
@@ -70,31 +70,31 @@ class ResponseEvents(ItemEvents):
     def ending(self) -> list[bytes]:
         usage: Any = self._generation.usage()
         reasoning: dict[str, int] = usage.get("completion_tokens_details") or {}
-        self.response["usage"] = {
+        self.answer["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": reasoning.get("reasoning_tokens", 0)},
             "total_tokens": usage["total_tokens"],
         }
-        self.response["status"] = "completed" if self._is_complete else "incomplete"
+        self.answer["status"] = "completed" if self._is_complete else "incomplete"
         if not self._is_complete:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.answer["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._raw_ids is not None:
             (prompt,) = self._generation.prompts
             detokenizer = self._context.tokenizer.detokenizer(skip_special_tokens=False)
             text = "".join(map(detokenizer.feed, self._raw_ids)) + detokenizer.flush()
-            self.response["input_messages"] = [_raw_message(prompt.text, prompt.token_ids)]
-            self.response["output_messages"] = [_raw_message(text, self._raw_ids)]
-        events = [self._event(f"response.{self.response['status']}", response=self.response)]
-        if self.response["store"]:
+            self.answer["input_messages"] = [_raw_message(prompt.text, prompt.token_ids)]
+            self.answer["output_messages"] = [_raw_message(text, self._raw_ids)]
+        events = [self._event(f"response.{self.answer['status']}", response=self.answer)]
+        if self.answer["store"]:
             self.keep()
         return events
 
     def failure(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
-        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        return self._event("response.failed", response=self.response)
+        self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self._event("response.failed", response=self.answer)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
@@ -103,7 +103,7 @@ class ResponseEvents(ItemEvents):
     def keep(self) -> None:
         """Keep the response as it is now, with the answer as the next request's history has it."""
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
-        for item in self.response["output"]:
+        for item in self.answer["output"]:
             if item["type"] == "function_call":
                 function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": item["arguments"]}
                 turn.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
@@ -111,8 +111,8 @@ class ResponseEvents(ItemEvents):
             said = "".join(part["text"] for part in item["content"])  # none yet where it was cancelled within the item
             field = "reasoning_content" if item["type"] == "reasoning" else "content"
             turn[field] = turn.get(field, "") + said
-        answered = [turn] if self.response["output"] else []
-        self._context.response_store.add(self._client, [*self._messages, *answered], self.response)
+        answered = [turn] if self.answer["output"] else []
+        self._context.response_store.add(self._client, [*self._messages, *answered], self.answer)
 
     # --- items ---
 
@@ -164,7 +164,7 @@ class ResponseEvents(ItemEvents):
             item["encrypted_content"] = encrypted_content(text)
         return [*events, self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)]
 
-    def _note_finish(self, delta: ChoiceDelta, reason: str) -> None:
+    def _note_finish(self, reason: str, stop_reason: str | int | None) -> None:
         self._is_complete = reason != "length"
 
     def _part(self, item: dict[str, Any], text: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_form
 
 async def _answer_in_background(context: ApiContext, generation: Generation, events: ResponseEvents) -> None:
     """Take in the answer, and keep what became of it."""
-    events.response["status"] = "in_progress"
+    events.answer["status"] = "in_progress"
     try:
         async with asyncio.timeout(_BACKGROUND_TIMEOUT_S):
             await take_whole(context, generation, events)
@@ -39,7 +39,7 @@ async def _answer_in_background(context: ApiContext, generation: Generation, eve
     except TimeoutError:
         events.failure(ApiError(500, f"the answer took longer than {_BACKGROUND_TIMEOUT_S:.0f} s: lower its tokens"))
     except asyncio.CancelledError:
-        events.response["status"] = "cancelled"
+        events.answer["status"] = "cancelled"
     finally:
         await generation.close()
         events.keep()
@@ -69,16 +69,16 @@ async def create_response(request: Request) -> Response:
         await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
         events = ResponseEvents(context, generation, body, chat, client, messages)
         if body.background:
-            events.response["status"] = "queued"
+            events.answer["status"] = "queued"
             events.keep()
-            queued = JSONResponse(events.response)
+            queued = JSONResponse(events.answer)
             working = asyncio.create_task(_answer_in_background(context, generation, events))
             context.response_store.working[client, generation.request_id] = working
             working.add_done_callback(
                 lambda _: context.response_store.working.pop((client, generation.request_id), None)
             )
             return queued
-        return await respond_in_items(context, request, generation, events, events.response, streams=body.stream)
+        return await respond_in_items(context, request, generation, events, streams=body.stream)
 
 
 def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[dict[str, Any]]:
