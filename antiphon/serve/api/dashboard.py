@@ -84,18 +84,18 @@ class Dashboard:
         """Take the counters down, and what became of them since the last time. To be called once a second."""
         stats, now_s = self._metrics.read_stats(), time.monotonic()
         counters = {
-            "generation_tokens_per_s": stats.generation_tokens,
-            "prompt_tokens_per_s": stats.prompt_tokens,
-            "answers_per_s": self._metrics.num_answers,
-            "exposed_ratio": stats.exposed_communication_s,
+            "generation_tokens": stats.generation_tokens,
+            "prompt_tokens": stats.prompt_tokens,
+            "answers": self._metrics.num_answers,
+            "exposed_s": stats.exposed_communication_s,
         }
         if self._counted is not None:
             then_s, before = self._counted
             took_s = max(1e-3, now_s - then_s)
-            row = {name: round(max(0.0, count - before[name]) / took_s, 3) for name, count in counters.items()}
-            num_attention = self._engine.info.num_instances * self._engine.info.num_attention
-            row["exposed_ratio"] = min(1.0, row["exposed_ratio"] / num_attention)
-            row |= {
+            rates = {name: round(max(0.0, count - before[name]) / took_s, 3) for name, count in counters.items()}
+            exposed = rates.pop("exposed_s") / (self._engine.info.num_instances * self._engine.info.num_attention)
+            row = {f"{name}_per_s": rate for name, rate in rates.items()} | {
+                "exposed_ratio": min(1.0, exposed),
                 "taken_s": now_s,
                 "num_requests_running": stats.num_running,
                 "num_requests_waiting": stats.num_waiting,

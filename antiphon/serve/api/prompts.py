@@ -183,21 +183,22 @@ async def render_conversation(
         )
     limits = context.limits
     names = await context.texts.template_names()
-    job = partial(
-        RenderChat,
-        max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
-        add_generation_prompt=not continues and options.add_generation_prompt is not False,
-        tools=_described(names, options.tools) if options.tools and offers_tools else None,
-        template_kwargs=_variables(
-            names, options.chat_template_kwargs or {}, context.settings.chat_template_kwargs, reasoning_effort
-        ),
-    )
+    tools = _described(names, options.tools) if options.tools and offers_tools else None
+    asked, defaults = options.chat_template_kwargs or {}, context.settings.chat_template_kwargs
+    variables = _variables(names, asked, defaults, reasoning_effort)
     _check_names(tokenizer, messages)
     turns = [_turn_of(tokenizer, message, f"messages[{number}]") for number, message in enumerate(messages)]
     if continues:
         _mark_end(messages[-1], turns[-1], f"messages[{len(messages) - 1}]")
+    job = RenderChat(
+        messages=turns,
+        add_generation_prompt=not continues and options.add_generation_prompt is not False,
+        max_characters=limits.max_truncated_characters if truncated else limits.max_prompt_characters,
+        tools=tools,
+        template_kwargs=variables,
+    )
     try:
-        text = await _rendered(context, client, job(messages=turns))
+        text = await _rendered(context, client, job)
     except RequestTooLong as error:
         raise too_long(f"messages {error}", "messages") from None
     _check_roles(text, turns)
