@@ -5,13 +5,15 @@ of the error if it does not start. This file imports no torch, so that a client'
 """
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -140,15 +142,27 @@ def enter_network(file: str) -> None:
 
 
 def run_beside(box: Box | None, work: Callable[[], _Result]) -> _Result:
-    """`work`, which talks to the servers: here, or in a thread that lives in the network of node 0. Ctrl-C does not
-    wait for that thread, whose requests fail once the caller has ended the servers."""
+    """`work`, which talks to the servers: here, or in a thread that lives in the network of node 0. What interrupts us
+    is raised in that thread too, which would send all its requests first; the caller then ends the servers."""
     if box is None:
         return work()
-    inside = ThreadPoolExecutor(1, initializer=enter_network, initargs=(box.network(0),))
+    found: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            enter_network(box.network(0))
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    thread = threading.Thread(target=run)
     try:
-        return inside.submit(work).result()
-    finally:
-        inside.shutdown(wait=False, cancel_futures=True)
+        thread.start()
+        return found.result()
+    except (KeyboardInterrupt, SystemExit):
+        if thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise
 
 
 # --- a fixed part of a core, as if a process had a slow machine of its own: Linux's control groups
