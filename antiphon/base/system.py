@@ -149,10 +149,14 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write `text` in the place of what `file` holds; a kill leaves the old text or the new one."""
+    """Write `text` in the place of what `file` holds; a kill, or a disk that is full, leaves the old text or the new
+    one."""
     partial = file.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def resident_bytes() -> int:

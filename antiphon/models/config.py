@@ -16,13 +16,14 @@ from typing import Any
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
+from antiphon.models.checkpoint_folder import SUFFIX as SAFETENSORS
 from antiphon.models.checkpoint_folder import instead_of_config
 from antiphon.models.families import config_keys
 from antiphon.models.families.config_values import RULES, check_value, check_values
 from antiphon.models.families.defaults import completed
 from antiphon.models.families.readers import FAMILIES
-from antiphon.models.files import brief, read_json
-from antiphon.models.gguf.container import SUFFIX, gguf_files
+from antiphon.models.files import brief, open_regular, read_json
+from antiphon.models.gguf.container import MAGIC, SUFFIX, gguf_files
 from antiphon.models.gguf.metadata import gguf_config
 from antiphon.models.names import NAMES, TensorNames
 from antiphon.models.quantization import check_quantization
@@ -164,7 +165,21 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = config_file(path)
     if file.suffix == SUFFIX:
         return gguf_config(file)
-    return read_json(file, instead_of_config(file.parent if file != Path(path) else file))
+    was_given = file == Path(path)
+    instead = instead_of_config(file if was_given else file.parent)
+    if was_given:
+        _refuse_weights(file, instead)
+    return read_json(file, instead)
+
+
+def _refuse_weights(file: Path, missing: str) -> None:
+    """`CheckpointError` for a file that was given in the place of a folder, and holds weights instead of a config."""
+    with open_regular(file, missing) as opened:
+        is_gguf = opened.read(len(MAGIC)) == MAGIC
+    if is_gguf:
+        raise CheckpointError(f"{file} is a GGUF file without the ending {SUFFIX}: rename it, or make a link to it")
+    if file.suffix == SAFETENSORS:
+        raise CheckpointError(f"{file} is one file of a checkpoint: give the folder {file.parent}")
 
 
 def tensor_names(spec: ModelSpec) -> TensorNames:

@@ -96,7 +96,7 @@ def packing_of(config: Config) -> PackedLayout | None:
     if method == "gptq":
         return PackedLayout(
             method="gptq",
-            bits=(quantization["bits"],),
+            bits=(_bits_of(quantization),),
             group_sizes=group_sizes,
             symmetric=bool(quantization.get("sym", True)),
             zero_shift=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1,
@@ -106,7 +106,7 @@ def packing_of(config: Config) -> PackedLayout | None:
 
 def _check_words(quantization: Config) -> None:
     """GPTQ and AWQ."""
-    method, bits = quantization.get("quant_method"), quantization.get("bits", quantization.get("w_bit"))
+    method, bits = quantization.get("quant_method"), _bits_of(quantization)
     size = quantization.get("group_size", -1)
     if bits not in (_BITS if method == "gptq" else (4,)) or type(bits) is not int:
         raise _unsupported(f"quant_method = {method!r} with bits = {bits!r}")
@@ -117,6 +117,11 @@ def _check_words(quantization: Config) -> None:
         raise _unsupported(f"quant_method = {method!r} in the layout {layout!r}")
     if method == "awq" and not quantization.get("zero_point", True):
         raise _unsupported("quant_method = 'awq' without zero points")
+
+
+def _bits_of(quantization: Config) -> Any:
+    """Two tools have two names for it."""
+    return quantization.get("bits", quantization.get("w_bit"))
 
 
 def _quantization(config: Config) -> Config:

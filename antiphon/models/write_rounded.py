@@ -2,8 +2,9 @@
 
 1. Shard by shard: a tensor is read, rounded (`models/rounding`) and put into the shard of the same name. No more than
    one shard is held, in few bits.
-2. A shard appears whole or not at all, with what was asked for and its errors in its header. So a run that was stopped
-   goes on where it was: shards that are there and were made the same way are kept.
+2. A shard appears whole or not at all, with what was asked for, the digest of its source and its errors in its header.
+   So a run that was stopped goes on where it was: shards that were made the same way from the same weights are kept.
+   One run at a time writes a folder, which the kernel's lock on it ensures.
 3. The index, `config.json` with its `quantization_config`, and the tokenizer's files come last.
 4. What rounding costs, in one number: the loss on a text before and after (`text_loss`).
 
@@ -11,31 +12,39 @@ Router, embedding, head, norms and the up projection of latent attention stay as
 our own; a folder that only one program reads is of use to few.
 """
 
+import fcntl
+import hashlib
 import json
+import os
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.base.logging import get_logger
+from antiphon.base.system import replace_text
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.checkpoint_folder import INDEX_NAME
-from antiphon.models.config import load_model_spec, read_config
+from antiphon.models.config import config_file, load_model_spec, read_config
 from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.files import open_regular
 from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.gguf.container import SUFFIX as GGUF_SUFFIX
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.models.names import PerExpertLayout
 from antiphon.models.packed import SCALE_SUFFIXES
@@ -45,8 +54,9 @@ from antiphon.models.weights import PLAIN_PURPOSES
 from antiphon.specs.model import ModelSpec
 
 Report = Callable[[float, float | None], None]
+_log = get_logger("models")
 _KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
-_MADE_BY = "antiphon.quantize"
+_MADE_BY, _MADE_FROM, _PART = "antiphon.quantize", "source", ".part"
 _BLOCK_SIZE = 16
 _WINDOW = 512  # tokens that see each other
 
@@ -69,31 +79,63 @@ Errors = dict[tuple[int, str], RoundedError]  # by layer and "experts" or "dense
 
 
 def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report) -> Errors:
-    """Write the folder `out`; returns the errors of every layer. `UserError` if `out` holds something else."""
+    """Write the folder `out`; returns the errors of every layer. `UserError` if `out` holds something else, another run
+    writes it, or it cannot be written."""
+    if config_file(model).suffix == GGUF_SUFFIX:
+        raise UserError(f"{model} is a GGUF file: give the folder in Hugging Face format that it was made from")
     spec = load_model_spec(model)
     checkpoint = open_checkpoint(model, spec)
     if packed := next((name for name in checkpoint.names if checkpoint.is_packed(name)), None):
         raise UserError(f"{model} is in few bits already ({packed}): give the model in bfloat16, float16 or float8")
     kinds = _kinds(spec, checkpoint, wanted)
-    out.mkdir(parents=True, exist_ok=True)
     shards: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.names:
         shards[checkpoint.file_of(name)].append(name)
-    foreign = sorted(path.name for path in out.glob("*.safetensors") if path.name not in shards)
-    if foreign or out.resolve() == Path(model).resolve():
-        raise UserError(f"{out} holds {foreign[0] if foreign else 'the model itself'}: give another folder")
     errors: Errors = defaultdict(RoundedError)
     weight_map: dict[str, str] = {}
-    for number, (file, names) in enumerate(sorted(shards.items())):
-        tensors = _write_shard(checkpoint, names, kinds, out / file, wanted)
-        for key, (error, total) in tensors.errors.items():
-            layer, kind = key.split(" ")
-            errors[int(layer), kind].error += error
-            errors[int(layer), kind].total += total
-        weight_map |= dict.fromkeys(tensors.names, file)
-        report(number + 1, len(shards))
-    _write_rest(Path(model), out, spec, kinds, wanted, weight_map)
+    with _written_alone(out):
+        foreign = sorted(path.name for path in out.glob("*.safetensors") if path.name not in shards)
+        if foreign or out.resolve() == Path(model).resolve():
+            raise UserError(f"{out} holds {foreign[0] if foreign else 'the model itself'}: give another folder")
+        for number, (file, names) in enumerate(sorted(shards.items())):
+            tensors = _write_shard(checkpoint, names, kinds, out / file, wanted)
+            for key, (error, total) in tensors.errors.items():
+                layer, kind = key.split(" ")
+                errors[int(layer), kind].error += error
+                errors[int(layer), kind].total += total
+            weight_map |= dict.fromkeys(tensors.names, file)
+            report(number + 1, len(shards))
+        _write_rest(Path(model), out, spec, kinds, wanted, weight_map)
     return dict(errors)
+
+
+@contextmanager
+def _written_alone(out: Path) -> Iterator[None]:
+    """Makes `out`; within it no other run writes it, and what the system refuses is a `UserError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+        try:
+            _lock(descriptor, out)
+            for part in out.glob(f".*{_PART}"):  # of a run that was killed
+                part.unlink()
+            yield
+        finally:
+            os.close(descriptor)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UserError(
+            f"{out} cannot be written ({reason}): make room, or give another folder; the same command goes on from here"
+        ) from error
+
+
+def _lock(descriptor: int, out: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{out} is being written by another run: wait for it, or give another folder") from None
+    except OSError as error:  # some network file systems
+        _log.warning("%s cannot be locked (%s): start no second run in it", out, error.strerror)
 
 
 @dataclass(frozen=True)
@@ -142,17 +184,9 @@ def _write_shard(
     file: Path,
     wanted: WeightRounding,
 ) -> _Shard:
-    settings = json.dumps(asdict(wanted), sort_keys=True)
+    made = {_MADE_BY: json.dumps(asdict(wanted), sort_keys=True), _MADE_FROM: _digest(checkpoint.folder / file.name)}
     if file.exists():
-        with safe_open(file, "pt") as known:
-            header = known.metadata() or {}
-            stored = list(known.keys())
-        if header.get(_MADE_BY) != settings:
-            raise UserError(
-                f"{file} was made otherwise ({header.get(_MADE_BY, 'not by antiphon quantize')}): remove it, or give "
-                f"another folder"
-            )
-        return _Shard(stored, json.loads(header["errors"]))
+        return _kept_shard(file, made)
     tensors: dict[str, Tensor] = {}
     errors: dict[str, tuple[float, float]] = {}
     for name in names:
@@ -169,11 +203,34 @@ def _write_shard(
         errors[f"{layer} {kind}"] = before[0] + error, before[1] + total
         tensors |= {name + suffix: part for suffix, part in packed_parts(weight)}
         checkpoint.release(name)
-    part = file.with_name(f".{file.name}.part")
-    save_file(tensors, part, {"format": "pt", _MADE_BY: settings, "errors": json.dumps(errors)})
-    part.chmod(0o644)  # the library lets no one else read
-    part.replace(file)
+    part = file.with_name(f".{file.name}{_PART}")
+    try:
+        save_file(tensors, part, {"format": "pt", **made, "errors": json.dumps(errors)})
+        part.chmod(0o644)  # the library lets no one else read
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
     return _Shard(list(tensors), errors)
+
+
+def _kept_shard(file: Path, made: dict[str, str]) -> _Shard:
+    """The shard that an earlier run wrote. `UserError` unless it was made as `made` says."""
+    try:
+        with safe_open(file, "pt") as known:
+            header, stored = known.metadata() or {}, list(known.keys())
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}): remove it, or give another folder") from error
+    fix = f"remove the folder {file.parent}, or give another"
+    if header.get(_MADE_BY) != made[_MADE_BY]:
+        raise UserError(f"{file} was made otherwise ({header.get(_MADE_BY, 'not by antiphon quantize')}): {fix}")
+    if header.get(_MADE_FROM) != made[_MADE_FROM]:
+        raise UserError(f"{file} was made from other weights than the model has now: {fix}")
+    return _Shard(stored, json.loads(header["errors"]))
+
+
+def _digest(file: Path) -> str:
+    with open_regular(file) as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def _squares(source: Tensor, weight: QuantizedWeight) -> tuple[float, float]:
@@ -212,12 +269,12 @@ def _write_rest(
     total = sum((out / file).stat().st_size for file in set(weight_map.values()))
     if len(set(weight_map.values())) > 1 or "model.safetensors" not in weight_map.values():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+        replace_text(out / INDEX_NAME, json.dumps(index, indent=1) + "\n")
     config = read_config(model)
     config.pop("compression_config", None)
     dtype = config.get("dtype") or config.get("torch_dtype") or spec.dtype
     config |= {"dtype": dtype, "quantization_config": quantization_config(kinds, wanted, weight_map)}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def quantization_config(kinds: Kinds, wanted: WeightRounding, weight_map: dict[str, str]) -> dict[str, Any]:

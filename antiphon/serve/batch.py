@@ -106,8 +106,8 @@ def answered_before(path: Path) -> set[str]:
             for number, line in enumerate(old, 1):
                 try:
                     result = json.loads(line)
-                    custom_id, status = result["custom_id"], result["response"]["status_code"]
-                except (ValueError, KeyError, TypeError):
+                    custom_id, status = result["custom_id"], int(result["response"]["status_code"])
+                except (ValueError, KeyError, TypeError, RecursionError):
                     if line.endswith("\n"):
                         raise UserError(
                             f"{path} line {number} is no answer of a batch: name another file for the answers"

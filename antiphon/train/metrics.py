@@ -30,6 +30,7 @@ import torch
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import replace_text
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan, training_plan_to_json
@@ -107,9 +108,9 @@ def _keep_before(file: Path, step: int) -> None:
             entry = json.loads(line)
         except ValueError:  # a kill cut it off
             continue
-        if entry["step"] < step:
+        if isinstance(entry, dict) and entry.get("step", step) < step:
             kept.append(line + "\n")
-    file.write_text("".join(kept), encoding="utf-8")
+    replace_text(file, "".join(kept))
 
 
 def check_boards(wandb_project: str) -> None:
@@ -204,7 +205,7 @@ def write_run_facts(
     }
     folder = Path(config.output.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    replace_text(folder / FILE, json.dumps(facts, indent=1) + "\n")
 
 
 class OutputLock:

@@ -145,6 +145,15 @@ def test_no_config(folder: Path) -> None:
     )
 
 
+def test_weights_instead_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 16)
+    with pytest.raises(CheckpointError, match=f"is one file of a checkpoint: give the folder {tmp_path}"):
+        load_model_spec(tmp_path / "model.safetensors")
+    (tmp_path / "sha256-abc").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(CheckpointError, match=r"sha256-abc is a GGUF file without the ending \.gguf: rename it"):
+        load_model_spec(tmp_path / "sha256-abc")
+
+
 def test_config_is_not_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     assert message_of(lambda: load_all(folder)).startswith(f"{folder / 'config.json'}: not valid JSON (")

@@ -12,7 +12,7 @@ from torch import Tensor
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import model_spec
-from antiphon.models.quantization import left_out
+from antiphon.models.quantization import left_out, packing_of
 from tests.models.float8_specimens import (
     FORMATS,
     Quantized,
@@ -184,6 +184,15 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 def test_other_formats_are_refused_by_name(quantization: dict[str, Any], expected: str) -> None:
     config = CONFIG | {"quantization_config": quantization}
     assert message_of(lambda: model_spec(config)) == f"config.json: {expected} is not supported: {INSTEAD}"
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_bits_have_two_names(method: str) -> None:
+    config = CONFIG | {"quantization_config": {"quant_method": method, "w_bit": 4, "group_size": 128}}
+    model_spec(config)
+    packing = packing_of(config)
+    assert packing is not None
+    assert (packing.bits, packing.group_sizes) == ((4,), (128,))
 
 
 @pytest.mark.parametrize(

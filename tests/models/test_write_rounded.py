@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -167,6 +168,59 @@ def test_what_cannot_be_written(save_model: Any, tools: Any, tmp_path: Path) -> 
     saved = save_model(tools.config("granitemoe"))
     with pytest.raises(UserError, match="stores all experts of a layer in one tensor"):
         write_rounded(saved.folder, tmp_path / "out", WeightRounding(experts="int4", group=8), silent)
+
+
+def test_shards_of_other_weights_are_not_kept(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    """Another model of the same shape at the same path: its folder would have the weights of the one before."""
+    saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
+    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    file = saved.folder / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"from other weights .*: remove the folder {out}, or give another"):
+        write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    (out / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged .*: remove it"):
+        write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+
+
+def test_two_runs_do_not_write_one_folder(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
+
+    def second(done: float, total: float | None) -> None:
+        with pytest.raises(UserError, match="is being written by another run"):
+            write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+
+    write_rounded(saved.folder, out, WeightRounding(experts="int4"), second)
+    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+
+
+def test_what_the_system_refuses(save_model: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, and a file in the place of a folder: one line, and nothing half written is left."""
+    saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
+
+    def full(tensors: Any, file: Path, metadata: Any) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("antiphon.models.write_rounded.save_file", full)
+        with pytest.raises(UserError, match=r"out cannot be written \(.*No space left.*\): make room"):
+            write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    assert not list(out.iterdir())
+    (out / ".model.safetensors.part").write_bytes(b"of a run that was killed")
+    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    assert not list(out.glob(".*"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file cannot be written"):
+        write_rounded(saved.folder, tmp_path / "file", WeightRounding(experts="int4"), silent)
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="is a GGUF file: give the folder in Hugging Face format"):
+        write_rounded(tmp_path / "model.gguf", tmp_path / "out", WeightRounding(experts="int4"), silent)
+    with pytest.raises(UserError, match="is a GGUF file"):
+        write_rounded(tmp_path, tmp_path / "out", WeightRounding(experts="int4"), silent)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4"])

@@ -14,7 +14,7 @@ Tests and the engine start programs with `subprocess.Popen`; `ForkServer.Popen` 
    A test that changes what a loaded process cannot change any more gets a real start, and a warning.
 5. A command that starts workers has a fork server of its own, forked before anything else: only what descends from a
    process can become its child. It is a child too, see `is_fork_server`.
-6. The process in between may enter a node of a cluster in a box first, see `node_programs`.
+6. The process in between may enter a node of a cluster in a box first, see `_enter_node`.
 
 Rejected: forking the test process, which has threads.
 """

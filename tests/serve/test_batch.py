@@ -111,6 +111,9 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="out line 1 is no answer of a batch"):
         run(tmp_path)
     assert (tmp_path / "out").read_text() == "a diary\nof years\n"
+    (tmp_path / "out").write_text('{"custom_id": "a", "response": {"status_code": "of years"}}\n')
+    with pytest.raises(UserError, match="out line 1 is no answer of a batch"):
+        run(tmp_path)
     (tmp_path / "out").unlink()
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="cannot be"):

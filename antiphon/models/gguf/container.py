@@ -25,7 +25,7 @@ from antiphon.models.files import brief, open_regular
 from antiphon.models.shard_index import AGAIN, TensorEntry, truncated
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")
 _MAX_COUNT = 16_000_000  # elements of one array; the largest vocabularies have 300,000 words and as many merges
@@ -157,8 +157,8 @@ def read_gguf(path: Path) -> GgufHeader:
     with open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         magic = file.read(4)
-        if magic != _MAGIC:
-            raise CheckpointError(f"{path.name}: not a GGUF file: it begins with {magic!r}, not {_MAGIC!r}: {AGAIN}")
+        if magic != MAGIC:
+            raise CheckpointError(f"{path.name}: not a GGUF file: it begins with {magic!r}, not {MAGIC!r}: {AGAIN}")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         header = _header(_Cursor(data), path)
@@ -171,7 +171,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def _header(cursor: _Cursor, path: Path) -> GgufHeader:
-    cursor.take(len(_MAGIC))
+    cursor.take(len(MAGIC))
     version = cursor.number("I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
