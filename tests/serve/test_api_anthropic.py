@@ -1,12 +1,22 @@
 """Anthropic's Messages API: what its requests mean to the model, and how answers are spelled, whole and streamed."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from antiphon.serve.text.dialects import Dialect, ReasoningFormat
-from tests.serve.api_harness import Live, fake_engine, ids, live, small_grammars, small_tokenizer
+from tests.serve.api_harness import (
+    Live,
+    fake_engine,
+    ids,
+    live,
+    post,
+    read_answer,
+    small_grammars,
+    small_tokenizer,
+)
 from tests.serve.test_api_tools import HERMES, says
 
 LOOK = {
@@ -150,6 +160,21 @@ def test_refusals_have_the_shape_of_this_api(
     answer = response.json()
     assert (answer["type"], answer["error"]["type"]) == ("error", kind)
     assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("root_path", ["", "/models/a"])
+def test_refusals_before_the_application_have_its_shape(root_path: str) -> None:
+    """By the address of the page, and by the connection itself."""
+    body = {"messages": HELLO, "max_tokens": 1}
+    with live(fake_engine(), root_path=root_path) as server:
+        page = server.http.post(f"{root_path}/v1/messages", json=body, headers={"origin": "https://evil.example"})
+        with server.connect() as connection:
+            connection.sendall(post(f"{root_path}/v1/messages", body)[:-5])
+            connection.shutdown(socket.SHUT_WR)
+            status, _, answer = read_answer(connection)
+    assert (page.status_code, status) == (403, 400)
+    for kind, refusal in (("permission_error", page.json()), ("invalid_request_error", json.loads(answer))):
+        assert (refusal["type"], refusal["error"]["type"]) == ("error", kind)
 
 
 def test_keys_may_come_as_this_api_sends_them() -> None:

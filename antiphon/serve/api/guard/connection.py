@@ -102,6 +102,12 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         return "client {}:{}".format(*self.client) if self.client else "a client"
 
     @property
+    def _path(self) -> str:
+        """Of the request that is in progress, as the application knows it; errors have its API's shape."""
+        path: str = self.scope["path"] if self._is_answering else ""
+        return path.removeprefix(self._settings.root_path)
+
+    @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -364,7 +370,7 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         self._all.linger(self)
 
     def _rendered(self, error: ApiError) -> bytes:
-        response = error.response()
+        response = error.response(self._path)
         headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
         phrase = http.HTTPStatus(error.status).phrase
         body = b"" if self.conn.request_method == b"HEAD" else bytes(response.body)

@@ -95,7 +95,7 @@ class AccessMiddleware:
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         if (refusal := self._refusal_of_site(scope)) is not None:
-            return refusal.response()
+            return refusal.response(scope["path"])
         if not self._keys or scope["path"] in OPEN_PATHS or self._has_key(scope):
             return None
         return ApiError(
