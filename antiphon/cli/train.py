@@ -41,6 +41,7 @@ from antiphon.cli.output import (
 )
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, model_spec
+from antiphon.models.write_rounded import writing
 from antiphon.report.run import comparisons, read_run, write_run_page
 from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
@@ -336,7 +337,8 @@ def export(
     spec = model_spec(facts["model_config"])
     tokenizer = tokenizer_of(config)
     beside = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    with progress("exporting", format_amount=format_bytes) as report:
+    left = f"; what is in {folder} is not whole, remove it"
+    with progress("exporting", format_amount=format_bytes) as report, writing(folder, left):
         further_is_trained = config.loss.mtp > 0
         stored = StoredParameters(source, spec, further=further_is_trained)
         written_as = FLOAT8 if dtype == "fp8" else getattr(torch, dtype)

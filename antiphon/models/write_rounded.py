@@ -110,10 +110,30 @@ def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report
 
 
 @contextmanager
-def _written_alone(out: Path) -> Iterator[None]:
-    """Makes `out`; within it no other run writes it, and what the system refuses is a `UserError`."""
+def writing(folder: Path, advice: str) -> Iterator[None]:
+    """Makes `folder`; within it, what the system refuses to write there is a `UserError` that ends with `advice`."""
+
+    def refused(reason: str) -> UserError:
+        return UserError(f"{folder} cannot be written ({reason}): make room, or give another folder{advice}")
+
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(error.strerror or str(error)) from error
+    try:
+        yield
+    except SafetensorError as error:
+        raise refused(str(error)) from error
+    except OSError as error:
+        if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
+            raise  # of what is read
+        raise refused(error.strerror or str(error)) from error
+
+
+@contextmanager
+def _written_alone(out: Path) -> Iterator[None]:
+    """Within it no other run writes `out`."""
+    with writing(out, "; the same command goes on from here"):
         descriptor = os.open(out, os.O_RDONLY)
         try:
             _lock(descriptor, out)
@@ -122,11 +142,6 @@ def _written_alone(out: Path) -> Iterator[None]:
             yield
         finally:
             os.close(descriptor)
-    except (OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UserError(
-            f"{out} cannot be written ({reason}): make room, or give another folder; the same command goes on from here"
-        ) from error
 
 
 def _lock(descriptor: int, out: Path) -> None:

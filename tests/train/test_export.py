@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -177,6 +178,20 @@ def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(written) > 3
     again = trainable(tmp_path / "exported")
     assert same_tensors(again, trainer.model)
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Trainer(prepare(config_of(tmp_path, "steps=1"))).run()
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(hugging_face, "save_file", full)
+    with pytest.raises(UserError, match=r"exported cannot be written \(.*No space left .*remove it$"):
+        commands.export(tmp_path / "out", tmp_path / "exported")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file cannot be written \(File exists\)"):
+        commands.export(tmp_path / "out", tmp_path / "file")
 
 
 def test_a_box_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

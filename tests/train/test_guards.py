@@ -1,5 +1,6 @@
 """What guards a run: its configuration when it goes on, its folder, its disk, and signals."""
 
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from antiphon.cli import train as commands
 from antiphon.report.run import read_run, run_page
 from antiphon.train import checkpoint
 from antiphon.train.held_out import HeldOutLoss
-from antiphon.train.metrics import OutputLock
+from antiphon.train.metrics import Metrics, OutputLock
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
 from tests.serve.fork_server import PROGRAMS
@@ -103,6 +104,24 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     lock.close()
     finished(tmp_path)
     OutputLock(tmp_path / "out").close()
+
+
+def test_metrics_that_are_no_steps_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands there, and a full disk takes nothing away."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0}\n[1]\n{"loss": 1}\n{"step": 9}\n{"st')
+    Metrics(tmp_path, 5).close()
+    assert file.read_text() == '{"step": 0}\n'
+
+    def full(path: Path, text: str, **_: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        Metrics(tmp_path, 5)
+    assert file.read_text() == '{"step": 0}\n'
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
