@@ -148,7 +148,16 @@ def ask(url: str, send: Callable[[], httpx.Response]) -> httpx.Response:
         raise UserError(f"no server answers at {url} ({error}); `antiphon serve MODEL` starts one") from error
     if answer.status_code == 401:
         raise UserError(f"the server at {url} asks for an API key: give --api-key-file FILE with one that it knows")
+    if answer.status_code == 403:  # of a name that it does not know, which tunnels and proxies have
+        raise UserError(f"the server at {url} refuses this: {_message_of(answer)}")
     return answer
+
+
+def _message_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status_code}"
 
 
 def frame(reading: DashboardReading, problem: str) -> RenderableType:

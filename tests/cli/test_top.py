@@ -104,6 +104,16 @@ def test_what_cannot_be_looked_at(server: Live, tmp_path: Path) -> None:
             read(client, locked.url)
 
 
+def test_a_server_that_does_not_know_its_name_is_quoted(tmp_path: Path) -> None:
+    with live(fake_engine(), allowed_hosts=()) as server:
+        url = server.url.replace("127.0.0.1", "antiphon.localhost")
+        transport = httpx.MockTransport(lambda asked: server.http.get("/version", headers={"host": asked.url.host}))
+        with httpx.Client(transport=transport) as client, pytest.raises(UserError) as caught:
+            read(client, url)
+    assert "refuses this: Host is 'antiphon.localhost'" in str(caught.value)
+    assert "--allowed-hosts antiphon.localhost" in str(caught.value)
+
+
 def test_a_key_from_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with live(fake_engine(), api_keys=("secret",)) as locked:
