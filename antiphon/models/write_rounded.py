@@ -56,7 +56,8 @@ from antiphon.specs.model import ModelSpec
 Report = Callable[[float, float | None], None]
 _log = get_logger("models")
 _KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
-_MADE_BY, _MADE_FROM, _PART = "antiphon.quantize", "source", ".part"
+_MADE_BY, _MADE_FROM = "antiphon.quantize", "source"
+_PIECE_BYTES = 1 << 20
 _BLOCK_SIZE = 16
 _WINDOW = 512  # tokens that see each other
 
@@ -137,8 +138,6 @@ def _written_alone(out: Path) -> Iterator[None]:
         descriptor = os.open(out, os.O_RDONLY)
         try:
             _lock(descriptor, out)
-            for part in out.glob(f".*{_PART}"):  # of a run that was killed
-                part.unlink()
             yield
         finally:
             os.close(descriptor)
@@ -218,7 +217,7 @@ def _write_shard(
         errors[f"{layer} {kind}"] = before[0] + error, before[1] + total
         tensors |= {name + suffix: part for suffix, part in packed_parts(weight)}
         checkpoint.release(name)
-    part = file.with_name(f".{file.name}{_PART}")
+    part = file.with_name(f".{file.name}.part")
     try:
         save_file(tensors, part, {"format": "pt", **made, "errors": json.dumps(errors)})
         part.chmod(0o644)  # the library lets no one else read
@@ -244,8 +243,11 @@ def _kept_shard(file: Path, made: dict[str, str]) -> _Shard:
 
 
 def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
     with open_regular(file) as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
+        while piece := source.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _squares(source: Tensor, weight: QuantizedWeight) -> tuple[float, float]:

@@ -107,7 +107,7 @@ def answered_before(path: Path) -> set[str]:
                 try:
                     result = json.loads(line)
                     custom_id, status = result["custom_id"], int(result["response"]["status_code"])
-                except (ValueError, KeyError, TypeError, RecursionError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     if line.endswith("\n"):
                         raise UserError(
                             f"{path} line {number} is no answer of a batch: name another file for the answers"
