@@ -12,7 +12,7 @@ from torch import Tensor
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import model_spec
-from antiphon.models.quantization import left_out, packing_of
+from antiphon.models.quantization import check_quantization, left_out, packing_of
 from tests.models.float8_specimens import (
     FORMATS,
     Quantized,
@@ -189,7 +189,7 @@ def test_other_formats_are_refused_by_name(quantization: dict[str, Any], expecte
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_bits_have_two_names(method: str) -> None:
     config = CONFIG | {"quantization_config": {"quant_method": method, "w_bit": 4, "group_size": 128}}
-    model_spec(config)
+    check_quantization(config)
     packing = packing_of(config)
     assert packing is not None
     assert (packing.bits, packing.group_sizes) == ((4,), (128,))
