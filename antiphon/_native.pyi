@@ -68,6 +68,7 @@ class PackedLinear:
         out_address: int,
         out_fp32: bool,
     ) -> None: ...
+    def take_rows(self, ids_address: int, num_rows: int, out_address: int) -> None: ...
 
 class GateOptions:
     sigmoid: bool

@@ -205,6 +205,10 @@ class KernelBackend(Protocol):
     ) -> Tensor:
         """x @ weight.T + bias (+ residual), summed in float32, returned as `out_dtype` (default: the back-end's)."""
 
+    def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
+        """Rows [T, in] of a weight that was packed from floats, in the back-end's dtype and owned by the caller: what a
+        head that is also the embedding looks tokens up in. `ids_T`: int64, each below `out_features`."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis: x / sqrt(mean(x²) + eps) * weight, statistics in float32."""
 

@@ -165,6 +165,17 @@ class CpuBackend:
         )
         return out if out_dtype is None else out.to(out_dtype)
 
+    def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
+        assert isinstance(weight, CpuLinear)
+        assert not weight.quantized
+        ids_T = ids_T.contiguous()
+        assert ids_T.dtype == torch.int64
+        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < weight.out_features:
+            raise IndexError(f"rows {ids_T.tolist()} of a weight of {weight.out_features} rows")
+        out = torch.empty((len(ids_T), weight.in_features), dtype=self.dtype)
+        weight.native.take_rows(ids_T.data_ptr(), len(ids_T), out.data_ptr())
+        return out
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
         x = x if x.is_contiguous() else x.contiguous()

@@ -94,6 +94,7 @@ class CpuLinear:
         self.out_features, self.in_features = weight.shape
         form = None if isinstance(weight, Tensor) else weight.format
         order = None if isinstance(weight, Tensor) else weight.order
+        self.quantized = form is not None
         self.order = None if order is None else order.clamp(min=0).to(torch.int32)  # fillers meet zeros in the weight
         num_columns = self.in_features if order is None else order.numel()
         source = CpuSource("weight", weight, (self.out_features, self.in_features), form, dtype)

@@ -273,6 +273,10 @@ class ReferenceBackend:
             residual_TO = residual_TO + weight.bias_O
         return torch.addmm(residual_TO, x_TI, weight.weight_OI.t())
 
+    def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
+        assert isinstance(weight, ReferenceLinear)
+        return weight.weight_OI.index_select(0, ids_T)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, native=False)
 

@@ -123,9 +123,9 @@ class AttentionHalf:
     """Embedding, attention layers, routers, shared experts, dense layers, head.
 
     `spec` is the whole model, `layers` and tables are what this rank of `ranks` has of it: layers by their number in
-    the model. Without `embedding_WH` and `output_head` it is a later stage of a pipeline: `embed` and `head` are not
-    called. `weight_bytes` were read from the checkpoint. Positions end with the rotary table: a longer sequence is a
-    bug of the caller's, which back-ends need not notice.
+    the model. A head without `embedding_WH` is the embedding too. With neither it is a later stage of a pipeline:
+    `embed` and `head` are not called. `weight_bytes` were read from the checkpoint. Positions end with the rotary
+    table: a longer sequence is a bug of the caller's, which back-ends need not notice.
     """
 
     spec: ModelSpec
@@ -147,13 +147,18 @@ class AttentionHalf:
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
-        assert self.embedding_WH is not None, "this is a later stage"
         if self._share.is_whole:
-            return self.embedding_WH.index_select(0, token_ids_T)
+            return self._table_rows(token_ids_T)
         first, last = self._share.vocabulary
         elsewhere_T = (token_ids_T < first) | (token_ids_T >= last)
-        rows_TH = self.embedding_WH.index_select(0, (token_ids_T - first).clamp_(0, last - first - 1))
+        rows_TH = self._table_rows((token_ids_T - first).clamp_(0, last - first - 1))
         return add_over_ranks(self.ranks, rows_TH.masked_fill_(elsewhere_T.unsqueeze(1), 0.0))
+
+    def _table_rows(self, ids_T: Tensor) -> Tensor:
+        if self.embedding_WH is not None:
+            return self.embedding_WH.index_select(0, ids_T)
+        assert self.output_head is not None, "this is a later stage"
+        return self.backend.weight_rows(self.output_head, ids_T)
 
     def attend(
         self, layer: int, x_TH: Tensor, delta_TH: Tensor | None, cache: KVCache, batch: AttentionBatch

@@ -86,6 +86,9 @@ def load_attention_half(
     reader = WeightReader(checkpoint, backend, check(checkpoint, refs), progress)
 
     embedding_WH = reader.tensor(outer["embedding"]) if is_first else None
+    output_head = None if embedding_WH is None else _head(spec, outer, reader, embedding_WH)
+    if spec.tie_embeddings:
+        embedding_WH = None  # the head is the table
     rotary = rotary_table(spec.attention.rope, max_positions or spec.max_position, backend.device)
     local = share.local_spec(spec)
     norms = None if share.is_whole or spec.attention.qk_norm != "full" else _whole_norms(spec, share, ranks)
@@ -98,7 +101,7 @@ def load_attention_half(
             for layer, plan in plans.items()
         },
         final_norm=_norm(spec, outer, "final_norm", reader) if is_first else None,
-        output_head=None if embedding_WH is None else _head(spec, outer, reader, embedding_WH),
+        output_head=output_head,
         weight_bytes=reader.done_bytes,
         ranks=ranks,
     )

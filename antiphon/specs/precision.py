@@ -51,7 +51,7 @@ class PrecisionSpec:
     def plain_bytes(self) -> float:
         """Bytes of one element of what stays in floats when weights are rounded: embedding, head, norms, routers, and
         the up projections of latent attention."""
-        return BYTES_OF["bfloat16" if self.weights in WEIGHTS_ONLY else self.weights]
+        return BYTES_OF["bfloat16" if self.weights in ("fp8", *WEIGHTS_ONLY) else self.weights]
 
     @property
     def kv_bytes(self) -> float:

@@ -42,6 +42,27 @@ class PackedLinear {
         kernels::perform(type_, call);
     }
 
+    // Rows of a weight that is kept as floats, as they were before it was packed: `ids` int64 [num_rows], out
+    // [num_rows][inner] of its element type.
+    void take_rows(uintptr_t ids, int64_t num_rows, uintptr_t out) const {
+        const nb::gil_scoped_release released;
+        const auto* wanted = pointer<const int64_t>(ids);
+        constexpr int64_t step_bytes = kernels::panel_bytes / kernels::panel_width;  // of one row
+        const int64_t row_bytes = weight_.inner * static_cast<int64_t>(kernels::element_bytes(type_));
+        ThreadPool::instance().for_each(num_rows, [&](int64_t i) {
+            const int64_t id = wanted[i];
+            const char* from = weight_.data + id / kernels::panel_width * weight_.panel_stride +
+                               id % kernels::panel_width * step_bytes;
+            char* to = pointer<char>(out) + i * row_bytes;
+            int64_t left = row_bytes;
+            for (; left >= step_bytes; left -= step_bytes, from += kernels::panel_bytes) {
+                std::memcpy(to, from, step_bytes);
+                to += step_bytes;
+            }
+            std::memcpy(to, from, static_cast<size_t>(left));
+        });
+    }
+
     // Product without residual and output.
     LinearCall product(uintptr_t x, int64_t num_rows, int64_t x_stride) const {
         return {weight_, bias_.empty() ? nullptr : bias_.data(), rows(x, num_rows, x_stride), {}, nullptr, false};
@@ -97,7 +118,9 @@ void bind_linear(nb::module_& module) {
              nb::arg("bias_address"))
         .def_prop_ro("num_bytes", &PackedLinear::num_bytes)
         .def("linear", &PackedLinear::linear, nb::arg("x_address"), nb::arg("num_rows"), nb::arg("x_stride"),
-             nb::arg("residual_address"), nb::arg("residual_stride"), nb::arg("out_address"), nb::arg("out_fp32"));
+             nb::arg("residual_address"), nb::arg("residual_stride"), nb::arg("out_address"), nb::arg("out_fp32"))
+        .def("take_rows", &PackedLinear::take_rows, nb::arg("ids_address"), nb::arg("num_rows"),
+             nb::arg("out_address"));
     nb::class_<GateOptions>(module, "GateOptions")
         .def(nb::init<>())
         .def_rw("sigmoid", &GateOptions::sigmoid)

@@ -105,3 +105,16 @@ def test_heights_of_tiles_give_the_same_bits(isa: str, outputs: int, dtype: torc
     alone = torch.cat([backend.linear(x[row : row + 1], packed) for row in range(26)])
     for count in (6, 7, 8, 10, 11, 12, 13, 16, 18, 24, 25, 26):
         assert torch.equal(backend.linear(x[:count], packed), alone[:count]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inner"), [(1, 1), (16, 32), (50, 33), (7, 96)])
+def test_rows_are_taken_out_as_they_were_packed(num_threads: int, dtype: torch.dtype, outputs: int, inner: int) -> None:
+    backend = CpuBackend(dtype)
+    weight = torch.randn(outputs, inner).to(dtype)
+    packed = backend.pack_linear(weight)
+    ids = torch.randint(0, outputs, (5,))
+    for wanted in (ids, ids[:0], torch.arange(outputs)):
+        assert torch.equal(backend.weight_rows(packed, wanted), weight[wanted])
+    with pytest.raises(IndexError, match=f"of a weight of {outputs} rows"):
+        backend.weight_rows(packed, torch.tensor([0, outputs]))

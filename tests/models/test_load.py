@@ -14,7 +14,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
-from antiphon.kernels.api import RotaryTable
+from antiphon.kernels.api import KernelBackend, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
@@ -145,11 +145,14 @@ def test_experts_may_differ_by_layer(save_model: Any, tools: Any) -> None:
     assert str(caught.value) == "layer 1: expert ids [0, 5]: give distinct ids from 0 to 4"
 
 
-def test_a_tied_head_is_the_embedding(save_model: Any, tools: Any) -> None:
+@pytest.mark.parametrize("backend", [ReferenceBackend(), CpuBackend(torch.float32)], ids=["reference", "cpu"])
+def test_a_tied_head_is_the_embedding(backend: KernelBackend, save_model: Any, tools: Any) -> None:
     saved = save_model(tools.config("qwen3_moe", tie_word_embeddings=True))
     assert "lm_head.weight" not in Checkpoint(saved.folder)
     token_ids = tools.ids(5)
-    found = tools.run(tools.load(saved.folder), token_ids, [5])
+    decoder = tools.load(saved.folder, backend)
+    assert decoder.attention_half.embedding_WH is None, "one table is kept"
+    found = tools.run(decoder, token_ids, [5], 16)
     assert float((found - saved.logits(token_ids)).abs().max()) < 2e-4
 
 
@@ -242,9 +245,16 @@ PLANNED: dict[str, PrecisionSpec] = {
 
 
 @pytest.mark.parametrize("weights", PLANNED)
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", {"head_dim": 128}), ("deepseek_v3", LATENT)])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", {"head_dim": 128}),
+        ("qwen3_moe", {"head_dim": 128, "vocab_size": 4096, "tie_word_embeddings": True}),
+        ("deepseek_v3", LATENT),
+    ],
+)
 def test_plans_count_what_is_packed(
-    family: str, sizes: dict[str, int], weights: str, save_model: Any, tools: Any
+    family: str, sizes: dict[str, Any], weights: str, save_model: Any, tools: Any
 ) -> None:
     """Of each role; what is more are biases, norms of heads, and pages that are not full."""
     folder = save_model(tools.config(family, **WIDE | sizes)).folder

@@ -64,6 +64,11 @@ class TritonBackend(ReferenceBackend):
         assert isinstance(weight, TritonLinear)
         return linear(x_TI, weight, residual_TO, out_dtype or x_TI.dtype)
 
+    def weight_rows(self, weight: PackedLinear, ids_T: Tensor) -> Tensor:
+        assert isinstance(weight, TritonLinear)
+        assert weight.format is None
+        return weight.codes[0, 0].index_select(0, ids_T)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm(x, weight, eps)[1]
 

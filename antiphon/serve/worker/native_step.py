@@ -66,7 +66,7 @@ def native_steps(
     most_rows: int,
 ) -> "NativeSteps | None":
     """None where rows leave the process between two layers, or other kernels compute."""
-    is_whole = half.ranks.size == 1 and half.embedding_WH is not None and half.output_head is not None
+    is_whole = half.ranks.size == 1 and half.output_head is not None
     if not (is_whole and isinstance(half.backend, CpuBackend) and isinstance(exchange, LocalExperts)):
         return None
     if sampler is None or not isinstance(exchange.half, ExpertHalf):
