@@ -22,7 +22,7 @@ from typer import Option
 from antiphon import _m2n
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
-from antiphon.bench.harness.children import Children, forked, join_gloo, seconds_of_calls
+from antiphon.bench.harness.children import Children, join_gloo, seconds_of_calls
 from antiphon.bench.harness.contest import (
     ContestColumns,
     Patience,
@@ -168,8 +168,7 @@ def bench_collectives(
         for size in sizes
     ]
     with TemporaryDirectory() as folder, Children() as ranks:
-        made = [partial(CollectivesRank, num_ranks, settings, f"{folder}/store", rank) for rank in range(num_ranks)]
-        ranks.start([f"rank[{rank}]" for rank in range(num_ranks)], made, forked())
+        ranks.start_ranks(num_ranks, partial(CollectivesRank, num_ranks, settings, f"{folder}/store"))
         ranks.introduce()
         for number, case in enumerate(cases):
             report(number, len(cases))

@@ -27,7 +27,7 @@ from typer import Option
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.base.ranges import split_evenly
-from antiphon.bench.harness.children import Children, forked, join_gloo
+from antiphon.bench.harness.children import Children, join_gloo
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds, num_bytes, ratio
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way
 from antiphon.comm.mesh import Group, Sizes, connect
@@ -97,8 +97,7 @@ def bench_dispatch(chosen: DispatchOptions, report: Report) -> list[dict[str, An
     for number, top_k in enumerate(counts):
         report(number, len(counts))
         with TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder, Children() as ranks:
-            made = [partial(DispatchRank, chosen, top_k, f"{folder}/store", rank) for rank in range(chosen.ranks)]
-            ranks.start([f"rank[{rank}]" for rank in range(chosen.ranks)], made, forked())
+            ranks.start_ranks(chosen.ranks, partial(DispatchRank, chosen, top_k, f"{folder}/store"))
             rows += ranks.ask("measure")[0]
     report(len(counts), len(counts))
     return rows

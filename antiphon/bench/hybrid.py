@@ -28,7 +28,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box
-from antiphon.bench.harness.children import Children, forked, seconds_of_calls
+from antiphon.bench.harness.children import Children, seconds_of_calls
 from antiphon.bench.harness.contest import (
     ContestColumns,
     Patience,
@@ -132,8 +132,7 @@ def bench_two_level(case: TwoLevelCase, report: Report) -> list[dict[str, Any]]:
             box = stack.enter_context(box_of_ranks(case.nodes, case.ranks_per_node, case.mbit, case.inner_mbit))
         places = () if box is None else tuple((box.network(node), box.address(node)) for node in range(box.num_nodes))
         ranks = stack.enter_context(Children())
-        made = [partial(TwoLevelRank, case, places, rank) for rank in range(case.num_ranks)]
-        ranks.start([f"rank[{rank}]" for rank in range(case.num_ranks)], made, forked())
+        ranks.start_ranks(case.num_ranks, partial(TwoLevelRank, case, places))
         ranks.introduce()
         sent, carried = {}, {}
         for name in case.contestants:

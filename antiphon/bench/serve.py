@@ -37,8 +37,7 @@ from antiphon.bench.harness.limits import (
 )
 from antiphon.bench.serving_peers import Peer, PeerError, RunResult, Workload, run_result, steady_rate
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
-from antiphon.models.config import load_model_spec, read_config
-from antiphon.models.families.defaults import completed
+from antiphon.models.config import load_model_spec
 from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.config import ServeConfig
@@ -95,8 +94,7 @@ def bench_serve(
     No rows if no engine could be started. What Antiphon itself refuses (`UserError`) ends the benchmark."""
     spec = load_model_spec(model)
     checkpoint = open_checkpoint(model, spec)  # what is wrong with it is said before an engine starts
-    config = completed(read_config(model))
-    decoder = as_kept(DecoderSizes.from_config(config), checkpoint, spec)
+    decoder = as_kept(spec, checkpoint)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for peer in peers:
@@ -106,7 +104,7 @@ def bench_serve(
         for size in sizes:
             if not running:
                 break
-            workload = make_workload(size, int(config["vocab_size"]))
+            workload = make_workload(size, spec.vocab_size)
             say(f"{size.concurrency} x {size.input_tokens} + {size.output_tokens} tokens")
             pids = [peer.pid for peer in running if peer.pid is not None]
             contestants: dict[str, Callable[[], Turn]] = {_LIMITS: partial(measure_limits, device)}

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
-from antiphon.bench.harness.children import Children, forked
+from antiphon.bench.harness.children import Children
 from antiphon.bench.harness.contest import (
     ContestColumns,
     CpuWatch,
@@ -401,8 +401,7 @@ def rows_on_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
     environment |= {"LOCAL_WORLD_SIZE": str(case.ranks), "GROUP_RANK": "0"}
     with Children() as ranks:
-        made = [partial(StepRank, case, workplace, rank) for rank in range(case.ranks)]
-        ranks.start([f"rank[{rank}]" for rank in range(case.ranks)], made, forked(environment))
+        ranks.start_ranks(case.ranks, partial(StepRank, case, workplace), environment)
         found: list[dict[str, Any]] = ranks.ask("rows", timeout_s=_DAY_S)[0]
     return found
 

@@ -24,11 +24,20 @@ from antiphon.bench.ladder_variants import LadderCase, LadderOptions, check_ladd
 from antiphon.bench.m2n import cases
 from antiphon.bench.m2n import contest as m2n_contest
 from antiphon.cli import options
-from antiphon.cli.bench_rows import check_limits, list_of, refuse_alone, say, show_rows
-from antiphon.cli.bench_serve import MOST_TURNS, apart, balance, ping_pong, pools, serve, step
+from antiphon.cli.bench_serve import MOST_TURNS, apart, balance, ping_pong, pools, say, serve, step
 from antiphon.cli.commands import CONTEXT_SETTINGS, new_app, takes_groups
-from antiphon.cli.options import check_count, check_one_of, check_timeout, parse_size, words_of
-from antiphon.cli.output import JsonOption, check_output_file, whole_file, write_whole
+from antiphon.cli.options import (
+    check_count,
+    check_limits,
+    check_one_of,
+    check_timeout,
+    list_of,
+    numbers_of,
+    parse_size,
+    refuse_alone,
+    words_of,
+)
+from antiphon.cli.output import JsonOption, check_output_file, show_rows, whole_file, write_whole
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 
@@ -199,7 +208,9 @@ def train(
         _run_ladder(chosen, step | {"dtype": dtypes[0], "rounds": rounds}, json)
         return
     refuse_alone(context, LadderOptions, "ladder", "only a ladder runs in a box, so give --ladder too, or leave it out")
-    counts = parse_ranks(ranks)
+    counts = numbers_of("--ranks", ranks, "1,2,4")
+    for count in counts:
+        check_count("--ranks", count, MOST_RANKS)
     if changes and all(count == 1 for count in counts):
         raise UserError(f"--set {changes[0]}: one process shares nothing; add --ranks, for example --ranks 2")
     if compiled and counts != [1]:
@@ -243,16 +254,6 @@ def _run_ladder(chosen: LadderOptions, step: dict[str, Any], json: str | None) -
             f"{case.tokens_per_step} tokens a step"
         )
         write_whole("--figure", chosen.figure, training_ladder.draw(rows, title))
-
-
-def parse_ranks(text: str) -> list[int]:
-    """``"1,2,4"`` -> all of them."""
-    if not all(name.isdecimal() for name in text.split(",")):
-        raise UserError(f"--ranks {text!r}: write numbers, for example 1,2,4")
-    found = [int(name) for name in text.split(",")]
-    for count in found:
-        check_count("--ranks", count, MOST_RANKS)
-    return found
 
 
 for command in (  # in the order of the help

@@ -1,6 +1,7 @@
 """The benchmarks of engines: `antiphon bench serve`, `step`, `balance`, `pools`, `ping-pong` and `apart`."""
 
 import json as jsonlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,10 +26,9 @@ from antiphon.bench.load import COLUMNS, LoadOptions, bench_load, best_within, l
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
-from antiphon.cli.bench_rows import check_limits, list_of, numbers_of, refuse_alone, say, show_rows
 from antiphon.cli.commands import given_options, takes_groups
-from antiphon.cli.options import check_count, parse_size, words_of
-from antiphon.cli.output import JsonOption, check_output_file, show, write_whole
+from antiphon.cli.options import check_count, check_limits, list_of, numbers_of, parse_size, refuse_alone, words_of
+from antiphon.cli.output import JsonOption, check_output_file, show, show_rows, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.report.document import Grid, html
@@ -38,6 +38,10 @@ from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
 
 MOST_REQUESTS, MOST_TOKENS, MOST_TURNS = 65_536, 10_000_000, 1000  # more is a slip
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 @takes_groups
@@ -204,10 +208,7 @@ def other_engines(peers: str | None, against_url: str | None, model: Path, devic
 
 def parse_counts(text: str) -> list[int]:
     """``"1,8"`` -> ``[1, 8]``."""
-    try:
-        counts = [int(part) for part in text.split(",") if part]
-    except ValueError as error:
-        raise UserError(f"--concurrency {text!r} is not a list of numbers: write for example 1,8,32") from error
+    counts = numbers_of("--concurrency", text, "1,8,32", may_be_empty=True)
     for count in counts:
         check_count(f"--concurrency {text!r}: a number", count, MOST_REQUESTS)
     return counts

@@ -1,32 +1,112 @@
-"""What commands that run an engine show of it: how far it has loaded, that it is ready, what its plan predicts, where
-its time went."""
+"""What commands that run an engine share: its configuration, made of options and a plan (`--plan`), or why both cannot
+be obeyed; and what they show: how far it has loaded, that it is ready, what its plan predicts, where its time went."""
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.table import Table
 
 from antiphon import __version__, _native
+from antiphon.base.allowance import allowance
+from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds
-from antiphon.bench.profile.profile import THIS_CORE
+from antiphon.bench.profile import THIS_CORE
+from antiphon.cli.commands import given_options
+from antiphon.cli.options import SIZES, CapacityOptions, WorkerOptions
 from antiphon.cli.output import show, table, whole_file
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
+from antiphon.models.config import load_model_spec
 from antiphon.report.words import plural
 from antiphon.serve.config import LAYOUT_FIELDS, ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start
 from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.prepare import PreparedEngine
-from antiphon.serve.served_plan import ServedPlan
+from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
 from antiphon.specs.model import ModelSpec
+from antiphon.specs.plan import Collectives, read_plan
 
+PLANNED = (*SIZES, "max_running", "prefill_collectives", "decode_collectives")  # options a plan decides
 EXAMPLE_BODY = '{"prompt": "class Stack:", "max_tokens": 32}'
+
+
+def planned_config(
+    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
+) -> tuple[ServeConfig, ServedPlan | None]:
+    """The configuration that was asked for, and the plan it obeys if one was given. An option that contradicts the
+    plan is a `UserError`; `context` knows which options were written and which are defaults."""
+    if workers.plan is None:
+        return workers.config(model, capacity, trace=trace), None
+    if workers.prefill is not None or workers.decode is not None:
+        raise UserError("--prefill and --decode do not apply with --plan: a plan with both phases names the workers")
+    served = served_plan_of(read_plan(workers.plan), load_model_spec(model), workers.plan)
+    values = {**vars(workers), **vars(capacity)}
+    served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, PLANNED)})
+    room = None if given_options(context, ["max_batch_tokens"]) else capacity.max_batch_tokens
+    if served.prefill is None:
+        return _obey(served, workers, capacity, model, room, trace=trace), served
+    decode, prefill = workers.for_pools(served.layout, served.prefill.layout)
+    config = _obey(served, decode, capacity, model, room, trace=trace)
+    prefill_config = replace(_obey(served.prefill, prefill, capacity, model, room, trace=trace), pool="prefill")
+    return replace(config, prefill=prefill_config, pool="decode"), served
+
+
+def config_here(
+    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
+) -> ServeConfig:
+    """`planned_config` of workers that all start on this machine, which must be able to carry those of a plan."""
+    planned, served = planned_config(context, model, workers, capacity, trace=trace)
+    config = workers.with_micro_batches(planned)
+    if served is not None:
+        check_plan_fits(config, served)
+    return config
+
+
+def _obey(
+    served: ServedPlan, workers: WorkerOptions, capacity: CapacityOptions, model: Path, room: int | None, *, trace: bool
+) -> ServeConfig:
+    """The configuration of the workers that `served` names. `room`: tokens of a step, unless the plan needs more; None:
+    what `capacity` says was asked for."""
+    planned = replace(
+        workers,
+        layout=served.layout,
+        instances=served.num_instances if served.layout != "colocated" else None,
+        attention=served.num_attention,
+        experts=served.num_experts if served.layout == "disaggregated" else None,
+        tp=served.attention_tp,
+        expert_tp=served.expert_tp if served.layout != "colocated" else None,
+        pp=served.num_stages,
+        micro_batches=served.num_micro_batches,
+        prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
+        decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
+        attention_device=workers.attention_device or served.attention_device,
+        expert_device=workers.expert_device or served.expert_device,
+        prefill=None,
+        decode=None,
+    )
+    most = capacity.max_batch_tokens if room is None else max(served.max_batch_tokens or room, served.max_running)
+    planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=most)
+    config = planned.config(model, planned_capacity, trace=trace)
+    return replace(config, placement=config.placement or served.placement)
+
+
+def _decided(planned: Collectives, asked: Collectives) -> Collectives:
+    """What the plan says, unless it leaves the choice open."""
+    return asked if planned == "auto" else planned
+
+
+def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
+    """`UserError` if this machine cannot carry the plan's workers, those that join from other machines not counted."""
+    num_devices = allowance().num_cores if config.device == "cpu" else max(1, torch.cuda.device_count())
+    check_workers_fit(config, num_devices, served.file)
 
 
 def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str, url: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
-from antiphon.cli.engine_run import report_timeline, start_with_progress
+from antiphon.cli.engine_run import config_here, report_timeline, start_with_progress
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table
 from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
@@ -41,7 +41,10 @@ class PromptOptions:
         spec = load_model_spec(model)
         prompt = self.text if self.prompt is None else self.prompt
         if prompt is None:
-            return parse_token_ids(str(self.token_ids), spec.vocab_size), None
+            ids = options.numbers_of("--token-ids", str(self.token_ids), "1,2,3")
+            if wrong := [token for token in ids if not 0 <= token < spec.vocab_size]:
+                raise UserError(f"--token-ids names token {wrong[0]}: this model's are 0 to {spec.vocab_size - 1}")
+            return ids, None
         with TokenizerReader(model) as reader:
             tokenizer = reader.read()
             ids = reader.encode(prompt)
@@ -77,7 +80,7 @@ def generate(
     """Complete a prompt with MODEL, without a server."""
     check_output_file("--timeline", timeline)
     params = sampling.params()
-    config = options.config_here(context, model, workers, _CAPACITY, trace=timeline is not None)
+    config = config_here(context, model, workers, _CAPACITY, trace=timeline is not None)
     ids, tokenizer = prompt.read(model)
     engine = start_with_progress(prepare(config))
     try:
@@ -89,17 +92,6 @@ def generate(
             report_timeline(engine, timeline, json)
     finally:
         engine.stop()
-
-
-def parse_token_ids(text: str, vocab_size: int) -> list[int]:
-    """``"1,2,3"`` -> ``[1, 2, 3]``."""
-    try:
-        ids = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"--token-ids {text!r} is not a list of numbers: write for example 1,2,3") from error
-    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-        raise UserError(f"--token-ids names token {wrong[0]}: this model's are 0 to {vocab_size - 1}")
-    return ids
 
 
 def complete(

@@ -1,21 +1,19 @@
-"""Options that several commands share, declared once, and the configuration made from them.
-
-`planned_config` makes it of options and a plan (`--plan`), or says in a line why both cannot be obeyed.
-"""
+"""Options that several commands share, declared once, and the configuration made from them; texts of options that are
+read, and checks of their values."""
 
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-import torch
 import typer
+from typer.models import OptionInfo
 
-from antiphon.base.allowance import allowance
 from antiphon.base.errors import UserError
 from antiphon.base.units import parse_bytes
+from antiphon.bench.harness.contest import Patience, UpTo
 from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
@@ -24,18 +22,16 @@ from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, S
 from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.placement_control import Policy
-from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.specs.placement import read_placement
-from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives, read_plan
+from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
 from antiphon.specs.precision import KVStorage
 
 ModelFolder = Annotated[
     Path,
     typer.Argument(metavar="MODEL", help="Checkpoint folder, or a GGUF file.", callback=model_folder),
 ]
-_SIZES = ("layout", "instances", "attention", "experts", "tp", "expert_tp", "pp", "micro_batches")
-_PLANNED = (*_SIZES, "max_running", "prefill_collectives", "decode_collectives")  # options a plan decides
-_OF_ONE_POOL = (*_SIZES, "placement")  # options that say nothing of two pools
+SIZES = ("layout", "instances", "attention", "experts", "tp", "expert_tp", "pp", "micro_batches")
+_OF_ONE_POOL = (*SIZES, "placement")  # options that say nothing of two pools
 _AS_WRITTEN = (  # options that are fields of a configuration
     *("stepping", "exchange", "prefill_collectives", "decode_collectives", "device", "dtype", "kernels", "graphs"),
     *("streams", "max_model_len", "rope_scaling", "weights", "kv_dtype", "num_threads", "timeout_s", "balance"),
@@ -264,80 +260,25 @@ class WorkerOptions:
         return any(names) or self.attention_threads is not None or self.expert_threads is not None
 
 
-def planned_config(
-    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
-) -> tuple[ServeConfig, ServedPlan | None]:
-    """The configuration that was asked for, and the plan it obeys if one was given. An option that contradicts the
-    plan is a `UserError`; `context` knows which options were written and which are defaults."""
-    if workers.plan is None:
-        return workers.config(model, capacity, trace=trace), None
-    if workers.prefill is not None or workers.decode is not None:
-        raise UserError("--prefill and --decode do not apply with --plan: a plan with both phases names the workers")
-    served = served_plan_of(read_plan(workers.plan), load_model_spec(model), workers.plan)
-    values = {**vars(workers), **vars(capacity)}
-    served.refuse_other({name.replace("_", "-"): values[name] for name in given_options(context, _PLANNED)})
-    room = None if given_options(context, ["max_batch_tokens"]) else capacity.max_batch_tokens
-    if served.prefill is None:
-        return _obey(served, workers, capacity, model, room, trace=trace), served
-    decode, prefill = workers.for_pools(served.layout, served.prefill.layout)
-    config = _obey(served, decode, capacity, model, room, trace=trace)
-    prefill_config = replace(_obey(served.prefill, prefill, capacity, model, room, trace=trace), pool="prefill")
-    return replace(config, prefill=prefill_config, pool="decode"), served
-
-
-def config_here(
-    context: typer.Context, model: Path, workers: WorkerOptions, capacity: CapacityOptions, *, trace: bool
-) -> ServeConfig:
-    """`planned_config` of workers that all start on this machine, which must be able to carry those of a plan."""
-    planned, served = planned_config(context, model, workers, capacity, trace=trace)
-    config = workers.with_micro_batches(planned)
-    if served is not None:
-        check_plan_fits(config, served)
-    return config
-
-
-def _obey(
-    served: ServedPlan, workers: WorkerOptions, capacity: CapacityOptions, model: Path, room: int | None, *, trace: bool
-) -> ServeConfig:
-    """The configuration of the workers that `served` names. `room`: tokens of a step, unless the plan needs more; None:
-    what `capacity` says was asked for."""
-    planned = replace(
-        workers,
-        layout=served.layout,
-        instances=served.num_instances if served.layout != "colocated" else None,
-        attention=served.num_attention,
-        experts=served.num_experts if served.layout == "disaggregated" else None,
-        tp=served.attention_tp,
-        expert_tp=served.expert_tp if served.layout != "colocated" else None,
-        pp=served.num_stages,
-        micro_batches=served.num_micro_batches,
-        prefill_collectives=_decided(served.prefill_collectives, workers.prefill_collectives),
-        decode_collectives=_decided(served.decode_collectives, workers.decode_collectives),
-        attention_device=workers.attention_device or served.attention_device,
-        expert_device=workers.expert_device or served.expert_device,
-        prefill=None,
-        decode=None,
-    )
-    most = capacity.max_batch_tokens if room is None else max(served.max_batch_tokens or room, served.max_running)
-    planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=most)
-    config = planned.config(model, planned_capacity, trace=trace)
-    return replace(config, placement=config.placement or served.placement)
-
-
-def _decided(planned: Collectives, asked: Collectives) -> Collectives:
-    """What the plan says, unless it leaves the choice open."""
-    return asked if planned == "auto" else planned
-
-
-def check_plan_fits(config: ServeConfig, served: ServedPlan) -> None:
-    """`UserError` if this machine cannot carry the plan's workers, those that join from other machines not counted."""
-    num_devices = allowance().num_cores if config.device == "cpu" else max(1, torch.cuda.device_count())
-    check_workers_fit(config, num_devices, served.file)
-
-
 def words_of(text: str) -> list[str]:
     """``"a, b,"`` -> ``["a", "b"]``."""
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def list_of(option: str, text: str) -> list[str]:
+    """What commas separate; `UserError` if that is nothing."""
+    if not (words := words_of(text)):
+        raise UserError(f"{option} is empty: name at least one")
+    return words
+
+
+def numbers_of(option: str, text: str, example: str, *, may_be_empty: bool = False) -> list[int]:
+    """Whole numbers that commas separate; `UserError` for what is none, and for no number unless there may be none."""
+    words = words_of(text) if may_be_empty else list_of(option, text)
+    try:
+        return [int(word) for word in words]
+    except ValueError as error:
+        raise UserError(f"{option} {text!r} is not a list of numbers: write for example {example}") from error
 
 
 def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
@@ -382,6 +323,34 @@ def check_one_of(option: str, value: str, known: Collection[str]) -> str:
     if value not in known:
         raise UserError(f"{option} {value} does not exist: use {', '.join(known)}")
     return value
+
+
+def check_limits(chosen: Any) -> None:
+    """`UserError` for a field of a case that is beyond the limit in its annotation."""
+    for name, hint in get_type_hints(type(chosen), include_extras=True).items():
+        notes = getattr(hint, "__metadata__", ())
+        named = [text for note in notes if isinstance(note, OptionInfo) for text in _names_of(note)]
+        option, value = named[0] if named else f"--{name.replace('_', '-')}", getattr(chosen, name)
+        for note in notes:
+            if isinstance(note, UpTo):
+                check_count(option, value, note.most)
+            elif isinstance(note, tuple):
+                check_one_of(option, value, note)
+            elif isinstance(note, Patience):
+                check_timeout(option, value)
+
+
+def _names_of(option: OptionInfo) -> list[str]:
+    """The names written in an annotation, where the first of them is in the place of the default."""
+    return [name for name in (option.default, *(option.param_decls or ())) if isinstance(name, str)]
+
+
+def refuse_alone(context: typer.Context, group: type[Any], needed: str, why: str) -> None:
+    """`UserError` if an option of the group was written, and `needed` was not, without which none of them applies."""
+    names = [field.name for field in fields(group) if field.name != needed]
+    given = given_options(context, names)
+    if named := [f"--{name.replace('_', '-')}" for name in names if name in given]:
+        raise UserError(f"{', '.join(named)}: {why}")
 
 
 def check_not_empty(option: str, value: str | None) -> None:

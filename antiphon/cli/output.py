@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,8 @@ from rich.text import Text
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import cpu_name
+from antiphon.bench.harness.contest import ContestColumns
 
 _log = get_logger("cli")
 
@@ -176,6 +178,20 @@ def provenance(**machine: Any) -> dict[str, Any]:
         "command": " ".join(["antiphon", *sys.argv[1:]]),
         "machine": about | machine,
     }
+
+
+def show_rows(
+    bench: str,
+    columns: ContestColumns,
+    rows: Sequence[Mapping[str, Any]],
+    json: str | None,
+    *,
+    about: Mapping[str, Any] | None = None,
+    **machine: Any,
+) -> None:
+    """How every benchmark ends: a table for people; `rows` for machines, with their provenance and `about`."""
+    show(table(columns.headings, columns.cells(rows), title=columns.title), json=json)
+    emit_json(json, {"bench": bench, **provenance(cpu=cpu_name(), **machine), **(about or {}), "rows": rows})
 
 
 def run_command(command: Callable[[], object], *, debug: bool = False) -> int:

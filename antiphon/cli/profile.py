@@ -15,10 +15,10 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes, format_seconds, split_address
+from antiphon.bench.profile import Wanted, cost_profile, measure, this_cluster, training_profile
 from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
 from antiphon.bench.profile.measure import NORMAL, QUICK
-from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster, training_profile
 from antiphon.bench.profile.training import WantedTraining, measure_training
 from antiphon.bench.serving_peers import PeerError
 from antiphon.cli import options
@@ -280,10 +280,7 @@ def _make_folder(folder: Path) -> None:
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
     """``"2,1"`` -> ``(2, 1)``."""
-    try:
-        counts = tuple(int(part) for part in text.split(",") if part)
-    except ValueError as error:
-        raise UserError(f"{option} {text!r} is not a list of numbers: write for example 2,1") from error
+    counts = tuple(options.numbers_of(option, text, "2,1", may_be_empty=True))
     if not all(1 <= count <= MAX_THREADS for count in counts) or len(set(counts)) != len(counts):
         raise UserError(f"{option} {text!r}: give different numbers of 1 to {MAX_THREADS}")
     return counts

@@ -19,14 +19,17 @@ from antiphon.cli import options
 from antiphon.cli.commands import takes_groups
 from antiphon.cli.engine_run import (
     banner,
+    check_plan_fits,
+    config_here,
     join_lines,
     machine_name,
     plan_lines,
+    planned_config,
     report_timeline,
     server_facts,
     start_with_progress,
 )
-from antiphon.cli.options import check_not_empty, check_plan_fits, planned_config
+from antiphon.cli.options import check_not_empty
 from antiphon.cli.output import JsonOption, check_json, check_output_file, emit_json, show, table, tell
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
@@ -315,7 +318,7 @@ def batch(
     check_requests(requests)
     if answers.exists() and answers.samefile(requests):
         raise UserError(f"{answers} holds the requests: name another file for the answers")
-    config = options.config_here(context, model, workers, capacity, trace=False)
+    config = config_here(context, model, workers, capacity, trace=False)
     spec = load_model_spec(config.model, config.rope_scaling)
     tokenizer = read_tokenizer(config.model, spec.vocab_size)
     with _app(config, tokenizer, ServerSettings()) as (_, app):

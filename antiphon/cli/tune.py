@@ -87,11 +87,8 @@ def tune(
 
 
 def _token_counts(text: str) -> list[int]:
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        counts = []
-    if not counts or counts[0] < 1 or counts[-1] > 1 << 17:
+    counts = sorted(set(options.numbers_of("--tokens", text, "1,8,64,512")))
+    if counts[0] < 1 or counts[-1] > 1 << 17:
         raise UserError(f"--tokens is {text!r}: give numbers from 1 to {1 << 17}, for example 1,8,64,512")
     return counts
 

@@ -44,10 +44,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.exchange import Degrees
-from antiphon.cost.network import Network
-from antiphon.cost.parts import Number, Parts, select
-from antiphon.cost.roofline import LEAST_TILE_ROWS, Roof, Roofs, gemm, grouped_gemm, kernel, row_bytes_of
-from antiphon.cost.shapes import (
+from antiphon.cost.memory import (
     STATE_BYTES,
     Matrix,
     attended_width,
@@ -60,6 +57,9 @@ from antiphon.cost.shapes import (
     state_matrices,
     visible_tokens,
 )
+from antiphon.cost.network import Network
+from antiphon.cost.parts import Number, Parts, select
+from antiphon.cost.roofline import LEAST_TILE_ROWS, Roof, Roofs, gemm, grouped_gemm, kernel, row_bytes_of
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.precision import PrecisionSpec
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import anthropic
+from checking import check
 
 HELLO: Any = [{"role": "user", "content": "bada do"}]
 SCHEMA = {
@@ -16,12 +17,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL: Any = {"name": "judge", "description": "Judges.", "input_schema": SCHEMA}
-
-
-def check(holds: bool, what: str) -> None:
-    if not holds:
-        raise SystemExit(f"failed: {what}")
-    print(f"{what}: ok")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Runs in an environment with `langchain-openai`; an exception or a failed check e
 import sys
 from typing import Any, Literal
 
+from checking import check
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -22,12 +23,6 @@ class CityVerdict(BaseModel):
     """An opinion."""
 
     good: bool
-
-
-def check(holds: bool, what: str) -> None:
-    if not holds:
-        raise SystemExit(f"failed: {what}")
-    print(f"{what}: ok")
 
 
 def main() -> None:

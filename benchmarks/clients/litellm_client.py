@@ -8,16 +8,11 @@ import sys
 from typing import Any
 
 import litellm
+from checking import check
 
 HELLO = [{"role": "user", "content": "bada do"}]
 SCHEMA = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
 TOOL = {"type": "function", "function": {"name": "judge", "parameters": {**SCHEMA, "additionalProperties": False}}}
-
-
-def check(holds: bool, what: str) -> None:
-    if not holds:
-        raise SystemExit(f"failed: {what}")
-    print(f"{what}: ok")
 
 
 def main() -> None:

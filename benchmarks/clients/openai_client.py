@@ -8,6 +8,7 @@ import sys
 from typing import Any, Literal
 
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from checking import check
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -25,12 +26,6 @@ def look_up(city: Literal["Oslo", "Rome"]) -> str:
     """The weather of a city."""
     SEEN.append(city)
     return f"{city}: 20 C"
-
-
-def check(holds: bool, what: str) -> None:
-    if not holds:
-        raise SystemExit(f"failed: {what}")
-    print(f"{what}: ok")
 
 
 def check_chats(client: OpenAI, model: str) -> None:

@@ -12,7 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.bench.box import box_unavailable
 from antiphon.bench.hybrid import CONTESTANTS, TwoLevelCase
 from antiphon.cli.bench import app
-from antiphon.cli.bench_rows import check_limits
+from antiphon.cli.options import check_limits
 
 
 @pytest.mark.slow

@@ -10,8 +10,11 @@ import torch
 
 from antiphon.bench.harness import limits
 from antiphon.bench.harness.limits import DecoderSizes, MachineLimits, ThreadLimits
+from antiphon.models.config import model_spec
+from antiphon.specs.model import LatentSpec
 
 SMALL = {
+    "model_type": "qwen3_moe",
     "num_hidden_layers": 16,
     "hidden_size": 1024,
     "num_attention_heads": 16,
@@ -27,7 +30,16 @@ SMALL = {
 
 @pytest.fixture
 def sizes() -> DecoderSizes:
-    return DecoderSizes.from_config(SMALL)
+    return sizes_of()
+
+
+def sizes_of(**changes: object) -> DecoderSizes:
+    return DecoderSizes(spec=model_spec({**SMALL, **changes}))
+
+
+def with_router(sizes: DecoderSizes, num_experts: int, top_k: int) -> DecoderSizes:
+    router = replace(sizes.spec.router, num_experts=num_experts, top_k=top_k)
+    return replace(sizes, spec=replace(sizes.spec, router=router))
 
 
 @pytest.fixture
@@ -44,19 +56,19 @@ def test_touched_experts_equal_enumeration(sizes: DecoderSizes, num_experts: int
     picks = list(itertools.combinations(range(num_experts), top_k))
     outcomes = [len(set().union(*outcome)) for outcome in itertools.product(picks, repeat=num_tokens)]
     expected = sum(outcomes) / len(outcomes)
-    some = replace(sizes, num_experts=num_experts, num_experts_per_token=top_k)
+    some = with_router(sizes, num_experts, top_k)
     assert limits.touched_experts(some, num_tokens) == pytest.approx(expected)
 
 
 def test_touched_experts_at_the_edges(sizes: DecoderSizes) -> None:
-    some, every = (replace(sizes, num_experts=32, num_experts_per_token=top_k) for top_k in (4, 32))
+    some, every = (with_router(sizes, 32, top_k) for top_k in (4, 32))
     assert [limits.touched_experts(some, tokens) for tokens in (0, 1, 10_000)] == pytest.approx([0, 4, 32])
     assert limits.touched_experts(every, 1) == 32
 
 
 def test_all_parameters_add_up_to_the_checkpoint(sizes: DecoderSizes) -> None:
     norms = 16 * (2 * 1024 + 2 * 64) + 1024
-    total = sizes.decoder_parameters(sizes.num_experts) + 2 * sizes.head_parameters + norms
+    total = sizes.decoder_parameters(32) + 2 * sizes.head_parameters + norms
     assert total == 914_918_400
 
 
@@ -86,7 +98,7 @@ def test_bounds_match_the_published_yardstick(
 
 def test_weights_in_few_bits_are_read_in_fewer_bytes(sizes: DecoderSizes) -> None:
     eight_bits = replace(sizes, expert_bytes=1.0625, dense_bytes=1.0625, head_bytes=1.0625)
-    routers = sizes.num_layers * sizes.hidden_size * sizes.num_experts  # stay in bfloat16
+    routers = 16 * 1024 * 32  # stay in bfloat16
     for touched in (4.0, 20.5):
         whole = sizes.decoder_parameters(touched) + sizes.head_parameters
         assert sizes.read_bytes(touched) == 2 * whole
@@ -124,14 +136,21 @@ def test_combined_bound_is_the_slower_of_both(sizes: DecoderSizes) -> None:
 
 
 def test_dense_layers_have_no_experts() -> None:
-    dense = DecoderSizes.from_config({**SMALL, "mlp_only_layers": [0, 1]})
-    difference = DecoderSizes.from_config(SMALL).decoder_parameters(4) - dense.decoder_parameters(4)
+    difference = sizes_of().decoder_parameters(4) - sizes_of(mlp_only_layers=[0, 1]).decoder_parameters(4)
     assert difference == 2 * (1024 * 32 + 4 * 3 * 1024 * 512 - 3 * 1024 * 2048)
 
 
-def test_shared_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="shared experts are not priced"):
-        DecoderSizes.from_config({**SMALL, "shared_expert_intermediate_size": 512})
+def test_shared_experts_are_read_by_every_token() -> None:
+    shared = sizes_of(model_type="qwen2_moe", shared_expert_intermediate_size=256)
+    more = shared.decoder_parameters(4) - sizes_of().decoder_parameters(4)
+    assert more == 16 * 3 * 1024 * 256
+
+
+def test_latent_attention_is_refused() -> None:
+    latent = LatentSpec(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
+    spec = sizes_of().spec
+    with pytest.raises(ValueError, match="latent attention is not priced"):
+        DecoderSizes(spec=replace(spec, attention=replace(spec.attention, latent=latent)))
 
 
 def test_measurement_restores_threads_and_covers_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ def test_an_mpiexec_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest
     program = tmp_path / "mpiexec"
     program.write_text("#!/bin/sh\necho no such launcher\nexit 3\n")
     program.chmod(0o755)
-    monkeypatch.setattr("antiphon.bench.harness.mpiexec.find_mpiexec", lambda: str(program))
+    monkeypatch.setattr("antiphon.bench.m2n.cases.find_mpiexec", lambda: str(program))
     group = ProcessGroup(mpi(), ODD, 5.0)
     with pytest.raises(PeerLost, match="lost mpi mpiexec: exited with 3 before it called; its last words: no such"):
         group.__enter__()

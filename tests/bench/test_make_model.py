@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from antiphon.bench.harness.limits import DecoderSizes
+from antiphon.models.config import load_model_spec
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "make_model.py"
 
@@ -68,9 +69,9 @@ def test_tensors_are_named_as_in_published_checkpoints(folder: Path) -> None:
 
 def test_number_of_parameters_is_what_the_bounds_assume(script: ModuleType, tmp_path: Path) -> None:
     num_parameters = script.make_model(script.PRESETS["tiny"], tmp_path)
-    sizes = DecoderSizes.from_config(json.loads((tmp_path / "config.json").read_text()))
+    sizes = DecoderSizes(spec=load_model_spec(tmp_path))
     norms = 2 * (2 * 64 + 2 * 16) + 64
-    assert num_parameters == sizes.decoder_parameters(sizes.num_experts) + 2 * sizes.head_parameters + norms
+    assert num_parameters == sizes.decoder_parameters(sizes.spec.router.num_experts) + 2 * sizes.head_parameters + norms
 
 
 def test_tokenizer_round_trips_any_text_and_fills_the_vocabulary(folder: Path) -> None:

@@ -19,7 +19,7 @@ import typer
 
 from antiphon.base.errors import ResourceError
 from antiphon.bench import serve
-from antiphon.bench.harness.limits import DecoderSizes, MachineLimits, ThreadLimits, as_kept
+from antiphon.bench.harness.limits import MachineLimits, ThreadLimits, as_kept
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.bench.serving_peers import EngineProcess, Peer, vllm_peer
@@ -128,13 +128,12 @@ def test_a_peer_that_fails_later_keeps_the_rows_it_has(model: Path, peers: Peers
 
 
 def test_bounds_count_the_bytes_that_weights_take(model: Path, tmp_path: Path) -> None:
-    sizes = DecoderSizes.from_config(json.loads((model / "config.json").read_text()))
     out = tmp_path / "out"
     write_rounded(model, out, WeightRounding(experts="int4", dense="int8", group=32), lambda done, total: None)
     # Each matrix stores its shape too, which counts in so small a model.
     for folder, expected in ((model, (2, 2, 2)), (out, (0.5625, 1.0625, 2))):
         spec = load_model_spec(folder)
-        kept = as_kept(sizes, open_checkpoint(folder, spec), spec)
+        kept = as_kept(spec, open_checkpoint(folder, spec))
         assert (kept.expert_bytes, kept.dense_bytes, kept.head_bytes) == pytest.approx(expected, rel=0.05)
 
 

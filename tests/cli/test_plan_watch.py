@@ -15,7 +15,7 @@ from antiphon.cli.commands import single_command
 from antiphon.cli.plan import plan
 from antiphon.cli.plan_watch import layout_words, load_between, look, verdict
 from antiphon.models.planned import planned_model
-from antiphon.planner.replanning import SeenLoad, replan
+from antiphon.planner.what_if import SeenLoad, replan
 from antiphon.specs.plan import Plan, read_plan
 
 APP = single_command(plan)
@@ -82,7 +82,7 @@ def test_counters_become_a_load() -> None:
     after |= {"antiphon:time_to_first_token_seconds_sum": 8.0, "antiphon:time_to_first_token_seconds_count": 4.0}
     load = load_between(before, after, 2.0)
     assert (load.num_requests, load.input_tokens, load.output_tokens, load.in_flight) == (4, 100.0, 20.0, 4.0)
-    assert load.tokens_per_s == 40.0
+    assert load.num_requests * load.output_tokens / load.seconds == 40.0
     assert (load.ttft_s, load.tpot_s) == (2.0, None)
     with pytest.raises(UserError, match="started anew"):
         load_between(after, before, 2.0)

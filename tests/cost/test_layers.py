@@ -11,8 +11,8 @@ from antiphon.cost.layers import (
     expert_feed_forward,
     output_head,
 )
+from antiphon.cost.memory import attention_matrices, cached_width, gated_matrices, local_heads
 from antiphon.cost.roofline import Roof, Roofs
-from antiphon.cost.shapes import attention_matrices, cached_width, gated_matrices, local_heads
 from antiphon.cost.training.counts import forward_flops_per_token
 from antiphon.specs.counts import count_flops, count_parameters
 from antiphon.specs.model import FeedForwardSpec, ModelSpec

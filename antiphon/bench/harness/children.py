@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Protocol, Self
 
@@ -143,6 +144,13 @@ class Children:
             each.connection.send((make, ()) if callable(make) else make)
         self.collect(started, timeout_s)
         return started
+
+    def start_ranks(
+        self, count: int, make: Callable[[int], Any], environment: Mapping[str, str] | None = None
+    ) -> list[Child]:
+        """Forks, named by their ranks; each makes its object with `make`, which is given its rank."""
+        made = [partial(make, rank) for rank in range(count)]
+        return self.start([f"rank[{rank}]" for rank in range(count)], made, forked(environment))
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> list[Any]:
         """All children's answers to one call."""

@@ -20,9 +20,8 @@ formula, which a test compares with enumeration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -66,82 +65,60 @@ class MachineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """The sizes of a Mixture-of-Experts decoder that decide its traffic and arithmetic. `*_bytes`: of one weight as it
-    is kept, with its share of a scale: of routed experts, of other matrices, of the head."""
+    """The weights of a Mixture-of-Experts decoder that decide its traffic and arithmetic. `*_bytes`: of one weight as
+    it is kept, with its share of a scale: of routed experts, of other matrices, of the head."""
 
-    num_layers: int
-    num_dense_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    num_experts_per_token: int
-    expert_size: int
-    dense_size: int
-    vocab_size: int
+    spec: ModelSpec
     expert_bytes: float = BYTES_PER_ELEMENT
     dense_bytes: float = BYTES_PER_ELEMENT
     head_bytes: float = BYTES_PER_ELEMENT
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderSizes:
-        """Read a Hugging Face `config.json` of the Qwen-MoE or Mixtral kind."""
-        if config.get("shared_expert_intermediate_size") or config.get("n_shared_experts"):
-            raise ValueError("shared experts are not priced here; use a model without them as the yardstick")
-        num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-        return cls(
-            num_layers=num_layers,
-            num_dense_layers=len(config.get("mlp_only_layers") or ()),
-            hidden_size=int(config["hidden_size"]),
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
-            num_experts=int(config.get("num_experts") or config["num_local_experts"]),
-            num_experts_per_token=int(config["num_experts_per_tok"]),
-            expert_size=int(config.get("moe_intermediate_size") or config["intermediate_size"]),
-            dense_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
-        )
+    def __post_init__(self) -> None:
+        if self.spec.attention.latent is not None:
+            raise ValueError("latent attention is not priced here; use a model without it as the yardstick")
 
     @property
     def attention_parameters(self) -> int:
         """Weights of the query, key, value and output projections of one layer."""
-        return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        attention = self.spec.attention
+        return self.spec.hidden_size * attention.head_dim * 2 * (attention.num_heads + attention.num_kv_heads)
 
     @property
     def expert_parameters(self) -> int:
         """Weights of one SwiGLU expert: gate, up and down."""
-        return 3 * self.hidden_size * self.expert_size
+        return 3 * self.spec.hidden_size * self.spec.feed_forward.intermediate
+
+    @property
+    def router_parameters(self) -> int:
+        """Weights of the routers of all layers."""
+        return self.spec.num_moe_layers * self.spec.hidden_size * self.spec.router.num_experts
 
     @property
     def head_parameters(self) -> int:
-        return self.hidden_size * self.vocab_size
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token leaves in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT
+        return self.spec.hidden_size * self.spec.vocab_size
 
     def decoder_parameters(self, num_experts_counted: float) -> float:
         """Weights of all layers when `num_experts_counted` experts of each MoE layer count."""
-        moe = self.hidden_size * self.num_experts + num_experts_counted * self.expert_parameters
-        dense = 3 * self.hidden_size * self.dense_size
-        num_moe_layers = self.num_layers - self.num_dense_layers
-        return self.num_layers * self.attention_parameters + num_moe_layers * moe + self.num_dense_layers * dense
+        spec = self.spec
+        experts = spec.num_moe_layers * num_experts_counted * self.expert_parameters
+        num_dense, widths = spec.num_layers - spec.num_moe_layers, spec.feed_forward
+        width = num_dense * widths.dense_intermediate + spec.num_moe_layers * widths.shared_intermediate
+        dense = spec.num_layers * self.attention_parameters + 3 * spec.hidden_size * width
+        return dense + self.router_parameters + experts
 
     def read_bytes(self, num_experts_read: float) -> float:
         """Bytes of all layers and the head, when `num_experts_read` experts of each MoE layer are read."""
-        experts = (self.num_layers - self.num_dense_layers) * num_experts_read * self.expert_parameters
-        router = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
-        dense = self.decoder_parameters(0) - router
+        experts = self.spec.num_moe_layers * num_experts_read * self.expert_parameters
+        dense = self.decoder_parameters(0) - self.router_parameters
         head = self.head_parameters * self.head_bytes
-        return experts * self.expert_bytes + dense * self.dense_bytes + router * BYTES_PER_ELEMENT + head
+        routers = self.router_parameters * BYTES_PER_ELEMENT
+        return experts * self.expert_bytes + dense * self.dense_bytes + routers + head
 
 
-def as_kept(sizes: DecoderSizes, checkpoint: Checkpoint, spec: ModelSpec) -> DecoderSizes:
-    """With the bytes of a weight that its formats take; floats are kept in bfloat16."""
-    names, layer = checkpoint.family_names(spec.family), spec.expert_layers[0]
+def as_kept(spec: ModelSpec, checkpoint: Checkpoint) -> DecoderSizes:
+    """With the bytes of a weight that the checkpoint's formats take; floats are kept in bfloat16. `ValueError` for
+    latent attention."""
+    sizes, names, layer = DecoderSizes(spec=spec), checkpoint.family_names(spec.family), spec.expert_layers[0]
 
     def bytes_of(refs: Sequence[TensorRef], num_weights: int) -> float:
         stored = sum(checkpoint.stored_bytes(ref.name, ref.rows, ref.cut) for ref in refs)
@@ -150,9 +127,8 @@ def as_kept(sizes: DecoderSizes, checkpoint: Checkpoint, spec: ModelSpec) -> Dec
     expert = expert_refs(spec, names, layer, 0, checkpoint)
     kept = replace(sizes, expert_bytes=bytes_of((*expert.gate_up, expert.down), sizes.expert_parameters))
     attention = attention_layer_plan(spec, names, layer, checkpoint)
-    if spec.attention.latent is None:
-        matrices = (*attention["qkv"], *attention["out"])
-        kept = replace(kept, dense_bytes=bytes_of(matrices, sizes.attention_parameters))
+    matrices = (*attention["qkv"], *attention["out"])
+    kept = replace(kept, dense_bytes=bytes_of(matrices, sizes.attention_parameters))
     if spec.tie_embeddings:
         return kept
     return replace(kept, head_bytes=bytes_of(outer_plan(spec, names)["head"], sizes.head_parameters))
@@ -263,32 +239,34 @@ def _best_time_s(action: Callable[[], object], num_passes: int) -> float:
 
 def touched_experts(sizes: DecoderSizes, num_tokens: int) -> float:
     """Experts of a layer that this many tokens touch, expected."""
-    num_experts, top_k = sizes.num_experts, sizes.num_experts_per_token
+    num_experts, top_k = sizes.spec.router.num_experts, sizes.spec.router.top_k
     return float(expected_touched(num_experts, num_tokens * top_k, num_experts=num_experts, top_k=top_k))
 
 
 def decode_step_bytes(sizes: DecoderSizes, concurrency: int, context: int) -> float:
     """Bytes that one decode step must read: the weights touched, once, and each sequence's `context` cached tokens."""
     touched = touched_experts(sizes, concurrency)
-    embeddings = concurrency * sizes.hidden_size * BYTES_PER_ELEMENT
-    return sizes.read_bytes(touched) + embeddings + concurrency * context * sizes.kv_bytes_per_token
+    embeddings = concurrency * sizes.spec.hidden_size * BYTES_PER_ELEMENT
+    cached = concurrency * context * sizes.spec.kv_bytes_per_token(BYTES_PER_ELEMENT)
+    return sizes.read_bytes(touched) + embeddings + cached
 
 
 def decode_step_flops(sizes: DecoderSizes, concurrency: int, context: int) -> float:
     """Operations of one decode step: 2 per active weight and token, and scores and values over `context` tokens."""
-    active = sizes.decoder_parameters(sizes.num_experts_per_token) + sizes.head_parameters
+    active = sizes.decoder_parameters(sizes.spec.router.top_k) + sizes.head_parameters
     return concurrency * (2.0 * active + _attention_flops(sizes, context))
 
 
 def prefill_flops(sizes: DecoderSizes, prompt_tokens: int) -> float:
     """Operations to prefill one prompt; attention sees half the prompt on average, the LM head only its last token."""
-    layers = 2.0 * sizes.decoder_parameters(sizes.num_experts_per_token)
+    layers = 2.0 * sizes.decoder_parameters(sizes.spec.router.top_k)
     attention = _attention_flops(sizes, (prompt_tokens + 1) / 2)
     return prompt_tokens * (layers + attention) + 2.0 * sizes.head_parameters
 
 
 def _attention_flops(sizes: DecoderSizes, context: float) -> float:
-    return 4.0 * sizes.num_layers * sizes.num_heads * sizes.head_dim * context
+    attention = sizes.spec.attention
+    return 4.0 * sizes.spec.num_layers * attention.num_heads * attention.head_dim * context
 
 
 def memory_bound_tokens_per_s(sizes: DecoderSizes, limits: MachineLimits, concurrency: int, context: int) -> float:

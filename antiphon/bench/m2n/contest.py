@@ -33,8 +33,7 @@ from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Children, programs
 from antiphon.bench.harness.contest import ContestColumns, Repetitions, Row, foreign_words, seconds, take_turns, times
-from antiphon.bench.harness.mpiexec import under_mpiexec
-from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest
+from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest, under_mpiexec
 from antiphon.bench.m2n.rounds import MemberProcess, MemberSeat, RoundTraffic
 
 BLOCK_S, MAX_BLOCK_S = 0.3, 3.0

@@ -1,27 +1,41 @@
-"""Ours: every pair through the M2N library, as a program that uses it alone would.
+"""What needs nothing but this package: our library, and the plain copy that bounds every contestant.
 
-Sender: one `send` (in place: `slot` and `commit`, the calls that the engine's dispatch is made of) to each receiver,
-then wait until every credit is back. Receiver: wait until the messages of all senders are visible, release them; the
-credits are the acknowledgements. One slot per pair: a round never needs a second one, and
-the memory touched is then as large as that of the plain copy it is compared with.
-
-In place: the producer writes its payload into the slot, so that sending copies nothing. Untouched rounds send the slot
+Ours: every pair through the M2N library, as a program that uses it alone would. Sender: one `send` (in place: `slot`
+and `commit`, the calls that the engine's dispatch is made of) to each receiver, then wait until every credit is back.
+Receiver: wait until the messages of all senders are visible, release them; the credits are the acknowledgements. One
+slot per pair: a round never needs a second one, and the memory touched is then as large as that of the plain copy. In
+place: the producer writes its payload into the slot, so that sending copies nothing. Untouched rounds send the slot
 again as it is.
+
+The bound: as many processes as cores copy the bytes of a round into shared memory, with nothing but a barrier. Each
+message has its own place in a copier's private memory and its own in the shared one, as for all contestants, so that
+caches see as many bytes. Messages go to copiers whole where they divide evenly, else each is cut into one piece per
+copier. The barrier is one counter on which a copier spins: there is a core for each. The shared memory is an anonymous
+file of the first copier's that the others open through /proc: nothing is left behind when one dies.
 """
 
+import mmap
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from antiphon import _m2n
+from antiphon import _m2n, _native
+from antiphon.base.errors import PeerTimeout
 from antiphon.bench.m2n.rounds import (
+    RELEASE,
+    SEND,
+    WAIT,
     Bytes,
+    Flow,
     Member,
     MemberSeat,
     RoundPhase,
     RoundTraffic,
     WrongData,
     check_pattern,
+    pattern,
     phases_of_pairs,
 )
 
@@ -141,3 +155,112 @@ class AntiphonMember(Member):
     def _wait_for_credits_call(self) -> Callable[[int], None]:
         wait_all, outboxes, timeout_s = _m2n.wait_all_credits, self._outboxes, self.seat.timeout_s
         return lambda _: wait_all(outboxes, timeout_s)
+
+
+# --- the bound
+
+
+_COUNTER_BYTES = 4096  # the counter has a page of its own
+_ALIGNMENT = 64
+_SPIN_S = 1.0
+
+
+class MemcpyMember(Member):
+    """One copier."""
+
+    def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
+        super().__init__(seat, options)
+        self._descriptor = -1
+        self._shared: Bytes = np.empty(0, np.uint8)
+        self._counter_address = 0
+        self._rounds_done = 0
+        self._flows: list[Flow] = []
+        self._deals_whole = False
+        self._arrived: list[Bytes] = []
+        self._sources: list[Bytes] = []
+        self._copies: list[tuple[Bytes, Bytes]] = []
+
+    def open(self) -> bytes:
+        if self.seat.rank > 0:
+            return b""
+        self._descriptor = os.memfd_create("antiphon-bench")
+        os.ftruncate(self._descriptor, _COUNTER_BYTES + sum(_room(flow) for flow in self.seat.traffic.flows()))
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}".encode()
+
+    def connect(self, introductions: Sequence[bytes]) -> None:
+        if self._descriptor < 0:
+            self._descriptor = os.open(introductions[0], os.O_RDWR)
+        size = os.fstat(self._descriptor).st_size
+        self._shared = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
+        self._counter_address = self._shared.ctypes.data
+
+    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+        self._flows = traffic.flows()
+        self._deals_whole = traffic.is_balanced and len(self._flows) % self.seat.num_seats == 0
+        self._arrived, offset = [], _COUNTER_BYTES
+        for flow in self._flows:
+            self._arrived.append(self._shared[offset : offset + flow.num_bytes])
+            offset += _room(flow)
+        mine = [self._piece(number) for number in range(len(self._flows))]
+        self._sources = [np.zeros(piece.stop - piece.start, np.uint8) for piece in mine]
+        pieces = zip(self._arrived, self._sources, mine, strict=True)
+        self._copies = [(arrived[piece], source) for arrived, source, piece in pieces if source.size]
+        # What arrived is read by all before it is written again.
+        released = [RoundPhase(RELEASE, self._wait_for_all)] if traffic.touched else []
+        return [RoundPhase(SEND, self._copy), RoundPhase(WAIT, self._wait_for_all), *released]
+
+    def produce(self, step: int) -> None:
+        for number, (flow, source) in enumerate(zip(self._flows, self._sources, strict=True)):
+            whole = pattern(flow.num_bytes, step, flow.source, flow.destination)
+            source[:] = whole[self._piece(number)]
+
+    def check(self, step: int) -> None:
+        for flow, arrived in zip(self._flows, self._arrived, strict=True):
+            check_pattern(arrived, flow.num_bytes, step, flow.source, flow.destination)
+
+    def payloads(self) -> Sequence[Bytes]:
+        return [source for _, source in self._copies]
+
+    def arrived(self, step: int) -> Sequence[Bytes]:
+        """A share of all, part of it copied by others."""
+        rank, num_seats, number = self.seat.rank, self.seat.num_seats, len(self._arrived)
+        return self._arrived[number * rank // num_seats : number * (rank + 1) // num_seats]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _piece(self, number: int) -> slice:
+        """The part of message `number` that this copier copies; empty if another copies the message."""
+        rank, num_seats, num_bytes = self.seat.rank, self.seat.num_seats, self._flows[number].num_bytes
+        if self._deals_whole:
+            return slice(0, num_bytes if number % num_seats == rank else 0)
+        return slice(num_bytes * rank // num_seats, num_bytes * (rank + 1) // num_seats)
+
+    def _copy(self, step: int) -> None:
+        for target, source in self._copies:
+            np.copyto(target, source)
+
+    def _wait_for_all(self, step: int) -> None:
+        """The counter only grows, modulo 2^32: the round is over once all have added one."""
+        self._rounds_done += 1
+        target = self._rounds_done * self.seat.num_seats % 2**32
+        seen = (_native.fetch_add_wake_u32(self._counter_address, 1) + 1) % 2**32
+        if seen == target or _reached(seen, target):
+            return
+        deadline = time.monotonic() + self.seat.timeout_s
+        while not _reached(seen, target):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise PeerTimeout("barrier", ["another copier"], self.seat.timeout_s)
+            _native.wait_u32(self._counter_address, seen, int(left_s * 1e9), int(_SPIN_S * 1e9))
+            seen = _native.load_u32(self._counter_address)
+
+
+def _reached(seen: int, target: int) -> bool:
+    return (seen - target) % 2**32 < 2**31
+
+
+def _room(flow: Flow) -> int:
+    return -(-flow.num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -247,7 +247,7 @@ MEMBERS = {
     "antiphon": "ours.AntiphonMember",
     "gloo": "gloo.GlooMember",
     "gloo-all-to-all": "gloo.GlooAllToAllMember",
-    "memcpy": "memcpy.MemcpyMember",
+    "memcpy": "ours.MemcpyMember",
     "mpi": "mpi.MpiMember",
     "ucx": "ucx.UcxMember",
 }

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from antiphon.cost.memory import share_of
 from antiphon.cost.parts import FloatArray, Number, Parts
 from antiphon.cost.profile import Profile, SumName, TrainingLayer, TrainingTables
-from antiphon.cost.shapes import share_of
 from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
 from antiphon.cost.training.rematerialize import Rematerialized

@@ -18,8 +18,8 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.base.ranges import split_evenly
+from antiphon.cost.memory import attention_matrices, elements_of, gated_matrices, share_of
 from antiphon.cost.parts import Number
-from antiphon.cost.shapes import attention_matrices, elements_of, gated_matrices, share_of
 from antiphon.cost.training.setup import TrainingSetup
 from antiphon.specs.counts import ParameterCounts, count_parameters
 from antiphon.specs.model import ModelSpec

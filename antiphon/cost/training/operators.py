@@ -32,10 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.exchange import once_per_node
-from antiphon.cost.network import Link, Network
-from antiphon.cost.parts import Number, Parts, select
-from antiphon.cost.roofline import Roof, grouped_gemm, kernel
-from antiphon.cost.shapes import (
+from antiphon.cost.memory import (
     Matrix,
     attention_matrices,
     cached_width,
@@ -45,6 +42,9 @@ from antiphon.cost.shapes import (
     share_of,
     visible_tokens,
 )
+from antiphon.cost.network import Link, Network
+from antiphon.cost.parts import Number, Parts, select
+from antiphon.cost.roofline import Roof, grouped_gemm, kernel
 from antiphon.cost.training.setup import LayerCase
 from antiphon.specs.precision import BYTES_OF
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.exchange import Spread, expected_distinct
+from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import Number
 from antiphon.cost.profile import Profile
 from antiphon.cost.roofline import Roofs, roofs
-from antiphon.cost.shapes import share_of
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.device import ComputeDtype
 from antiphon.specs.model import ModelSpec

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network
 from antiphon.cost.parts import Number, Parts, longest, select
 from antiphon.cost.roofline import kernel
-from antiphon.cost.shapes import share_of
 from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.layer_time import LayerTime, hidden_behind, layer_time
 from antiphon.cost.training.measured import measured_step
