@@ -31,7 +31,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         (["--layout", "colocated"], "--layout colocated has attention and experts together"),
         (["--together", "1+2/m2"], "--together 1+2/m2 has attention and experts apart"),
         (["--input-tokens", "300"], "more than the model's context of 256"),
-        (["--attention", "two"], "--attention has 'two'"),
+        (["--attention", "two"], "--attention 'two' is not a list of numbers"),
         (["--attention", "0"], "--attention has 0"),
         (["--attention", "1", "--slice", "3"], "--slice is 3"),
         (["--slice", "0.1"], "--slice is for the sweep: add --attention N,N"),

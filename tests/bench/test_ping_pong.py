@@ -40,7 +40,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="more than the model's context of 64"):
         bench_ping_pong(folder, PingPongCase(), [1], None, lambda done, total: None)
     for options, said in (
-        (["--m", "x"], "--m has 'x'"),
+        (["--m", "x"], "--m 'x' is not a list of numbers"),
         (["--m", "1,2", "--shares", "0"], "--shares has '0'"),
         (["--shares", "0.5", "--traces", str(tmp_path)], "--traces does not apply with --shares"),
         (["--experts", "0"], "--experts is 0"),

@@ -114,7 +114,7 @@ def test_what_batched_mm_would_copy(checkpoint: Path) -> None:
         ("--ranks 3", "--batch is 8, which 3 ranks cannot share"),
         ("--ranks 2 --compiled", "--compiled: it is timed on one process, --ranks is 2"),
         ("--ladder msm --compiled", "--threads, --ranks, --set, --compiled or several dtypes: a ladder says what runs"),
-        ("--ranks 1,x", "--ranks '1,x': write numbers"),
+        ("--ranks 1,x", "--ranks '1,x' is not a list of numbers"),
         ("--ranks 2 --set steps=3", "--set steps=3: only keys of parallel can be set here"),
         ("--sequence-length 100000", "--sequence-length is 100000, the model's positions end at"),
     ],

@@ -269,7 +269,10 @@ def test_without_a_gpu_it_says_so() -> None:
     ended = run("--compile-only", "--out", "tiles.json")
     assert ended.returncode == 2
     assert "--out tiles.json does not apply with --compile-only" in ended.stderr
-    for wrong, message in (("0,8", "--tokens is '0,8': give numbers from 1 to 131072"), ("x", "--tokens 'x' is not a list of numbers")):
+    for wrong, message in (
+        ("0,8", "--tokens is '0,8': give numbers from 1 to 131072"),
+        ("x", "--tokens 'x' is not a list of numbers"),
+    ):
         ended = run("--compile-only", "--tokens", wrong)
         assert ended.returncode == 2
         assert message in ended.stderr
