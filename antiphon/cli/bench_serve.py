@@ -32,7 +32,7 @@ from antiphon.cli.output import JsonOption, check_output_file, show, show_rows, 
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.report.document import Grid, html
-from antiphon.report.load import load_page
+from antiphon.report.serving import load_page
 from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec

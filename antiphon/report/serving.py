@@ -1,4 +1,4 @@
-"""The report of a serving plan: what a terminal and a page show of it, and two plans beside each other.
+"""Reports of serving: what a terminal and a page show of a plan, two plans beside each other, and a measured load.
 
 Terminal:
 
@@ -16,11 +16,12 @@ published should be compared as it is; `antiphon simulate` says how it would do 
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from antiphon.base.units import milliseconds, number
 from antiphon.planner.explain import RESOURCES
 from antiphon.report import figures, summary
-from antiphon.report.charts import Drawing
+from antiphon.report.charts import BATCH_COLOURS, Axis, ChartLine, Drawing, LineChart
 from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence, bar
 from antiphon.report.draw import draw
 from antiphon.report.figures import deployment_drawing
@@ -314,3 +315,58 @@ def _compared(name: PhaseName, first: PhasePlan | None, second: PhasePlan | None
 def _ratios(first: Predicted, second: Predicted) -> dict[str, str]:
     pairs = {key: (getattr(first, field), getattr(second, field)) for key, field in RATIOS}
     return {key: f"{theirs / mine:.2f} ×" for key, (mine, theirs) in pairs.items() if mine and theirs}
+
+
+# --- the page of `antiphon bench serve --rate`: how latency and goodput go with the rate, a curve per contestant
+
+
+LoadRows = Sequence[Mapping[str, Any]]
+LATENCY_NAMES = {"ttft_s": "Time to first token", "tpot_s": "Time per output token", "itl_s": "Inter-token latency"}
+
+
+def load_page(rows: LoadRows, model: str, workload: str, slo: SloSpec, table: Grid) -> ReportDocument:
+    """`rows` as `bench serve --rate` has them; `table`: what the terminal shows of them."""
+    promises = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+    latencies = []
+    for name, title in LATENCY_NAMES.items():
+        promise = promises.get(name)
+        caption = "" if promise is None else f"The promise is {promise * 1e3:g} ms."
+        for quantile in ("p50", "p99"):
+            values = [row[name] and row[name][quantile] * 1e3 for row in rows]
+            chart = _rate_chart(rows, values, "ms", is_logarithmic=True)
+            latencies.append(draw(f"load-{name}-{quantile}", f"{title}, {quantile}", caption, chart))
+    good = _rate_chart(rows, [row["goodput_requests_per_s"] for row in rows], "Requests/s")
+    tokens = _rate_chart(rows, [row["output_tokens_per_s"] for row in rows], "Tokens/s")
+    throughput = [
+        draw("load-goodput", "Goodput", "Requests that kept every promise, a second.", good),
+        draw("load-tokens", "Output tokens", "Those of all answered requests.", tokens),
+    ]
+    answer = Sentence(f"{model} under {workload}", "answer", "Requests come at their rate, whatever the server does.")
+    return ReportDocument(
+        title=f"Load on {model}",
+        pieces=[
+            answer,
+            PageSection("throughput", "Throughput", throughput),
+            PageSection("latency", "Latency", latencies),
+            PageSection("figures", "Figures", [table]),
+        ],
+        footer="The rows are in this page's source (element `load`).",
+        data_name="load",
+        data=list(rows),
+    )
+
+
+def _rate_chart(
+    rows: LoadRows, values: Sequence[float | None], unit: str, *, is_logarithmic: bool = False
+) -> LineChart:
+    """A curve over the rate for each contestant; a rate at which nothing was answered is a gap."""
+    points: dict[str, list[tuple[float, float | None]]] = {}
+    for row, value in zip(rows, values, strict=True):
+        points.setdefault(row["engine"], []).append((row["rate"], value))
+    lines = []
+    for index, (engine, pairs) in enumerate(points.items()):
+        x, y = zip(*sorted(pairs, key=lambda pair: pair[0]), strict=True)
+        colour = BATCH_COLOURS[index % len(BATCH_COLOURS)]
+        lines.append(ChartLine(name=engine, colour=colour, x=x, y=y, has_dots=True))
+    axis = Axis(title=unit, low=None, is_logarithmic=True) if is_logarithmic else Axis(title=unit)
+    return LineChart(x=Axis(title="Requests a second"), y=axis, lines=tuple(lines), height=280)

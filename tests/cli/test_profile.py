@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
-from antiphon.bench.profile import Wanted
+from antiphon.bench.profile.profile import Wanted
 from antiphon.bench.profile.measure import QUICK
 from antiphon.cli.commands import single_command
 from antiphon.cli.profile import parse_counts, profile
