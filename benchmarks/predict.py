@@ -36,8 +36,8 @@ from antiphon.base.progress import progress
 from antiphon.bench.harness.contest import CpuWatch, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
-from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.profile.measure import NORMAL, QUICK, step_parts
+from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
 from antiphon.bench.served_plans import (
     PinnedLayout,

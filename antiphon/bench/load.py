@@ -386,7 +386,7 @@ def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> tuple[list[str], l
     """Equally many processes of this layout on each node: options of its server, and for each further node the roles of
     its processes. `UserError` if they cannot be: expert workers are whole on a node, and of attention workers only the
     first may lie on several."""
-    width = choice.tp * choice.num_stages
+    width = choice.attention_tp * choice.num_stages
     is_apart = choice.layout == "disaggregated"
     attention, experts = choice.num_attention * width, choice.num_experts * choice.expert_tp if is_apart else 0
     here, rest = divmod(attention + experts, num_nodes)
@@ -406,7 +406,7 @@ def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> tuple[list[str], l
 
 def serve_options(choice: LocalChoice) -> list[str]:
     """How `antiphon serve` is asked for that layout."""
-    numbers = {"--attention": choice.num_attention, "--tp": choice.tp}
+    numbers = {"--attention": choice.num_attention, "--tp": choice.attention_tp}
     if choice.layout == "colocated":
         numbers["--pp"] = choice.num_stages
     else:

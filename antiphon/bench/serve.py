@@ -245,15 +245,18 @@ def parse_contestant(text: str) -> LocalChoice:
     if match := re.fullmatch(r"colocated(?:\*([1-9]\d*))?(?:/t([1-9]\d*))?(?:/p([1-9]\d*))?", text):
         replicas, tp, num_stages = (int(number or 1) for number in match.groups())
         return LocalChoice(
-            layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages, num_micro_batches=num_stages
+            layout="colocated",
+            num_attention=replicas,
+            attention_tp=tp,
+            num_stages=num_stages,
+            num_micro_batches=num_stages,
         )
     try:
         found = parse_layout("contestant", text)
         if found.pop("num_instances") > 1:
             raise UserError("a contestant is one instance")
-        found["tp"] = found.pop("attention_tp")
         if found["layout"] == "hybrid":
-            found["num_experts"] = found["num_attention"] * found["tp"] // max(found["expert_tp"], 1)
+            found["num_experts"] = found["num_attention"] * found["attention_tp"] // max(found["expert_tp"], 1)
         return LocalChoice(**found)
     except UserError:
         raise UserError(
@@ -345,13 +348,7 @@ class AntiphonEngine(Peer):
         block_bytes = kv_cache_block_bytes(spec, BLOCK_SIZE, bytes_per_element)
         config = ServeConfig(
             model=self._model,
-            layout=choice.layout,
-            num_attention=choice.num_attention,
-            num_experts=choice.num_experts,
-            attention_tp=choice.tp,
-            expert_tp=choice.expert_tp,
-            num_stages=choice.num_stages,
-            num_micro_batches=choice.num_micro_batches,
+            **vars(choice),
             device=self._device,
             max_model_len=self._max_tokens,
             kv_bytes=blocks * block_bytes * choice.num_attention,

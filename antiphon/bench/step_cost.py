@@ -97,7 +97,7 @@ def bench_step(
         threads=threads,
         trace=True,
     )
-    if engine.choice.num_attention * engine.choice.tp * engine.choice.num_stages > 1:
+    if engine.choice.num_attention * engine.choice.attention_tp * engine.choice.num_stages > 1:
         raise UserError(f"--layout {case.layout} has several attention workers: their steps differ, so write one")
     vocab_size, rows = load_model_spec(model).vocab_size, []
     with _engine_clock() as engine_clock, engine:

@@ -52,22 +52,22 @@ _LOGIT_BYTES = 4
 @checked("")
 @dataclass(frozen=True, kw_only=True)
 class LocalChoice:
-    """How the engine is asked to run here. Colocated: `num_attention` replicas of `num_stages` stages of `tp` ranks,
-    the rest is 1; apart these two are 1. Hybrid: such replicas, whose experts are dealt out in `num_experts` parts of
-    `expert_tp` ranks."""
+    """How the engine is asked to run here. Colocated: `num_attention` replicas of `num_stages` stages of `attention_tp`
+    ranks, the rest is 1; apart these two are 1. Hybrid: such replicas, whose experts are dealt out in `num_experts`
+    parts of `expert_tp` ranks."""
 
     layout: LocalLayout
     num_attention: Count = 1
     num_experts: Count = 1
     num_micro_batches: Count = 1
-    tp: Count = 1
+    attention_tp: Count = 1
     expert_tp: Count = 1
     num_stages: Count = 1
 
     @property
     def num_workers(self) -> int:
         """Processes."""
-        attention = self.num_attention * self.tp * self.num_stages
+        attention = self.num_attention * self.attention_tp * self.num_stages
         return attention + (self.num_experts if self.layout == "disaggregated" else 0)
 
 
@@ -132,21 +132,21 @@ def _colocated(
     micro_batches = max(1, min(choice.num_stages, int(rows_each)))
     rows = rows_each / micro_batches
     turns = micro_batches + choice.num_stages - 1
-    at_work = replicas * choice.tp * choice.num_stages * micro_batches / turns
+    at_work = replicas * choice.attention_tp * choice.num_stages * micro_batches / turns
     beside = times.slowdowns.replica_beside_replica.value(rows)
     slow = 1.0 + (beside - 1.0) * min(1.0, at_work - 1.0)
     crowd = max(1.0, at_work * threads.num_threads / times.num_cores)
     # how often a process goes through what share of the model's layers, itself computing one part of `tp`
     passes = turns * math.ceil(model.num_layers / choice.num_stages) / model.num_layers
     work = slow * crowd * passes
-    experts_s, further = experts_layer_s(threads, rows, model.router.num_experts) / choice.tp, 0
+    experts_s, further = experts_layer_s(threads, rows, model.router.num_experts) / choice.attention_tp, 0
     if is_hybrid:
         experts_s = fullest_experts_s(threads, model, rows * replicas, choice.num_experts) / choice.expert_tp
         further = replicas - 1
     parts = {
-        "attention": work * model.num_layers * threads.attention_layer_s(rows, context) / choice.tp,
+        "attention": work * model.num_layers * threads.attention_layer_s(rows, context) / choice.attention_tp,
         "experts": work * model.num_moe_layers * experts_s,
-        "head": slow * crowd / choice.tp * threads.head_s.value(rows_each),
+        "head": slow * crowd / choice.attention_tp * threads.head_s.value(rows_each),
         "bookkeeping": crowd * times.engine.bookkeeping_s.value(rows_each),
         "engine": crowd * times.engine.alone_s.value(rows_each)
         + further * times.engine.per_further_worker_s.value(rows_each),
@@ -154,14 +154,17 @@ def _colocated(
     if wires is None:
         assert not is_hybrid, "how rows reach the experts of other replicas is the network's to say"
         message_s = times.exchange.one_way_s.value(rows)
-        sums_s = 2 * crowd * message_s if choice.tp > 1 else 0.0
+        sums_s = 2 * crowd * message_s if choice.attention_tp > 1 else 0.0
         wires = Wires(layer_s=sums_s, dense_layer_s=sums_s, hop_s=message_s)
     dense_layers = model.num_layers - model.num_moe_layers
     parts["exchange"] = passes * (model.num_moe_layers * wires.layer_s + dense_layers * wires.dense_layer_s)
     parts["exchange"] += wires.head_s
     if is_hybrid and times.row_calls is not None:
         calls_s = times.row_calls.layer_s(
-            rows, attention_tp=choice.tp, expert_tp=choice.expert_tp, num_ranks=choice.num_attention * choice.tp
+            rows,
+            attention_tp=choice.attention_tp,
+            expert_tp=choice.expert_tp,
+            num_ranks=choice.num_attention * choice.attention_tp,
         )
         parts["calls"] = crowd * passes * model.num_moe_layers * calls_s
     if choice.num_stages > 1:
@@ -347,12 +350,12 @@ def _choice(times: LocalTimes, candidates: Candidates, index: int) -> tuple[Loca
     tp, num_stages = one["attention_tp"], one["pp"]
     if one["attention_dp"] == one["expert_ep"] == 1:
         replicas = max(1, times.num_cores // (tp * num_stages))
-        return LocalChoice(layout="colocated", num_attention=replicas, tp=tp, num_stages=num_stages), replicas
+        return LocalChoice(layout="colocated", num_attention=replicas, attention_tp=tp, num_stages=num_stages), replicas
     hybrid = LocalChoice(
         layout="hybrid",
         num_attention=one["attention_dp"],
         num_experts=one["expert_ep"],
-        tp=tp,
+        attention_tp=tp,
         expert_tp=one["expert_tp"],
         num_stages=num_stages,
     )

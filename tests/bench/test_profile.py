@@ -12,9 +12,9 @@ import pytest
 from antiphon.base.errors import PeerLost, UserError
 from antiphon.bench.harness import children
 from antiphon.bench.harness.children import ChildFailed, Children
-from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
 from antiphon.bench.profile.exchange import Rounds, Served, exchange_medians
 from antiphon.bench.profile.measure import NORMAL, QUICK, gaps_between_steps, start_rigs
+from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
 from antiphon.bench.profile.rig import PartSeconds, Rig, RigOrder, RigWork
 from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec

@@ -24,7 +24,7 @@ def test_replicas_that_share_experts_compute_a_part_for_all_rows() -> None:
     assert found.parts_s["experts"] == pytest.approx(4 * fullest_ms * 1e-3)
     assert found.parts_s["exchange"] == pytest.approx((4 * 3 + 5 + 7) * 1e-3)
     assert found.parts_s["engine"] == pytest.approx(3e-3), "it plans for both while neither computes"
-    split = replace(hybrid, num_attention=1, tp=2)
+    split = replace(hybrid, num_attention=1, attention_tp=2)
     found = predict_decode(local_times(), MODEL, split, concurrency=20, context=100, wires=wires)
     assert found.parts_s["attention"] == pytest.approx(5 * 30 / 2 * 1e-3)
     assert found.parts_s["experts"] == pytest.approx(4 * fullest_ms * 1e-3)
@@ -43,7 +43,7 @@ def test_a_rank_that_sends_rows_takes_what_its_calls_take(
 ) -> None:
     calls = RowCalls(across_s=flat(1e-3), gathered_s=flat(2e-3), completed_s=flat(3e-3))
     choice = LocalChoice(
-        layout="hybrid", num_attention=num_attention, num_experts=num_experts, tp=tp, expert_tp=expert_tp
+        layout="hybrid", num_attention=num_attention, num_experts=num_experts, attention_tp=tp, expert_tp=expert_tp
     )
     wires = Wires(layer_s=3e-3)
     num_cores = num_attention * tp

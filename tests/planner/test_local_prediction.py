@@ -185,7 +185,11 @@ def test_a_plan_takes_its_decode_steps_from_here() -> None:
     assert layers.step_s[1] == pytest.approx(apart_s.tpot_s, rel=0.01)
     ranks = step_times(where, columns(attention_tp=2, expert_tp=2))
     split = predict_decode(
-        where.profile.engine, where.model, LocalChoice(layout="colocated", tp=2), concurrency=20, context=context
+        where.profile.engine,
+        where.model,
+        LocalChoice(layout="colocated", attention_tp=2),
+        concurrency=20,
+        context=context,
     )
     assert ranks.step_s[1] == pytest.approx(split.tpot_s, rel=0.01)
     other = step_times(where, columns(attention_tp=2))
@@ -194,7 +198,9 @@ def test_a_plan_takes_its_decode_steps_from_here() -> None:
 
 def test_ranks_share_a_layer_and_stages_take_turns() -> None:
     whole = predict_decode(local_times(), MODEL, LocalChoice(layout="colocated"), concurrency=20, context=100)
-    split = predict_decode(local_times(), MODEL, LocalChoice(layout="colocated", tp=2), concurrency=20, context=100)
+    split = predict_decode(
+        local_times(), MODEL, LocalChoice(layout="colocated", attention_tp=2), concurrency=20, context=100
+    )
     one_thread = predict_decode(
         local_times(), MODEL, LocalChoice(layout="colocated", num_attention=2), concurrency=40, context=100
     )
