@@ -242,11 +242,6 @@ class Pins:
         given = ((name, getattr(self, field)) for name, field in PIN_NAMES.items())
         return ", ".join(f"{name}={value}" for name, value in given if value is not None)
 
-    def only(self, name: str) -> tuple[int, ...]:
-        """The one value allowed for a degree; empty: any."""
-        value: int | None = getattr(self, name)
-        return () if value is None else (value,)
-
     def allow(self, candidates: Candidates) -> BoolArray:
         """Which candidates have these degrees, batch left out."""
         allowed = np.ones(len(candidates), dtype=bool)

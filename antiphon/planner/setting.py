@@ -115,24 +115,17 @@ def length_facts(workload: WorkloadSpec) -> LengthFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
-    """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `micro_batches`, `attention_dp`,
-    `attention_tp`, `expert_tp`, `expert_workers`, `pp`: if given, only these. `collectives`: the form of hybrid
-    TP-EP's exchange; `auto`: the faster one of each candidate. `sliced`: whether devices of an attention TP group share
-    out the rows they send to experts. `overlapped`: whether colocated layouts may hide an exchange behind arithmetic.
-    `per_node`: whether rows may travel once per node and be forwarded there. `whole_prompts`: passes of prefill take
-    prompts as they come, though no rate and no promise say so (see `Setting.takes_whole_prompts`). `extra_slots`:
-    replicas of experts per worker that are tried. `prefer_simple`: a simpler layout that the model cannot tell from the
-    best is taken. `servable`: only layouts that `antiphon serve` runs
-    (`planner/candidates`). `pins`: what is fixed for every layout. `num_instances`: how many exactly, which share the
-    workload's requests in flight; None: as many as fit or are needed."""
+    """Which candidates are looked at. `max_micro_batches`: N_m of MegaScale-Infer (4). `collectives`: the form of
+    hybrid TP-EP's exchange; `auto`: the faster one of each candidate. `sliced`: whether devices of an attention TP
+    group share out the rows they send to experts. `overlapped`: whether colocated layouts may hide an exchange behind
+    arithmetic. `per_node`: whether rows may travel once per node and be forwarded there. `whole_prompts`: passes of
+    prefill take prompts as they come, though no rate and no promise say so (see `Setting.takes_whole_prompts`).
+    `extra_slots`: replicas of experts per worker that are tried. `prefer_simple`: a simpler layout that the model
+    cannot tell from the best is taken. `servable`: only layouts that `antiphon serve` runs (`planner/candidates`).
+    `pins`: what is fixed for every layout. `num_instances`: how many exactly, which share the workload's requests in
+    flight; None: as many as fit or are needed."""
 
     max_micro_batches: int = 4
-    micro_batches: tuple[int, ...] = ()
-    attention_dp: tuple[int, ...] = ()
-    attention_tp: tuple[int, ...] = ()
-    expert_tp: tuple[int, ...] = ()
-    expert_workers: tuple[int, ...] = ()
-    pp: tuple[int, ...] = ()
     collectives: Collectives = "auto"
     sliced: bool = True
     overlapped: bool = True
@@ -144,17 +137,9 @@ class SearchLimits:
     pins: Pins = field(default_factory=Pins)
     num_instances: int | None = None
 
-    def only(self, degree: str) -> tuple[int, ...]:
-        """The values that a degree may have; empty: any."""
-        given: tuple[int, ...] = getattr(self, degree)
-        return given or self.pins.only("expert_ep" if degree == "expert_workers" else degree)
-
     def __post_init__(self) -> None:
         if self.max_micro_batches < 1:
             raise UserError(f"limits: max_micro_batches is {self.max_micro_batches}: it must be at least 1")
-        for name in ("micro_batches", "attention_dp", "attention_tp", "expert_tp", "expert_workers", "pp"):
-            if any(value < 1 for value in getattr(self, name)):
-                raise UserError(f"limits: {name} has {min(getattr(self, name))}: each must be at least 1")
         if not self.extra_slots or min(self.extra_slots) < 0:
             raise UserError(f"limits: extra_slots is {self.extra_slots}: give numbers of at least 0, such as (0, 1)")
 

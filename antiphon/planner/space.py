@@ -99,13 +99,13 @@ def _by_layout(codes: IntArray) -> IntArray:
     return np.bincount(codes, minlength=len(LAYOUTS)).astype(np.int64)
 
 
-def _only(values: IntArray, wanted: tuple[int, ...]) -> IntArray:
-    return values[np.isin(values, wanted)] if wanted else values
+def _only(values: IntArray, wanted: int | None) -> IntArray:
+    return values if wanted is None else values[values == wanted]
 
 
-def _wanted_or(values: IntArray, wanted: tuple[int, ...], most: int) -> IntArray:
+def _wanted_or(values: IntArray, wanted: int | None, most: int) -> IntArray:
     """What was asked for, even if it is not among those tried by default."""
-    return np.array(sorted(value for value in set(wanted) if value <= most), dtype=np.int64) if wanted else values
+    return values if wanted is None else np.array([wanted] if wanted <= most else [], dtype=np.int64)
 
 
 def _extra_slots(setting: Setting) -> IntArray:
@@ -127,17 +127,18 @@ def _degrees_apart(
     setting: Setting, kind: int, group: NodeGroup, expert_kind: int, expert_group: NodeGroup
 ) -> Candidates:
     """Every choice of tp_a, tp_e, expert workers, slots, m, for one pairing of devices."""
-    limits, experts = setting.limits, setting.model.router.num_experts
+    pins, experts = setting.limits.pins, setting.model.router.num_experts
     width, expert_width = widest_domain(group), widest_domain(expert_group)
     most_workers = min(experts, expert_group.num_devices)
     counts = np.arange(1, experts + 1) if experts <= ALL_WORKER_COUNTS_UP_TO else fewest_for_each_share(experts)
-    counts = _wanted_or(counts[counts <= most_workers], limits.only("expert_workers"), most_workers)
+    counts = _wanted_or(counts[counts <= most_workers], pins.expert_ep, most_workers)
+    turns = np.arange(1, setting.limits.max_micro_batches + 1) if pins.micro_batches is None else [pins.micro_batches]
     grids = np.meshgrid(
-        _wanted_or(degrees_up_to(width), limits.only("attention_tp"), width),
-        _wanted_or(degrees_up_to(expert_width), limits.only("expert_tp"), expert_width),
+        _wanted_or(degrees_up_to(width), pins.attention_tp, width),
+        _wanted_or(degrees_up_to(expert_width), pins.expert_tp, expert_width),
         counts,
         _extra_slots(setting),
-        np.array(limits.only("micro_batches") or np.arange(1, limits.max_micro_batches + 1), dtype=np.int64),
+        np.array(turns, dtype=np.int64),
         indexing="ij",
     )
     tp_a, tp_e, num_workers, extra, m = grids
@@ -176,9 +177,9 @@ def _with_attention_workers(setting: Setting, base: Candidates, cap: IntArray) -
     fit = limits > 0
     if fit.any():
         balanced[fit] = _balanced(setting, base.take(fit), limits[fit], cap[fit])
-    wanted = setting.limits.only("attention_dp")
-    choices = np.tile(np.array(wanted, dtype=np.int64), (len(base), 1)) if wanted else _neighbours(balanced, cap)
-    choices = np.sort(np.where(choices <= cap[:, None], choices, 0 if wanted else 1), axis=1)
+    wanted = setting.limits.pins.attention_dp
+    choices = _neighbours(balanced, cap) if wanted is None else np.full((len(base), 1), wanted)
+    choices = np.sort(np.where(choices <= cap[:, None], choices, 1 if wanted is None else 0), axis=1)
     fresh = np.concatenate([np.ones((len(base), 1), dtype=bool), np.diff(choices, axis=1) > 0], axis=1) & (choices > 0)
     row, column = np.nonzero(fresh)
     return base.take(row).having(attention_dp=choices[row, column])
@@ -244,7 +245,7 @@ def _stage_degrees(setting: Setting, kind: int, group: NodeGroup, piece: int, nu
     """Every factorization of a stage of `num_pieces` times `piece` devices, and every useful number of stages. A TP
     group lies inside a piece or covers whole pieces; its degree divides what it splits, unless it
     is a whole domain."""
-    limits, model = setting.limits, setting.model
+    pins, model = setting.limits.pins, setting.model
     stage = piece * num_pieces
     tp = np.array(
         [
@@ -257,10 +258,10 @@ def _stage_degrees(setting: Setting, kind: int, group: NodeGroup, piece: int, nu
     tp_heads = tp[(model.attention.num_heads % tp == 0) | is_domain]
     tp_width = tp[(model.feed_forward.intermediate % tp == 0) | is_domain]
     stages = fewest_for_each_share(model.num_layers)
-    stages = _wanted_or(stages, limits.only("pp"), model.num_layers)
+    stages = _wanted_or(stages, pins.pp, model.num_layers)
     grids = np.meshgrid(
-        _only(tp_heads, limits.only("attention_tp")),
-        _only(tp_width[stage // tp_width <= most_ranks(model.router.num_experts)], limits.only("expert_tp")),
+        _only(tp_heads, pins.attention_tp),
+        _only(tp_width[stage // tp_width <= most_ranks(model.router.num_experts)], pins.expert_tp),
         stages[stages * stage <= group.num_devices],
         _extra_slots(setting),
         indexing="ij",
@@ -283,5 +284,4 @@ def _stage_degrees(setting: Setting, kind: int, group: NodeGroup, piece: int, nu
         piece_devices=piece,
         batch=1,
     )
-    wanted = limits.only("attention_dp")
-    return every.take(np.isin(dp, wanted)) if wanted else every
+    return every if pins.attention_dp is None else every.take(dp == pins.attention_dp)

@@ -13,7 +13,7 @@ import numpy as np
 from antiphon.cost.memory import mix_memory_bytes
 from antiphon.cost.network import Network, all_reduce_bytes, all_to_all_bytes, network
 from antiphon.cost.parts import Number
-from antiphon.planner.candidates import Candidates
+from antiphon.planner.candidates import Candidates, Pins
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
@@ -170,10 +170,7 @@ def _case(
 ) -> Case:
     """`fused`: the collectives of hybrid TP-EP overlap."""
     return layout, SearchLimits(
-        attention_tp=(attention_tp,),
-        attention_dp=(attention_dp,),
-        expert_tp=(expert_tp,),
-        pp=(pp,),
+        pins=Pins(attention_tp=attention_tp, attention_dp=attention_dp, expert_tp=expert_tp, pp=pp),
         collectives="fused" if fused else "synchronous",
         sliced=layout == "hybrid",
         overlapped=False,
@@ -233,7 +230,7 @@ def pass_times(model: str, cluster_name: str, name: str, phase: PhaseName, *, fu
     if fused is not None:
         limits = replace(limits, collectives="fused" if fused else "synchronous")
     setting, candidates = _prepared(model, cluster_name, (layout, limits), phase)
-    each = IN_FLIGHT / limits.attention_dp[0]
+    each = IN_FLIGHT / (limits.pins.attention_dp or 1)
     if phase == "prefill":
         each *= setting.lengths.prompt
     return step_times(setting, candidates.with_batch(np.array([max(round(each), 1)])))

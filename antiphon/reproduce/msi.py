@@ -22,6 +22,7 @@ from antiphon.cost.ping_pong import (
     throughput_per_cost,
 )
 from antiphon.cost.roofline import Roof, grouped_gemm
+from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
@@ -169,7 +170,7 @@ def score(found: Pick | None, objective: Objective = "per-gpu") -> float:
 def colocated(model: str, cluster_name: str = AMPERE, objective: Objective = "per-gpu", kind: str = "") -> Pick | None:
     """TP over the node (and PP where one node is too small): how the baselines are deployed."""
     pp = BASELINE_PP[model] if not kind or kind == "H20" else None
-    limits = SearchLimits(attention_tp=(NODE,), expert_tp=(NODE,), pp=() if pp is None else (pp,))
+    limits = SearchLimits(pins=Pins(attention_tp=NODE, expert_tp=NODE, pp=pp))
     return best(model, "tp_pp", cluster_name, objective, limits, kind)
 
 
@@ -206,7 +207,7 @@ def _fewest_busy(ratio: float) -> float:
 
 @cache
 def _pipelined(model: str) -> Pick:
-    found = best(model, "disaggregated", limits=SearchLimits(micro_batches=(PING_PONG,)))
+    found = best(model, "disaggregated", limits=SearchLimits(pins=Pins(micro_batches=PING_PONG)))
     assert found is not None, f"{model} fits on the Ampere cluster"
     return found
 

@@ -36,6 +36,7 @@ from antiphon.cost.network import Network, network
 from antiphon.cost.parts import Parts
 from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
 from antiphon.cost.training.setup import TrainingPrecision
+from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits
@@ -288,10 +289,7 @@ class Deployment:
             expert_spread=0.0 if self.balanced else UNKNOWN_LOADS,
         )
         limits = SearchLimits(
-            attention_tp=(self.tp,),
-            attention_dp=(num_devices // self.tp,),
-            expert_tp=(self.tp,),
-            pp=(1,),
+            pins=Pins(attention_tp=self.tp, attention_dp=num_devices // self.tp, expert_tp=self.tp, pp=1),
             overlapped=self.overlapped,
             extra_slots=(0,),
         )

@@ -6,6 +6,7 @@ import pytest
 
 from antiphon.cost.profile import RowCalls, flat
 from antiphon.cost.skew import fullest_part
+from antiphon.planner.candidates import Pins
 from antiphon.planner.local_prediction import LocalChoice, Wires, experts_layer_s, fullest_experts_s, predict_decode
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.workload import SloSpec
@@ -77,7 +78,7 @@ def test_an_older_profile_says_that_hybrid_steps_are_too_short(row_calls: RowCal
     known = profile()
     assert known.engine is not None
     here = cluster(group(device(kind="cpu", scale_up_domain=2), num_nodes=1, devices_per_node=2))
-    limits = SearchLimits(attention_dp=(2,), pp=(1,))
+    limits = SearchLimits(pins=Pins(attention_dp=2, pp=1))
     older = replace(known, engine=replace(known.engine, row_calls=row_calls))
     found = planned(cluster=here, profile=older, layouts=("dp_ep",), limits=limits, workload=workload(slo=SloSpec()))
     notes = found.plan.phases["decode"].notes

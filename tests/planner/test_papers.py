@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from antiphon.models.config import load_model_spec
+from antiphon.planner.candidates import Pins
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, SearchLimits, evaluate_phase, make_plan, settings_of
@@ -51,7 +52,7 @@ def dp_scores(name: str, counts: tuple[int, ...], tp: int, batch: int) -> tuple[
     model = load_model_spec(shipped_model_config(name))
     steps, scores = [], []
     for count in counts:
-        limits = SearchLimits(attention_dp=(count,), micro_batches=(3,), attention_tp=(tp,), expert_tp=(1,))
+        limits = SearchLimits(pins=Pins(attention_dp=count, micro_batches=3, attention_tp=tp, expert_tp=1))
         workload = replace(load_workload("offline"), max_batch=3 * count * batch)
         where = settings_of(model, load_cluster("msi-ampere"), workload, limits=limits)["decode"]
         table = evaluate_phase(where, ("disaggregated",))
@@ -79,13 +80,14 @@ def test_two_micro_batches_nearly_double_and_three_add_less(name: str) -> None:
     sizes, rates = best.parallel, []
     each = best.batch // (best.micro_batches * sizes.attention_dp)
     for count in (1, 2, 3):
-        limits = SearchLimits(
-            micro_batches=(count,),
-            attention_dp=(sizes.attention_dp,),
-            attention_tp=(sizes.attention_tp,),
-            expert_tp=(sizes.expert_tp,),
-            expert_workers=(sizes.expert_workers,),
+        pins = Pins(
+            micro_batches=count,
+            attention_dp=sizes.attention_dp,
+            attention_tp=sizes.attention_tp,
+            expert_tp=sizes.expert_tp,
+            expert_ep=sizes.expert_workers,
         )
+        limits = SearchLimits(pins=pins)
         batch = each * count * sizes.attention_dp
         requests = replace(load_workload(WORKLOAD), slo=SloSpec(), max_batch=batch)
         found = planned(name, "msi-ampere", requests, layouts=("disaggregated",), limits=limits)

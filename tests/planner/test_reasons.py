@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan, most_requests_per_s, why_slower
 from antiphon.planner.rate_match import best_by_size
 from antiphon.planner.search import SearchLimits, evaluate_phase, make_plan
@@ -73,7 +74,7 @@ def test_a_decode_pool_that_asks_for_more_than_the_rest_can_prefill_is_still_a_p
     """Prefill far slower than a single decode instance: as many prefill instances as there is room for."""
     machines = cluster(group(num_nodes=2))
     requests = workload(slo=SloSpec(), input_tokens=LengthSpec(median=4000), output_tokens=LengthSpec(median=4))
-    only = SearchLimits(max_micro_batches=1, attention_tp=(1,), attention_dp=(1,), expert_tp=(1,), pp=(1,))
+    only = SearchLimits(max_micro_batches=1, pins=Pins(attention_tp=1, attention_dp=1, expert_tp=1, pp=1))
     result = planned(cluster=machines, workload=requests, phases=("prefill", "decode"), layouts=("tp_pp",), limits=only)
     check_counts(result, machines, 8)
     assert result.plan.phases["prefill"].num_instances == 7

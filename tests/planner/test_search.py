@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.exchange import expected_distinct
+from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan
 from antiphon.planner.predict import predict
 from antiphon.planner.room import batch_limits, instances_that_fit
@@ -123,7 +124,7 @@ def test_a_skewed_plan_follows_from_its_fields_and_replicates_hot_experts() -> N
     result = planned(
         workload=workload(expert_skew=1.0),
         layouts=("disaggregated",),
-        limits=SearchLimits(extra_slots=(1,), expert_workers=(4,)),
+        limits=SearchLimits(extra_slots=(1,), pins=Pins(expert_ep=4)),
     )
     phase = result.plan.phases["decode"]
     assert predict(result.settings["decode"], phase) == phase.predicted
@@ -134,7 +135,8 @@ def test_a_skewed_plan_follows_from_its_fields_and_replicates_hot_experts() -> N
 
 def test_skew_is_slower_where_experts_are_spread_and_the_same_where_they_are_not() -> None:
     def rate(skew: float, *layouts: Layout) -> float:
-        limits = SearchLimits(extra_slots=(0,), expert_workers=(4,))
+        pins = Pins(expert_ep=4) if layouts == ("disaggregated",) else Pins()
+        limits = SearchLimits(extra_slots=(0,), pins=pins)
         of = workload(expert_skew=skew)
         return planned(workload=of, layouts=layouts, limits=limits).plan.phases["decode"].predicted.per_gpu
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan, account
 from antiphon.planner.predict import phase_plan
 from antiphon.planner.search import evaluate_phase
@@ -199,7 +200,7 @@ def test_a_form_that_was_chosen_without_a_measurement_is_said_once(
 ) -> None:
     core = device(kind=kind, scale_up_domain=2)
     nodes = replace(cluster(group(core)), efficiency=EfficiencySpec(round_s=round_s))
-    limits = SearchLimits(collectives=asked, attention_tp=(2,), expert_tp=(2,), pp=(1,))
+    limits = SearchLimits(collectives=asked, pins=Pins(attention_tp=2, expert_tp=2, pp=1))
     found = planned(cluster=nodes, limits=limits, layouts=("hybrid",), workload=workload(slo=SloSpec()))
     notes = found.plan.phases["decode"].notes
     assert sum("antiphon profile MODEL --folder" in note for note in notes) == told

@@ -229,7 +229,7 @@ def test_servers_like_measured_ones_are_priced_as_those() -> None:
         cluster=load_cluster("msi-hetero"),
         workload=load_workload("msi-production"),
         layouts=("tp_pp", "disaggregated"),
-        limits=SearchLimits(attention_tp=(8,), pp=(1,), pins=pins),
+        limits=SearchLimits(pins=pins),
     )
     (phase,) = planned.plan.phases.values()
     setting = planned.settings["decode"]
