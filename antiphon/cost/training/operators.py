@@ -189,10 +189,9 @@ def _expert_exchanges(case: LayerCase, by_all_to_all: bool) -> tuple[Parts, Part
     setup, hidden = case.setup, case.model.hidden_size
     wire = setup.precision.wire_bytes(hidden)
     if by_all_to_all:
-        sent = case.rows * setup.imbalance
-        one_way = exchange(case.network, sent * case.copies * hidden * wire, setup.expert_parallel)
+        one_way = exchange(case.network, case.rows * case.copies * hidden * wire, setup.expert_parallel)
         if setup.deduplicate:
-            per_node = once_per_node(case.network, case.spread, sent, hidden * wire)
+            per_node = once_per_node(case.network, case.spread, case.rows, hidden * wire)
             wide = np.asarray(setup.expert_parallel) > case.network.domain
             one_way = select(wide & np.asarray(per_node.total_s < one_way.total_s), per_node, one_way)
         return one_way, one_way

@@ -85,8 +85,7 @@ class TrainingSetup:
 
     `overlap` "inter": communication beside operators independent of it; "intra": that, and fused pairs too.
     `deduplicate`: in an all-to-all a token goes to a rank once. `zero`: 0 nothing sharded over data parallelism,
-    1 optimizer state, 2 gradients too, 3 parameters too. `imbalance`: rows of the busiest expert rank over the mean.
-    """
+    1 optimizer state, 2 gradients too, 3 parameters too."""
 
     attention: AttentionParallel = "sequence"
     experts: ExpertParallel = "expert"
@@ -95,7 +94,6 @@ class TrainingSetup:
     deduplicate: bool = False
     gate_after_down: bool = False
     zero: int = 1
-    imbalance: float = 1.0
     model_parallel: Number = 1
     expert_copies: Number = 1
     pipeline: Number = 1
@@ -107,8 +105,6 @@ class TrainingSetup:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"training: zero is {self.zero}: use 0, 1, 2 or 3")
-        if not self.imbalance >= 1:
-            raise UserError(f"training: imbalance is {self.imbalance}: the busiest rank has at least the mean, 1")
 
     @property
     def expert_parallel(self) -> Number:
@@ -183,7 +179,6 @@ class LayerSizes:
             * router.top_k
             * share_of(router.num_experts, degree)
             / router.num_experts
-            * self.setup.imbalance
         )
 
 
