@@ -322,15 +322,27 @@ class AntiphonEngine(Peer):
         changes: Mapping[str, Any] | None = None,
     ) -> None:
         """`changes`: fields of `ServeConfig` that differ from what the contestant's name says."""
-        self.choice = parse_contestant(contestant)
+        self.choice = choice = parse_contestant(contestant)
         self.name = f"antiphon {contestant}"  # in reports; another where the layout does not say what differs
-        self._model = model
-        self._max_concurrency = max_concurrency
-        self._max_tokens = max_tokens
-        self._device = device
-        self._threads = threads
-        self._trace = trace
-        self._changes = changes or {}
+        spec = load_model_spec(model)
+        per_worker = -(-max_concurrency // choice.num_attention)
+        blocks = per_worker * (-(-max_tokens // BLOCK_SIZE) + 1) + 16
+        block_bytes = kv_cache_block_bytes(spec, BLOCK_SIZE, 4 if spec.dtype == "float32" else 2)
+        config = ServeConfig(
+            model=model,
+            **vars(choice),
+            device=device,
+            max_model_len=max_tokens,
+            kv_bytes=blocks * block_bytes * choice.num_attention,
+            block_size=BLOCK_SIZE,
+            max_running=per_worker,
+            max_batch_tokens=max(2048, per_worker),
+            max_waiting=2 * max_concurrency,
+            num_threads=threads,
+            timeout_s=120.0,
+            trace=trace,
+        )
+        self._config = replace(config, **(changes or {}))
         self._engine: Engine | None = None
         self._runs = 0
         self._peak_rss_bytes = 0
@@ -338,29 +350,6 @@ class AntiphonEngine(Peer):
     @property
     def pid(self) -> int | None:
         return os.getpid()
-
-    def _config(self) -> ServeConfig:
-        spec = load_model_spec(self._model)
-        choice = self.choice
-        per_worker = -(-self._max_concurrency // choice.num_attention)
-        blocks = per_worker * (-(-self._max_tokens // BLOCK_SIZE) + 1) + 16
-        bytes_per_element = 4 if spec.dtype == "float32" else 2
-        block_bytes = kv_cache_block_bytes(spec, BLOCK_SIZE, bytes_per_element)
-        config = ServeConfig(
-            model=self._model,
-            **vars(choice),
-            device=self._device,
-            max_model_len=self._max_tokens,
-            kv_bytes=blocks * block_bytes * choice.num_attention,
-            block_size=BLOCK_SIZE,
-            max_running=per_worker,
-            max_batch_tokens=max(2048, per_worker),
-            max_waiting=2 * self._max_concurrency,
-            num_threads=self._threads,
-            timeout_s=120.0,
-            trace=self._trace,
-        )
-        return replace(config, **self._changes)
 
     def sizes(self) -> dict[str, int | str | None]:
         return {
@@ -371,7 +360,7 @@ class AntiphonEngine(Peer):
         }
 
     def start(self) -> Mapping[str, str]:
-        self._engine = start_engine(self._config())
+        self._engine = start_engine(self._config)
         return {"layout": self.choice.layout, "kernels": ", ".join(sorted(self._engine.workforce.kernels))}
 
     def run(self, workload: Workload) -> RunResult:
