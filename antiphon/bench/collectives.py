@@ -1,4 +1,4 @@
-"""Collectives of a small group: ours (`comm/m2n/rank_group.py`) beside `torch.distributed` on gloo, on this machine.
+"""Collectives of a small group: ours (`comm/rank_group.py`) beside `torch.distributed` on gloo, on this machine.
 
 1. every rank is a process that belongs to a group of ours and to one of gloo's
 2. for each collective and size: both results must be those of one process
@@ -37,8 +37,8 @@ from antiphon.bench.harness.contest import (
 from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
 from antiphon.comm.collectives import reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S
-from antiphon.comm.m2n.rank_group import NativeRankGroup
 from antiphon.comm.point_to_point import all_gather_single
+from antiphon.comm.rank_group import NativeRankGroup
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _LINE = 64

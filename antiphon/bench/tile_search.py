@@ -37,10 +37,16 @@ from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
 from antiphon.kernels.triton import interprets
 from antiphon.kernels.triton.attention import RowPlan, attend_rows
-from antiphon.kernels.triton.grouped import GroupedRows, expert_products, gated_product, weighed_product
+from antiphon.kernels.triton.grouped import (
+    GroupedRows,
+    default_tile,
+    expert_products,
+    gated_product,
+    tuned_tile,
+    weighed_product,
+)
 from antiphon.kernels.triton.launch import capability_of, launching
 from antiphon.kernels.triton.rows import count, place
-from antiphon.kernels.triton.tiles import default_tile, tuned_tile
 
 
 @dataclass(frozen=True, kw_only=True)

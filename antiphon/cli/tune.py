@@ -143,7 +143,7 @@ def _show_times(
     beside = choices_path(path)
     make_ready(path)
     kept, choices = read_table(path) if path.exists() else {}, read_choices(beside)
-    tuning, backend, tiles = _search(), triton.load("backend"), triton.load("tiles")
+    tuning, backend, grouped = _search(), triton.load("backend"), triton.load("grouped")
     made, rows, entries = _experts(spec, experts, weights, device), [], {}
     for name, weight in _named(made):
         tuning.fill_at_random(weight)
@@ -155,7 +155,7 @@ def _show_times(
              "default_time_s": each.default_time_s}
             for each in buckets
         ]  # fmt: skip
-    kept |= {tiles.key_of(weight, device): entries[name] for name, weight in _named(made)}
+    kept |= {grouped.key_of(weight, device): entries[name] for name, weight in _named(made)}
     candidates = tuning.product_candidates(made, counts, spec.router.top_k, entries["gate and up"], entries["down"])
     products = choose(candidates, [f"{count} tokens" for count in counts], tuning.measure_s)
     choices[backend.experts_key(made)] = products.name, products.why

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.logging import get_logger
-from antiphon.comm.m2n.rank_group import NativeRankGroup, row_elements
+from antiphon.comm.rank_group import NativeRankGroup, row_elements
 
 _log = get_logger("ranks")
 _c10d: Any = dist  # not all of it has types

@@ -34,7 +34,7 @@ n ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,38 +56,133 @@ from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
 
 
-class Hop(Protocol):
-    """`there` and `back`: the collectives of rows and of their results; `choices`: that of what `Way.hop` packed."""
+def with_weights(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, 2K]: weights and choices in one tensor of floats, so that they travel together. Gradients pass the former."""
+    return torch.cat((weights_TK, ids_TK.to(weights_TK.dtype)), dim=1)
 
-    @property
-    def there(self) -> MovesRows: ...
 
-    @property
-    def choices(self) -> Collective: ...
+def without_weights(packed_T2K: Tensor) -> tuple[Tensor, Tensor]:
+    """(choices, weights) from `with_weights`."""
+    weights_TK, ids_TK = packed_T2K.chunk(2, dim=1)
+    return ids_TK.detach().long(), weights_TK
 
-    @property
-    def back(self) -> MovesRows: ...
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """A way with its decisions made. `there` and `back`: the collectives of rows and of their results; `choices`: that
+    of what `hop` packed. `rows`: in which order rows leave, None: as they are. `ones_Tn`: where a row counts once a
+    rank, as the ranks have weighted its results; None: weights do it here. `experts`: of choices that came, the numbers
+    [first, last) are here; None: all are."""
+
+    there: MovesRows
+    choices: Collective
+    back: MovesRows
+    formats: RowFormat
+    rows: RowMap | None = None
+    ones_Tn: Tensor | None = None
+    experts: tuple[int, int] | None = None
 
     def send(self, x_TH: Tensor) -> Tensor:
         """[P, H]: rows as they leave."""
+        x_TH = self.formats.summed(x_TH)
+        return x_TH if self.rows is None else to_experts(x_TH, self.rows)
 
     def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
         """[T, H]: for each row the sum of the results that came back."""
+        if self.rows is None:
+            return y_PH
+        return combine(y_PH, weights_TK if self.ones_Tn is None else self.ones_Tn, self.rows)
 
     def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
         """(choices, weights) of the rows that came, from what was packed: choices as what is behind this way knows
         them, -1 for those that are elsewhere."""
+        ids_TK, weights_TK = without_weights(packed_P2K)
+        if self.experts is None:
+            return ids_TK, weights_TK
+        first, last = self.experts
+        return torch.where((ids_TK >= first) & (ids_TK < last), ids_TK - first, -1), weights_TK
 
 
-class Way(Protocol):
-    """Rows over one group and back."""
+@dataclass(frozen=True)
+class GatherScatter:
+    """A `Way` over `group`. `experts`: the numbers [first, last) that are here, which what is behind knows from 0 on;
+    None: it takes all choices as they are."""
+
+    group: Group
+    experts: tuple[int, int] | None = None
+    formats: RowFormat = field(default_factory=RowFormat)
+
+    weighs_at_home: ClassVar = False
+
+    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
+        """As of `AllToAllWay`."""
+        sizes = gather_sizes(self.group, ids_TK.shape[0], ids_TK.device)
+        there = self.formats.all_gather(self.group, "dispatch", sizes)
+        choices = AllGather(self.group, "routing", sizes)
+        back = self.formats.reduce_scatter(self.group, "combine", sizes)
+        hop = Hop(there=there, choices=choices, back=back, formats=self.formats, experts=self.experts)
+        return hop, with_weights(ids_TK, weights_TK)
+
+
+class AllToAllWay:
+    """A `Way` over `group`; `experts[i]` are the numbers [first, last) on rank i, in order, which what is behind knows
+    from 0 on. `weights_inside`: the experts weight results, never this rank. `level`: ends its names in the ledger."""
+
+    def __init__(
+        self,
+        group: Group,
+        experts: Sequence[tuple[int, int]],
+        *,
+        deduplicate: bool,
+        formats: RowFormat = RowFormat(),
+        weights_inside: bool = False,
+        level: str = "",
+    ) -> None:
+        self.group = group
+        self.level = level
+        self.deduplicate = deduplicate
+        self.formats = formats
+        self.weights_inside = weights_inside
+        self._firsts = torch.tensor([first for first, _ in experts])
+        ranks = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]
+        self._rank_of = torch.tensor([*ranks, -1])  # the last one is where -1 points
 
     @property
     def weighs_at_home(self) -> bool:
         """Whether results are weighted when they are back: then weights travel only as ones."""
+        return not self.deduplicate and not self.weights_inside
 
     def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
         """How rows with these choices go, and choices with weights as they leave. May wait for other ranks."""
+        size, ranks_TK = self.group.size, self._rank_of.to(ids_TK.device)[ids_TK]
+        firsts, ones_Tn = self._firsts.to(ids_TK.device), None
+        if self.deduplicate:
+            chosen_Tn = torch.zeros(ids_TK.shape[0], size + 1, dtype=torch.bool, device=ids_TK.device)
+            chosen_Tn = chosen_Tn.scatter_(1, ranks_TK % (size + 1), True)[:, :size]
+            rows = row_map(torch.where(chosen_Tn, torch.arange(size, device=ids_TK.device), -1), size)
+            ones_Tn = torch.ones_like(chosen_Tn, dtype=weights_TK.dtype)
+            rank_P, token_P = rows.order_R % size, rows.order_R // size
+            here_PK = ranks_TK[token_P] == rank_P.unsqueeze(1)
+            ids_PK = torch.where(here_PK, ids_TK[token_P] - firsts[rank_P].unsqueeze(1), -1)
+            weights_PK = to_experts(weights_TK, rows) * here_PK
+        else:
+            rows = row_map(ranks_TK, size)
+            rank_P = ranks_TK.flatten()[rows.order_R]
+            ids_PK = (ids_TK.flatten()[rows.order_R] - firsts[rank_P]).unsqueeze(1)
+            weights_PK = torch.ones_like(ids_PK, dtype=weights_TK.dtype)
+            if self.weights_inside:
+                weights_PK = weights_TK.flatten().index_select(0, rows.order_R).unsqueeze(1)
+                ones_Tn = torch.ones_like(weights_TK)
+        send = rows.counts_E
+        receive = _received(self.group, send, ids_TK.device)
+        there = self.formats.all_to_all(self.group, f"dispatch{self.level}", send, receive)
+        choices = AllToAll(self.group, f"routing{self.level}", send, receive)
+        back = self.formats.all_to_all(self.group, f"combine{self.level}", receive, send)
+        hop = Hop(there=there, choices=choices, back=back, formats=self.formats, rows=rows, ones_Tn=ones_Tn)
+        return hop, with_weights(ids_PK, weights_PK)
+
+
+Way = GatherScatter | AllToAllWay
 
 
 @dataclass(frozen=True)
@@ -173,135 +268,6 @@ class Dispatched:
 def weights_of_rows(weights_TK: Tensor, rows: RowMap) -> Tensor:
     """[R]: the weight of each row that is in order of expert."""
     return weights_TK.flatten().index_select(0, rows.order_R)
-
-
-def with_weights(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, 2K]: weights and choices in one tensor of floats, so that they travel together. Gradients pass the former."""
-    return torch.cat((weights_TK, ids_TK.to(weights_TK.dtype)), dim=1)
-
-
-def without_weights(packed_T2K: Tensor) -> tuple[Tensor, Tensor]:
-    """(choices, weights) from `with_weights`."""
-    weights_TK, ids_TK = packed_T2K.chunk(2, dim=1)
-    return ids_TK.detach().long(), weights_TK
-
-
-@dataclass(frozen=True)
-class _GatheredHop:
-    way: "GatherScatter"
-    there: MovesRows
-    choices: Collective
-    back: MovesRows
-
-    def send(self, x_TH: Tensor) -> Tensor:
-        return self.way.formats.summed(x_TH)
-
-    def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
-        return y_PH
-
-    def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = without_weights(packed_P2K)
-        if self.way.experts is None:
-            return ids_TK, weights_TK
-        first, last = self.way.experts
-        return torch.where((ids_TK >= first) & (ids_TK < last), ids_TK - first, -1), weights_TK
-
-
-@dataclass(frozen=True)
-class GatherScatter:
-    """A `Way` over `group`. `experts`: the numbers [first, last) that are here, which what is behind knows from 0 on;
-    None: it takes all choices as they are."""
-
-    group: Group
-    experts: tuple[int, int] | None = None
-    formats: RowFormat = field(default_factory=RowFormat)
-
-    @property
-    def weighs_at_home(self) -> bool:
-        return False
-
-    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
-        sizes = gather_sizes(self.group, ids_TK.shape[0], ids_TK.device)
-        there = self.formats.all_gather(self.group, "dispatch", sizes)
-        choices = AllGather(self.group, "routing", sizes)
-        back = self.formats.reduce_scatter(self.group, "combine", sizes)
-        return _GatheredHop(self, there, choices, back), with_weights(ids_TK, weights_TK)
-
-
-@dataclass(frozen=True)
-class _RowsHop:
-    """`ones_Tn`: where a row counts once a rank, as the ranks have weighted its results; None: weights do it here."""
-
-    there: MovesRows
-    choices: Collective
-    back: MovesRows
-    rows: RowMap
-    ones_Tn: Tensor | None
-    formats: RowFormat
-
-    def send(self, x_TH: Tensor) -> Tensor:
-        return to_experts(self.formats.summed(x_TH), self.rows)
-
-    def total(self, y_PH: Tensor, weights_TK: Tensor) -> Tensor:
-        return combine(y_PH, weights_TK if self.ones_Tn is None else self.ones_Tn, self.rows)
-
-    def arrived(self, packed_P2K: Tensor) -> tuple[Tensor, Tensor]:
-        return without_weights(packed_P2K)
-
-
-class AllToAllWay:
-    """A `Way` over `group`; `experts[i]` are the numbers [first, last) on rank i, in order, which what is behind knows
-    from 0 on. `weights_inside`: the experts weight results, never this rank. `level`: ends its names in the ledger."""
-
-    def __init__(
-        self,
-        group: Group,
-        experts: Sequence[tuple[int, int]],
-        *,
-        deduplicate: bool,
-        formats: RowFormat = RowFormat(),
-        weights_inside: bool = False,
-        level: str = "",
-    ) -> None:
-        self.group = group
-        self.level = level
-        self.deduplicate = deduplicate
-        self.formats = formats
-        self.weights_inside = weights_inside
-        self._firsts = torch.tensor([first for first, _ in experts])
-        ranks = [rank for rank, (first, last) in enumerate(experts) for _ in range(last - first)]
-        self._rank_of = torch.tensor([*ranks, -1])  # the last one is where -1 points
-
-    @property
-    def weighs_at_home(self) -> bool:
-        return not self.deduplicate and not self.weights_inside
-
-    def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
-        size, ranks_TK = self.group.size, self._rank_of.to(ids_TK.device)[ids_TK]
-        firsts, ones_Tn = self._firsts.to(ids_TK.device), None
-        if self.deduplicate:
-            chosen_Tn = torch.zeros(ids_TK.shape[0], size + 1, dtype=torch.bool, device=ids_TK.device)
-            chosen_Tn = chosen_Tn.scatter_(1, ranks_TK % (size + 1), True)[:, :size]
-            rows = row_map(torch.where(chosen_Tn, torch.arange(size, device=ids_TK.device), -1), size)
-            ones_Tn = torch.ones_like(chosen_Tn, dtype=weights_TK.dtype)
-            rank_P, token_P = rows.order_R % size, rows.order_R // size
-            here_PK = ranks_TK[token_P] == rank_P.unsqueeze(1)
-            ids_PK = torch.where(here_PK, ids_TK[token_P] - firsts[rank_P].unsqueeze(1), -1)
-            weights_PK = to_experts(weights_TK, rows) * here_PK
-        else:
-            rows = row_map(ranks_TK, size)
-            rank_P = ranks_TK.flatten()[rows.order_R]
-            ids_PK = (ids_TK.flatten()[rows.order_R] - firsts[rank_P]).unsqueeze(1)
-            weights_PK = torch.ones_like(ids_PK, dtype=weights_TK.dtype)
-            if self.weights_inside:
-                weights_PK = weights_TK.flatten().index_select(0, rows.order_R).unsqueeze(1)
-                ones_Tn = torch.ones_like(weights_TK)
-        send = rows.counts_E
-        receive = _received(self.group, send, ids_TK.device)
-        there = self.formats.all_to_all(self.group, f"dispatch{self.level}", send, receive)
-        choices = AllToAll(self.group, f"routing{self.level}", send, receive)
-        back = self.formats.all_to_all(self.group, f"combine{self.level}", receive, send)
-        return _RowsHop(there, choices, back, rows, ones_Tn, self.formats), with_weights(ids_PK, weights_PK)
 
 
 def two_level_ways(

@@ -8,16 +8,28 @@ until `reset`. One thread makes the calls; `abort` may come from any.
 Sums are made in float32, in the order of ranks, and rounded once. So every rank gets the same bits, at every size, over
 every transport. Blocks of rows may be summed one after the other beside other work (`begin_sum`), with the same bits.
 
+A group of several is over the native M2N library (`csrc/m2n/rank_group.h`): any of its transports, one machine or many.
+Every rank is a server and a client: it has an inbox with a source for each rank, whose ticket the others get from the
+process that starts the group, and an outbox to each of them.
+
 Rejected: `torch.distributed` alone (`device_group` moves bytes of GPUs by it). Its groups cannot lose a member and go
 on; its order of sums depends on size and on the number of ranks; a rank that dies is named after its timeout.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from antiphon.comm.ledger import Traffic
+from antiphon import _m2n
+from antiphon.base.errors import UserError
+from antiphon.base.ranges import split_evenly
+from antiphon.comm.ledger import Traffic, read_traffic
+from antiphon.comm.m2n.native import aborting, dtype_name, view_of
 
 
 class RankGroup:
@@ -25,8 +37,8 @@ class RankGroup:
     they are summed, any type elsewhere. Messages of pairs are in host memory. Rows are entries of the first dimension;
     lists have one entry for each rank, zeros included.
 
-    What calls do here is what they do in a group of one, where nothing travels. A group of several
-    (`m2n/rank_group`) does all of them otherwise."""
+    What calls do here is what they do in a group of one, where nothing travels. `NativeRankGroup`, of several, does all
+    of them otherwise."""
 
     rank = 0
     size = 1
@@ -120,3 +132,162 @@ class RankGroup:
 
 class Alone(RankGroup):
     """A group of one."""
+
+
+SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
+_NUM_BLOCKS, _BLOCK_ROWS = 4, 128  # at most as many blocks of rows, each of at least as many rows
+_CONNECT_S = 10.0  # for peers that are known to be there
+_Result = TypeVar("_Result")
+
+
+class NativeRankGroup(RankGroup):
+    """`RankGroup` of rank `rank` of `size`. `names`: of the ranks, for errors before they have connected; then an
+    endpoint's own name counts. `in_blocks`: many rows are summed in blocks, beside what makes the next one; that takes
+    a thread, and pays where links are slow.
+
+    The endpoint is the group's own from now on. `timeout_s` bounds every wait for peers."""
+
+    def __init__(
+        self,
+        endpoint: _m2n.Endpoint,
+        rank: int,
+        size: int,
+        *,
+        names: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+        num_slots: int = _m2n.RANK_GROUP_SLOTS,
+        slot_bytes: int = SLOT_BYTES,
+        in_blocks: bool = False,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise UserError(f"rank {rank} of {size}: ranks are 0 to {size - 1}")
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        names = [f"rank[{other}]" for other in range(size)] if names is None else names
+        self._inbox = endpoint.inbox(size, num_slots, slot_bytes, list(names))
+        self._native = _m2n.RankGroup(rank, self._inbox)
+        self._outboxes: list[_m2n.Outbox | None] = [None] * size
+        self._tickets: list[bytes] = [b""] * size
+        self._begun: tuple[int, list[bytes]] | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="sums") if in_blocks else None
+        self._sums: list[Future[None]] = []
+        self.rank = rank
+        self.size = size
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._native.bytes_sent
+
+    @property
+    def ticket(self) -> bytes:
+        return self._endpoint.ticket(self._inbox)
+
+    def takes(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), "it is summed in place"
+        self._run(self._native.all_reduce, tensor.data_ptr(), tensor.numel(), dtype_name(tensor.dtype))
+
+    def row_blocks(self, num_rows: int) -> list[tuple[int, int]]:
+        num_blocks = 1 if self._beside is None else max(1, min(_NUM_BLOCKS, num_rows // _BLOCK_ROWS))
+        return split_evenly(num_rows, num_blocks)
+
+    def begin_sum(self, tensor: Tensor) -> None:
+        assert self._beside is not None, "one block is summed at once"
+        self._sums.append(self._beside.submit(self.all_reduce, tensor))
+
+    def finish_sums(self) -> None:
+        sums, self._sums = self._sums, []
+        wait_for_all(sums)  # each within the group's timeout
+        for each in sums:
+            each.result()
+
+    def all_gather(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        tensor = tensor.contiguous()
+        out = self._room(tensor, rows_by_rank, rows_by_rank[self.rank])
+        num_bytes = _times(rows_by_rank, row_elements(tensor) * tensor.itemsize)
+        self._run(self._native.all_gather, tensor.data_ptr(), out.data_ptr(), num_bytes)
+        return out
+
+    def reduce_scatter(self, tensor: Tensor, rows_by_rank: Sequence[int]) -> Tensor:
+        tensor = tensor.contiguous()
+        out = self._room(tensor, rows_by_rank[self.rank : self.rank + 1], sum(rows_by_rank))
+        counts = _times(rows_by_rank, row_elements(tensor))
+        self._run(self._native.reduce_scatter, tensor.data_ptr(), out.data_ptr(), counts, dtype_name(tensor.dtype))
+        return out
+
+    def all_to_all(self, tensor: Tensor, rows_to: Sequence[int], rows_from: Sequence[int]) -> Tensor:
+        tensor = tensor.contiguous()
+        out = self._room(tensor, rows_from, sum(rows_to))
+        row_bytes = row_elements(tensor) * tensor.itemsize
+        bytes_to, bytes_from = _times(rows_to, row_bytes), _times(rows_from, row_bytes)
+        self._run(self._native.all_to_all, tensor.data_ptr(), out.data_ptr(), bytes_to, bytes_from)
+        return out
+
+    def open_exchange(self) -> int:
+        return self._native.open_exchange()
+
+    def post(self, exchange: int, peer: int, pieces: Sequence[Tensor]) -> None:
+        pieces = [piece.contiguous() for piece in pieces]
+        self._run(self._native.post, exchange, peer, [(piece.data_ptr(), piece.nbytes) for piece in pieces])
+
+    def take(self, exchange: int, peer: int) -> Tensor:
+        address, num_bytes = self._run(self._native.take, exchange, peer)
+        return view_of(address, (num_bytes,), torch.uint8)
+
+    def release(self, exchange: int, peer: int) -> None:
+        self._native.release(exchange, peer)
+
+    def broadcast_bytes(self, payload: bytes | None, *, root: int = 0, timeout_s: float | None = None) -> bytes:
+        assert (payload is not None) == (root == self.rank), "the root gives the payload, the others get it"
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return aborting(self._native.broadcast, payload, root, timeout_s, self._timeout_s)
+
+    def barrier(self) -> None:
+        self._run(self._native.barrier)
+
+    def abort(self, epoch: int) -> None:
+        self._native.abort(epoch)
+        self._endpoint.interrupt()
+
+    def reset(self, epoch: int, tickets: Sequence[bytes]) -> None:
+        if len(tickets) != self.size:
+            raise UserError(f"{len(tickets)} tickets for a group of {self.size} ranks: give one for each, in order")
+        tickets = list(tickets)
+        if self._begun == (epoch, tickets) and not any(box is not None and box.lost for box in self._outboxes):
+            return  # asked again, because another group of this process could not begin
+        self._begun = None
+        for peer, ticket in enumerate(tickets):
+            outbox = self._outboxes[peer]
+            if peer == self.rank or (outbox is not None and not outbox.lost and ticket == self._tickets[peer]):
+                continue
+            outbox = self._endpoint.connect(ticket, self.rank, _CONNECT_S)
+            self._outboxes[peer], self._tickets[peer] = outbox, ticket
+            self._native.set_peer(peer, outbox)
+        self._run(self._native.begin, epoch)
+        self._begun = epoch, tickets
+
+    def traffic(self) -> Traffic:
+        return read_traffic(self._inbox, (outbox for outbox in self._outboxes if outbox is not None))
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+        self._endpoint.close()
+
+    def _room(self, tensor: Tensor, rows: Sequence[int], rows_given: int) -> Tensor:
+        """Space for a result of this many rows; checks what goes in."""
+        assert tensor.shape[0] == rows_given, f"{rows_given} rows are announced, {tensor.shape[0]} given"
+        return torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+
+    def _run(self, call: Callable[..., _Result], *arguments: object) -> _Result:
+        return aborting(call, *arguments, self._timeout_s)
+
+
+def row_elements(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:])
+
+
+def _times(rows: Sequence[int], factor: int) -> list[int]:
+    return [count * factor for count in rows]

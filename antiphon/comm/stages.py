@@ -18,8 +18,7 @@ from torch import Tensor
 
 from antiphon import _m2n
 from antiphon.base.errors import UserError
-from antiphon.comm.m2n.rank_group import SLOT_BYTES, NativeRankGroup
-from antiphon.comm.rank_group import RankGroup
+from antiphon.comm.rank_group import SLOT_BYTES, NativeRankGroup, RankGroup
 from antiphon.comm.two_level.levels import Levels
 
 MakeEndpoint = Callable[[str], _m2n.Endpoint]

@@ -128,13 +128,31 @@ class TileLinks(Protocol):
 
 
 @dataclass(frozen=True)
-class RowEncoding:
-    """How rows travel: as they are, or as E4M3 with scales; they come out in `out`."""
+class Routes:
+    """`send[i]` rows go to rank i, `receive[i]` come from it. `same`: all ranks get the same rows. `adds`: each rank's
+    rows are added. Rows travel as they are, or as E4M3 with `scales`; they come out in `out`."""
 
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    same: bool
+    adds: bool
     scales: Literal["none", "token", "channel"]
     out: torch.dtype
 
+    @staticmethod
+    def of(collective: Collective, dtype: torch.dtype) -> "Routes":
+        """The routes of rows in `dtype`."""
+        plain, out = moving(collective), dtype
+        scales: Literal["none", "token", "channel"] = "none"
+        if isinstance(collective, Float8Rows):
+            plain, out = collective.plain, collective.out
+            scales = "channel" if collective.by_channel else "token"
+        same = isinstance(plain, AllGather)
+        send = plain.sent * plain.group.size if same else plain.sent
+        return Routes(send, plain.received, same, isinstance(plain, ReduceScatter), scales, out)
+
     def encode(self, x_TH: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """What travels of these rows, and how many of their numbers were clipped and flushed."""
         match self.scales:
             case "token":
                 return encode_by_token(x_TH)
@@ -150,28 +168,6 @@ class RowEncoding:
             case "channel":
                 return decode_by_channel(encoded.view(rows_by_channel(rows), width), (rows,), self.out)
         return encoded.view(self.out).view(rows, width)
-
-
-@dataclass(frozen=True)
-class Routes:
-    """`send[i]` rows go to rank i, `receive[i]` come from it. `same`: all ranks get the same rows. `adds`: each rank's
-    rows are added."""
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    same: bool
-    adds: bool
-    format: RowEncoding
-
-    @staticmethod
-    def of(collective: Collective, dtype: torch.dtype) -> "Routes":
-        """The routes of rows in `dtype`."""
-        plain, form = moving(collective), RowEncoding("none", dtype)
-        if isinstance(collective, Float8Rows):
-            plain, form = collective.plain, RowEncoding("channel" if collective.by_channel else "token", collective.out)
-        same = isinstance(plain, AllGather)
-        send = plain.sent * plain.group.size if same else plain.sent
-        return Routes(send, plain.received, same, isinstance(plain, ReduceScatter), form)
 
 
 class TileFlight:
@@ -192,7 +188,7 @@ class TileFlight:
         rows = self.routes.receive
         widths = [widths] * len(rows) if isinstance(widths, int) else widths
         sizes = [count * width for count, width in zip(rows, widths, strict=True)]
-        self._numbers = torch.empty(sum(sizes), dtype=self.routes.format.out)
+        self._numbers = torch.empty(sum(sizes), dtype=self.routes.out)
         parts = zip(torch.split(self._numbers, sizes), rows, widths, strict=True)
         self.received_from = [part.view(count, width) for part, count, width in parts]
 
@@ -257,8 +253,8 @@ class TileFlight:
         return sum_in_order(self.received.chunk(ranks) if self.received.shape[0] else [self.received])
 
     def _encoded(self, rows_TH: Tensor) -> Tensor:
-        encoded, (clipped, flushed) = self.routes.format.encode(rows_TH)
-        if self.routes.format.scales != "none":
+        encoded, (clipped, flushed) = self.routes.encode(rows_TH)
+        if self.routes.scales != "none":
             purpose, _, _ = self._collective.name.partition(".")
             self._collective.group.ledger.lost(f"{purpose}.clipped", clipped)
             self._collective.group.ledger.lost(f"{purpose}.flushed", flushed)
@@ -273,7 +269,7 @@ class TileFlight:
 
     def _put(self, tile: Tile, encoded: Tensor) -> None:
         rows_TH = self.received_from[tile.rank][tile.first : tile.last]
-        rows_TH.copy_(self.routes.format.decode(encoded.flatten(), *rows_TH.shape))
+        rows_TH.copy_(self.routes.decode(encoded.flatten(), *rows_TH.shape))
 
 
 def launch_in_tiles(

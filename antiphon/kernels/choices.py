@@ -10,7 +10,7 @@ in every process. The file lies beside the table of tiles: `tiles.choices.json` 
 The file of tiles of grouped products is a JSON file of entries: what weight on what GPU, and a list of [most rows an
 expert, tile] in ascending order, one a batch bucket. `inputs` of a tile is the order in which a row is summed, so it is
 the same in all buckets of an entry; and entries do not depend on how many experts a worker holds. So workers with the
-same table and the same kind of GPU give a row the same bits. `antiphon.kernels.triton.tiles` reads it for a weight.
+same table and the same kind of GPU give a row the same bits. `antiphon.kernels.triton.grouped` reads it for a weight.
 
 Both files are read once a process. Rejected: a measurement at the first batch (its size would decide for all others,
 and workers would disagree).

@@ -26,8 +26,7 @@ from torch import Tensor
 from antiphon.base.errors import CheckpointError
 from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models import packed
-from antiphon.models.checkpoint_folder import INDEX_NAME
-from antiphon.models.files import open_regular, read_json
+from antiphon.models.checkpoint_folder import INDEX_NAME, open_regular, read_json
 from antiphon.models.names import BLOCKS_SUFFIX, NAMES, TensorNames
 from antiphon.models.packed import (
     MXFP4_BLOCK,

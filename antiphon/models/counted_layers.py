@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.checkpoint_folder import brief
 from antiphon.models.families.config_values import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_TOKENS, MAX_WIDTH, Whole
-from antiphon.models.files import brief
 from antiphon.specs.model import StateSpec
 
 SPELLINGS: dict[str, tuple[str, ...]] = {

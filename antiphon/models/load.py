@@ -26,9 +26,8 @@ from antiphon.models.attention import (
 )
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.expert_half import FREE, ExpertHalf
+from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
 from antiphon.models.gguf.checkpoint import open_weights
-from antiphon.models.offloaded_experts import LAYERS_IN_POOL, OffloadedExperts
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (

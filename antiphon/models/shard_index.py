@@ -22,8 +22,18 @@ from pathlib import Path
 from typing import TypeGuard
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.checkpoint_folder import SUFFIX, WHOLE, left_over, missing_file, weight_files
-from antiphon.models.files import MAX_JSON_BYTES, brief, open_regular, parse_json, read_json
+from antiphon.models.checkpoint_folder import (
+    MAX_JSON_BYTES,
+    SUFFIX,
+    WHOLE,
+    brief,
+    left_over,
+    missing_file,
+    open_regular,
+    parse_json,
+    read_json,
+    weight_files,
+)
 from antiphon.models.names import PerExpertLayout, TensorNames
 
 LENGTH_BYTES = 8

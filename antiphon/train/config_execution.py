@@ -177,7 +177,7 @@ class MemoryConfig:
 
     `offload`: AdamW's "moments", or with them the "experts" parameters, lie in a mapped file and are fetched a layer
     ahead (`train.offload`). `offload_folder`: on which disk (empty: the output's). `reuse_rows`: what experts' products
-    make lies in memory that is used again (`kernels.ops.row_buffers`)."""
+    make lies in memory that is used again (`kernels.ops.feed_forward`)."""
 
     remake: Literal["none", "selective", "full"] = "none"
     keep: tuple[str, ...] = ()

@@ -184,7 +184,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Spikes (`train.alarms`): a gradient norm of `norm_ratio` times the last steps', a loss `loss_rise` nats above
+    """Spikes (`train.watch`): a gradient norm of `norm_ratio` times the last steps', a loss `loss_rise` nats above
     theirs (0: not looked at). `on_spike`: "warn"; "skip" leaves the step's update out; "rollback" goes back to the
     newest checkpoint and leaves out all samples since."""
 

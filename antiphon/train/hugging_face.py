@@ -181,16 +181,11 @@ class Shapes:
         return torch.empty(self._shapes[name], device=SHAPES_ONLY)[first:last]
 
 
-class _Written(NoCheckpoint):
+def _written(spec: ModelSpec) -> NoCheckpoint:
     """The names that an export writes: the family's first ones, experts in the first layout that is not compressed."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        layouts = tensor_names(spec).experts
-        plain = (each for each in layouts if not (isinstance(each, StackedLayout) and each.kind == "mxfp4"))
-        self._marker = next(plain).marker()
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.endswith(self._marker)
+    layouts = tensor_names(spec).experts
+    plain = (each for each in layouts if not (isinstance(each, StackedLayout) and each.kind == "mxfp4"))
+    return NoCheckpoint(next(plain).marker())
 
 
 @dataclass(frozen=True)
@@ -221,7 +216,7 @@ class PublishedTensor:
 def tensors_of(source: Parameters) -> Iterator[PublishedTensor]:
     """Every tensor of the checkpoint, one at a time."""
     spec, names = source.spec, tensor_names(source.spec)
-    written = _Written(spec)
+    written = _written(spec)
     for each in _of_plan(source, "", outer_plan(spec, names)):
         yield replace(each, in_layer=False)
     layers = with_further(spec) if source.further else spec
@@ -357,7 +352,7 @@ def export(
 
 
 def _check_rounding(spec: ModelSpec, dtype: torch.dtype) -> None:
-    layout = expert_refs(spec, tensor_names(spec), spec.moe_layers.index(True), 0, _Written(spec)).layout
+    layout = expert_refs(spec, tensor_names(spec), spec.moe_layers.index(True), 0, _written(spec)).layout
     if dtype == FLOAT8 and layout != "separate":
         raise UserError(
             f"--dtype fp8: {spec.family} stores all experts of a layer in one tensor, which has no blocks: export in "

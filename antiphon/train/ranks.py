@@ -24,9 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllReduce, gather_bytes, run
-from antiphon.comm.mesh import Group, Mesh, Sizes, connect
+from antiphon.comm.mesh import Group, Mesh, RollCall, Sizes, connect
 from antiphon.comm.replicas import has_levels
-from antiphon.comm.roll_call import RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.config_execution import CommunicationConfig

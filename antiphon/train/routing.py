@@ -29,7 +29,7 @@ nothing. Rejected: the first rows stay (as GShard has it). The order of rows say
 Letters: T rows of this rank, K experts a row, N choices of all ranks, E experts, H hidden, L MoE layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,40 +54,6 @@ def row_numbers(
     positions [start, stop) of `length`."""
     sequences = first_sequence + torch.arange(num_sequences, device=device)
     return (sequences.unsqueeze(1) * length + torch.arange(*positions, device=device)).flatten()
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Limits over the mean use: `of_expert` for each of `num_experts`, `of_group` for each range of `groups`; 0: no
-    limit. `ranks` share the micro-batch."""
-
-    of_expert: float
-    of_group: float
-    num_experts: int
-    groups: Sequence[tuple[int, int]]
-    ranks: Group
-
-    def keep(self, ids_TK: Tensor, weights_TK: Tensor, numbers: Callable[[], Tensor]) -> tuple[Tensor, int]:
-        """Choices with -1 for those that are dropped, and how many those are on all ranks. `numbers`: of the rows, see
-        `row_numbers`."""
-        if not self.of_expert and not self.of_group:
-            return ids_TK, 0
-        own = _keys(ids_TK, weights_TK, numbers())
-        sizes = gather_sizes(self.ranks, own.shape[0], own.device)
-        keys_N = run(AllGather(self.ranks, "capacity", sizes), own)
-        experts_N = keys_N >> (_WEIGHT_BITS + _PLACE_BITS)
-        mean, stays_N = keys_N.shape[0] / self.num_experts, torch.ones_like(keys_N, dtype=torch.bool)
-        if self.of_expert:
-            limits = torch.full((self.num_experts,), int(self.of_expert * mean), device=own.device)
-            stays_N = _within(experts_N, keys_N, stays_N, limits)
-        if self.of_group:
-            sizes_G = torch.tensor([last - first for first, last in self.groups], device=own.device)
-            group_of_E = torch.arange(len(self.groups), device=own.device).repeat_interleave(sizes_G)
-            limits = (self.of_group * mean * sizes_G).long()
-            stays_N = _within(group_of_E[experts_N], keys_N, stays_N, limits)
-        begin = sum(sizes[: self.ranks.index])
-        stays_TK = stays_N[begin : begin + own.shape[0]].view(ids_TK.shape)
-        return ids_TK.where(stays_TK, -1), int((~stays_N).sum())
 
 
 def _keys(ids_TK: Tensor, weights_TK: Tensor, numbers_T: Tensor) -> Tensor:
@@ -140,7 +106,6 @@ class Routing:
         self._num_used = num_layers  # whose use the balance over the "model" looks at
         self._share = share
         self._devices = split_evenly(router.num_experts, losses.device_groups)
-        self._capacity = Capacity(losses.capacity, losses.device_capacity, router.num_experts, self._devices, group)
         self._numbers: Callable[[], Tensor] | None = None
         self.dropped: list[int] = []  # choices of each layer, on all ranks
         self.use_before_E: Tensor | None = None  # of the layers in the stages before, see `use_so_far`
@@ -175,10 +140,27 @@ class Routing:
     def limit(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The choices that experts have room for, -1 for the others. Call it once a layer, after `attach`, which counts
         what the router wanted."""
+        if not self._losses.drops:
+            self.dropped.append(0)
+            return ids_TK
         assert self._numbers is not None, "rows have no numbers yet"
-        ids_TK, dropped = self._capacity.keep(ids_TK, weights_TK, self._numbers)
-        self.dropped.append(dropped)
-        return ids_TK
+        own, num_experts = _keys(ids_TK, weights_TK, self._numbers()), self._router.num_experts
+        sizes = gather_sizes(self._group, own.shape[0], own.device)
+        keys_N = run(AllGather(self._group, "capacity", sizes), own)
+        experts_N = keys_N >> (_WEIGHT_BITS + _PLACE_BITS)
+        mean, stays_N = keys_N.shape[0] / num_experts, torch.ones_like(keys_N, dtype=torch.bool)
+        if self._losses.capacity:
+            limits = torch.full((num_experts,), int(self._losses.capacity * mean), device=own.device)
+            stays_N = _within(experts_N, keys_N, stays_N, limits)
+        if self._losses.device_capacity:
+            sizes_G = torch.tensor([last - first for first, last in self._devices], device=own.device)
+            group_of_E = torch.arange(len(self._devices), device=own.device).repeat_interleave(sizes_G)
+            limits = (self._losses.device_capacity * mean * sizes_G).long()
+            stays_N = _within(group_of_E[experts_N], keys_N, stays_N, limits)
+        begin = sum(sizes[: self._group.index])
+        stays_TK = stays_N[begin : begin + own.shape[0]].view(ids_TK.shape)
+        self.dropped.append(int((~stays_N).sum()))
+        return ids_TK.where(stays_TK, -1)
 
     def facts(self, index: int) -> LayerFacts:
         """The facts of the MoE layer with this number in its stage. Waits for the other ranks when first asked."""

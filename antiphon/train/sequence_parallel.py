@@ -8,10 +8,9 @@
     scatter         the sum over tensor ranks of rows times their weights; each gets its rows
 
 Each exchange is what is packed, a collective, and what is unpacked, which `train/attention` makes operators of. With
-one sequence rank nothing is packed, and a collective over one tensor rank is the identity. In tiles
-(`train/tiled_attention`) rows travel, each with some heads of a position. Positions are split evenly, in order, over
-the ranks of both groups; heads too, the longer parts first. A key-value head that several ranks need is sent to each of
-them.
+one sequence rank nothing is packed, and a collective over one tensor rank is the identity. In tiles rows
+travel, each with some heads of a position. Positions are split evenly, in order, over the ranks of both groups; heads
+too, the longer parts first. A key-value head that several ranks need is sent to each of them.
 
 Letters: B sequences, S positions, s those of this rank (after the gather: of its tensor group), N query heads,
 G KV heads, D head width, V width of a value, H hidden, P positions that have rotations, R rotated width.

@@ -19,13 +19,14 @@ from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels import native_rows
+from antiphon.kernels.ops.feed_forward import RowBuffers
 from antiphon.kernels.ops.products import Products
-from antiphon.kernels.ops.row_buffers import RowBuffers
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
+from antiphon.train.checkpoint import Former
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
 from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
@@ -36,7 +37,6 @@ from antiphon.train.metrics import OutputLock, check_boards, write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
 from antiphon.train.packing import Packing, with_expert
 from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, sums, world_size
-from antiphon.train.resume import Former
 from antiphon.train.samples import Samples, StreamedSamples
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.token_stream import StreamWriter, TokenStream

@@ -21,25 +21,23 @@ from antiphon.comm.collectives import barrier
 from antiphon.comm.mesh import regrouped
 from antiphon.cost.training.counts import training_flops_per_token
 from antiphon.train import checkpoint, not_finite
-from antiphon.train.alarms import SpikeLimit, spike, with_step
 from antiphon.train.checkpoint import RunState
 from antiphon.train.checkpoint_parts import boxes_of, move
 from antiphon.train.device import HOST, peak_bytes, product_flops_per_s
-from antiphon.train.held_out import HeldOutLoss, held_out_loss
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.memory import bytes_by_formula
 from antiphon.train.metrics import Metrics
 from antiphon.train.offload import map_experts
 from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.packing import Packing, with_expert
-from antiphon.train.passes import Passes
+from antiphon.train.passes import HeldOutLoss, Passes, held_out_loss
 from antiphon.train.ranks import StopRequest, sizes_of, sums, world_size
 from antiphon.train.samples import StreamedSamples, numbers_of_rank
 from antiphon.train.schedule_search import choose_schedules
 from antiphon.train.setup import DTYPES, TrainingRun, build_model
 from antiphon.train.shards import clip_factor
 from antiphon.train.spans import StepSpans, join_parts, share_spans
-from antiphon.train.watch import Watch
+from antiphon.train.watch import SpikeLimit, Watch, spike, with_step
 from antiphon.train.weights import NOT_TRAINED, Weights
 
 _TEXT_S = 1.0  # between two looks for a signal

@@ -38,12 +38,16 @@ NOT_TRAINED = "score_bias"  # steers the choice of experts; no gradient reaches 
 
 
 class NoCheckpoint:
-    """Stands where a checkpoint does when there is none: no tensor is stored, so the family's first names are taken."""
+    """Stands where a checkpoint does when there is none: no tensor is stored, so the family's first names are taken.
+    `marker`: how names of experts end in the layout that is taken; empty: in the first one."""
 
     folder = Path()
 
+    def __init__(self, marker: str = "") -> None:
+        self._marker = marker
+
     def __contains__(self, name: object) -> bool:
-        return False
+        return bool(self._marker) and isinstance(name, str) and name.endswith(self._marker)
 
     def shape(self, name: str) -> tuple[int, ...]:
         raise KeyError(name)

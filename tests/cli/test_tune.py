@@ -34,14 +34,14 @@ def measured(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     """Small experts, few tiles, short contexts, and made-up times by which other packages are twice as quick."""
     if not tune.triton.is_installed() or not tune.triton.interprets():
         pytest.skip("Triton does not interpret here")
-    tuning, tiles = tune._search(), tune.triton.load("tiles")
+    tuning, grouped = tune._search(), tune.triton.load("grouped")
     spec = replace(
         load_model_spec(checkpoint),
         hidden_size=16,
         router=RouterSpec(num_experts=3, top_k=2),
         feed_forward=FeedForwardSpec(intermediate=24),
     )
-    monkeypatch.setattr(tuning, "candidates", lambda *given: [tiles.default_tile(*given)])
+    monkeypatch.setattr(tuning, "candidates", lambda *given: [grouped.default_tile(*given)])
     monkeypatch.setattr(tune, "CONTEXTS", (8, 16))
     products, asked = packages.products, []
     monkeypatch.setattr(packages, "products", lambda *given, **how: asked.append(given[0]) or products(*given, **how))

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup
 from tests.comm.m2n.backends import BACKENDS, PATIENCE_S, Backend
 
 Result = TypeVar("Result")

@@ -21,7 +21,7 @@ import torch
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup
 
 COUNTS = (1, 1000, 200_000)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.device_group import DeviceRankGroup, why_no_device_sums
-from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup
 from tests.comm.m2n.backends import BACKENDS, PATIENCE_S
 from tests.comm.rank_harness import Ranks
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.rank_group import NativeRankGroup
-from antiphon.comm.rank_group import RankGroup
+from antiphon.comm.rank_group import NativeRankGroup, RankGroup
 from tests.comm.m2n.backends import BACKENDS, Backend, need
 from tests.comm.rank_harness import Ranks, ranks
 

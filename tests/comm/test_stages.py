@@ -10,8 +10,7 @@ import torch
 
 from antiphon.base.errors import PeerLost
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.m2n.rank_group import NativeRankGroup
-from antiphon.comm.rank_group import Alone
+from antiphon.comm.rank_group import Alone, NativeRankGroup
 from antiphon.comm.stages import StagePlace, Stages, open_stages
 from tests.comm.m2n.backends import PATIENCE_S, by_name
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from antiphon.base.errors import UserError
 from antiphon.comm.device_group import DeviceRankGroup
-from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup
 from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.exchange import Dispatch, message_bytes
 from antiphon.comm.two_level.hybrid import HybridExchange

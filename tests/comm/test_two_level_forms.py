@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup
 from antiphon.comm.two_level import hybrid
 from antiphon.comm.two_level.hybrid import Forms, HybridExchange, Travelling, fused_is_faster
 from antiphon.comm.two_level.levels import Levels, TwoLevel

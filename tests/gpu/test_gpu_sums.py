@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.device_group import DeviceRankGroup, why_no_device_sums
-from antiphon.comm.m2n.rank_group import NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup
 from tests.comm.m2n.backends import PATIENCE_S, by_name
 from tests.comm.rank_harness import Ranks
 from tests.comm.test_device_group import DTYPES, every_collective

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
+from antiphon.kernels.ops.feed_forward import RowBuffers, rounded_up
 from antiphon.kernels.ops.products import Products
-from antiphon.kernels.ops.row_buffers import RowBuffers, rounded_up
 
 
 def test_memory_is_used_again_once_the_last_view_is_gone() -> None:

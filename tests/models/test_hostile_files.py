@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.checkpoint_folder import MAX_JSON_BYTES, open_regular, read_json
 from antiphon.models.config import load_model_spec
-from antiphon.models.files import MAX_JSON_BYTES, open_regular, read_json
 from tests.models.test_config_values import MIXTRAL
 
 INDEX = "model.safetensors.index.json"

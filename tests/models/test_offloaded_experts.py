@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from antiphon.models.offloaded_experts import OffloadedExperts
+from antiphon.models.expert_half import OffloadedExperts
 
 
 def test_an_expert_whose_read_failed_is_read_again() -> None:

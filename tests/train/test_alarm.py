@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.train.alarms import MISSED_ROWS, PATIENCE_STEPS, RouterAlarm, collapse_limit
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
+from antiphon.train.watch import MISSED_ROWS, PATIENCE_STEPS, RouterAlarm, collapse_limit
 from tests.train.harness import config_of
 
 EVEN = [16, 16, 16, 16, 16, 16, 16, 16]
@@ -27,24 +27,30 @@ def test_a_collapse_is_told_once_within_50_steps_and_again_when_it_ends() -> Non
     told = []
     for step in range(10, 110):
         told += [(step, each) for each in alarm.observe(step, [EVEN, COLLAPSED if 20 <= step < 90 else EVEN])]
-    collapses = [(step, each) for step, each in told if "router" in each.text]
-    (begun_step, begun), (ended_step, ended) = collapses
+    (begun_step, (begun, had_ended)), (ended_step, ended) = [(step, each) for step, each in told if "router" in each[0]]
     assert begun_step < 20 + 50
-    assert (begun.layer, begun.expert, begun.since_step, begun.ended) == (2, 0, 20, False)
-    assert "layer 2: the router has collapsed: expert 0 has 4.0 times the mean" in begun.text
-    assert "since step 20: raise loss.balance" in begun.text
-    assert (ended_step, ended.ended, ended.since_step) == (90, True, 20)
-    deaths = [each for _, each in told if "dead" in each.text]
-    assert [each.expert for each in deaths] == [2, 3, 4, 5, 6, 7], "six experts have no rows meanwhile"
-    assert sum(each.ended for _, each in told) == 7
+    assert not had_ended
+    assert "layer 2: the router has collapsed: expert 0 has 4.0 times the mean" in begun
+    assert "since step 20: raise loss.balance" in begun
+    assert ended_step == 90
+    assert ended == ("layer 2: the router, collapsed since step 20, has recovered at step 90", True)
+    deaths = [text for _, (text, _) in told if "dead" in text]
+    assert [_expert_of(text) for text in deaths] == [2, 3, 4, 5, 6, 7], "six experts have no rows meanwhile"
+    assert sum(has_ended for _, (_, has_ended) in told) == 7
+
+
+def _expert_of(text: str) -> int:
+    found = re.match(r"layer \d+, expert (\d+)", text)
+    assert found is not None, text
+    return int(found[1])
 
 
 def test_a_collapse_counts_for_the_layer_even_if_the_fullest_expert_changes() -> None:
     alarm = RouterAlarm([0], 8, 2)
     other = [0, 0, 0, 0, 0, 0, 60, 68]
     told = [each for step in range(50) for each in alarm.observe(step, [COLLAPSED if step % 2 else other])]
-    assert "layer 0: the router has collapsed" in told[0].text
-    assert [each.expert for each in told[1:]] == [2, 3, 4, 5]
+    assert "layer 0: the router has collapsed" in told[0][0]
+    assert [_expert_of(text) for text, _ in told[1:]] == [2, 3, 4, 5]
 
 
 def test_a_dead_expert_is_named_and_its_return_too() -> None:
@@ -53,11 +59,11 @@ def test_a_dead_expert_is_named_and_its_return_too() -> None:
     told = []
     for step in range(60):
         told += [(step, each) for each in alarm.observe(step, [EVEN if step < 7 or step == 50 else without_5])]
-    assert [(step, each.expert, each.ended) for step, each in told] == [
+    assert [(step, _expert_of(text), has_ended) for step, (text, has_ended) in told] == [
         (7 + PATIENCE_STEPS - 1, 5, False),
         (50, 5, True),
     ]
-    assert "layer 1, expert 5 is dead: no row since step 7" in told[0][1].text
+    assert "layer 1, expert 5 is dead: no row since step 7" in told[0][1][0]
 
 
 def test_an_expert_that_chance_leaves_out_is_not_dead() -> None:

@@ -1,6 +1,6 @@
 """Which choices are dropped: against a naive loop, in other orders of rows, and what a dropped choice does."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,30 +16,30 @@ from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config_recipe import LossConfig
 from antiphon.train.model import Batch, MoeModel
-from antiphon.train.routing import Capacity, Routing, row_numbers
+from antiphon.train.routing import Routing, row_numbers
 from antiphon.train.weights import FirstValues
 from tests.train.harness import CONFIG
 
 ALONE = Group((0,), 0, Ledger())
 
 
-def capacity(of_expert: float, of_group: float, num_experts: int, num_groups: int = 2) -> Capacity:
-    return Capacity(of_expert, of_group, num_experts, split_evenly(num_experts, num_groups), ALONE)
+def limited(ids: Tensor, weights: Tensor, losses: LossConfig, num_experts: int) -> tuple[Tensor, int]:
+    """Choices with -1 for those that are dropped, and how many those are."""
+    router = replace(model_spec(CONFIG).router, num_experts=num_experts)
+    routing = Routing(router, losses, ALONE, num_layers=1)
+    routing.number_rows(lambda: torch.arange(ids.shape[0]))
+    return routing.limit(ids, weights), routing.dropped[0]
 
 
-def rows(num_rows: int) -> Callable[[], Tensor]:
-    return lambda: torch.arange(num_rows)
-
-
-def naive(ids: list[list[int]], weights: list[list[float]], limits: Capacity) -> list[list[int]]:
+def naive(ids: list[list[int]], weights: list[list[float]], losses: LossConfig, num_experts: int) -> list[list[int]]:
     """Choices from the heaviest to the lightest, each bin taking what it has room for; experts first, then groups."""
     choices = [(row, choice) for row in range(len(ids)) for choice in range(len(ids[row]))]
     choices.sort(key=lambda at: (-weights[at[0]][at[1]], at))
-    mean = len(choices) / limits.num_experts
+    mean = len(choices) / num_experts
     kept = [list(row) for row in ids]
     for factor, bins in (
-        (limits.of_expert, [(e, e + 1) for e in range(limits.num_experts)]),
-        (limits.of_group, limits.groups),
+        (losses.capacity, [(e, e + 1) for e in range(num_experts)]),
+        (losses.device_capacity, split_evenly(num_experts, losses.device_groups)),
     ):
         for first, last in bins if factor else ():
             room = int(factor * mean * (last - first))
@@ -63,15 +63,15 @@ def test_what_a_naive_loop_drops(num_rows: int, top_k: int, num_experts: int, se
     generator = torch.Generator().manual_seed(seed)
     ids = (torch.rand(num_rows, num_experts, generator=generator) ** 2).argsort(1)[:, :top_k]
     weights = torch.randint(0, 9, (num_rows, top_k), generator=generator) / 8  # many are equal
-    limits = capacity(factor, 0.9, num_experts)
-    kept, dropped = limits.keep(ids, weights, rows(num_rows))
-    assert kept.tolist() == naive(ids.tolist(), weights.tolist(), limits)
+    losses = LossConfig(capacity=factor, device_capacity=0.9, device_groups=2)
+    kept, dropped = limited(ids, weights, losses, num_experts)
+    assert kept.tolist() == naive(ids.tolist(), weights.tolist(), losses, num_experts)
     assert dropped == int((kept < 0).sum())
 
 
 def test_no_limit_drops_nothing() -> None:
     ids = torch.zeros(5, 1, dtype=torch.int64)
-    kept, dropped = capacity(0.0, 0.0, 4).keep(ids, torch.ones(5, 1), rows(5))
+    kept, dropped = limited(ids, torch.ones(5, 1), LossConfig(), 4)
     assert torch.equal(kept, ids)
     assert dropped == 0
 
@@ -96,12 +96,12 @@ def pass_of(losses: LossConfig) -> tuple[Tensor, Routing, dict[str, Any]]:
 def test_experts_take_what_they_have_room_for() -> None:
     """64 choices of four experts: 16 each at even use. The router's own counts stay those of what it chose."""
     free, free_routing, _ = pass_of(LossConfig())
-    limited, routing, parameters = pass_of(LossConfig(capacity=0.75))
+    fewer, routing, parameters = pass_of(LossConfig(capacity=0.75))
     assert free_routing.dropped == [0, 0]
     wanted = free_routing.facts(0).counts_E
     assert routing.dropped[0] == int((wanted - 12).clamp(min=0).sum())
     assert torch.equal(routing.facts(0).counts_E, wanted)
-    assert not torch.equal(free, limited)
+    assert not torch.equal(free, fewer)
     assert all(torch.isfinite(each.grad).all() for each in parameters.values())
 
 

@@ -20,8 +20,8 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli import train as commands
 from antiphon.report.run import read_run, run_page
 from antiphon.train import checkpoint
-from antiphon.train.held_out import HeldOutLoss
 from antiphon.train.metrics import Metrics, OutputLock
+from antiphon.train.passes import HeldOutLoss
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
 from tests.serve.fork_server import PROGRAMS

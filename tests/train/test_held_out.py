@@ -13,8 +13,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config
-from antiphon.train.held_out import HeldOutLoss, held_out_loss
-from antiphon.train.passes import Passes
+from antiphon.train.passes import HeldOutLoss, Passes, held_out_loss
 from antiphon.train.samples import Samples, epochs_of
 from antiphon.train.setup import build_model, prepare
 from antiphon.train.shards import Shards

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from antiphon.train.alarms import SLOW_STEPS, RankWork, SlowRanks
 from antiphon.train.config import read_config
 from antiphon.train.passes import Passes
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
-from antiphon.train.watch import StepTraffic
+from antiphon.train.watch import SLOW_STEPS, RankWork, SlowRanks, StepTraffic
 from tests.comm.ranks import on_ranks
 from tests.train.harness import write_run
 

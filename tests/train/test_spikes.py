@@ -10,11 +10,11 @@ import torch
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
-from antiphon.train.alarms import LEAST_STEPS, SpikeLimit, spike
 from antiphon.train.config_recipe import WatchConfig
 from antiphon.train.samples import Samples
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
+from antiphon.train.watch import LEAST_STEPS, SpikeLimit, spike
 from tests.train.harness import config_of, losses, same_tensors
 
 STEADY = [(2.0 + 0.01 * step, 1.0) for step in range(LEAST_STEPS)]

@@ -29,8 +29,7 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import UserError
 from antiphon.comm.ledger import Ledger
-from antiphon.comm.m2n.rank_group import SLOT_BYTES, NativeRankGroup
-from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.rank_group import SLOT_BYTES, Alone, NativeRankGroup, RankGroup
 from antiphon.specs.plan import groups_nest
 
 MakeEndpoint = Callable[[str], _m2n.Endpoint]

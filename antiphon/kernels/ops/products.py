@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.ops.feed_forward import (
+    RowBuffers,
     grouped_input_gradient,
     grouped_product,
     grouped_weight_gradient,
@@ -37,7 +38,6 @@ from antiphon.kernels.ops.feed_forward import (
     linear,
     weight_gradient,
 )
-from antiphon.kernels.ops.row_buffers import RowBuffers
 
 Kind = Literal["plain", "float8", "hybrid"]
 Counts = tuple[int, ...] | None

@@ -27,10 +27,9 @@ from antiphon.kernels.quantized import AnyWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, attend_prefills
 from antiphon.kernels.stacked import TritonExperts, TritonLinear
-from antiphon.kernels.triton import tiles
 from antiphon.kernels.triton.attention import attend_rows, plan_rows
 from antiphon.kernels.triton.gate import gate
-from antiphon.kernels.triton.grouped import expert_products, linear
+from antiphon.kernels.triton.grouped import expert_products, key_of, key_of_gpu, linear
 from antiphon.kernels.triton.norm import norm
 from antiphon.kernels.triton.rotary import rotate_and_store
 from antiphon.specs.model import RouterSpec
@@ -136,7 +135,7 @@ class TritonBackend(ReferenceBackend):
 
 def experts_key(experts: TritonExperts) -> Key:
     """What a choice of the product of experts is for."""
-    return ("experts", *tiles.key_of(experts.gate_up, experts.gate_up.codes.device))
+    return ("experts", *key_of(experts.gate_up, experts.gate_up.codes.device))
 
 
 def attention_key(cache: ReferenceCache, num_heads: int) -> Key:
@@ -144,6 +143,6 @@ def attention_key(cache: ReferenceCache, num_heads: int) -> Key:
     spec, keys = cache.spec, cache.keys[0]
     kind = str(cache.dtype).removeprefix("torch.")
     return (
-        "attention", *tiles.key_of_gpu(keys.device), num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim,
+        "attention", *key_of_gpu(keys.device), num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim,
         spec.block_size, f"{spec.storage} in {kind}",
     )  # fmt: skip

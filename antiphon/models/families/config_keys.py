@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.models.checkpoint_folder import brief, parse_json
 from antiphon.models.families.config_values import MAX_POSITIONS, ROPE_RULES
-from antiphon.models.files import brief, parse_json
 from antiphon.specs.model import RopeSpec
 
 Config = dict[str, Any]

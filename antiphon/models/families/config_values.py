@@ -2,7 +2,7 @@
 
 A family allocates by what it reads (one flag a layer), divides by it, and takes powers of it. So values are checked
 here, once for all families, by a table from key to rule; whether values fit together is known only when all are read
-(`models/spec_checks`). Keys that are not in the table are not looked at, and null is the same as absent.
+(`models/config`). Keys that are not in the table are not looked at, and null is the same as absent.
 A family that reads a new key adds its rule here; `tests/models/test_config_fuzz.py` finds one that was forgotten.
 Rejected: a check wherever a key is read. It was forgotten for some keys in each family, and a missing one shows only
 when somebody's file has the wrong value.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.files import brief
+from antiphon.models.checkpoint_folder import brief
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000

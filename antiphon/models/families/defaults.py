@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.checkpoint_folder import brief
 from antiphon.models.families.config_values import ROPE_RULES, RULES, SECTIONS, JsonType, Real, Rule, Whole
-from antiphon.models.files import brief
 
 Config = Mapping[str, Any]
 

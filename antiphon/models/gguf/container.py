@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.files import brief, open_regular
+from antiphon.models.checkpoint_folder import brief, open_regular
 from antiphon.models.shard_index import AGAIN, TensorEntry, truncated
 
 SUFFIX = ".gguf"

@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from antiphon.base.errors import CheckpointError
 from antiphon.base.logging import get_logger
-from antiphon.models.files import brief, check_regular, read_json
+from antiphon.models.checkpoint_folder import brief, check_regular, read_json
 from antiphon.models.gguf.container import SUFFIX, gguf_files
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_formats import (

@@ -30,7 +30,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from antiphon.base.errors import CheckpointError
-from antiphon.models.files import brief, open_regular, read_json
+from antiphon.models.checkpoint_folder import brief, open_regular, read_json
 from antiphon.models.gguf.container import GgufArray, gguf_files, read_gguf
 from antiphon.serve.text.tokenizer import byte_level_alphabet
 

@@ -27,11 +27,10 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
-from antiphon.models.expert_half import ExpertHalf
+from antiphon.models.expert_half import ExpertHalf, OffloadedExperts, OffloadedHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert, load_expert_half, load_offloaded_experts
 from antiphon.models.noted_half import NotedHalf
-from antiphon.models.offloaded_experts import OffloadedExperts, OffloadedHalf
 from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace

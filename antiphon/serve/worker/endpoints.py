@@ -12,8 +12,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.device_group import DeviceRankGroup, why_no_device_sums
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import SPIN_S
-from antiphon.comm.m2n.rank_group import NativeRankGroup
-from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.rank_group import Alone, NativeRankGroup, RankGroup
 from antiphon.comm.stages import StagePlace, Stages, open_stages
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.select import resolve_dtype

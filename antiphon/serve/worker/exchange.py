@@ -18,8 +18,7 @@ from torch import Tensor
 from antiphon.comm.ledger import Traffic
 from antiphon.comm.m2n.api import AttentionExchange
 from antiphon.models.attention_half import AttentionHalf
-from antiphon.models.expert_half import ExpertHalf
-from antiphon.models.offloaded_experts import OffloadedExperts
+from antiphon.models.expert_half import ExpertHalf, OffloadedExperts
 from antiphon.serve.engine_api import PrefetchCounts
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.routing import Choices
