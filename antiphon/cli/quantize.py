@@ -76,8 +76,8 @@ def _token_ids(model: Path, text: Path) -> list[int]:
 def _losses(model: Path, out: Path, sample: list[int]) -> tuple[float, float]:
     backend = make_backend("auto", torch.device("cpu"), resolve_dtype(load_model_spec(model).dtype))
     with progress("measuring the loss") as report:
-        before = text_loss(model, sample, backend, lambda done: report(done, 2.0), "as-stored")
-        return before, text_loss(out, sample, backend, lambda done: report(1.0 + done, 2.0), "as-stored")
+        before = text_loss(model, sample, backend, lambda done: report(done, 2.0))
+        return before, text_loss(out, sample, backend, lambda done: report(1.0 + done, 2.0))
 
 
 def _error_table(errors: Errors) -> Table:

@@ -130,10 +130,6 @@ class RankGroup:
         """Say goodbye to the others; nothing may follow."""
 
 
-class Alone(RankGroup):
-    """A group of one."""
-
-
 SLOT_BYTES = 256 * 1024  # a chunk: large enough that waking a peer costs less than copying, small enough for a cache
 _NUM_BLOCKS, _BLOCK_ROWS = 4, 128  # at most as many blocks of rows, each of at least as many rows
 _CONNECT_S = 10.0  # for peers that are known to be there

@@ -157,10 +157,7 @@ class PrefillSequence:
     mask_QC: Tensor | None
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    groups: list[DecodeGroup]
-    prefills: list[PrefillSequence]
+AttentionPlan = tuple[list[DecodeGroup], list[PrefillSequence]]
 
 
 MadePlan = TypeVar("MadePlan")
@@ -188,7 +185,7 @@ def _plan_of_values(batch: AttentionBatch, spec: KVCacheSpec, window: int | None
     """One group of all rows, made of what the tensors hold now, on the device alone."""
     rows_S = torch.arange(len(batch.query_lens), device=batch.slots_T.device)
     group = _group_of(batch, spec, window, max(batch.context_lens), rows_S, rows_S)
-    return AttentionPlan([group], [])
+    return [group], []
 
 
 def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> AttentionPlan:
@@ -210,7 +207,7 @@ def make_plan(batch: AttentionBatch, spec: KVCacheSpec, window: int | None) -> A
             _decode_group(batch, spec, window, padded, chosen[first : first + step])
             for first in range(0, len(chosen), step)
         )
-    return AttentionPlan(groups, prefills)
+    return groups, prefills
 
 
 def _decode_group(
@@ -259,8 +256,9 @@ def paged_attention(
     q_TND: Tensor, cache: ReferenceCache, layer: int, plan: AttentionPlan, scale: float, sinks_N: Tensor | None
 ) -> Tensor:
     out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
-    attend_prefills(q_TND, out_TNV, cache, layer, plan.prefills, scale, sinks_N)
-    for group in plan.groups:
+    groups, prefills = plan
+    attend_prefills(q_TND, out_TNV, cache, layer, prefills, scale, sinks_N)
+    for group in groups:
         q_SND = q_TND.index_select(0, group.rows_S)
         out_TNV.index_copy_(0, group.rows_S, _decode(q_SND, cache, layer, group, scale, sinks_N))
     return out_TNV

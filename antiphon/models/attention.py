@@ -19,7 +19,6 @@ R rotated width, U = C + V.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +31,6 @@ from antiphon.models.batch import select_sequences
 from antiphon.models.rotary import unrotated
 from antiphon.models.shares import add_over_ranks
 from antiphon.specs.model import AttentionSpec, LatentSpec
-
-
-class Attention(Protocol):
-    def heads(self, layer: int, y_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
-        """[T, heads * their width]: what the heads made of the rows y. Writes the rows' keys and values to the cache
-        first."""
-
-    def project(self, heads_TV: Tensor, x_TH: Tensor | None) -> Tensor:
-        """x + attention(y), the second times the model's residual multiplier, from what the heads made; attention(y)
-        alone if x is None. Row by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +72,8 @@ class GroupedQueryAttention:
         )
 
     def heads(self, layer: int, y_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
+        """[T, heads * their width]: what the heads made of the rows y. Writes the rows' keys and values to the cache
+        first."""
         spec, backend = self.spec, self.backend
         qkv_TX = backend.linear(y_TH, self.qkv)
         if spec.qk_norm == "full":
@@ -101,6 +92,8 @@ class GroupedQueryAttention:
         ).flatten(1)
 
     def project(self, heads_TV: Tensor, x_TH: Tensor | None) -> Tensor:
+        """x + attention(y), the second times the model's residual multiplier, from what the heads made; attention(y)
+        alone if x is None. Row by row."""
         backend = self.backend
         if self.residual_multiplier != 1.0:  # two exact steps: a fused a + m * b would round by the row's place
             delta_TH = backend.linear(heads_TV, self.out).mul_(self.residual_multiplier)
@@ -134,7 +127,8 @@ class GroupedQueryAttention:
 
 @dataclass(kw_only=True, eq=False)
 class LatentAttention:
-    """`down` makes [query latent, or queries | latent | rotated key] in one product; `up_NUL` is kv_b_proj by head."""
+    """The same calls. `down` makes [query latent, or queries | latent | rotated key] in one product; `up_NUL` is
+    kv_b_proj by head."""
 
     spec: AttentionSpec
     latent: LatentSpec
@@ -231,3 +225,6 @@ class LatentAttention:
             )
             out_TNV[rows] = attended[0].transpose(0, 1)
         return out_TNV
+
+
+Attention = GroupedQueryAttention | LatentAttention

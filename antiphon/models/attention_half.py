@@ -28,7 +28,6 @@ Letters as in `antiphon.kernels.api`; W vocabulary.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,31 +45,27 @@ _log = get_logger("kernels")
 LAST_ROWS = 128  # tiles of no product are higher
 
 
-class Norm(Protocol):
-    """Norm(x), and norm(x + delta) with the sum: a kernel, or PyTorch's LayerNorm (DBRX, Phi-3.5-MoE)."""
-
-    def __call__(self, x_TH: Tensor) -> Tensor:
-        """The normalised rows."""
-
-    def after_adding(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual step that starts each half-layer."""
-
-
 @dataclass(eq=False)
 class RMSNorm:
+    """By a kernel."""
+
     backend: KernelBackend
     weight_H: Tensor
     eps: float
 
     def __call__(self, x_TH: Tensor) -> Tensor:
+        """The normalised rows."""
         return self.backend.rms_norm(x_TH, self.weight_H, self.eps)
 
     def after_adding(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual step that starts each half-layer."""
         return self.backend.add_rms_norm(x_TH, delta_TH, self.weight_H, self.eps)
 
 
 @dataclass(eq=False)
 class LayerNorm:
+    """PyTorch's, with the calls of `RMSNorm` (DBRX, Phi-3.5-MoE)."""
+
     weight_H: Tensor
     bias_H: Tensor | None
     eps: float
@@ -81,6 +76,9 @@ class LayerNorm:
     def after_adding(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
         x_TH = x_TH + delta_TH
         return x_TH, self(x_TH)
+
+
+Norm = RMSNorm | LayerNorm
 
 
 @dataclass(eq=False)

@@ -24,7 +24,6 @@ import os
 import re
 import reprlib
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -160,36 +159,29 @@ _OTHER_FORMATS = re.compile(
 _NATIVE = "consolidated"  # Mistral's own names, and Meta's
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """`index`: the file that says which tensor is where; or else `files`, whose headers say it."""
-
-    index: str | None = None
-    files: tuple[str, ...] = ()
-
-
-def weight_files(folder: Path, present: set[str]) -> WeightFiles:
-    """Which of the files in `folder` are its weights. `CheckpointError` if none are, or not all."""
+def weight_files(folder: Path, present: set[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Which of the files in `folder` are its weights: (the index that says which tensor is where, or None; without an
+    index, the files whose headers say it). `CheckpointError` if none are, or not all."""
     usable = {name for name in present if name.endswith(SUFFIX) and not _lies_beside(name)}
     if INDEX_NAME in present:
-        return WeightFiles(index=INDEX_NAME)
+        return INDEX_NAME, ()
     if WHOLE in usable:
-        return WeightFiles(files=(WHOLE,))
+        return None, (WHOLE,)
     numbered = _numbered(usable)
     indices = sorted(name for name in present if _VARIANT_INDEX.fullmatch(name))
     if indices and not any(stem == "model" for stem, _ in numbered):
-        return WeightFiles(index=indices[0])
+        return indices[0], ()
     if numbered:
-        return WeightFiles(files=_all_of(folder, numbered))
+        return None, _all_of(folder, numbered)
     if variants := sorted(name for name in usable if _VARIANT.fullmatch(name)):
-        return WeightFiles(files=(variants[0],))
+        return None, (variants[0],)
     if len(usable) > 1:
         raise CheckpointError(
             f"{folder}: {len(usable)} {SUFFIX} files but no {INDEX_NAME}: download it from the publisher"
         )
     if not usable:
         raise CheckpointError(f"{folder}: no {SUFFIX} file{_instead(folder, present)}")
-    return WeightFiles(files=tuple(usable))
+    return None, tuple(usable)
 
 
 def left_over(present: set[str], used: set[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.base.system import give_memory_back
 from antiphon.base.units import format_bytes
-from antiphon.comm.rank_group import Alone, RankGroup
+from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import ExpertShape, KernelBackend, PackedLinear, RotaryTable
 from antiphon.models.attention import (
     Attention,
@@ -44,7 +44,7 @@ from antiphon.models.tensors import (
 from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 
-ALONE = Alone()
+ALONE = RankGroup()
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 
 

@@ -136,10 +136,9 @@ def file_of_each_tensor(folder: Path) -> tuple[dict[str, str], dict[str, Header]
 
     `CheckpointError` if there are no weights, or some are missing or nowhere to be looked for."""
     present = _files_in(folder)
-    weights = weight_files(folder, present)
-    files = weights.files
-    if weights.index is not None:
-        file_of = _indexed(folder, weights.index, present)
+    index, files = weight_files(folder, present)
+    if index is not None:
+        file_of = _indexed(folder, index, present)
         if file_of is not None:
             return file_of, {}
         files = (WHOLE,)
@@ -206,16 +205,9 @@ def _indexed(folder: Path, index: str, present: set[str]) -> dict[str, str] | No
     return weight_map
 
 
-@dataclass(frozen=True)
-class StoredCounts:
-    """The layers there are, and how many experts a layer has where each has tensors of its own."""
-
-    layers: frozenset[int]
-    experts: dict[int, int]
-
-
-def stored_counts(tensors: Iterable[str], names: TensorNames) -> StoredCounts:
-    """What the names of all stored tensors say."""
+def stored_counts(tensors: Iterable[str], names: TensorNames) -> tuple[frozenset[int], dict[int, int]]:
+    """What the names of all stored tensors say: the layers there are, and how many experts a layer has where each has
+    tensors of its own."""
     layer_name = re.compile(re.escape(names.layer).replace(re.escape("{layer}"), _NUMBER) + "(.+)")
     prefixes = [layout.names.prefix for layout in names.experts if isinstance(layout, PerExpertLayout)]
     expert_names = [re.compile(re.escape(prefix).replace(re.escape("{expert}"), _NUMBER)) for prefix in prefixes]
@@ -230,7 +222,7 @@ def stored_counts(tensors: Iterable[str], names: TensorNames) -> StoredCounts:
         for pattern in expert_names:
             if (expert := pattern.match(rest)) is not None:
                 experts[layer].add(int(expert[1]))
-    return StoredCounts(frozenset(layers - further), {layer: len(found) for layer, found in experts.items()})
+    return frozenset(layers - further), {layer: len(found) for layer, found in experts.items()}
 
 
 def evidence_of(folder: Path, names: TensorNames) -> str:
@@ -241,10 +233,10 @@ def evidence_of(folder: Path, names: TensorNames) -> str:
         embedding = None if file is None else read_header(folder / file).get(names.embedding)
     except CheckpointError:
         return ""
-    stored = stored_counts(file_of, names)
-    parts = [f"{len(stored.layers)} layers"]
-    if stored.experts:
-        parts.append(f"{max(stored.experts.values())} experts")
+    layers, experts = stored_counts(file_of, names)
+    parts = [f"{len(layers)} layers"]
+    if experts:
+        parts.append(f"{max(experts.values())} experts")
     if embedding is not None and len(embedding.shape) == 2:
         parts += [f"{embedding.shape[0]} tokens", f"a hidden size of {embedding.shape[1]}"]
     return "the weights have " + ", ".join(parts)

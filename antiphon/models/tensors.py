@@ -74,9 +74,9 @@ def check_sizes(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> 
     """`CheckpointError` unless layers, experts, vocabulary and hidden size are those of `config.json`.
 
     One pass over the names of the stored tensors: it takes as long however large `config.json` says the model is."""
-    stored = stored_counts(checkpoint.names, names)
-    _check_layers(checkpoint, spec, stored.layers, names)
-    for layer, num_experts in sorted(stored.experts.items()):
+    layers, experts = stored_counts(checkpoint.names, names)
+    _check_layers(checkpoint, spec, layers, names)
+    for layer, num_experts in sorted(experts.items()):
         if layer < spec.num_layers and num_experts != spec.router.num_experts:
             raise CheckpointError(
                 f"config.json: {spec.router.num_experts} experts, but layer {layer} of the weights in "

@@ -340,12 +340,10 @@ def _scheme(form: RoundedFormat, group: int) -> dict[str, Any]:
     return scheme | ({"scale_dtype": "torch.uint8", "zp_dtype": None} if form == "mxfp4" else {})
 
 
-def text_loss(
-    model: Path, token_ids: Sequence[int], backend: KernelBackend, report: Callable[[float], None], weights: str
-) -> float:
+def text_loss(model: Path, token_ids: Sequence[int], backend: KernelBackend, report: Callable[[float], None]) -> float:
     """The mean loss of a model on tokens, in nats: each but the first of a window of `_WINDOW` is predicted from those
-    before it. Reads the whole model. `report`: the part that is done, up to 1. `weights` as in `open_weights`."""
-    spec, checkpoint = load_model_spec(model), open_weights(model, weights)
+    before it. Reads the whole model. `report`: the part that is done, up to 1."""
+    spec, checkpoint = load_model_spec(model), open_weights(model, "as-stored")
     attention, experts = load_attention_half(checkpoint, spec, backend), load_expert_half(checkpoint, spec, backend)
     width = min(_WINDOW, spec.max_position)
     windows = [list(token_ids[start : start + width]) for start in range(0, len(token_ids), width)]

@@ -10,7 +10,7 @@ import torch
 
 from antiphon.base.errors import PeerLost
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.comm.rank_group import Alone, NativeRankGroup
+from antiphon.comm.rank_group import NativeRankGroup, RankGroup
 from antiphon.comm.stages import StagePlace, Stages, open_stages
 from tests.comm.m2n.backends import PATIENCE_S, by_name
 
@@ -36,7 +36,7 @@ class Pipelines:
 
     def _open(self, place: StagePlace) -> Stages:
         names = [f"worker[{place.worker}][{each}]" for each in range(place.num_stages * place.num_ranks)]
-        beside: Any = Alone()
+        beside: Any = RankGroup()
         if self._beside > 1:
             number = place.worker * place.num_ranks + place.rank
             beside = NativeRankGroup(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from antiphon.base.ranges import split_evenly
-from antiphon.comm.rank_group import Alone
+from antiphon.comm.rank_group import RankGroup
 
 _T = TypeVar("_T")
 _PATIENCE_S = 60.0
 
 
-class ThreadRanks(Alone):
+class ThreadRanks(RankGroup):
     """One rank's view. All ranks of a group share the list `brought` and the barrier."""
 
     num_blocks = 1  # in which rows are summed

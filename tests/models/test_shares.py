@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from antiphon.base.errors import UserError
-from antiphon.comm.rank_group import Alone
+from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
@@ -132,7 +132,7 @@ def test_a_rank_reads_its_part(family: str, save_model: Any, tools: Any) -> None
         if half == "experts":
             load_expert_half(checkpoint, spec, backend, share=share)
         else:
-            ranks = Alone() if share is None else ThreadRanks(share.rank, [None] * 2, threading.Barrier(2))
+            ranks = RankGroup() if share is None else ThreadRanks(share.rank, [None] * 2, threading.Barrier(2))
             load_attention_half(checkpoint, spec, backend, ranks=ranks)
         return checkpoint.bytes_read
 

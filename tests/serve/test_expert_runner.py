@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.m2n.api import ExpertBatch
-from antiphon.comm.rank_group import Alone
+from antiphon.comm.rank_group import RankGroup
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.prefetch import PrefetchSlots
 from antiphon.serve.worker.spans import SpanRecorder
@@ -65,7 +65,7 @@ def test_rows_of_each_expert_are_counted_before_the_reply() -> None:
     moves: Any = SimpleNamespace(check=lambda versions: None, prefetched=PrefetchSlots(half, lambda *_: None, 0))
     recorder = SpanRecorder(keeps_all=False)
     counters = ExpertCounters(2, half)
-    runner = ExpertRunner(ExpertRanks(Alone(), half, moves, recorder), exchange, counters, recorder)
+    runner = ExpertRunner(ExpertRanks(RankGroup(), half, moves, recorder), exchange, counters, recorder)
     assert counters.report() is None
     while runner.serve_one(0.0, 1.0):
         pass

@@ -24,7 +24,7 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import PeerLost, PeerTimeout
 from antiphon.comm.m2n.native import SPIN_S, NativeAttentionExchange, NativeExpertExchange
-from antiphon.comm.rank_group import Alone
+from antiphon.comm.rank_group import RankGroup
 from antiphon.comm.two_level.hybrid import HybridExchange
 from antiphon.comm.two_level.levels import Levels, TwoLevel
 from antiphon.cost.curves import Curve
@@ -226,7 +226,7 @@ _NUM_WARM_LAYERS = 3
 _MOST_BYTES = 128 << 20  # beyond any cache
 
 
-class _Mirror(Alone):
+class _Mirror(RankGroup):
     """Rank 0 of two, the other of which does as this one. `took_s`: what its calls took."""
 
     size = 2
@@ -298,7 +298,9 @@ def _layer_s(topology: TwoLevel, spec: ModelSpec, dtype: str, num_rows: int, num
     mirrors = [_Mirror() for _ in range(3)]
     weights = _Weights(spec, resolve_dtype(dtype), topology)
     sizes = (topology.attention_tp, topology.expert_tp, topology.num_nodes)
-    attention, experts, across = (mirror if size > 1 else Alone() for mirror, size in zip(mirrors, sizes, strict=True))
+    attention, experts, across = (
+        mirror if size > 1 else RankGroup() for mirror, size in zip(mirrors, sizes, strict=True)
+    )
     levels = Levels(topology=topology, rank=0, attention=attention, experts=experts, across=across)
     placement = contiguous_placement(spec.router.num_experts, topology.expert_ep, spec.expert_layers)
     exchange = HybridExchange(levels, placement, weights.experts)

@@ -29,7 +29,7 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import UserError
 from antiphon.comm.ledger import Ledger
-from antiphon.comm.rank_group import SLOT_BYTES, Alone, NativeRankGroup, RankGroup
+from antiphon.comm.rank_group import SLOT_BYTES, NativeRankGroup, RankGroup
 from antiphon.specs.plan import groups_nest
 
 MakeEndpoint = Callable[[str], _m2n.Endpoint]
@@ -221,7 +221,7 @@ def open_levels(
         made: Callable[..., NativeRankGroup] = inner_group,
     ) -> RankGroup:
         if len(ranks) == 1:
-            return Alone()
+            return RankGroup()
         ends = [f"{f'rank {other}' if names is None else names[other]} {kind}" for other in ranks]
         endpoint = make(ends[ranks.index(rank)])
         return made(

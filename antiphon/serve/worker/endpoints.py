@@ -12,7 +12,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.device_group import DeviceRankGroup, why_no_device_sums
 from antiphon.comm.m2n.api import AttentionExchange, ExchangeShape, ExpertExchange
 from antiphon.comm.m2n.native import SPIN_S
-from antiphon.comm.rank_group import Alone, NativeRankGroup, RankGroup
+from antiphon.comm.rank_group import NativeRankGroup, RankGroup
 from antiphon.comm.stages import StagePlace, Stages, open_stages
 from antiphon.comm.two_level.levels import Levels
 from antiphon.kernels.select import resolve_dtype
@@ -93,7 +93,7 @@ def rank_group(configure: Configure, endpoints: Endpoints, device: torch.device)
     """This process among the ranks of its worker, or of its stage."""
     tp, rank = configure.tp, configure.rank % configure.tp
     if tp == 1:
-        return Alone()
+        return RankGroup()
     names = rank_names(configure)[configure.rank - rank :][:tp]
     endpoint = endpoints.open(names[rank], of_ranks=True)
     make = group_maker(configure, device)
