@@ -145,21 +145,11 @@ def _query_elements(attention: AttentionSpec, hidden: int) -> int:
 
 
 def _latent_attention_parameters(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> int:
-    query_width = attention.num_heads * attention.head_dim
     biased = hidden if attention.out_bias else 0
-    biased += latent.key_dim if attention.qkv_bias else 0
-    if latent.q_lora_rank is None:
-        query = hidden * query_width
-    else:
-        query = hidden * latent.q_lora_rank + latent.q_lora_rank + latent.q_lora_rank * query_width
-        biased += latent.q_lora_rank if attention.qkv_bias else 0
-    key_value = hidden * latent.key_dim + latent.kv_lora_rank + _expansion(attention, latent)
-    return query + key_value + attention.num_heads * latent.v_head_dim * hidden + biased
-
-
-def _expansion(attention: AttentionSpec, latent: LatentSpec) -> int:
-    """Elements of the matrix that makes all heads' keys and values from a latent row (kv_b_proj)."""
-    return latent.kv_lora_rank * attention.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    if attention.qkv_bias:
+        biased += latent.key_dim + (latent.q_lora_rank or 0)
+    norms = latent.kv_lora_rank + (latent.q_lora_rank or 0)
+    return _latent_matrices(attention, latent, hidden) + norms + biased
 
 
 def count_flops(model: ModelSpec) -> FlopCounts:
@@ -190,12 +180,14 @@ def count_flops(model: ModelSpec) -> FlopCounts:
 
 
 def _latent_matrices(attention: AttentionSpec, latent: LatentSpec, hidden: int) -> int:
-    """Elements of the matrices a row passes: as the parameters, without norms and biases."""
+    """Elements of the matrices a row passes: as the parameters, without norms and biases. kv_b_proj makes all heads'
+    keys and values from a latent row."""
     query_width = attention.num_heads * attention.head_dim
     rank = latent.q_lora_rank
     query = hidden * query_width if rank is None else hidden * rank + rank * query_width
+    expansion = latent.kv_lora_rank * attention.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     out = attention.num_heads * latent.v_head_dim * hidden
-    return query + hidden * latent.key_dim + _expansion(attention, latent) + out
+    return query + hidden * latent.key_dim + expansion + out
 
 
 def flops_per_token(model: ModelSpec, context: float, *, absorbed: bool = True, with_head: bool = True) -> float:

@@ -10,7 +10,6 @@ orders, and a run that was killed is to have the bits of one that was not. Rejec
 know a cluster's links, not what this machine does with messages of this size.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -28,9 +27,9 @@ from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, moved, settle
-from antiphon.train.metrics import FILE
+from antiphon.train.metrics import read_run_facts
 from antiphon.train.model import dispatcher_of
-from antiphon.train.ranks import expert_levels
+from antiphon.train.ranks import expert_levels, largest
 
 Way = Literal["all_to_all", "gather_scatter", "two_level"]
 WAYS: tuple[Way, ...] = ("all_to_all", "gather_scatter", "two_level")
@@ -96,10 +95,7 @@ def _say(mesh: Mesh, text: str, *values: object) -> None:
 
 def _former(folder: Path, sizes: Mapping[str, Any]) -> DispatchChoice | None:
     """What a former run in this folder chose for the same sizes."""
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8")).get("dispatch")
-    except (OSError, ValueError):
-        return None
+    found = read_run_facts(folder).get("dispatch")
     return DispatchChoice(**found) if found and found["sizes"] == dict(sizes) else None
 
 
@@ -138,7 +134,5 @@ def _measure(
             torch.autograd.grad(out_TH, (x_TH, weights_TK), torch.ones_like(out_TH))
             settle(device)
             own[number, index] = time.perf_counter() - began_s
-    ranks = mesh.sizes.world_size
-    collective = AllGather(mesh.world, "dispatch choice", (own.shape[0],) * ranks)
-    slowest = run(collective, own).view(ranks, *own.shape)[:, 1:].amax(0)  # the first round warms up
+    slowest = largest(mesh.world, "dispatch choice", own)[1:]  # the first round warms up
     return {way: statistics.median(slowest[:, index].tolist()) for index, way in enumerate(ways)}

@@ -152,7 +152,7 @@ def _weights_and_biases(folder: Path, project: str) -> _Board | None:
     name = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
     try:
         run = service.init(
-            project=project, dir=str(folder), id=name, name=folder.name, resume="allow", config=_config(folder)
+            project=project, dir=str(folder), id=name, name=folder.name, resume="allow", config=read_run_facts(folder)
         )
     except Exception as error:  # of a service: no key, no network, a project that may not be written
         raise UserError(
@@ -166,10 +166,10 @@ def _weights_and_biases(folder: Path, project: str) -> _Board | None:
     return show, run.finish
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
-    """What the run is, if that was written."""
+def read_run_facts(folder: Path) -> Mapping[str, Any]:
+    """What `write_run_facts` left in the folder, if that can be read; else nothing."""
     try:
-        facts: Mapping[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        facts: Mapping[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts

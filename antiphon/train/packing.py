@@ -25,7 +25,6 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import replace_text
 from antiphon.base.units import format_seconds
-from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Mesh
 from antiphon.comm.micro_ops import ExpertPacking
 from antiphon.specs.model import ModelSpec
@@ -33,7 +32,7 @@ from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST
 from antiphon.train.memory import check_memory, setup_of
 from antiphon.train.operators import whole_name
-from antiphon.train.ranks import local_ranks, sizes_of, world_size
+from antiphon.train.ranks import largest, local_ranks, sizes_of, world_size
 
 FILE = "packing.json"
 FIRST_STEP, EVERY = 10, 4
@@ -113,8 +112,7 @@ class Packing:
         own = torch.tensor(
             [_mean(self._worked_s), _mean(self._travelled_s), float(not self._fits(now // 2))], device=HOST
         )
-        times = run(AllGather(mesh.world, "packing", (3,) * mesh.world.size), own.double()).view(-1, 3).amax(0)
-        ffn_s, travelled_s, is_short = times.tolist()
+        ffn_s, travelled_s, is_short = largest(mesh.world, "packing", own).tolist()
         self._worked_s, self._travelled_s = [], []
         if math.isnan(ffn_s + travelled_s):
             if mesh.rank == 0:

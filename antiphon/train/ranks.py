@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
-from antiphon.comm.collectives import AllReduce, gather_bytes, run
+from antiphon.comm.collectives import AllGather, AllReduce, gather_bytes, run
 from antiphon.comm.mesh import Group, Mesh, RollCall, Sizes, connect
 from antiphon.comm.replicas import has_levels
 from antiphon.specs.model import ModelSpec
@@ -125,6 +126,13 @@ def sums(ranks: Group, purpose: str, *own: float, dtype: torch.dtype = torch.flo
     """The sums over all `ranks` of a few numbers, which travel as `dtype`. All call it together."""
     found: list[float] = run(AllReduce(ranks, purpose), torch.tensor(own, dtype=dtype, device=HOST)).tolist()
     return found
+
+
+def largest(ranks: Group, purpose: str, own: Tensor) -> Tensor:
+    """The largest that any of `ranks` has in each place of `own`, such as the slowest rank's times. All call it
+    together."""
+    found = run(AllGather(ranks, purpose, (own.shape[0],) * ranks.size), own.double())
+    return found.view(ranks.size, *own.shape).amax(0)
 
 
 def gathered(ranks: Group, purpose: str, own: Any) -> list[Any]:

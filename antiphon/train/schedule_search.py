@@ -26,7 +26,6 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import replace_text
 from antiphon.base.units import format_seconds
-from antiphon.comm.collectives import AllGather, run
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.checked import read_text
 from antiphon.train.device import HOST
@@ -34,7 +33,7 @@ from antiphon.train.layer_plan import LayerPlan, needs
 from antiphon.train.layer_schedule import WAIT_OF, Action, Schedule, one_by_one, span_name
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
-from antiphon.train.ranks import sums
+from antiphon.train.ranks import largest, sums
 from antiphon.train.shards import Shards
 from antiphon.train.spans import Span
 
@@ -245,8 +244,7 @@ def _times(actions: Sequence[Action], spans: Sequence[Span], mesh: Mesh, *, back
         if span.label.backward == backward:
             by_name.setdefault(span.label.operator, []).append((span.end_ns - span.start_ns - span.inner_ns) * 1e-9)
     own = torch.tensor([statistics.median(by_name.get(span_name(action), [0.0])) for action in actions], device=HOST)
-    ranks = mesh.stage.size
-    slowest = run(AllGather(mesh.stage, "schedule", (len(actions),) * ranks), own.double()).view(ranks, -1).amax(0)
+    slowest = largest(mesh.stage, "schedule", own)
     seconds: Mapping[Action, float] = dict(zip(actions, slowest.tolist(), strict=True))
     waits = {Action(WAIT_OF[each.verb], each.operator): each for each in actions if each.verb in WAIT_OF}
     return ActionTimes(

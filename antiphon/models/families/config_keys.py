@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.models.checkpoint_folder import brief, parse_json
@@ -182,18 +182,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-class GroupedQuery(TypedDict):
-    """The fields of `AttentionSpec` that most families read from the same keys."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rope: RopeSpec
-
-
-def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> GroupedQuery:
-    """`interleaved` as in `rope`; `rotary_dim_key` may state the rotated width."""
+def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: str = "") -> dict[str, Any]:
+    """The fields of `AttentionSpec` that most families read from the same keys. `interleaved` as in `rope`;
+    `rotary_dim_key` may state the rotated width."""
     num_heads = required_int(config, "num_attention_heads")
     head_dim = optional_int(config, "head_dim", required_int(config, "hidden_size") // num_heads)
     partial = optional_int(config, rotary_dim_key, head_dim) / head_dim if rotary_dim_key else 1.0
@@ -206,15 +197,8 @@ def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: 
     }
 
 
-class ModelSizes(TypedDict):
+def sizes(config: Config) -> dict[str, int]:
     """The sizes of `ModelSpec` that all families but DBRX read from the same keys."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-
-
-def sizes(config: Config) -> ModelSizes:
     return {
         "vocab_size": required_int(config, "vocab_size"),
         "hidden_size": required_int(config, "hidden_size"),
@@ -222,18 +206,8 @@ def sizes(config: Config) -> ModelSizes:
     }
 
 
-class SharedFields(TypedDict):
+def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> dict[str, Any]:
     """The fields of `ModelSpec` that most families read from the same keys."""
-
-    norm_eps: float
-    tie_embeddings: bool
-    max_position: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    dtype: Dtype
-
-
-def shared_fields(config: Config, *, max_position_key: str = "max_position_embeddings") -> SharedFields:
     return {
         "norm_eps": float(config["rms_norm_eps"]),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
