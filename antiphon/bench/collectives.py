@@ -35,9 +35,8 @@ from antiphon.bench.harness.contest import (
     times,
 )
 from antiphon.bench.m2n.cases import TRANSPORTS, WAITING
-from antiphon.comm.collectives import reduce_scatter_single
+from antiphon.comm.collectives import all_gather_single, reduce_scatter_single
 from antiphon.comm.m2n.native import SPIN_S
-from antiphon.comm.point_to_point import all_gather_single
 from antiphon.comm.rank_group import NativeRankGroup
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")

@@ -15,6 +15,10 @@ runs, so they cut alike without a message, whatever the router did:
     there    `part_of` the collective moves them, and later `part_of` the one back moves their results
     back     `joined`: rows of all parts, runs whole again
 
+An all-to-all over gloo is made of sends and receives, with all receives posted before the sends. Gloo announces a
+receive on the connection that carries the data of the other direction. Its own all-to-all sends first, so the
+announcement waits behind that data, and a slow link is used in one direction at a time.
+
 Rejected: `torch.distributed.nn` and functional collectives, which wait at once in backward; parts with a number of rows
 each, for which ranks would have to agree on how many parts the fullest of them needs.
 
@@ -32,9 +36,9 @@ from torch import Tensor
 
 from antiphon.comm.mesh import Group
 from antiphon.comm.micro_ops import BACKWARD
-from antiphon.comm.point_to_point import is_gloo, start_all_gather, start_all_to_all
 
-# PyTorch 2.13 has it under a new name and warns of the old one.
+# PyTorch 2.13 has them under new names and warns of the old ones.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Runs = tuple[int, ...]
@@ -374,3 +378,47 @@ def part_sizes(runs: Sequence[int], number: int, count: int) -> Runs:
 
 def _bounds(size: int, number: int, count: int) -> tuple[int, int]:
     return size * number // count, size * (number + 1) // count
+
+
+def start_all_to_all(group: Group, buffer: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int]) -> Any:
+    """Begin to fill `buffer` with `receive[i]` rows from the rank at place i, in order, and to send it `send[i]` of
+    `x`; both are contiguous. Ranks start the collectives of a group in one order. The `wait` of the result blocks until
+    all have arrived and `x` may be written to; `RuntimeError` if a peer is gone or the group's timeout is over."""
+    if is_gloo(group):
+        return _Exchange.start(group, torch.split(buffer, list(receive)), torch.split(x, list(send)))
+    sizes = list(receive), list(send)
+    return dist.all_to_all_single(buffer, x, *sizes, group=group.process_group, async_op=True)
+
+
+def start_all_gather(group: Group, buffer: Tensor, x: Tensor) -> Any:
+    """As `start_all_to_all`; `buffer` gets the equally many rows `x` of all ranks. Over gloo and between more than two
+    it is a ring, in which no connection carries data in both directions."""
+    if is_gloo(group) and group.size == 2:
+        return _Exchange.start(group, buffer.chunk(2), (x, x))
+    return all_gather_single(buffer, x, group=group.process_group, async_op=True)
+
+
+def is_gloo(group: Group) -> bool:
+    """Whether the group's collectives are those of gloo."""
+    return dist.get_backend(group.process_group) == "gloo"
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Under way between all ranks of a group. `sent` stays as it is, and alive, until the wait."""
+
+    sent: Sequence[Tensor]
+    works: Sequence[Any]
+
+    @staticmethod
+    def start(group: Group, received: Sequence[Tensor], sent: Sequence[Tensor]) -> "_Exchange":
+        """`received[i]` comes from the rank at place i, `sent[i]` goes there."""
+        received[group.index].copy_(sent[group.index])
+        peers, own = [place for place in range(group.size) if place != group.index], group.process_group
+        works = [dist.irecv(received[each], group=own, group_src=each) for each in peers if received[each].numel()]
+        works += [dist.isend(sent[each], group=own, group_dst=each) for each in peers if sent[each].numel()]
+        return _Exchange(sent, works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()

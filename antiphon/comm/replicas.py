@@ -40,11 +40,11 @@ from antiphon.comm.collectives import (
     part_sizes,
     run,
     start,
+    start_all_to_all,
     taken,
 )
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Mesh
-from antiphon.comm.point_to_point import start_all_to_all
 
 _BLOCK = 1 << 18  # elements that are rounded at a time
 

@@ -15,20 +15,23 @@ A rank takes what other stages made, does the work, and sends what they need. A 
 that needs it, so that it runs beside work. A send is never waited for where it begins: ranks that send to each other
 would wait for each other. It is over as soon as an answer comes that its receiver made later; then what was sent is
 freed, so no more is held than the schedule needs. Every wait ends with an error after the process group's timeout and
-names the peer (`comm/point_to_point`).
+names the peer. Any number of tensors may be under way between two ranks; a tag tells which is which, so they may be
+waited for in any order. Shapes are known on both sides: nothing but the tensor travels.
 
 Rejected: `torch.distributed.pipelining`. Its stages pass tensors of one static shape and own the backward, which leaves
 no place for the counts of experts that travel with the rows, for spans and for the ledger.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import PeerLost, UserError
 from antiphon.comm.mesh import Group
-from antiphon.comm.point_to_point import Parcel, start_receive, start_send
 from antiphon.train.spans import StepSpans
 
 
@@ -135,6 +138,45 @@ class PipelineSchedule:
         """Forwards before the first backward is wanted."""
         after = self.pipeline - 1 - place
         return after if self.virtual_stages == 1 else 2 * after + (self.virtual_stages - 1) * self.pipeline
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor on its way to or from the rank at place `peer` of `group`. `what`: for errors, what it is."""
+
+    group: Group
+    peer: int
+    what: str
+    name: str
+    tensor: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """The tensor, filled if it was received; what was sent may be written to again. `PeerLost` names the peer if
+        it is gone, or silent for longer than the timeout of the group; with a roll call, `ResourceError` names the
+        ranks that hang."""
+        begin = time.perf_counter()
+        try:
+            with self.group.waiting(f"{self.name}, {self.what}"):
+                self.work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.group.ranks[self.peer]}", f"{self.name}, {self.what}: {error}") from error
+        self.group.ledger.waited(self.name, time.perf_counter() - begin)
+        return self.tensor
+
+
+def start_send(group: Group, peer: int, tag: int, what: str, x: Tensor) -> Parcel:
+    """Begin to send `x`, which stays as it is until the wait."""
+    x = x.contiguous()
+    group.ledger.sent("pipeline.send", x.numel() * x.element_size())
+    work = dist.isend(x, group=group.process_group, group_dst=peer, tag=tag)
+    return Parcel(group, peer, what, "pipeline.send", x, work)
+
+
+def start_receive(group: Group, peer: int, tag: int, what: str, buffer: Tensor) -> Parcel:
+    """Begin to fill `buffer`."""
+    work = dist.irecv(buffer, group=group.process_group, group_src=peer, tag=tag)
+    return Parcel(group, peer, what, "pipeline.receive", buffer, work)
 
 
 Tensors = tuple[Tensor, ...]

@@ -35,7 +35,7 @@ TRAINING = sorted((ROOT / "train").rglob("*.py"))
 NAMES = ("cpu", "cuda", "gloo", "nccl", "meta")
 MAY_NAME = {
     "train/device.py": "it is the one that does",
-    "comm/point_to_point.py": "asks of which back-end a group is",
+    "comm/collectives.py": "asks of which back-end a group is",
 }
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "linspace", "eye")
 MAY_LEAVE_OPEN = {

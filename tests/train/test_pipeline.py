@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from antiphon.comm.mesh import Mesh, Sizes, connect
-from antiphon.comm.point_to_point import Parcel
 from antiphon.models.config import model_spec
 from antiphon.train import pipeline
 from antiphon.train.config_execution import ParallelConfig
 from antiphon.train.config_recipe import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
+from antiphon.train.pipeline import Parcel
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans, share_spans
 from antiphon.train.weights import FirstValues

@@ -26,7 +26,6 @@ from antiphon.bench.harness.limits import measure_gemm_flops_per_s
 from antiphon.bench.profile.measure import Effort
 from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceScatter, barrier, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
-from antiphon.comm.point_to_point import start_receive, start_send
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.kernels import native_rows
@@ -38,6 +37,7 @@ from antiphon.train.config_recipe import LossConfig, OptimizerConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes
+from antiphon.train.pipeline import start_receive, start_send
 from antiphon.train.shards import clip_factor
 from antiphon.train.spans import Span, StepSpans, share_spans
 from antiphon.train.weights import FirstValues

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from antiphon.base.errors import PeerLost
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group
-from antiphon.comm.point_to_point import start_receive, start_send
+from antiphon.train.pipeline import start_receive, start_send
 from tests.comm.ranks import on_ranks
 
 
