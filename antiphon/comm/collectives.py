@@ -361,7 +361,7 @@ def part_of(collective: Collective, number: int, count: int) -> Collective:
 
 def taken(x: Tensor, runs: Runs, number: int, count: int) -> Tensor:
     """The rows of part `number` of `count`, of `x` whose rows are these runs."""
-    parts = [run[slice(*_bounds(run.shape[0], number, count))] for run in torch.split(x, list(runs))]
+    parts = [run[slice(*part_bounds(run.shape[0], number, count))] for run in torch.split(x, list(runs))]
     return torch.cat(parts)
 
 
@@ -373,10 +373,11 @@ def joined(parts: Sequence[Tensor], runs: Runs) -> Tensor:
 
 def part_sizes(runs: Sequence[int], number: int, count: int) -> Runs:
     """How many rows of each run are in part `number` of `count`."""
-    return tuple(stop - start for start, stop in (_bounds(run, number, count) for run in runs))
+    return tuple(stop - start for start, stop in (part_bounds(run, number, count) for run in runs))
 
 
-def _bounds(size: int, number: int, count: int) -> tuple[int, int]:
+def part_bounds(size: int, number: int, count: int) -> tuple[int, int]:
+    """Range `number` of `count` even ones, as `micro_ops.partition` cuts them."""
     return size * number // count, size * (number + 1) // count
 
 

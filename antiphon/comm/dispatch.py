@@ -112,7 +112,7 @@ class GatherScatter:
     experts: tuple[int, int] | None = None
     formats: RowFormat = field(default_factory=RowFormat)
 
-    weighs_at_home: ClassVar = False
+    weighs_at_home: ClassVar[bool] = False
 
     def hop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Hop, Tensor]:
         """As of `AllToAllWay`."""

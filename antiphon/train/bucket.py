@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from antiphon.comm.collectives import Done, Pending
+from antiphon.comm.collectives import Done, Pending, part_bounds
 from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_numbers
 from antiphon.comm.launcher import CollectiveLauncher, Submission
 from antiphon.comm.replicas import Replicas
@@ -212,7 +212,7 @@ class Bucket:
         found: list[Tensor] = []
 
         def sum_piece(number: int, num_pieces: int) -> None:
-            parts = [each[slice(*_part(each.shape[0], number, num_pieces))] for each in shards]
+            parts = [each[slice(*part_bounds(each.shape[0], number, num_pieces))] for each in shards]
             if any(part.shape[0] for part in parts):
                 found.append(self._sum(torch.cat(parts), [part.shape[0] for part in parts]))
             if number == num_pieces - 1:
@@ -261,11 +261,6 @@ def _shard_sizes(parameters: Sequence[Parameter], ranks: int) -> tuple[int, ...]
     ends = [0, *itertools.accumulate(sizes)]
     cuts = [min(ends, key=lambda end: abs(end * ranks - rank * ends[-1])) for rank in range(ranks + 1)]
     return tuple(last - first for first, last in itertools.pairwise(cuts))
-
-
-def _part(size: int, number: int, count: int) -> tuple[int, int]:
-    """Range `number` of `count` even ones, as `comm.micro_ops.partition` cuts them."""
-    return size * number // count, size * (number + 1) // count
 
 
 def _split(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:

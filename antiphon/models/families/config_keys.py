@@ -197,7 +197,7 @@ def grouped_query(config: Config, *, interleaved: bool = False, rotary_dim_key: 
     }
 
 
-def sizes(config: Config) -> dict[str, int]:
+def sizes(config: Config) -> dict[str, Any]:
     """The sizes of `ModelSpec` that all families but DBRX read from the same keys."""
     return {
         "vocab_size": required_int(config, "vocab_size"),
