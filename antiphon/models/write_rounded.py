@@ -39,10 +39,9 @@ from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.checkpoint import Checkpoint
-from antiphon.models.checkpoint_folder import INDEX_NAME
+from antiphon.models.checkpoint_folder import INDEX_NAME, open_regular
 from antiphon.models.config import config_file, load_model_spec, read_config
 from antiphon.models.expert_half import ExpertHalf
-from antiphon.models.files import open_regular
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.gguf.container import SUFFIX as GGUF_SUFFIX
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
