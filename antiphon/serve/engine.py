@@ -299,7 +299,7 @@ class Engine:
     def _go_round(self) -> None:
         self._take_orders()
         self._router.take_masks()
-        self._router.assign()
+        self._router.add_to_workers()
         for group in self.workforce.other_groups:
             group.start_steps()
         if self._handovers is not None:

@@ -15,7 +15,7 @@ Attention workers step in one of two ways:
               these lanes the next step may wait at the worker, planned before the tokens are known that it begins with.
               Replicas that plan ahead (`ServeConfig.plans_ahead`) step this way too, with one lane
 
-What needs all to stand still (to begin anew, to take requests back) holds new steps until no step runs; where experts
+What needs all to stand still (to begin anew, to remove requests) holds new steps until no step runs; where experts
 are may change beside steps (`placement_control`). How the workers begin anew after a failure is in `recovery`.
 
 A failed step may be a request's doing: the group names whose it can be, and the engine judges (`policy/suspects`).
@@ -223,7 +223,7 @@ class StepGroup:
             self._parts[place] = _Part(plan, [list(plan.sequences)])
 
     def hold(self) -> None:
-        """No step begins from now on, until `take_back`."""
+        """No step begins from now on, until `remove_all`."""
         self._is_held = True
 
     def _awaits_mask(self, name: WorkerName) -> bool:
@@ -334,12 +334,12 @@ class StepGroup:
         if self.placing is not None:
             self.placing.note_step_over(self._parts[place].step)
 
-    def take_back(self) -> list[Request]:
+    def remove_all(self) -> list[Request]:
         """Hand over all requests, oldest first; the plans that failed are void. Only while no step runs."""
         assert self.quiet, "a step is running"
         self._is_held = False
         self._parts.clear()
-        return [request for scheduler in self.schedulers.values() for request in scheduler.take_back()]
+        return [request for scheduler in self.schedulers.values() for request in scheduler.remove_all()]
 
     # --- what workers say ------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class StepGroup:
             self._give_up(name)
             for place in self._places(name):
                 self._parts.pop(place, None)
-            homeless = self.schedulers[name].take_back(cache_lost=True)
+            homeless = self.schedulers[name].remove_all(cache_lost=True)
         self._recovery.on_death(name)
         return failure, homeless
 

@@ -145,7 +145,7 @@ class Handovers:
         for target, scheduler in self._workforce.request_schedulers.items():
             for origin in scheduler.take_arriving():
                 if origin.status is RequestStatus.FINISHED:
-                    scheduler.let_go(origin, nothing_comes=True)
+                    scheduler.remove(origin, nothing_comes=True)
                 elif origin.awaits_mask:  # it has a token already: the next one needs its mask
                     scheduler.ask_again(origin)
                 else:
@@ -156,7 +156,7 @@ class Handovers:
         source = self._find_source(origin) if origin.num_lost_handovers < MAX_LOST else None
         has_blocks = blocks_of(len(origin.token_ids), self._block_size) <= len(origin.block_table)
         if source is None or not has_blocks:
-            self._workforce.schedulers[target].compute_here(origin)
+            self._workforce.schedulers[target].stop_arriving(origin)
             self._counts.num_recomputed += 1
             return
         if any(each.origin is origin for each in self._workforce.schedulers[source].requests.values()):
@@ -338,13 +338,13 @@ class Handovers:
         """Its blocks are out of quarantine: it has ended, goes to another worker, or tries again here."""
         origin, scheduler = arrival.origin, self._workforce.schedulers[arrival.target]
         if origin.status is RequestStatus.FINISHED:
-            scheduler.let_go(origin, nothing_comes=True)
+            scheduler.remove(origin, nothing_comes=True)
             return []
         self._counts.num_failed += 1
         _log.warning("request %s: no hand-over from %s: %s", origin.request_id, arrival.source, arrival.handover.reason)
         self._statistics.events.note("failed", f"hand-over: {arrival.handover.reason}", str(arrival.source))
         if arrival.leaves:
-            scheduler.let_go(origin, nothing_comes=True)
+            scheduler.remove(origin, nothing_comes=True)
             return [origin]
         origin.num_lost_handovers += arrival.charged
         scheduler.ask_again(origin)
@@ -373,7 +373,7 @@ class Handovers:
             group.hold()
         for group in [group for group in self._to_clear if group.quiet]:
             self._to_clear.remove(group)
-            for prefill in group.take_back():
+            for prefill in group.remove_all():
                 if (arrival := self._computing.get(prefill.request_id)) is not None:
                     self._workforce.schedulers[arrival.source].add(prefill)
 

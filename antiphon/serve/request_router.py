@@ -1,12 +1,12 @@
 """Which worker has a request: it waits here for one, or is at one worker's scheduler.
 
-    add         a new request, or one whose worker is lost, waits here
-    assign      the best live worker gets it
-    end         it leaves, from wherever it is, and its sink hears of it
+    add             a new request, or one whose worker is lost, waits here
+    add_to_workers  the best live worker gets it
+    end             it leaves, from wherever it is, and its sink hears of it
 
 While steps fail and requests are suspected of it (`policy/suspects`), one group of workers, `_trial_group`, is kept for
-the suspects whose turn it is; all others go elsewhere or wait. To clear a group for others means to take back all it
-has; prefix caches keep most of their work.
+the suspects whose turn it is; all others go elsewhere or wait. To clear a group for others means to remove all its
+requests from it; prefix caches keep most of their work.
 
 Rejected: to bind a request to its worker for good. It would be lost with the worker, or wait for its return while
 others are idle.
@@ -93,7 +93,7 @@ class RequestRouter:
 
     # --- which worker gets a request -----------------------------------------------------------------------------
 
-    def assign(self) -> None:
+    def add_to_workers(self) -> None:
         """Give requests without a worker to the best live one that they may have; the others wait here."""
         self._clear_groups()
         self._drain_workers()
@@ -126,7 +126,7 @@ class RequestRouter:
                 if scheduler.is_in_flight(request):
                     continue
                 if request.origin is None and request.status is RequestStatus.WAITING:
-                    scheduler.let_go(request)
+                    scheduler.remove(request)
                     self.add([request])
                 elif request.origin is None and not (request.arrives or request.awaits_mask or request.suspect_group):
                     self._move(request, name, scheduler)
@@ -134,7 +134,7 @@ class RequestRouter:
     def _move(self, request: Request, name: WorkerName, scheduler: Scheduler) -> None:
         target = self._best_for(request)
         if target is not None and has_room(request, target):
-            scheduler.let_go(request)
+            scheduler.remove(request)
             request.had_by, request.prefills_apart = str(name), self._handovers is not None
             target.add(request)
 
@@ -144,7 +144,7 @@ class RequestRouter:
         return not is_reserved
 
     def _clear_groups(self) -> None:
-        """Take requests back from groups that others are to have, as soon as no step runs there."""
+        """Remove requests from groups that others are to have, as soon as no step runs there."""
         turn, self._turn = self._turn, self._suspects.turn
         if not self._turn:
             self._trial_group = None
@@ -156,7 +156,7 @@ class RequestRouter:
             self._to_clear.remove(group)
             if self._handovers is not None:
                 self._handovers.clear(group)
-            self.add([request for request in group.take_back() if request.origin is None])
+            self.add([request for request in group.remove_all() if request.origin is None])
 
     # --- when steps fail -------------------------------------------------------------------------------------------
 

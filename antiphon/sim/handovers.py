@@ -114,7 +114,7 @@ class SimulatedHandovers:
         source = choose_attention_worker(origin, live)
         has_blocks = blocks_of(len(origin.token_ids), scheduler.config.block_size) <= len(origin.block_table)
         if source is None or not has_blocks:
-            scheduler.compute_here(origin)
+            scheduler.stop_arriving(origin)
             self.counts.num_recomputed += 1
             self._touch(1, target)
             return
@@ -243,7 +243,7 @@ class SimulatedHandovers:
         """Its pages are out of quarantine: it has ended, or tries again."""
         scheduler = self._decode.all_schedulers[found.target]
         if found.origin.status is RequestStatus.FINISHED:
-            scheduler.let_go(found.origin, nothing_comes=True)
+            scheduler.remove(found.origin, nothing_comes=True)
         else:
             self.counts.num_failed += 1
             found.origin.num_lost_handovers += found.charged

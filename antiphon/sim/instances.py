@@ -144,7 +144,7 @@ class Instance:
         if not self.pool.is_apart:
             self._experts_down[worker] = self._down[worker]
         self._plans.pop(worker, None)
-        return self.schedulers[worker].take_back(cache_lost=True)
+        return self.schedulers[worker].remove_all(cache_lost=True)
 
     def kill_experts(self, worker: int, until_s: float) -> None:
         """No worker steps until then."""

@@ -211,14 +211,14 @@ class Simulation:
 
     def lose_worker(self) -> None:
         """The worker is lost, and comes back with an empty cache."""
-        for request in self.scheduler.take_back(cache_lost=True):
+        for request in self.scheduler.remove_all(cache_lost=True):
             self.scheduler.add(request)
         self.worker = FakeWorker(self.config.block_size)
         check_scheduler(self.scheduler)
 
     def withdraw(self) -> None:
         """All requests are taken back and given to the same worker again."""
-        for request in self.scheduler.take_back():
+        for request in self.scheduler.remove_all():
             self.scheduler.add(request)
         check_scheduler(self.scheduler)
 

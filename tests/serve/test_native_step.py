@@ -63,16 +63,8 @@ class Replica:
         self.native: NativeSteps | None = None
         if native:
             self.native = native_steps(half, local, cache, tables, sampler, self.recorder, most_rows=8)
-        self.runner = AttentionRunner(
-            half,
-            StepExchange(local, half, self.recorder, 1.0),
-            cache,
-            tables,
-            AllLayers(half, sampler),
-            RowRouting(half),
-            self.recorder,
-            captured=self.native,
-        )
+        exchange, stage = StepExchange(local, half, self.recorder, 1.0), AllLayers(half, sampler)
+        self.runner = AttentionRunner(exchange, cache, tables, stage, RowRouting(half), captured=self.native)
         self.step = 0
 
     def run(

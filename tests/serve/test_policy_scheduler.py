@@ -248,7 +248,7 @@ def test_evacuated_requests_finish_elsewhere_with_the_same_text() -> None:
     for _ in range(3):
         old.step()
     new.outputs, new.reasons = old.outputs, old.reasons
-    for request in old.scheduler.take_back(cache_lost=True):
+    for request in old.scheduler.remove_all(cache_lost=True):
         new.scheduler.add(request)
     assert not old.scheduler.has_work
     check_scheduler(old.scheduler)
@@ -270,7 +270,7 @@ def test_withdrawn_requests_come_back_to_a_worker_that_kept_its_cache(seen: bool
         sim.worker.run(plan)
     sim.scheduler.end("c")
     num_published = len(sim.scheduler.book.pool._block_of)
-    requests = sim.scheduler.take_back()
+    requests = sim.scheduler.remove_all()
     assert [request.request_id for request in requests] == ["a", "b"]
     assert not sim.scheduler.has_work
     check_scheduler(sim.scheduler)

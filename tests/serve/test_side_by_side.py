@@ -69,8 +69,9 @@ def test_a_chunk_follows_the_one_before_it_layer_by_layer(
     later = under_way(second, [earlier])
     assert later.may_go_on(3) is may
     unused: Any = None
-    half: Any = SimpleNamespace(layers=range(3))
-    steps = SideBySide(half, unused, unused, unused, unused, unused, SpanRecorder(keeps_all=False))
+    stage: Any = SimpleNamespace(half=SimpleNamespace(layers=range(3)))
+    exchange: Any = SimpleNamespace(recorder=SpanRecorder(keeps_all=False))
+    steps = SideBySide(exchange, unused, unused, stage, unused)
     steps._steps = [later, earlier]
     assert steps._next() is (later if may else earlier)
 
@@ -82,8 +83,9 @@ def test_after_a_failure_nothing_begins_until_all_begins_anew(monkeypatch: pytes
     monkeypatch.setattr(SideBySide, "_start", lambda self, order: started.append(order.step))
     unused: Any = None
     sender: Any = SimpleNamespace(flush=lambda: flushed.append(len(started)))
-    recorder = SpanRecorder(keeps_all=False)
-    steps = SideBySide(unused, unused, unused, unused, unused, unused, recorder, sender)
+    exchange: Any = SimpleNamespace(recorder=SpanRecorder(keeps_all=False))
+    stage: Any = SimpleNamespace(half=None)
+    steps = SideBySide(exchange, unused, unused, stage, unused, sender)
 
     def begin(number: int) -> None:
         order: Any = SimpleNamespace(step=number, first_micro_batch=0)

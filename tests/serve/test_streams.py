@@ -51,11 +51,11 @@ class _RunsAhead:
 def test_times_of_a_step_are_read_when_the_device_has_come_there() -> None:
     half: Any = SimpleNamespace(layers=range(2), routes=lambda layer: True)
     end: Any = _RunsAhead()
-    stage: Any = SimpleNamespace(wait_s=0.0)
+    stage: Any = SimpleNamespace(half=half, wait_s=0.0)
     unused: Any = None
     recorder = SpanRecorder(keeps_all=False)
     exchange = StepExchange(end, half, recorder, 1.0)
-    runner = AttentionRunner(half, exchange, unused, unused, stage, RowRouting(half), recorder)
+    runner = AttentionRunner(exchange, unused, unused, stage, RowRouting(half))
     order: Any = SimpleNamespace(step=1, participants=[[0]])
     exchange.begin_step(order)
     result = runner._result([], time.monotonic_ns(), 1)

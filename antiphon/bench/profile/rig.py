@@ -136,9 +136,9 @@ class Rig:
         self._captures: dict[RigWork, dict[int, _Captured]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
-        half, recorder = self._half, self._recorder
-        exchange, stage = StepExchange(experts, half, recorder, _TIMEOUT_S), AllLayers(half, self._sampler)
-        return AttentionRunner(half, exchange, self._cache, self._tables, stage, RowRouting(half), recorder)
+        half = self._half
+        exchange, stage = StepExchange(experts, half, self._recorder, _TIMEOUT_S), AllLayers(half, self._sampler)
+        return AttentionRunner(exchange, self._cache, self._tables, stage, RowRouting(half))
 
     def run_once(self, work: RigWork) -> None:
         """One repetition; its times are recorded."""

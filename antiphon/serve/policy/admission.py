@@ -145,7 +145,7 @@ def _serve_lane(book: BlockBook, draft: _Draft, prefills: Sequence[Request]) -> 
     if _is_crowded(book, draft, len(prefills)):
         for request in list(book.waiting) if book.lane.num_free_slots else ():
             if not request.awaits_mask and book.lane.takes(request):
-                book.lane.enter(request)
+                book.lane.add(request)
                 book.start(request, [])
                 if not book.await_arrival(request):
                     prefills = [*prefills, request]

@@ -5,7 +5,7 @@ forget half of what moving means:
 
     add -> waiting -> start -> running -> preempt -> waiting
               |                   |
-             end                 end
+            remove              remove
 
 Memory is paged (`BlockPool`):
 
@@ -167,8 +167,8 @@ class ArrivalQueue:
         assert self._requests[index] is request, f"request {request.request_id} is not in the queue"
         del self._requests[index]
 
-    def take_all(self) -> list[Request]:
-        """Empty the queue; the requests that were in it, in their order."""
+    def remove_all(self) -> list[Request]:
+        """The requests that were in it, in their order."""
         requests, self._requests = self._requests, []
         return requests
 
@@ -192,7 +192,7 @@ class ExpressLane:
 
     Rejected: room for small requests in the main way only (the first to come holds it); preempting large requests for
     small ones (an endless stream would starve the large ones); a member that shares cached blocks (who keeps them when
-    it leaves? The lane would have to take back what is in use).
+    it leaves? The lane would have to reclaim what is in use).
 
     `num_kept`: blocks that must stay free for it. Empty and without effect with no slots."""
 
@@ -222,14 +222,14 @@ class ExpressLane:
         num_needed = self._num_needed(request)
         return num_needed <= num_left and num_needed <= max(1, num_left // 4) and request.owner not in self._members
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """`takes` said yes, and the request holds nothing yet."""
         request.num_promised_blocks = self._num_needed(request)
         self._num_promised += request.num_promised_blocks
         self._members[request.owner] = request
 
-    def leave(self, request: Request) -> None:
-        """A member is about to give back its blocks."""
+    def remove(self, request: Request) -> None:
+        """A member is about to release its blocks."""
         self.num_kept += len(request.block_table)
         self._num_promised -= request.num_promised_blocks
         request.num_promised_blocks = 0
@@ -300,7 +300,7 @@ class BlockBook:
 
     def start(self, request: Request, found_blocks: list[int]) -> None:
         """From waiting to running, on top of the blocks that `find_prefix` returned."""
-        self._leave_waiting(request)
+        self._stop_waiting(request)
         self.pool.share(found_blocks)
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
@@ -357,7 +357,7 @@ class BlockBook:
             if latest is request or latest.turn < request.turn or latest.planned_step == step_id:
                 return False
             self.running.remove(latest)
-            self._give_back(latest)
+            self._release(latest)
             self.add(latest)
             self.counters.num_preemptions += 1
         return True
@@ -378,38 +378,38 @@ class BlockBook:
             self.pool.publish(request.block_table[index], request.block_digests[index])
         request.num_blocks_published = num_full
 
-    def end(self, request: Request) -> None:
-        """It leaves, from wherever it is. Of a running one no step may be in flight."""
+    def remove(self, request: Request) -> None:
+        """Wherever it is, it leaves. Of a running one no step may be in flight."""
         if request.slot < 0:
-            self._leave_waiting(request)
+            self._stop_waiting(request)
         else:
             self.running.remove(request)
-            self._give_back(request)
+            self._release(request)
 
-    def take_back(self, *, cache_lost: bool) -> list[Request]:
-        """All requests give back what they hold and leave, oldest first, but for those whose keys and values arrive.
+    def remove_all(self, *, cache_lost: bool) -> list[Request]:
+        """All requests release what they hold and leave, oldest first, but for those whose keys and values arrive.
         `cache_lost`: those too; no block can be found any more, and no worker is left to hear what was released."""
-        for request in reversed(self.running.take_all()):
+        for request in reversed(self.running.remove_all()):
             if request.arrives and not cache_lost:
                 self.running.add(request)
                 continue
-            self._give_back(request)
+            self._release(request)
             self.add(request)
         self.num_prefill_tokens_left = self.num_waiting_tokens = 0
         if cache_lost:
             self.pool.clear_published()
             self.released.clear()
             self.arriving.clear()
-        return self.waiting.take_all()
+        return self.waiting.remove_all()
 
-    def _leave_waiting(self, request: Request) -> None:
+    def _stop_waiting(self, request: Request) -> None:
         self.num_waiting_tokens -= len(request.token_ids)
         self.waiting.remove(request)
 
-    def _give_back(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         self.stop_arriving(request)
         if request.num_promised_blocks:
-            self.lane.leave(request)
+            self.lane.remove(request)
             self.publish_computed(request)
         self.pool.release(request.block_table)
         self.free_slots.append(request.slot)

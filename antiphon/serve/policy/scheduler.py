@@ -5,9 +5,9 @@ of one prompt, if the worker runs steps side by side. What can go wrong in betwe
 
 - a request is aborted during the step: it keeps its blocks until `commit`, which drops its token;
 - an expert worker is lost: the attention worker's cache is intact, so the very same plan is sent again;
-- the attention worker and its cache are lost: `take_back(cache_lost=True)`, and other workers take over, or this one
+- the attention worker and its cache are lost: `remove_all(cache_lost=True)`, and other workers take over, or this one
   when it is back;
-- a request of the step is suspected of making it fail: `take_back()`, and the engine assigns them anew.
+- a request of the step is suspected of making it fail: `remove_all()`, and the engine gives them to workers anew.
 
 Only `commit` moves a request forward. A plan that was never committed has changed which request holds
 which block, nothing else; that is why recovery needs no undo log.
@@ -65,7 +65,7 @@ class Scheduler:
         if request is None or request.status is RequestStatus.FINISHED:
             return None
         if request.status is RequestStatus.WAITING or not (self.is_in_flight(request) or request.arrives):
-            self._leave(request)
+            self._drop(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = "abort"
         return request
@@ -147,10 +147,10 @@ class Scheduler:
             if token_id is None and request.num_computed < len(request.token_ids):
                 continue
             if self.go_on(request, token_id) and not self.is_in_flight(request):
-                self._leave(request)
+                self._drop(request)
             progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
-        self._leave_aborted()
+        self._remove_aborted()
         self.counters.num_steps += 1
         self.counters.generation_tokens += sum(1 for request in progress if request.num_output)
         return progress
@@ -197,7 +197,7 @@ class Scheduler:
         self.book.complete_table(request)
         self.book.arriving.append(request)
 
-    def compute_here(self, request: Request) -> None:
+    def stop_arriving(self, request: Request) -> None:
         """Nothing arrives for it: steps of this worker compute what is missing, in the blocks that it has."""
         self.book.stop_arriving(request)
 
@@ -205,43 +205,43 @@ class Scheduler:
         """The keys and values of that many tokens have arrived whole."""
         self.book.arrive(request, num_computed)
         if request.status is RequestStatus.FINISHED:
-            self._leave(request)
+            self._drop(request)
 
     def is_in_flight(self, request: Request) -> bool:
         """A plan in flight computes something for it."""
         return request.planned_step in self.book.steps_in_flight
 
-    def let_go(self, request: Request, *, nothing_comes: bool = False) -> None:
+    def remove(self, request: Request, *, nothing_comes: bool = False) -> None:
         """It leaves, and what it has computed stays to be found. Only while no plan with it is in flight and nothing
         writes to its blocks. `nothing_comes`: it is arriving, and nothing will come any more."""
         assert not self.is_in_flight(request), f"a plan with {request.request_id} is in flight"
         assert nothing_comes or not request.arrives, f"the blocks of {request.request_id} are written to"
-        self._leave(request)
+        self._drop(request)
 
-    def take_back(self, *, cache_lost: bool = False) -> list[Request]:
+    def remove_all(self, *, cache_lost: bool = False) -> list[Request]:
         """Hand over all requests, oldest first, for schedulers to `add`. Plans in flight are void: the worker must have
-        ended them, or never have seen them. Requests whose keys and values arrive stay until `let_go`.
+        ended them, or never have seen them. Requests whose keys and values arrive stay until `remove`.
 
         `cache_lost`: the worker is gone. Otherwise it keeps what can be found in its cache."""
         for plan in self._in_flight.values():
             self.book.released.extend(plan.released)
         self._in_flight.clear()
         self.book.steps_in_flight.clear()
-        self._leave_aborted(also_arriving=cache_lost)
-        taken = self.book.take_back(cache_lost=cache_lost)
+        self._remove_aborted(also_arriving=cache_lost)
+        taken = self.book.remove_all(cache_lost=cache_lost)
         self.requests = {request.request_id: request for request in self.book.running}
         return taken
 
-    def _leave(self, request: Request) -> None:
-        self.book.end(request)
+    def _drop(self, request: Request) -> None:
+        self.book.remove(request)
         del self.requests[request.request_id]
 
-    def _leave_aborted(self, *, also_arriving: bool = False) -> None:
+    def _remove_aborted(self, *, also_arriving: bool = False) -> None:
         """Free what ended while a step with it was in flight."""
         ended = [request for request in self.book.running if request.status is RequestStatus.FINISHED]
         for request in ended:
             if not self.is_in_flight(request) and (also_arriving or not request.arrives):
-                self._leave(request)
+                self._drop(request)
 
 
 def _is_ahead(sequences: Sequence[SequenceStep]) -> bool:

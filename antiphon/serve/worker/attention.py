@@ -41,20 +41,23 @@ _FLUSH_WORTH_SHOWING_NS = 20_000
 
 @dataclass(eq=False)
 class AttentionRunner:
-    """Runs steps over one attention half and its KV cache. `sender`: takes keys and values that other workers are to
-    have, layer by layer. `captured`: runs the steps that need no host, or no Python, between the first layer and the
-    logits. Not thread-safe."""
+    """Runs steps over the attention half of `stage` and its KV cache. `sender`: takes keys and values that other
+    workers are to have, layer by layer. `captured`: runs the steps that need no host, or no Python, between the first
+    layer and the logits. Not thread-safe."""
 
-    half: AttentionHalf
     exchange: StepExchange
     cache: KVCache
     tables: BlockTables
     stage: AllLayers
     routing: RowRouting
-    recorder: SpanRecorder
     sender: KVSender | None = None
     captured: DecodeSteps | None = None
+    half: AttentionHalf = field(init=False)
+    recorder: SpanRecorder = field(init=False)
     _newest: list[Sampled] = field(default_factory=list, init=False)  # what the last step sampled
+
+    def __post_init__(self) -> None:
+        self.half, self.recorder = self.stage.half, self.exchange.recorder
 
     @torch.inference_mode()
     def run(self, step: RunStep) -> StepResult | None:
@@ -72,15 +75,18 @@ class AttentionRunner:
         return result
 
     def _run_known(self, step: RunStep) -> StepResult:
-        if self.sender is None:
-            return self._run(step)
-        self.sender.open(step.offers)
+        self._open(step)
         try:
             result = self._run(step)
         except BaseException:
-            self.sender.flush()
+            self._flush()
             raise
         return msgspec.structs.replace(result, hand_over_s=self._flush())
+
+    def _open(self, step: RunStep) -> None:
+        """Some of its keys and values may be for other workers."""
+        if self.sender is not None:
+            self.sender.open(step.offers)
 
     def _flush(self) -> float:
         """Wait until what was computed for other workers has left the pages; seconds."""
@@ -101,7 +107,9 @@ class AttentionRunner:
         stage.begin_step(step)
         exchange.begin_step(step)
         if self.captured is not None and (sampled := self.captured.run(step)) is not None:
-            self._give_all(step)
+            for layer in self.half.layers if self.sender is not None else ():
+                for sequences in step.micro_batches:
+                    self._give(layer, sequences)
             return self._result(sampled, started_ns, sum(map(len, step.micro_batches)))
         done: list[MicroBatch] = []
         for numbered in stage.rounds(step.micro_batches):
@@ -173,8 +181,7 @@ class AttentionRunner:
         start_ns = time.monotonic_ns()
         x_TH, y_TH = half.attend(layer, micro_batch.x_TH, micro_batch.delta_TH, self.cache, micro_batch.batch)
         micro_batch.x_TH, micro_batch.delta_TH = x_TH, None
-        if self.sender is not None:
-            self._give(self.sender, layer, micro_batch.sequences)
+        self._give(layer, micro_batch.sequences)
         if not half.routes(layer):
             micro_batch.delta_TH = half.dense_feed_forward(layer, y_TH)
             recorder.add(ATTENTION, start_ns, layer, index, rows)
@@ -188,19 +195,14 @@ class AttentionRunner:
         if micro_batch.local_TH is not None:
             recorder.add(ATTENTION, start_ns, layer, index, rows)
 
-    def _give(self, sender: KVSender, layer: int, sequences: list[SequenceStep]) -> None:
+    def _give(self, layer: int, sequences: list[SequenceStep]) -> None:
         """The keys and values of this layer are in the pages; not waiting."""
+        if self.sender is None:
+            return
         for sequence in sequences:
             until = sequence.start + len(sequence.token_ids)
             blocks = partial(self.tables.blocks, sequence.slot, until)
-            sender.layer_done(sequence.request_id, layer, until, blocks)
-
-    def _give_all(self, step: RunStep) -> None:
-        """The keys and values of all layers are in the pages, as after a captured step."""
-        if self.sender is not None:
-            for layer in self.half.layers:
-                for sequences in step.micro_batches:
-                    self._give(self.sender, layer, sequences)
+            self.sender.layer_done(sequence.request_id, layer, until, blocks)
 
     def _collect(self, index: int, micro_batch: MicroBatch) -> None:
         """Wait for the experts' part of the layer under way, if any, and complete `delta_TH`."""

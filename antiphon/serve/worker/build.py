@@ -391,8 +391,8 @@ def _attention_runner(
     )
     steps = _step_exchange(source, seat, half, exchange, moves)
     if isinstance(steps, SharedExchange):
-        return SideBySide(half, steps, cache, tables, stage, routing, recorder, sender)
-    return AttentionRunner(half, steps, cache, tables, stage, routing, recorder, sender, captured)
+        return SideBySide(steps, cache, tables, stage, routing, sender)
+    return AttentionRunner(steps, cache, tables, stage, routing, sender, captured)
 
 
 def _step_exchange(

@@ -120,8 +120,7 @@ class SideBySide(AttentionRunner):
             self.exchange.count_from_here()
         self.stage.begin_step(order)
         self.exchange.begin_step(order)
-        if self.sender is not None:
-            self.sender.open(order.offers)
+        self._open(order)
         sequences = with_sampled(order.micro_batches[0], self._sampled.get(order.first_micro_batch, []))
         assert sequences is not None, "the step before it has ended, or nothing begins"
         micro_batch = self._begin(sequences)
