@@ -35,9 +35,8 @@ from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import Balancer, PlacementControl
 from antiphon.serve.policy.handover import KVOffer
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
-from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.request import Request, RequestStatus, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.serve.recovery import Members, Recovery, RecoveryPhase
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import (

@@ -45,9 +45,8 @@ from antiphon.serve.policy.handover import (
     KVTarget,
     WithdrawKV,
 )
-from antiphon.serve.policy.request import Request, RequestStatus, prefill_of
+from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker
-from antiphon.serve.policy.step import StepPlan
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker_process import WorkerName, WorkerProcess

@@ -30,9 +30,8 @@ from antiphon.serve.policy.handover import (
     KVTarget,
 )
 from antiphon.serve.policy.handover_ends import LandingBook, SendingBook
-from antiphon.serve.policy.request import Request, RequestStatus, prefill_of
+from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import choose_attention_worker
-from antiphon.serve.policy.step import StepPlan
 from antiphon.sim.instances import Instance, LivePool
 from antiphon.sim.serving_options import ServingOptions
 

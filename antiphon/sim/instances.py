@@ -12,9 +12,8 @@ Rejected: a model of the scheduler. The engine's is plain Python on integers and
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from antiphon.serve.policy.request import Request
+from antiphon.serve.policy.request import Request, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import SequenceStep, StepPlan
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.pools import Pool
 from antiphon.sim.serving_options import Demand

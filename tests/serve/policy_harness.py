@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from antiphon.serve.policy.block_book import BlockPool
-from antiphon.serve.policy.request import Request, SchedulerConfig, check_request, new_request
+from antiphon.serve.policy.request import Request, SchedulerConfig, SequenceStart, StepPlan, check_request, new_request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.policy.step import SequenceStart, StepPlan
 from antiphon.specs.sampling import SamplingParams
 
 EOS = 2

@@ -11,9 +11,9 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import BlockTables
-from antiphon.serve.policy.step import SequenceStart, SequenceStep
-from antiphon.serve.worker import captured_step
-from antiphon.serve.worker.captured_step import CapturedSteps
+from antiphon.serve.policy.request import SequenceStart, SequenceStep
+from antiphon.serve.worker import decode_steps
+from antiphon.serve.worker.decode_steps import CapturedSteps
 from antiphon.serve.worker.messages import RunStep, Sampled
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.sampling import (
@@ -268,7 +268,7 @@ def test_a_step_that_cannot_be_recorded_is_computed_all_the_same(
 
     worker = Worker(tiny_model.folder)
     expected = worker.run([20, 33])
-    monkeypatch.setattr(captured_step, "_cuda", SimpleNamespace(CUDAGraph=object, graph=fails))
+    monkeypatch.setattr(decode_steps, "_cuda", SimpleNamespace(CUDAGraph=object, graph=fails))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     worker.steps._records = True
     with caplog.at_level("WARNING"):

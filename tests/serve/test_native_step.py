@@ -11,11 +11,11 @@ import torch
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.models.batch import BlockTables
 from antiphon.models.noted_half import NotedHalf
-from antiphon.serve.policy.step import PENDING, SequenceStart, SequenceStep
+from antiphon.serve.policy.request import PENDING, SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.decode_steps import NativeSteps, native_steps
 from antiphon.serve.worker.exchange import LocalExperts, StepExchange
 from antiphon.serve.worker.messages import RunStep, Sampled
-from antiphon.serve.worker.native_step import NativeSteps, native_steps
 from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, INPUTS, SAMPLE, STEP, SpanRecorder

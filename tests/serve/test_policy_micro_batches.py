@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.serve.policy.micro_batches import MIN_ROWS_OF_A_PART, chunk_cost, split_into_micro_batches
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 
 CONTEXT = 1024.0
 

@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.serve.policy.request import SchedulerConfig
-from antiphon.serve.policy.step import PENDING, StepPlan
+from antiphon.serve.policy.request import PENDING, SchedulerConfig, StepPlan
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.policy_harness import Simulation, check_scheduler, expected_output
 

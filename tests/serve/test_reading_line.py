@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from antiphon.serve.api.guard.reading_line import ReadingLine
+from antiphon.serve.api.guard.connections import ReadingLine
 from tests.serve.api_harness import Live, fake_engine, live, post, read_answer
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -13,7 +13,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.placement.routing_trace import RoutingTraceWriter, TraceHeader, count_rows, read_routing_trace
 from antiphon.serve.launch import build_engine
 from antiphon.serve.outputs import ThreadSink
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.routing import RoutingReplay, RowRouting
 from tests.serve.engine_harness import (

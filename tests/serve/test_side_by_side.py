@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.row_sampler import rows_with_logits
 from antiphon.serve.worker.side_by_side import SideBySide, _Step, pieces_of

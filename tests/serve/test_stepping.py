@@ -11,7 +11,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.cli.main import app
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.policy.step import PENDING
+from antiphon.serve.policy.request import PENDING
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker_process import WorkerName
 from tests.serve.engine_harness import (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from antiphon.base.errors import PeerLost, PeerTimeout
-from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.channel import MAX_MESSAGE_BYTES, Channel
 from antiphon.serve.worker.messages import (
     FromWorker,

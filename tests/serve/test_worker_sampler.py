@@ -11,7 +11,7 @@ from torch import Tensor
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
-from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.row_sampler import RowSampler, logit_rows, needs_logits, rows_with_logits
 from antiphon.specs.sampling import SamplingParams, TokenLogprob

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from antiphon.kernels.api import AttentionBatch
 from antiphon.models.batch import BlockTables
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 
 CPU = torch.device("cpu")
 

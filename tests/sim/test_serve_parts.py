@@ -15,7 +15,7 @@ from antiphon.cost.ping_pong import layer_time
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.worker_times import attention_alone, step_rows
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 from antiphon.sim.events import EventGraph
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.pools import parse_kill, pools_of

@@ -33,7 +33,7 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.serve.micro_batch_choice import fill_with_noise
-from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.exchange import LocalExperts, StepExchange
 from antiphon.serve.worker.messages import RunStep

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
 
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 
 TOLERANCE = 1.1
 MIN_ROWS_OF_A_PART = 16  # below this a part costs more in launches and weight reads than it evens out

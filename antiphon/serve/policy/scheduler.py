@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.admission import fill_step
 from antiphon.serve.policy.block_book import BlockBook
-from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
-from antiphon.serve.policy.step import PENDING, SequenceStep, StepPlan
+from antiphon.serve.policy.request import PENDING, Request, RequestStatus, SchedulerConfig, SequenceStep, StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step
 

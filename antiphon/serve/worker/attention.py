@@ -24,8 +24,8 @@ from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.models.batch import BlockTables
-from antiphon.serve.policy.step import PENDING, SequenceStep
-from antiphon.serve.worker.captured_step import DecodeSteps
+from antiphon.serve.policy.request import PENDING, SequenceStep
+from antiphon.serve.worker.decode_steps import DecodeSteps
 from antiphon.serve.worker.endpoints import hear_leader
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender

@@ -22,7 +22,7 @@ from antiphon.serve.policy.handover import (
     KVOffer,
     WithdrawKV,
 )
-from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import Collectives
@@ -93,7 +93,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     the other; this is number `rank`, and 0 leads: it gets the steps.
     `prefetch_rows`: attention workers ask for copies ahead of a layer, and a copy costs as much as this many rows.
     Expert workers have room for one more expert for each attention worker. 0: they do not.
-    `graphs`: decode steps run without the host (`worker/captured_step`), where the worker can. `streams`: rows are
+    `graphs`: decode steps run without the host (`worker/decode_steps`), where the worker can. `streams`: rows are
     exchanged in the order of the device's stream (`comm/m2n/streams`).
     `sums_in_blocks`: ranks add up prompts in blocks of rows, each while the next one is multiplied.
     `spins`: threads of the kernels that wait may look again and again.

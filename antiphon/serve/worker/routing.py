@@ -21,7 +21,7 @@ from antiphon.models.attention_half import AttentionHalf
 from antiphon.placement.routing_trace import IdArray, RoutingTrace
 from antiphon.placement.sample_paths import PathProfile
 from antiphon.placement.split import FloatArray, IntArray
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 from antiphon.specs.model import ModelSpec
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.kernels.api import KernelBackend
-from antiphon.serve.policy.step import SequenceStart, SequenceStep
+from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.sampling import (
     GrammarMask,

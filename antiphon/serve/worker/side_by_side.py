@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from antiphon.comm.m2n.native import NativeAttentionExchange
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner, with_sampled
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult

@@ -17,7 +17,7 @@ from antiphon.comm.stages import Stages
 from antiphon.kernels.api import AttentionBatch
 from antiphon.models.attention_half import AttentionHalf
 from antiphon.placement.split import IntArray
-from antiphon.serve.policy.step import SequenceStep
+from antiphon.serve.policy.request import SequenceStep
 from antiphon.serve.worker.messages import RunStep, Sampled
 from antiphon.serve.worker.row_sampler import RowSampler, needs_logits, rows_with_logits
 from antiphon.serve.worker.spans import RECEIVE, SpanRecorder
