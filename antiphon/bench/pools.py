@@ -47,9 +47,9 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
-from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.policy.handover import HandOver
+from antiphon.serve.served_plan import parse_layout
 from antiphon.specs.sampling import SamplingParams
 
 _SHORT_TOKENS = 32  # of the prompts whose answers are timed

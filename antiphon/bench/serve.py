@@ -44,8 +44,8 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start_engine
-from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.served_plan import parse_layout
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 
@@ -233,7 +233,7 @@ def _bounds(row: dict[str, Any], decoder: DecoderSizes, limits: MachineLimits) -
 # --- Antiphon itself: the same engine that serves, without HTTP
 #
 # A contestant is written `colocated`, `colocated*2` (two replicas), `colocated/t2` (of two ranks), `colocated/p2` (two
-# stages), or as `serve --decode` takes a layout (`serve/layout_text`): `1+1/m2`, `2t2*4`. Prefix caching must not help
+# stages), or as `serve --decode` takes a layout (`serve/served_plan`): `1+1/m2`, `2t2*4`. Prefix caching must not help
 # a run's second pass, so the first token of every prompt differs between the passes.
 
 

@@ -19,9 +19,9 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
 from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Stepping, Switch, WeightFormatName
-from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.placement_control import Policy
+from antiphon.serve.served_plan import parse_layout
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
 from antiphon.specs.precision import KVStorage

@@ -29,11 +29,10 @@ from antiphon.serve.policy.handover import CachePart, KVSource
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.prepare import PreparedEngine, prepare
 from antiphon.serve.recovery import Members
-from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.kv_transfer import cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, KVTransferConfig
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_process import RemoteWorkers, WorkerName
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("launch")

@@ -20,10 +20,10 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start
-from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.mask_pool import Matcher
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.prepare import prepare
+from antiphon.serve.served_plan import parse_layout
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until

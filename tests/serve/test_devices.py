@@ -13,10 +13,9 @@ from antiphon.serve.config import OneRole, ServeConfig
 from antiphon.serve.joining import JoinRole
 from antiphon.serve.launch import configure
 from antiphon.serve.prepare import prepare
-from antiphon.serve.remote_workers import JoinedWorker, RemoteWorkers
 from antiphon.serve.worker.joined import join_engine
 from antiphon.serve.worker.messages import Configure
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_process import JoinedWorker, RemoteWorkers, WorkerName
 from tests.serve.engine_harness import TinyModel, config
 from tests.waiting import wait_until
 

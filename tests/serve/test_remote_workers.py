@@ -8,10 +8,9 @@ import pytest
 
 from antiphon.serve.launch import configure
 from antiphon.serve.prepare import PreparedEngine, prepare
-from antiphon.serve.remote_workers import RemoteWorkers
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.joined import join_engine
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_process import RemoteWorkers, WorkerName
 from tests.serve.engine_harness import TinyModel, config
 from tests.waiting import wait_until
 

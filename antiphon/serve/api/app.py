@@ -11,9 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import chat, completions, status, tokens, workers
-from antiphon.serve.api.anthropic import messages
-from antiphon.serve.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from antiphon.serve.api import anthropic, chat, completions, status, tokens, workers
+from antiphon.serve.api.anthropic import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
@@ -70,7 +69,7 @@ def create_app(
     for routes in (
         chat.router,
         completions.router,
-        messages.router,
+        anthropic.router,
         openai_responses.router,
         tokens.router,
         workers.router,

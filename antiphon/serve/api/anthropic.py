@@ -1,21 +1,47 @@
-"""A request of Anthropic's Messages API, and the chat that it is.
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: a chat, in the words of Anthropic's API.
 
-Turns are made of blocks. A user's turn may hold results of tools, which become messages of their own in the order in
-which they stand; the model's turn is text, thinking and calls in one message. What Anthropic's own machines would do
-(read images, run tools) is refused, by name. Thinking that another server encrypted cannot be read and is left out.
+A request is made a chat. Turns are made of blocks. A user's turn may hold results of tools, which become messages of
+their own in the order in which they stand; the model's turn is text, thinking and calls in one message. What
+Anthropic's own machines would do (read images, run tools) is refused, by name. Thinking that another server encrypted
+cannot be read and is left out.
+
+An answer is blocks of thinking, text and calls, whole or as events. Arguments of a call that are no JSON object, which
+only a model without a grammar writes, are the input ``{"INVALID_JSON": text}``, as Anthropic's documentation has it.
 """
 
 import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from antiphon.serve.api.answer_json import named_event
+from antiphon.serve.api.chat import submit_chat
 from antiphon.serve.api.chat_messages import TEXT_OR_LIST, CacheControl, FunctionName, RequestModel, check_kind
-from antiphon.serve.api.guard.body import validate
+from antiphon.serve.api.chat_reading import can_end_reasoning
+from antiphon.serve.api.context import client_of, context_of
+from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.generation import Generation, generation_for
+from antiphon.serve.api.guard.body import read_request, validate
 from antiphon.serve.api.guard.input_limits import InputLimits
+from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
+from antiphon.serve.api.respond import ItemEvents, respond_in_items
+from antiphon.serve.api.responses import AnthropicErrorResponse, described
+from antiphon.serve.text.answer_fields import CallPiece
+from antiphon.serve.text.chat_rendering import settable_variables
+
+router = APIRouter(tags=["Anthropic"])
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
 class TextBlock(RequestModel):
@@ -268,3 +294,107 @@ def _thinking_variables(thinking: Thinking | None, settable: frozenset[str]) -> 
     if thinking is None:
         return {}
     return {name: thinking.type != "disabled" for name in ("enable_thinking", "thinking") if name in settable}
+
+
+class MessageEvents(ItemEvents):
+    """The events of one answer, and the message that they make up."""
+
+    items_key = "content"
+    reasoning_type, text_type, call_type = "thinking", "text", "tool_use"
+
+    def __init__(self, generation: Generation, model: str, *, block_size: int) -> None:
+        """`block_size`: tokens in a unit of the cache of prompts."""
+        self._block_size = block_size
+        answer: dict[str, Any] = {
+            "id": generation.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": sum(len(prompt.token_ids) for prompt in generation.prompts), "output_tokens": 0},
+        }
+        super().__init__(generation, answer)
+
+    def opening(self) -> list[bytes]:
+        return [named_event("message_start", message=self.answer)]
+
+    def ending(self) -> list[bytes]:
+        usage: Any = self._generation.usage()
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        num_kept = max(0, usage["prompt_tokens"] // self._block_size * self._block_size - num_cached)
+        self.answer["usage"] = {
+            "input_tokens": usage["prompt_tokens"] - num_cached - num_kept,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": num_kept,
+            "output_tokens": usage["completion_tokens"],
+        }
+        delta = {name: self.answer[name] for name in ("stop_reason", "stop_sequence")}
+        return [named_event("message_delta", delta=delta, usage=self.answer["usage"]), named_event("message_stop")]
+
+    def failure(self, error: ApiError) -> bytes:
+        return named_event("error", error=error.anthropic_body()["error"])
+
+    def _new_item(self, kind: str, call: CallPiece | None) -> dict[str, Any]:
+        if call is not None:
+            return {"type": kind, "id": call.id, "name": call.name, "input": {}}
+        return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+    def _opened(self, item: dict[str, Any]) -> list[bytes]:
+        return [named_event("content_block_start", index=len(self._items) - 1, content_block=item)]
+
+    def _grown(self, item: dict[str, Any], text: str) -> bytes:
+        kind, key = _DELTAS[item["type"]]
+        return named_event("content_block_delta", index=len(self._items) - 1, delta={"type": kind, key: text})
+
+    def _closed(self, item: dict[str, Any], text: str) -> list[bytes]:
+        if item["type"] == "tool_use":
+            item["input"] = _input(text)
+        else:
+            item[item["type"]] = text
+        return [named_event("content_block_stop", index=len(self._items) - 1)]
+
+    def _note_finish(self, reason: str, stop_reason: str | int | None) -> None:
+        self.answer["stop_reason"] = _STOP_REASONS[reason]
+        if isinstance(stop_reason, str) and reason == "stop":
+            self.answer |= {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+@router.post(
+    "/v1/messages",
+    summary="Answer a conversation, as Anthropic's API does",
+    **described(MessagesRequest, streams=True, errors=AnthropicErrorResponse),
+)
+async def create_message(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_request(context, request, MessagesRequest)
+    settable = settable_variables(await context.texts.template_names())
+    chat = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
+    async with generation_for(context, chat, "msg") as generation:
+        await submit_chat(context, client_of(request), [chat], generation)
+        events = MessageEvents(generation, context.model_name, block_size=context.engine.info.block_size)
+        return await respond_in_items(context, request, generation, events, streams=body.stream)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="How many tokens a conversation has",
+    **described(CountTokensRequest, errors=AnthropicErrorResponse),
+)
+async def count_tokens(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_request(context, request, CountTokensRequest)
+    with context.running():
+        chat = as_chat(body, settable_variables(await context.texts.template_names()), context.limits)
+        offers_tools = bool(chat.tools) and chat.tool_choice != "none"
+        prompt = await chat_prompt(context, client_of(request), chat, offers_tools=offers_tools)
+    return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -1,1 +1,0 @@
-"""Anthropic's Messages API over the chat core: `requests` becomes a chat, `messages` spells the answer."""
