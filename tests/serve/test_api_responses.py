@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.serve.api.openai_responses.store import ResponseStore
+from antiphon.serve.api.context import ResponseStore
 from tests.serve.api_harness import Live, fake_engine, ids, live, small_tokenizer
 from tests.serve.test_api_tools import HERMES, says
 

@@ -11,15 +11,14 @@ from starlette.middleware.cors import CORSMiddleware
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import anthropic, chat, completions, status, tokens, workers
+from antiphon.serve.api import anthropic, chat, completions, openai_responses, status, tokens, workers
 from antiphon.serve.api.anthropic import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
 from antiphon.serve.api.guard.harmless import harmless_properties
 from antiphon.serve.api.guard.middlewares import OPEN_PATHS, AccessMiddleware, EntryMiddleware
-from antiphon.serve.api.openai_responses import routes as openai_responses
-from antiphon.serve.api.openai_responses.requests import ResponsesRequest
+from antiphon.serve.api.openai_responses_requests import ResponsesRequest
 from antiphon.serve.api.requests import (
     ChatBatchRequest,
     ChatCompletionRequest,

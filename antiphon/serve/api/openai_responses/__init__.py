@@ -1,1 +1,0 @@
-"""OpenAI's Responses API over the chat core: `requests` becomes a chat, `events` spells the answer."""
