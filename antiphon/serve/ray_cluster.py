@@ -27,11 +27,44 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import python_module
 from antiphon.base.units import split_address
-from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
 
+Side = str  # "attention" or "experts"; "replica", which counts as attention
 _log = get_logger("ray")
 _REACH_S = 5.0
 _MAX_LAST_LINES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerNeeds:
+    """What one rank takes of its node, and how many ranks a worker of each side has."""
+
+    num_cpus: int
+    num_gpus: int = 0
+    attention_ranks: int = 1
+    expert_ranks: int = 1
+
+    def ranks(self, side: Side) -> int:
+        return self.expert_ranks if side == "experts" else self.attention_ranks
+
+    def __post_init__(self) -> None:
+        if self.num_cpus < 1 or self.num_gpus < 0:
+            raise UserError(f"a worker needs {self.num_cpus} CPUs and {self.num_gpus} GPUs: at least 1 and 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterNode:
+    """A live node and what it has in all."""
+
+    node: str
+    num_cpus: float
+    num_gpus: float = 0.0
+
+    def num_workers(self, needs: WorkerNeeds, side: Side, num_ranks_there: int = 0) -> int:
+        """How many workers of this side fit on the node beside that number of ranks."""
+        ranks = int(self.num_cpus // needs.num_cpus)
+        if needs.num_gpus:
+            ranks = min(ranks, int(self.num_gpus // needs.num_gpus))
+        return (ranks - num_ranks_there) // needs.ranks(side)
 
 
 def _load_ray() -> Any:

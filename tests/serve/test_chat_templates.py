@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.chat_rendering import ChatTemplate, settable_variables
-from antiphon.serve.text.text_messages import RenderChat
+from antiphon.serve.text.text_messages import RenderChat, settable_variables
+from antiphon.serve.text.text_process import ChatTemplate
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer

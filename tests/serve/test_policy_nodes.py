@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.serve.policy.node_choice import ClusterNode, Placed, WorkerNeeds, choose_node, choose_nodes, most_cpus
+from antiphon.serve.ray_cluster import ClusterNode, WorkerNeeds
+from antiphon.serve.ray_placement import Placed, choose_node, choose_nodes, most_cpus
 
 ONE = WorkerNeeds(num_cpus=1)
 

@@ -22,8 +22,7 @@ from antiphon.serve import ray_cluster, ray_placement
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.launch import start_engine
-from antiphon.serve.policy.node_choice import ClusterNode, WorkerNeeds
-from antiphon.serve.ray_cluster import RayCluster, RunningActor, WorkerActor, WorkerEnd
+from antiphon.serve.ray_cluster import ClusterNode, RayCluster, RunningActor, WorkerActor, WorkerEnd, WorkerNeeds
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.worker.joined import JoinOrder, TetheredJob
 from tests.serve.engine_harness import Prompts, TinyModel, Tokens, complete, config, is_alive

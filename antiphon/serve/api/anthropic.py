@@ -19,9 +19,9 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.answer_json import named_event
-from antiphon.serve.api.chat import submit_chat
 from antiphon.serve.api.chat_messages import TEXT_OR_LIST, CacheControl, FunctionName, RequestModel, check_kind
 from antiphon.serve.api.chat_reading import can_end_reasoning
+from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation, generation_for
@@ -32,7 +32,7 @@ from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 from antiphon.serve.api.respond import ItemEvents, respond_in_items
 from antiphon.serve.api.responses import AnthropicErrorResponse, described
 from antiphon.serve.text.answer_fields import CallPiece
-from antiphon.serve.text.chat_rendering import settable_variables
+from antiphon.serve.text.text_messages import settable_variables
 
 router = APIRouter(tags=["Anthropic"])
 

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import anthropic, chat, completions, openai_responses, status, tokens, workers
+from antiphon.serve.api import anthropic, completions, openai_responses, status, tokens, workers
 from antiphon.serve.api.anthropic import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
@@ -66,7 +66,6 @@ def create_app(
     app.state.context = ApiContext(engine=engine, tokenizer=tokenizer, settings=settings, grammars=grammars)
     install_error_handlers(app)
     for routes in (
-        chat.router,
         completions.router,
         anthropic.router,
         openai_responses.router,

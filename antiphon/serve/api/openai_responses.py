@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from antiphon.serve.api.answer_json import named_event
-from antiphon.serve.api.chat import submit_chat
 from antiphon.serve.api.chat_messages import Message
 from antiphon.serve.api.choice import ChoiceDelta, TokenEntry
+from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
@@ -26,7 +26,7 @@ from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole
 from antiphon.serve.api.responses import described, described_errors, described_path
 from antiphon.serve.text.answer_fields import CallPiece
-from antiphon.serve.text.chat_rendering import settable_variables
+from antiphon.serve.text.text_messages import settable_variables
 
 _IMPOSSIBLE = -9999.0
 _PART = {"message": "output_text", "reasoning": "reasoning_text"}

@@ -7,6 +7,11 @@ template, the texts they work on.
 The server talks to it over the inherited socket N and ends it with SIGKILL when a job takes too long. Memory is limited
 by the kernel, relative to what the process has once it is ready: a job that wants more fails in here. When the server
 goes, however it goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
+
+A chat template is a Jinja program that writes a conversation as one text, in the environment of
+`models/chat_environment`. Even looking for its variables evaluates parts of it. Nothing in `ChatTemplate` limits time
+or memory: only a process can be stopped. Rejected: calling `transformers` for it, which would cost the process that
+renders seconds and 200 MB at its start.
 """
 
 import argparse
@@ -21,11 +26,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jinja2 import meta
+from jinja2.exceptions import TemplateSyntaxError
+
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.system import address_space_bytes, give_memory_back
+from antiphon.models.chat_environment import chat_environment
 from antiphon.serve import signals
-from antiphon.serve.text.chat_rendering import ChatTemplate, TooMuchText
 from antiphon.serve.text.text_messages import (
+    MAX_TEMPLATE_CHARACTERS,
     Answer,
     CompileTemplate,
     Decode,
@@ -40,9 +49,14 @@ from antiphon.serve.text.text_messages import (
     TokenIds,
     TokenizerSource,
 )
-from antiphon.serve.text.tokenizer import TextTokenizer
+from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 from antiphon.serve.worker.channel import Channel
 
+_MAX_VARIABLES = 1024
+# What a template receives by these names is not for a client to replace.
+RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# A message's reasoning has had several names; templates read one of the first two.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CONFIGURE_TIMEOUT_S = 60.0
 _LOOK_UP_S = 3600.0  # an idle process wakes up this often, for nothing
@@ -50,6 +64,89 @@ _CHARACTERS_PER_TOKEN = 8  # more than texts have; the first look at a text that
 _CUT_TOKENS = 64  # a text's beginning may have up to this many tokens more than the whole: where it was cut
 _MAX_REASON_CHARACTERS = 200
 _LONG_JOB_S = 0.05  # it may have needed memory that later ones do not
+
+
+class TooMuchText(UserError):
+    """A text that cannot fit the context. The message lacks its subject: which parameter held it."""
+
+
+class ChatTemplate:
+    """The compiled template. `sources`: one template, or several of which `tool_use` serves requests with tools.
+    `variables`: the names it reads without setting them."""
+
+    def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str]) -> None:
+        """`UserError` when a template cannot be compiled or none is the default."""
+        by_name = {"default": sources} if isinstance(sources, str) else sources
+        if "default" not in by_name:
+            raise UserError(f"the model has chat templates {', '.join(sorted(by_name))}, but none is named default")
+        used = {name: by_name[name] for name in ("default", "tool_use") if name in by_name}
+        num_characters = sum(map(len, used.values()))
+        if num_characters > (most := MAX_TEMPLATE_CHARACTERS):
+            raise UserError(f"the model's chat template has {num_characters} characters: at most {most} are read")
+        environment = chat_environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in used.items()}
+            parsed = map(environment.parse, used.values())
+            self.variables = frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"the model's chat template cannot be used: line {error.lineno}: {error.message}"
+            ) from error
+        except Exception as error:  # it is compiled in the sandbox, but may still be anything
+            raise UserError(f"the model's chat template cannot be used: {_reason(error)}") from error
+        if len(self.variables) > _MAX_VARIABLES:
+            raise UserError(
+                f"the model's chat template reads {len(self.variables)} variables: at most {_MAX_VARIABLES}"
+            )
+        self._special_tokens = special_tokens
+
+    def render(self, job: RenderChat) -> str:
+        """The conversation as one text. `UserError` when the template refuses it, `TooMuchText` beyond the job's
+        `max_characters`."""
+        if taken := RESERVED_NAMES & (job.template_kwargs or {}).keys():
+            raise UserError(f"chat_template_kwargs may not set {min(taken)}: the request says it elsewhere")
+        template = self._templates.get("tool_use") if job.tools is not None else None
+        names = {
+            **self._special_tokens,
+            **(job.template_kwargs or {}),
+            "messages": [_as_templates_read(message) for message in job.messages],
+            "tools": job.tools,
+            "documents": None,
+            "add_generation_prompt": job.add_generation_prompt,
+        }
+        pieces: list[str] = []
+        num_characters = 0
+        try:
+            for piece in (template or self._templates["default"]).generate(names):
+                pieces.append(piece)
+                num_characters += len(piece)
+                if num_characters > job.max_characters:
+                    break
+        except Exception as error:  # a program of the checkpoint: it may raise anything at all
+            raise UserError(f"the model's chat template does not accept these messages: {_reason(error)}") from error
+        if num_characters > job.max_characters:
+            raise TooMuchText(
+                f"has more than {job.max_characters} characters after the chat template, more than fit the context:"
+                " shorten it"
+            )
+        return "".join(pieces)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs more memory than it is given"
+    if isinstance(error, RecursionError):
+        return "it calls itself without an end"
+    return " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def _as_templates_read(message: ChatMessage) -> ChatMessage:
+    """Without nulls, which templates would write out, and with reasoning under the names they know."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[name] for name in _REASONING_NAMES if name in present), None)
+    if reasoning is None:
+        return present
+    return {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 class TextWork:
