@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from antiphon.serve.api.app import create_app
-from antiphon.serve.api.guard.strict_http import StrictConnection
+from antiphon.serve.api.guard.http_rules import StrictConnection
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import (
     Live,
@@ -220,7 +220,7 @@ def test_the_same_for_clients_that_keep_connections(locked_server: Live) -> None
 
 
 def test_what_is_dropped_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.serve.api.guard.lingering.MAX_DROPPED_BYTES", 2**20)
+    monkeypatch.setattr("antiphon.serve.api.guard.http_rules.MAX_DROPPED_BYTES", 2**20)
     monkeypatch.setattr("antiphon.serve.api.guard.connection.MAX_DROPPED_BYTES", 2**20)
     for header in (b"connection: close\r\n", b""):
         with live(fake_engine(), api_keys=("secret",)) as server, server.connect() as connection:

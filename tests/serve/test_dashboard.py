@@ -13,7 +13,7 @@ from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.dashboard_reading import DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
-from antiphon.serve.api.status import dashboard_page
+from antiphon.serve.api.operation import dashboard_page
 from antiphon.serve.statistics import EventLog
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import anthropic, completions, openai_responses, status, tokens, workers
+from antiphon.serve.api import anthropic, completions, openai_responses, operation, tokens
 from antiphon.serve.api.anthropic import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
@@ -70,8 +70,8 @@ def create_app(
         anthropic.router,
         openai_responses.router,
         tokens.router,
-        workers.router,
-        status.router,
+        operation.workers_router,
+        operation.router,
     ):
         app.include_router(routes)
     app.add_middleware(AccessMiddleware, settings=settings)

@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions`: a conversation in, the assistant's turn out; `POST /v1/completions`: text or token ids in,
-their continuation out; and `POST /invocations`, which Amazon SageMaker sends to a container: a chat if it has
+"""`POST /v1/chat/completions`: a conversation in, the assistant's turn out; `POST /v1/completions`: text or token ids
+in, their continuation out; and `POST /invocations`, which Amazon SageMaker sends to a container: a chat if it has
 `messages`, else a completion.
 """
 

@@ -7,7 +7,7 @@ to the one in front of it, for the end of half a body, and for refusals of many 
 *Deadlines.* uvicorn waits without end for the rest of a request's head, for the rest of an unread body, and for a
 client that takes no bytes. Here each of these waits has a deadline (`ServerSettings`), looked at once a second.
 Requests are read with the strict parser, and a connection closes only when the client had time to read its answer
-(`lingering`).
+(`LingeringTransport`).
 
 A client may end its own direction behind its request and still get the answer. Whether it is gone altogether shows when
 something is written. So such a client is sent an interim answer (100) or a comment in its stream once a second.
@@ -38,8 +38,7 @@ from uvicorn.server import ServerState
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.guard.connections import Connections
-from antiphon.serve.api.guard.lingering import MAX_DROPPED_BYTES, LingeringTransport
-from antiphon.serve.api.guard.strict_http import StrictConnection
+from antiphon.serve.api.guard.http_rules import MAX_DROPPED_BYTES, LingeringTransport, StrictConnection
 
 _log = get_logger("serve.api")
 
