@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.text_messages import RenderChat, settable_variables
+from antiphon.serve.text.text_messages import RenderChat
 from antiphon.serve.text.text_process import ChatTemplate
 from antiphon.serve.text.text_queue import TextLimits
-from antiphon.serve.text.text_service import TextService
+from antiphon.serve.text.text_service import TextService, settable_variables
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_files import load_tokenizer
 from tests.serve.api_harness import live, says, small_tokenizer, text_pids, write_tokenizer

@@ -32,7 +32,7 @@ from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 from antiphon.serve.api.respond import ItemEvents, respond_in_items
 from antiphon.serve.api.responses import AnthropicErrorResponse, described
 from antiphon.serve.text.answer_fields import CallPiece
-from antiphon.serve.text.text_messages import settable_variables
+from antiphon.serve.text.text_service import settable_variables
 
 router = APIRouter(tags=["Anthropic"])
 

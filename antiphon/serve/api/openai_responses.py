@@ -26,7 +26,7 @@ from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole
 from antiphon.serve.api.responses import described, described_errors, described_path
 from antiphon.serve.text.answer_fields import CallPiece
-from antiphon.serve.text.text_messages import settable_variables
+from antiphon.serve.text.text_service import settable_variables
 
 _IMPOSSIBLE = -9999.0
 _PART = {"message": "output_text", "reasoning": "reasoning_text"}

@@ -11,12 +11,6 @@ import tokenizers
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
-# What the server itself gives to a template, or to the function that renders it.
-_NOT_FOR_REQUESTS = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-    "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-    "sanitize_control_tokens", "strftime_now", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-}  # fmt: skip
 
 
 class TokenizerSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -117,12 +111,6 @@ class TextRefused(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     too_long: bool = False
-
-
-def settable_variables(names: frozenset[str]) -> frozenset[str]:
-    """Which of the variables that a template reads a request may set: not the conversation, the tools, or the
-    tokenizer's special tokens. A value for a variable that it does not read would be dropped in silence."""
-    return frozenset(name for name in names - _NOT_FOR_REQUESTS if not name.endswith("_token"))
 
 
 Job = ReadTokenizer | TryGrammars | CompileTemplate | RenderChat | Encode | Decode

@@ -44,6 +44,12 @@ _log = get_logger("serve.text")
 _TEMPLATE, _TOKENIZER = "the model's chat template", "the tokenizer"
 _SLICE_CHARACTERS = 16 * 1024  # some ten milliseconds of the tokenizer's time
 _SLICE_TOKENS = 4096  # some ten microseconds of the event loop's time
+# What the server itself gives to a template, or to the function that renders it.
+_NOT_FOR_REQUESTS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "strftime_now", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 _Expected = TypeVar("_Expected", TextResult, TokenIds, TemplateNames, TokenizerSource)
 
 
@@ -170,6 +176,12 @@ def expect(answer: Answer, expected: type[_Expected]) -> _Expected:
         raise RequestTooLong(answer.reason) if answer.too_long else UserError(answer.reason)
     assert isinstance(answer, expected), f"a {expected.__name__} was asked for, not {type(answer).__name__}"
     return answer
+
+
+def settable_variables(names: frozenset[str]) -> frozenset[str]:
+    """Which of the variables that a template reads a request may set: not the conversation, the tools, or the
+    tokenizer's special tokens. A value for a variable that it does not read would be dropped in silence."""
+    return frozenset(name for name in names - _NOT_FOR_REQUESTS if not name.endswith("_token"))
 
 
 def _has_failed(compiled: _Answers) -> bool:
