@@ -33,6 +33,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
+from antiphon.base.system import sigterm_exits
 from antiphon.bench.harness.contest import CpuWatch, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
@@ -57,7 +58,6 @@ from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalPrediction, predict_decode
 from antiphon.serve.served_plan import ServedPlan
-from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.workload import load_workload
 
 DEFAULT_GRID = (

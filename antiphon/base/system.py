@@ -1,5 +1,5 @@
 """What this process asks of the system: descriptors, memory given back, the processor's name, how our programs start,
-files replaced whole.
+files replaced whole, signals.
 
 A server with many clients has descriptors beyond 1,023, and hands such numbers on to the processes it starts.
 `select.select` refuses those, so everything that waits for one descriptor waits here, by `poll`. Rejected: a selector
@@ -8,6 +8,10 @@ for each wait, which costs a descriptor at the moment when there are none left.
 `python -m` looks for modules in the working folder first. A `json.py` there, of the user or of others who share the
 folder, would be run by every worker in the place of Python's own. `-P` leaves that folder out, unless it is where this
 program came from. Rejected: `-I`, which drops `PYTHONPATH` and what users have installed for themselves.
+
+A terminal's Ctrl-C and a service manager's signals reach a whole process group: the server decides alone. A child
+starts with them blocked (`ending_signals_blocked`), because it needs a moment until it can ignore them
+(`ignore_ending_signals`).
 """
 
 import asyncio
@@ -16,11 +20,15 @@ import ctypes
 import os
 import resource
 import select
+import signal
 import socket
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 import psutil
@@ -28,6 +36,7 @@ import psutil
 _MOST = 1 << 20  # where the system sets no limit; no server has more connections
 _LONGEST_S = 86400.0  # of one call: `poll` counts milliseconds in 32 bits
 _PAUSE_S = 0.01
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def raise_limit() -> None:
@@ -165,3 +174,60 @@ def resident_bytes() -> int:
         return int(psutil.Process().memory_info().rss)
     except (psutil.Error, OSError):
         return 0
+
+
+@contextmanager
+def ending_signals_blocked() -> Iterator[None]:
+    """Within it, this thread starts children that are not ended by these signals before they call
+    `ignore_ending_signals`."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; the real-time ones have only numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def ignore_ending_signals() -> None:
+    """In the child's main thread: ignore them from now on, those that came meanwhile too."""
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within it, Ctrl-C ends the process at once, without a word: for the main thread, in a long call of a library,
+    with nothing to close. Python would run its own handler only after the call."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield  # handlers belong to the main thread, and one that was set by others stays
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Within it, SIGTERM ends the program as `sys.exit` does, so that what has to be closed is closed; a second one
+    meanwhile is ignored. For the main thread of a command that has no other way to end."""
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)

@@ -14,6 +14,7 @@ import typer
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import progress
+from antiphon.base.system import sigterm_exits
 from antiphon.base.units import format_bytes
 from antiphon.bench import apart as separating
 from antiphon.bench import balance as balancing
@@ -34,7 +35,6 @@ from antiphon.models.config import load_model_spec
 from antiphon.report.document import Grid, html
 from antiphon.report.serving import load_page
 from antiphon.serve.config import MAX_THREADS
-from antiphon.serve.signals import sigterm_exits
 from antiphon.specs.model import ModelSpec
 
 MOST_REQUESTS, MOST_TOKENS, MOST_TURNS = 65_536, 10_000_000, 1000  # more is a slip

@@ -25,9 +25,8 @@ import psutil
 
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
-from antiphon.base.system import python_module
+from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import split_address
-from antiphon.serve import signals
 from antiphon.serve.joining import JoinedPeer, JoinListener
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import Configure, FromWorker, Pool, Role, Shutdown
@@ -88,7 +87,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         command = python_module("antiphon.serve.worker.process", "--fd", str(theirs.fileno()))
         try:
-            with theirs, signals.blocked():
+            with theirs, ending_signals_blocked():
                 self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             self.channel = Channel(ours, str(self.name), FromWorker)
         except BaseException:
@@ -169,7 +168,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:  # stuck in the kernel, for example in a driver: nothing can end it
             _log.error("%s, process %d, was killed and does not end", self.name, self.pid)
             return "does not end, although killed"
-        return f"killed by {signals.name_of(-code)}" if code < 0 else f"exited with {code}"
+        return f"killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
 
     def close(self) -> None:
         if self.channel is not None:

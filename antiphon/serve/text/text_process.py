@@ -30,9 +30,8 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
-from antiphon.base.system import address_space_bytes, give_memory_back
+from antiphon.base.system import address_space_bytes, give_memory_back, ignore_ending_signals
 from antiphon.models.chat_environment import chat_environment
-from antiphon.serve import signals
 from antiphon.serve.text.text_messages import (
     MAX_TEMPLATE_CHARACTERS,
     Answer,
@@ -270,7 +269,7 @@ def main(make_work: type[TextWork] = TextWork) -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the server")
     arguments = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a thread is a memory arena, and a core of the workers
-    signals.ignore()
+    ignore_ending_signals()
     die_with_parent()
     with contextlib.suppress(PeerLost), socket.socket(fileno=arguments.fd) as end:  # the server has ended, or ends us
         serve_jobs(Channel(end, "the server", TextConfigure), make_work)

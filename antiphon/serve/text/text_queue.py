@@ -24,9 +24,8 @@ import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import Occasional, get_logger
-from antiphon.base.system import python_module
+from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import format_bytes
-from antiphon.serve import signals
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
 from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.text_messages import Answer, Job, TextConfigure, TextReady, TextRefused
@@ -39,7 +38,7 @@ _MEMORY_BYTES = 512 * 1024 * 1024
 _MEMORY_BYTES_PER_TOKEN = 2048  # the tokenizer takes some 400 while it works; more than what fits is tried
 _START_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 10.0
-_NOT_BY_ITS_JOB = (f"was ended by {signals.name_of(signal.SIGKILL)}", "exited with 0")  # killed, or cut off
+_NOT_BY_ITS_JOB = (f"was ended by {signal_name(signal.SIGKILL)}", "exited with 0")  # killed, or cut off
 _SAY_S = 5.0  # between two lines on a process that does not start
 _LOOK_S = 1.0  # between two looks, while no request comes, whether the process is still there
 _WALL_FACTOR = 5  # a job may take this many times its processor time, because others use the cores, too
@@ -289,7 +288,7 @@ class TextQueue:
         ours, theirs = socket.socketpair()
         channel = Channel(ours, self._name, TextReady)
         try:
-            with theirs, signals.blocked():
+            with theirs, ending_signals_blocked():
                 command = python_module(self._program, "--fd", str(theirs.fileno()))
                 self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             if self._closing:  # `close` may have looked for a process just before there was one
@@ -336,7 +335,7 @@ class TextQueue:
                 code = process.wait(_EXIT_TIMEOUT_S)
             except (OSError, subprocess.TimeoutExpired):  # stuck in the kernel: another takes its place
                 return "does not end, although killed"
-        return f"was ended by {signals.name_of(-code)}" if code < 0 else f"exited with {code}"
+        return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with {code}"
 
 
 def _words(error: Exception) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.serve import signals
+from antiphon.base.system import interruptible
 from antiphon.serve.text import grammar_trial, text_process
 from antiphon.serve.text.text_messages import (
     Answer,
@@ -72,7 +72,7 @@ class TokenizerReader:
             source = expect(self._ask(job, what, _READ_TIMEOUT_S), TokenizerSource)
         except UserError as error:
             raise CheckpointError(str(error)) from None
-        with signals.interruptible():
+        with interruptible():
             return source.tokenizer()
 
     def grammar_problem(self, vocab_size: int) -> str | None:

@@ -24,9 +24,8 @@ import msgspec
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.system import raise_limit
+from antiphon.base.system import ignore_ending_signals, raise_limit
 from antiphon.base.units import split_address
-from antiphon.serve import signals
 from antiphon.serve.joining import (
     MAX_OPENING_BYTES,
     OPENING_S,
@@ -158,7 +157,7 @@ def _end_with(tether: io.FileIO) -> None:
 
 def main() -> int:
     """A tethered worker; the exit code. What goes wrong before it has joined is one line on standard error."""
-    signals.ignore()
+    ignore_ending_signals()
     tether = io.FileIO(sys.stdin.fileno(), closefd=False)  # no buffer: its lock would be held when Python ends
     job = msgspec.json.decode(tether.readline(), type=TetheredJob)
     threading.Thread(target=_end_with, args=(tether,), name="tether", daemon=True).start()

@@ -21,9 +21,8 @@ import torch
 
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
-from antiphon.base.system import give_memory_back
+from antiphon.base.system import give_memory_back, ignore_ending_signals
 from antiphon.comm.m2n.api import StepAborted
-from antiphon.serve import signals
 from antiphon.serve.policy.handover import ExpectKV, WithdrawKV
 from antiphon.serve.worker.build import AttentionWorker, ExpertWorker, Follower, LoadedWorker, build_worker
 from antiphon.serve.worker.channel import Channel
@@ -375,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the engine")
     arguments = parser.parse_args()
-    signals.ignore()
+    ignore_ending_signals()
     gc.freeze()  # imported objects never become garbage; the exit need not look through them
     sys.exit(run_worker(Channel(socket.socket(fileno=arguments.fd), "engine", ToWorker)))
 
