@@ -29,8 +29,8 @@ from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
 
-_MAX_BYTES = 64 * 1024 * 1024
-_STOP_TIMEOUT_S = 10.0
+_MAX_KEPT_BYTES = 64 * 1024 * 1024
+_STOP_TIMEOUT_S = 10.0  # of an answer in the background
 _SLICE_S = 0.0005
 _SMALL_SHARE = 8  # one part in eight of the engine's line is for requests with a single answer
 
@@ -52,7 +52,7 @@ class ResponseStore:
     one behind the same name, does not have it; clients that must not lose a conversation send it along
     (`store: false`). Rejected: a file, which would keep on disk what users say."""
 
-    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self.working: dict[tuple[str, str], asyncio.Task[None]] = {}  # makes an answer in the background

@@ -42,7 +42,7 @@ router = APIRouter(tags=["status"])
 workers_router = APIRouter()
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_BYTES = 8 * 2**20  # 100 layers of 512 experts with 16 copies each
+MAX_PLACEMENT_BYTES = 8 * 2**20  # 100 layers of 512 experts with 16 copies each
 
 
 def _model_card(context: ApiContext, name: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ async def dashboard_data(request: Request) -> Response:
 async def place(request: Request) -> JSONResponse:
     """Refused whole if it does not fit model, workers or slots; else the move begins, and serving goes on."""
     context = context_of(request)
-    body = await read_bytes(context, request, MAX_BYTES)
+    body = await read_bytes(context, request, MAX_PLACEMENT_BYTES)
     async with context.large_body:  # a map of a hundred layers takes a while to read
         placement = await asyncio.to_thread(placement_from_json, bytes(body), "the body")
         num_moves = await asyncio.to_thread(context.engine.place, placement)
