@@ -11,8 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api import anthropic, completions, openai_responses, operation, tokens
-from antiphon.serve.api.anthropic import CountTokensRequest, MessagesRequest
+from antiphon.serve.api import anthropic_routes, completions, openai_responses_routes, operation, tokens
+from antiphon.serve.api.anthropic_routes import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
@@ -67,8 +67,8 @@ def create_app(
     install_error_handlers(app)
     for routes in (
         completions.router,
-        anthropic.router,
-        openai_responses.router,
+        anthropic_routes.router,
+        openai_responses_routes.router,
         tokens.router,
         operation.workers_router,
         operation.router,
