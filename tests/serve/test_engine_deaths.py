@@ -232,7 +232,7 @@ def test_what_the_system_refuses_where_nothing_expects_it_costs_a_round(
 
     with running(config(tiny_model, "1+1/m2")) as engine:
         monkeypatch.setattr(engine.workforce, "on_tick", refuse_some(engine.workforce.on_tick))
-        monkeypatch.setattr(engine._router, "assign", refuse_some(engine._router.assign))
+        monkeypatch.setattr(engine._router, "add_to_workers", refuse_some(engine._router.add_to_workers))
         assert complete(engine, prompts[:8]) == reference[:8]
         kill(engine, "experts", 0)
         assert complete(engine, prompts[:8]) == reference[:8]
