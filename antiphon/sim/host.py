@@ -123,11 +123,20 @@ class ServingHost:
 
         self._add("client", "client", times.client_request_s if self._has_client else 0.0, sent)
 
-    def step(self, instance: str, num_devices: int, work_s: float, turn_s: float, then: Then) -> None:
-        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one."""
+    def step(
+        self, instance: str, num_devices: int, work_s: float, turn_s: float, then: Then, *, wait_s: float = 0.0
+    ) -> None:
+        """An instance begins a step now; `then` when the engine has its tokens and may begin the next one. `wait_s`:
+        when all is computed, it waits for a wire, which takes no core."""
+
+        def left() -> None:
+            self._add("server", "engine", turn_s, then)
 
         def computed() -> None:
-            self._add("server", "engine", turn_s, then)
+            if wait_s > 0:
+                self._at(self._now_s() + wait_s, left)
+            else:
+                left()
 
         self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices)
 

@@ -232,7 +232,8 @@ class _ServingSimulation:
         else:
             phase, turn_s = instance.pool.phase, step.price.turn_s
             devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
-            self._host.step(_thread_of(instance), devices, step.end_s - step.start_s - turn_s, turn_s, ends)
+            work_s = step.price.duration_s - step.exposed_s - turn_s
+            self._host.step(_thread_of(instance), devices, work_s, turn_s, ends, wait_s=step.exposed_s)
 
     def _step_ends(self, pool: int, instance: Instance, version: int) -> None:
         if version != instance.version:

@@ -8,7 +8,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve
 from antiphon.cost.profile import HostTimes, MachineFacts, Profile
 from antiphon.planner.setting import Setting
-from antiphon.sim.host import SharedCores
+from antiphon.sim.host import ServingHost, SharedCores, Then
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serve_log import ServingRun
@@ -80,6 +80,24 @@ def test_processes_share_cores_and_threads_share_a_process() -> None:
     # a second is left of each, and at last the worker, which would like three cores, has two
     assert [name for name, _ in ended] == ["loop", "engine", "engine", "worker"]
     assert [when for _, when in ended] == pytest.approx([4.0, 4.0, 5.0, 5.75])
+
+
+def test_a_step_that_waits_for_the_wire_has_no_core() -> None:
+    now, waits, ended = 0.0, list[tuple[float, Then]](), dict[str, float]()
+    machine = ServingHost(
+        host(), 1, lambda: now, lambda time_s, then: waits.append((time_s, then)), has_client=False, hands_over=True
+    )
+    machine.step("prefill 0", 1, 1.0, 0.0, lambda: ended.update(prefill=now), wait_s=5.0)
+    machine.step("decode 0", 1, 2.0, 0.0, lambda: ended.update(decode=now))
+    while len(ended) < 2:
+        now = min([machine.cores.next_s(), *(time_s for time_s, _ in waits)])
+        waiting, waits = waits, []
+        for time_s, then in waiting:
+            (then() if time_s == now else waits.append((time_s, then)))
+        for then in machine.cores.done(now):
+            then()
+    # half a core each until the prompt is computed, then the decode step has all of it
+    assert ended == {"decode": 3.0, "prefill": 7.0}
 
 
 @pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES.keys())
