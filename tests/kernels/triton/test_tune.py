@@ -42,7 +42,7 @@ def forget() -> None:
     process_table.cache_clear()
     process_choices.cache_clear()
     if is_installed():
-        load("tiles")._entry.cache_clear()
+        load("grouped")._entry.cache_clear()
 
 
 def search() -> Any:
@@ -82,28 +82,28 @@ def test_one_order_of_inputs_for_all_rows(
     second_bucket: float, inputs: int, device: torch.device, table_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In all buckets and beyond the last one, and for workers with more experts than were measured."""
-    tune, tiles = search(), load("tiles")
+    tune, grouped = search(), load("grouped")
     fake_times(tune, monkeypatch, second_bucket)
     weight = stacked(None, device)
     found = tune.tune(weight, [2, 4], 2, lambda done, total: None)
     assert [(each.most_rows, each.tile.inputs, each.tile.stages) for each in found] == [(4, inputs, 3), (8, inputs, 3)]
     entry = tune.table_entry(weight, found)
-    write_table(table_file, {tiles.key_of(weight, device): entry})
-    assert read_table(table_file) == {tiles.key_of(weight, device): entry}
+    write_table(table_file, {grouped.key_of(weight, device): entry})
+    assert read_table(table_file) == {grouped.key_of(weight, device): entry}
     assert list(table_file.parent.iterdir()) == [table_file]
     others = stacked(None, device, num_experts=5)
     for rows in (1, 4, 5, 8, 9, 100_000):
-        assert tiles.tile_for(weight, rows, device).inputs == tiles.tile_for(others, rows, device).inputs == inputs
-    assert tiles.tile_for(weight, 9, device) == found[1].tile
+        assert grouped.tile_for(weight, rows, device).inputs == grouped.tile_for(others, rows, device).inputs == inputs
+    assert grouped.tile_for(weight, 9, device) == found[1].tile
 
 
 def test_the_rule_is_kept_where_it_is_the_quickest(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule's tile is a candidate on every card, and the table then has no tiles."""
-    tune, tiles = search(), load("tiles")
+    tune, grouped = search(), load("grouped")
     weight = stacked(FORMATS["int4"], device)
     for capability in (80, 90):
-        assert tiles.default_tile(weight, 512, capability) in tune.candidates(weight, 512, capability)
-    defaults = [tiles.default_tile(weight, rows, 90) for rows in (4, 32)]
+        assert grouped.default_tile(weight, 512, capability) in tune.candidates(weight, 512, capability)
+    defaults = [grouped.default_tile(weight, rows, 90) for rows in (4, 32)]
     monkeypatch.setattr(tune, "capability_of", lambda device: 90)
     monkeypatch.setattr(tune, "measure_s", lambda way: 1.0 if way.args[2] in defaults else 2.0)
     found = tune.tune(weight, [2, 16], 2, lambda done, total: None)
@@ -117,7 +117,7 @@ def test_wrong_tiles_are_seen_in_every_format(name: str, device: torch.device) -
     tune = search()
     weight, other = stacked(FORMATS[name], device), stacked(FORMATS[name], device)
     x, rows = tune._random_rows(weight, 3, 2)
-    tile = load("tiles").default_tile(weight, 6, 90)
+    tile = load("grouped").default_tile(weight, 6, 90)
     right = tune._product(weight, (x, rows), tile)
     assert right.isfinite().all()
     assert tune._fits(weight, x, rows, tile, right)
@@ -128,7 +128,7 @@ def test_wrong_tiles_are_seen_in_every_format(name: str, device: torch.device) -
 
 
 def test_the_key_tells_formats_apart(device: torch.device) -> None:
-    key_of, int4 = load("tiles").key_of, FORMATS["int4"]
+    key_of, int4 = load("grouped").key_of, FORMATS["int4"]
     assert int4 is not None
     weights = [stacked(form, device) for form in FORMATS.values()]
     weights += [stacked(replace(int4, columns_per_scale=32), device)]
@@ -176,7 +176,7 @@ def test_the_choice_names_the_product(
     assert said.endswith(", 2, 24, 16, bfloat16: grouped_mm: 2.00 times as quick as triton (over 5 sizes)")
     caplog.clear()
     with caplog.at_level(logging.INFO, "antiphon"):
-        load("tiles").tile_for(experts.down, 3, device)
+        load("grouped").tile_for(experts.down, 3, device)
     assert caplog.messages == []  # the table is empty
 
 
