@@ -249,6 +249,7 @@ def test_requests_for_copies_ride_before_the_rows(topology: TwoLevel) -> None:
     with box(topology) as made:
         case = Case(topology, [4, 0], TOP_K, torch.float32, 3)
         placement = ExpertPlacement(topology.expert_ep, {0: case.placed, 1: case.placed})
+        exchanges: list[HybridExchange] = []
 
         def serve(levels: Levels) -> list[list[tuple[int, int, int]]]:
             heard: list[list[tuple[int, int, int]]] = []
@@ -259,6 +260,7 @@ def test_requests_for_copies_ride_before_the_rows(topology: TwoLevel) -> None:
                 exchange.dispatch(0, 0, *case.of(levels.rank))
                 assert torch.equal(exchange.combine(0, 0, PATIENCE_S), case.expected(levels.rank))
             assert exchange.prefetched(1) == {0: levels.node}
+            exchanges.append(exchange)
             return heard
 
         for rank, heard in enumerate(made.each(serve)):
@@ -266,6 +268,8 @@ def test_requests_for_copies_ride_before_the_rows(topology: TwoLevel) -> None:
             assert asked == (
                 [[(node, 1, node) for node in range(topology.num_nodes)]] if topology.part_of(rank) == 0 else []
             )
+        made.reset(1)  # the groups, as a worker's links do: expert workers have let go of all copies
+        assert [dict(exchange.prefetched(1)) for exchange in exchanges] == [{}] * topology.size
 
 
 def drop_layer(case: Case, rank: int, layer: int, *arrived: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class HybridExchange(CopyingExchange):
             )
         super().__init__()
         self._levels = levels
+        levels.on_reset = self._begin_anew
         num_experts = max(map(len, placement.owners.values()))
         self._counts = {layer: np.zeros(num_experts, dtype=np.int64) for layer in placement.owners}
         self._fetch = fetch
@@ -146,10 +147,12 @@ class HybridExchange(CopyingExchange):
 
     def reset(self, epoch: int, tickets: list[bytes]) -> None:
         """Begin `epoch`; `tickets` of all ranks of the topology. Blocks until all have begun it."""
+        self._levels.reset(epoch, tickets)
+
+    def _begin_anew(self) -> None:
         self._under_way.clear()
         self._asked.clear()
         self._forget_copies()  # who was started again has none
-        self._levels.reset(epoch, tickets)
 
     def traffic(self) -> Traffic:
         """What this rank has carried in all its groups since its start."""

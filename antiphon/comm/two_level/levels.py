@@ -133,7 +133,8 @@ class Levels:
     """`attention`, `experts`: this rank's groups inside its node; `across`: the same place of all nodes.
 
     `ledger`: payload bytes by "level.purpose", `inside.` or `across.`; routing is what goes along with rows. `epoch`:
-    the last one that has begun."""
+    the last one that has begun. `on_reset` is called before one begins: by who resets these groups, whoever that is,
+    the exchange over them learns that what went before is void."""
 
     topology: TwoLevel
     rank: int
@@ -142,6 +143,7 @@ class Levels:
     across: RankGroup
     ledger: Ledger = field(default_factory=Ledger)
     epoch: int = -1
+    on_reset: Callable[[], None] = field(default=lambda: None)
 
     @property
     def node(self) -> int:
@@ -172,6 +174,7 @@ class Levels:
             raise UserError(f"{len(tickets)} tickets for a topology of {topology.size} ranks: give one for each")
         known = [msgspec.msgpack.decode(ticket, type=tuple[bytes, bytes, bytes]) for ticket in tickets]
         members = (topology.attention_group(rank), topology.expert_group(rank), topology.across(rank))
+        self.on_reset()
         done: list[RankGroup] = []
         for kind, group in enumerate((self.attention, self.experts, self.across)):
             if group not in done:
