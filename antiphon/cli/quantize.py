@@ -31,7 +31,12 @@ TextOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Compare t
 
 
 def quantize(
-    model: options.ModelFolder,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=options.model_folder
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; a run that was stopped goes on.")],
     experts: ExpertsOption = "int4",
     dense: DenseOption = "bf16",
