@@ -18,6 +18,8 @@ def work_alone() -> None:
     """What the calling thread computes from now on leaves the pool's threads to others."""
 
 def set_spin_ns(spin_ns: int) -> None: ...
+def release_core() -> None:
+    """One thread of the pool that spins sleeps now, until the next kernel: a process that is woken finds a core."""
 
 class PackedFormat:
     @staticmethod

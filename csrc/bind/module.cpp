@@ -39,6 +39,7 @@ void bind_runtime(nb::module_& module) {
     module.def("set_num_threads", [](int count) { ThreadPool::instance().set_num_threads(count); },
                nb::arg("num_threads"));
     module.def("set_spin_ns", [](int64_t spin_ns) { ThreadPool::instance().set_spin_ns(spin_ns); }, nb::arg("spin_ns"));
+    module.def("release_core", [] { ThreadPool::instance().release_core(); });
 }
 
 }  // namespace antiphon::bind

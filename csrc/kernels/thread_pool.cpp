@@ -64,6 +64,15 @@ void ThreadPool::set_num_threads(int num_threads) {
     stop();
 }
 
+void ThreadPool::release_core() {
+    if (!owner_.try_lock()) return;
+    if (spawned_ > 1 && spin_ns_.load(std::memory_order_relaxed) > 0) {
+        core_released_.store(true, std::memory_order_relaxed);
+        __atomic_store_n(&epoch_, epoch_ + 1, __ATOMIC_SEQ_CST);  // its gate is shut: workers only look around
+    }
+    owner_.unlock();
+}
+
 void ThreadPool::stop() {
     generation_.fetch_add(1);
     spawned_ = 1;
@@ -81,7 +90,8 @@ void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch, in
     // A woken thread is often put on its waker's core, which is busy: it would wait for a time slice there.
     avoid_core(caller_core);
     while (true) {
-        const int64_t spin_ns = spin_ns_.load(std::memory_order_relaxed);
+        const bool sleeps_now = thread == 1 && core_released_.load(std::memory_order_relaxed);
+        const int64_t spin_ns = sleeps_now ? 0 : spin_ns_.load(std::memory_order_relaxed);
         if (!wait_u32(&epoch_, seen_epoch, spin_ns, spin_ns)) {
             sleepers_.fetch_add(1);
             wait_u32(&epoch_, seen_epoch, -1, 0);
@@ -107,6 +117,7 @@ void ThreadPool::run(int64_t num_items, Order order, Entry entry, void* region) 
     } else {
         next_.store(0, std::memory_order_relaxed);
     }
+    core_released_.store(false, std::memory_order_relaxed);
     gate_.fetch_or(open_bit);
     __atomic_store_n(&epoch_, epoch_ + 1, __ATOMIC_SEQ_CST);
     if (sleepers_.load() > 0) store_wake_u32(&epoch_, epoch_);

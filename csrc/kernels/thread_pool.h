@@ -22,6 +22,9 @@ class ThreadPool {
     void set_num_threads(int num_threads);
     // How long idle workers spin before they sleep.
     void set_spin_ns(int64_t spin_ns) { spin_ns_.store(spin_ns, std::memory_order_relaxed); }
+    // One worker that spins sleeps now, until the next region: a process that is woken finds an idle core, and does not
+    // push the caller from its own.
+    void release_core();
 
     // body(item) for every item in [0, num_items). Each thread owns a contiguous range and takes it from the front
     // (neighbouring items share prefetched memory); who runs dry takes from the back of another's range.
@@ -90,6 +93,7 @@ class ThreadPool {
     int spawned_ = 1;
     std::mutex owner_;  // held by the thread that runs a region; a second caller works alone
     std::atomic<int64_t> spin_ns_{150'000};
+    std::atomic<bool> core_released_{false};
 
     Entry entry_ = nullptr;
     void* region_ = nullptr;

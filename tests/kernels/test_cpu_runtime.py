@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +121,37 @@ def test_sleeping_workers_wake_up() -> None:
         assert torch.equal(product(2), expected)
     _native.set_spin_ns(150_000)
     _native.set_num_threads(before)
+
+
+def await_spinning(workers: set[str], count: int) -> bool:
+    """Wait until `count` of these threads run, or want to."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        states = [Path(f"/proc/self/task/{each}/stat").read_text().rpartition(")")[2].split()[0] for each in workers]
+        if states.count("R") == count:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def thread_ids() -> set[str]:
+    return {each.name for each in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's table of threads")
+def test_one_spinning_worker_sleeps_at_once_until_the_next_kernel() -> None:
+    before, others = _native.num_threads(), thread_ids()
+    _native.set_num_threads(3)
+    _native.set_spin_ns(60_000_000_000)
+    try:
+        expected = product(2)
+        workers = thread_ids() - others
+        assert len(workers) == 2
+        for _ in range(2):
+            assert await_spinning(workers, 2)
+            _native.release_core()
+            assert await_spinning(workers, 1)
+            assert torch.equal(product(2), expected)
+    finally:
+        _native.set_spin_ns(150_000)
+        _native.set_num_threads(before)
