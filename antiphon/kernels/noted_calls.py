@@ -39,8 +39,8 @@ class NotedCalls:
         """`buffers`: those of pieces that are noted one after the other."""
         self._calls = _native.CallList()
         self._buffers = buffers or CallBuffers()
-        self._times_ns: NDArray[np.int64] = np.empty(1, np.int64)
         self._num_marks = 0
+        self._set_times()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -54,8 +54,12 @@ class NotedCalls:
                 made = work()
         finally:
             self._calls.end()
-        self._times_ns = np.empty(self._num_marks + 1, np.int64)
+        self._set_times()
         return made
+
+    def _set_times(self) -> None:
+        self._times_ns: NDArray[np.int64] = np.empty(self._num_marks + 1, np.int64)
+        self._times_address = self._times_ns.ctypes.data  # once: it takes longer than a call
 
     def mark(self) -> None:
         """Within `work`: what comes is timed apart from what was."""
@@ -69,7 +73,7 @@ class NotedCalls:
     def run(self, num_rows: int) -> NDArray[np.int64]:
         """Make the calls for the first `num_rows` rows. The times of the start and of all marks, in nanoseconds of
         `time.monotonic_ns`, until the next call."""
-        self._calls.run(num_rows, self._times_ns.ctypes.data)
+        self._calls.run(num_rows, self._times_address)
         return self._times_ns
 
 

@@ -143,6 +143,24 @@ class AttentionHalf:
         rows_TH = self._embedded(token_ids_T)
         return rows_TH if self.spec.embedding_multiplier == 1.0 else rows_TH.mul_(self.spec.embedding_multiplier)
 
+    def embedder(self, out_TH: Tensor) -> Callable[[list[int]], None]:
+        """What writes the embedded rows of token ids to the first rows of `out_TH`: in one operation of NumPy, where
+        the table is plain."""
+        table_WH, is_plain = self.embedding_WH, self._share.is_whole and self.spec.embedding_multiplier == 1.0
+
+        def embed(token_ids: list[int]) -> None:
+            out_TH[: len(token_ids)] = self.embed(torch.tensor(token_ids, device=self.backend.device))
+
+        if table_WH is None or not is_plain or table_WH.dtype != out_TH.dtype or table_WH.device.type != "cpu":
+            return embed
+        words = {2: torch.int16, 4: torch.int32}[out_TH.itemsize]  # NumPy has no bfloat16
+        table, out = table_WH.view(words).numpy(), out_TH.view(words).numpy()
+
+        def take(token_ids: list[int]) -> None:
+            table.take(token_ids, 0, out[: len(token_ids)], "clip")  # the other modes copy twice
+
+        return take
+
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
         if self._share.is_whole:

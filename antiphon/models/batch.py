@@ -4,6 +4,7 @@ A handful of numpy calls, and one copy to the device. Letters as in `antiphon.ke
 sequence.
 """
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -49,6 +50,7 @@ class BlockTables:
         self.block_size = block_size
         self._device = device
         self._table = np.zeros((num_slots, max_blocks_per_request), dtype=np.int32)
+        self._flat = self._table.reshape(-1).data
 
     def update(self, sequence: SequenceRows) -> None:
         """Write the blocks that came with a step; writing the same step twice changes nothing."""
@@ -83,6 +85,24 @@ class BlockTables:
         blocks = tables[np.arange(len(sequences)), positions // self.block_size]
         return DecodeRows(positions, blocks * np.int32(self.block_size) + positions % self.block_size, tables)
 
+    def write_decode_rows(self, sequences: Sequence[SequenceRows], into: "DecodeBuffers") -> None:
+        """The same, into the first rows of buffers.
+
+        Python's own integers: after a step's weights have passed the caches, each operation of NumPy or PyTorch takes
+        20 to 100 µs, because its code and its tables come from memory."""
+        count, size, width, table = len(sequences), self.block_size, self.most_blocks, self._flat
+        starts = [sequence.start for sequence in sequences]
+        firsts = [sequence.slot * width for sequence in sequences]
+        slots = [
+            table[first + start // size] * size + start % size for first, start in zip(firsts, starts, strict=True)
+        ]
+        into.positions[:count] = array("i", starts)
+        into.contexts[:count] = array("i", [start + 1 for start in starts])
+        into.slots[:count] = array("i", slots)
+        for own, first, start in zip(range(0, count * width, width), firsts, starts, strict=True):
+            num_blocks = start // size + 1
+            into.tables[own : own + num_blocks] = table[first : first + num_blocks]
+
 
 class DecodeRows(NamedTuple):
     """Of sequences with one new row each: positions [S], cache slots [S] and block tables [S, B], in host memory."""
@@ -90,6 +110,16 @@ class DecodeRows(NamedTuple):
     positions: Ints
     slots: Ints
     tables: Ints
+
+
+class DecodeBuffers(NamedTuple):
+    """int32 memory of positions, cache slots, context lengths and block tables, of as many rows as there may be; the
+    tables are flat, each as wide as the longest."""
+
+    positions: "memoryview[int]"
+    slots: "memoryview[int]"
+    contexts: "memoryview[int]"
+    tables: "memoryview[int]"
 
 
 def refilled_batch(

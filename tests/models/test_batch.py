@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.models.batch import make_attention_batch, select_sequences
+from antiphon.models.batch import BlockTables, DecodeBuffers, make_attention_batch, select_sequences
+from antiphon.serve.policy.request import SequenceStep
 
 SEQUENCE = st.integers(1, 40).flatmap(lambda context: st.tuples(st.integers(1, context), st.just(context)))
 
@@ -35,6 +36,31 @@ def test_rows_stand_where_a_loop_puts_them(sequences, block_size, random) -> Non
         assert row[: len(table)] == table
     for tensor in (batch.positions_T, batch.slots_T, batch.query_starts, batch.context_lens_S, batch.block_tables_SB):
         assert tensor.dtype == torch.int32
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 35), min_size=1, max_size=6), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_buffers_of_single_rows_hold_the_same(starts, block_size, random) -> None:  # type: ignore[no-untyped-def]
+    """Steps of one row a sequence, in any order of slots, on buffers that hold an earlier step's."""
+    slots, width = random.sample(range(8), len(starts)), 37
+    tables = BlockTables(block_size, 8, width, torch.device("cpu"))
+    made = [torch.full((7 * size,), 99, dtype=torch.int32) for size in (1, 1, 1, width)]
+    buffers = DecodeBuffers(*(each.numpy().data for each in made))
+    for later in (0, 1):
+        sequences = [
+            SequenceStep("", slot, (5,), start + later, 0, tuple(random.choices(range(200), k=width)), True, 0, 0)
+            for slot, start in zip(slots, starts, strict=True)
+        ]
+        for sequence in sequences:
+            tables.update(sequence)
+        tables.write_decode_rows(sequences, buffers)
+        batch, count = tables.attention_batch(sequences), len(starts)
+        expected = batch.positions_T, batch.slots_T, batch.context_lens_S
+        assert [each[:count].tolist() for each in made[:3]] == [each.tolist() for each in expected]
+        assert all((each[count:] == 99).all() for each in made[:3])
+        for row, own, start in zip(made[3].view(7, width), batch.block_tables_SB, starts, strict=False):
+            num_blocks = (start + later) // block_size + 1
+            assert row[:num_blocks].tolist() == own[:num_blocks].tolist()
 
 
 def test_selected_sequences_are_the_batch_they_would_make_alone() -> None:

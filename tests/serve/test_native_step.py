@@ -68,7 +68,11 @@ class Replica:
         self.step = 0
 
     def run(
-        self, sequences: list[SequenceStep], starts: Sequence[SequenceStart] = (), num_micro_batches: int = 1
+        self,
+        sequences: list[SequenceStep],
+        starts: Sequence[SequenceStart] = (),
+        num_micro_batches: int = 1,
+        bitmasks: dict[str, bytes] | None = None,
     ) -> list[Sampled] | None:
         self.step += 1
         step = RunStep(
@@ -77,6 +81,7 @@ class Replica:
             starts=list(starts),
             micro_batches=[sequences[first::num_micro_batches] for first in range(num_micro_batches)],
             participants=[[0]] * num_micro_batches,
+            bitmasks=bitmasks or {},
         )
         result = self.runner.run(step)
         return None if result is None else result.requests
@@ -129,6 +134,10 @@ def test_the_same_bits_as_kernel_by_kernel(family: str, dtype: torch.dtype, tmp_
         places |= {slot: places[slot] + 1 for slot in slots}
     assert quick.native is not None
     assert (quick.native._buffers is not None) == (family in NOTED)
+    out_TH = torch.full((5, quick.half.spec.hidden_size), 7.0, dtype=dtype)
+    quick.half.embedder(out_TH)([6, 0, 6])
+    assert torch.equal(out_TH[:3], quick.half.embed(torch.tensor([6, 0, 6])))
+    assert (out_TH[3:] == 7.0).all(), "rows of none"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -198,6 +207,29 @@ def test_spans_of_every_layer_and_of_the_head(folder: Path) -> None:
     assert spans.rows == [2, 2, 2, 2, 2, 2, 0, 2]
     assert all(start <= end for start, end in zip(spans.starts_ns, spans.ends_ns, strict=True))
     assert spans.starts_ns[2:6] == spans.ends_ns[1:5], "one begins where the one before it ends"
+
+
+def test_only_rows_of_plain_greedy_requests_take_the_largest_logit_as_it_is(folder: Path) -> None:
+    """Tokens that end a request are banned at first, or a grammar forbids tokens; a name begins again as another."""
+    plain, quick = Replica(folder, native=False), Replica(folder, native=True)
+    known = tokens_of(plain.begin((GREEDY,) * 4))
+    assert tokens_of(quick.begin((GREEDY,) * 4)) == known
+    every = [one(slot, token, 0) for slot, token in known.items()]
+    sampled = plain.run(every)
+    assert quick.run(every) == sampled
+    assert sampled is not None
+    forbidden = {"2": bytes([0b10101010]) * 64}
+    assert plain.run(every, bitmasks=forbidden) != sampled
+    assert quick.run(every, bitmasks=forbidden) == plain.run(every, bitmasks=forbidden)
+    last, banned = known[1], tokens_of(sampled)[1]
+    assert last is not None
+    assert banned is not None
+    for params in (REPORTED, replace(GREEDY, min_tokens=9), GREEDY):
+        prompt = random_prompts(LENGTHS, seed=3)[1]
+        start = SequenceStart("1", 1, (*prompt, last), len(prompt), params, 1, (banned,))
+        again = quick.run(every, [start])
+        assert again == plain.run(every, [start])
+        assert (tokens_of(again)[1] == banned) == (params.min_tokens == 0)
 
 
 def test_a_step_planned_ahead_takes_the_tokens_of_the_one_before(folder: Path) -> None:

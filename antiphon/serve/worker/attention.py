@@ -81,7 +81,7 @@ class AttentionRunner:
         except BaseException:
             self._flush()
             raise
-        return msgspec.structs.replace(result, hand_over_s=self._flush())
+        return result if self.sender is None else msgspec.structs.replace(result, hand_over_s=self._flush())
 
     def _open(self, step: RunStep) -> None:
         """Some of its keys and values may be for other workers."""

@@ -33,6 +33,7 @@ blocks of a sequence.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.noted_calls import CannotNote, NotedCalls
 from antiphon.models.attention_half import AttentionHalf
-from antiphon.models.batch import BlockTables, refilled_batch
+from antiphon.models.batch import BlockTables, DecodeBuffers, refilled_batch
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.serve.policy.request import SequenceStep
 from antiphon.serve.worker.exchange import LocalExperts
@@ -267,14 +268,16 @@ def _rounded(count: int) -> int:
 
 
 class _Buffers(NamedTuple):
-    """What the calls read, and `logits_TW`, which they make. `numbers`: positions, slots, contexts and block tables of
-    the batch, as arrays on its tensors."""
+    """What the calls read, and `logits_TW`, which they make. `numbers` are those of `batch`; `embed` writes the first
+    layer's rows. `largest`: a call of its own, which makes the tokens of the largest logits in `tokens`."""
 
     batch: AttentionBatch
-    numbers: list[NDArray[np.int32]]
-    x_TH: Tensor
+    numbers: DecodeBuffers
+    embed: Callable[[list[int]], None]
     logits_TW: Tensor
     calls: NotedCalls
+    largest: NotedCalls
+    tokens: "memoryview[int]"
 
 
 def native_steps(
@@ -318,27 +321,28 @@ class NativeSteps(DecodeSteps):
         recorder.add(INPUTS, start_ns, rows=count)
         recorder.add_all(self._spans, buffers.calls.run(count).tobytes(), rows=count)
         start_ns = time.monotonic_ns()
-        sampled = self.sampler.sample(buffers.logits_TW[:count], sequences, step.bitmasks)
+        sampled = self._sample(buffers, sequences, step.bitmasks)
         recorder.add(SAMPLE, start_ns)
         return sampled
 
     def _fill(self, buffers: _Buffers, sequences: list[SequenceStep]) -> None:
         """Step 1."""
-        count, tables = len(sequences), self.tables
         for sequence in sequences:
-            tables.update(sequence)
-        longest = max(sequence.start for sequence in sequences) + 1
-        rows = tables.decode_rows(sequences, blocks_of(longest, tables.block_size))
-        positions, slots, contexts, block_tables = buffers.numbers
-        positions[:count], slots[:count] = rows.positions, rows.slots
-        np.add(rows.positions, 1, out=contexts[:count])
-        block_tables[:count, : rows.tables.shape[1]] = rows.tables
-        token_ids = torch.tensor([sequence.token_ids[0] for sequence in sequences])
-        buffers.x_TH[:count] = self.half.embed(token_ids)
+            self.tables.update(sequence)
+        self.tables.write_decode_rows(sequences, buffers.numbers)
+        buffers.embed([sequence.token_ids[0] for sequence in sequences])
+
+    def _sample(self, buffers: _Buffers, sequences: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
+        """Step 3."""
+        count, request_ids = len(sequences), [sequence.request_id for sequence in sequences]
+        if not self.sampler.takes_largest(request_ids, bitmasks):
+            return self.sampler.sample(buffers.logits_TW[:count], sequences, bitmasks)
+        buffers.largest.run(count)
+        return list(map(Sampled, request_ids, buffers.tokens[:count].tolist()))
 
     def _noted(self) -> _Buffers | None:
         """Note the calls; None where that cannot be done, now and later."""
-        rows, calls = self.most_rows, NotedCalls()
+        rows, calls, largest = self.most_rows, NotedCalls(), NotedCalls()
         shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows,), (rows, self.tables.most_blocks)]
         numbers: list[NDArray[np.int32]] = [np.zeros(shape, np.int32) for shape in shapes]
         batch = refilled_batch(*map(torch.from_numpy, numbers), block_size=self.tables.block_size)
@@ -346,18 +350,25 @@ class NativeSteps(DecodeSteps):
         self._spans.clear()
         try:
             logits_TW = calls.note(lambda: self._forward(x_TH, batch, calls))
+            tokens_T = largest.note(lambda: self._backend.argmax_rows(logits_TW))
         except CannotNote as error:
             self._cannot = True
             _log.info("decode steps are not one native call: %s between its kernels", error)
             return None
         _log.info("decode steps of up to %d rows: %d kernels in one native call", rows, len(calls) - len(self._spans))
-        self._buffers = _Buffers(batch, numbers, x_TH, logits_TW, calls)
+        buffers = DecodeBuffers(*(each.reshape(-1).data for each in numbers))
+        embed, tokens = self.half.embedder(x_TH), tokens_T.numpy().data
+        self._buffers = _Buffers(batch, buffers, embed, logits_TW, calls, largest, tokens)
         return self._buffers
+
+    @property
+    def _backend(self) -> CpuBackend:
+        assert isinstance(self.half.backend, CpuBackend), "it makes the native calls"
+        return self.half.backend
 
     def _forward(self, x_TH: Tensor, batch: AttentionBatch, calls: NotedCalls) -> Tensor:
         """From embedded rows to logits."""
-        half, backend = self.half, self.half.backend
-        assert isinstance(backend, CpuBackend), "it makes the native calls"
+        half, backend = self.half, self._backend
         delta_TH: Tensor | None = None
         for layer in half.layers:
             x_TH, y_TH = half.attend(layer, x_TH, delta_TH, self.cache, batch)

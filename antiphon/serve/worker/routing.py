@@ -188,6 +188,8 @@ class RowRouting:
 
     def of_step(self) -> tuple[bytes, bytes]:
         """As `RoutedRows.ids` and `RoutedRows.forecasts`; empty unless recorded."""
+        if not self._record:
+            return b"", b""
         return _joined(self._ids), _joined(self._forecasts)
 
 

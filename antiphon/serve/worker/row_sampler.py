@@ -104,22 +104,31 @@ class RowSampler:
         self._operations = RowOperations.of(backend)
         self._states: dict[str, SamplingState] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
+        self._plain: set[str] = set()  # whose tokens are the largest logits, in every step
 
     def add(self, start: SequenceStart) -> None:
         """Begin (or begin again) a request."""
-        self._states[start.request_id] = SamplingState(
+        state = self._states[start.request_id] = SamplingState(
             start.params,
             seed=start.seed,
             stop_ids=start.stop_ids,
             token_ids=start.token_ids,
             num_prompt=start.num_prompt,
         )
+        self._plain.discard(start.request_id)
+        if state.plain_greedy and not start.params.min_tokens:
+            self._plain.add(start.request_id)
         if start.params.prompt_logprobs is not None:
             self._prompts[start.request_id] = tuple(start.token_ids[: start.num_prompt])
 
     def remove(self, request_id: str) -> None:
         self._states.pop(request_id, None)
+        self._plain.discard(request_id)
         self._prompts.pop(request_id, None)
+
+    def takes_largest(self, request_ids: list[str], bitmasks: dict[str, bytes]) -> bool:
+        """The next token of each of these requests is that of its largest logit; the states need not learn of it."""
+        return not bitmasks and self._plain.issuperset(request_ids)
 
     def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
