@@ -3,7 +3,6 @@
 import itertools
 import random
 from dataclasses import replace
-from types import MethodType
 
 import pytest
 import torch
@@ -174,14 +173,10 @@ def test_arithmetic_is_measured_in_the_faster_dtype_at_a_bearable_size(
 ) -> None:
     rates = {torch.bfloat16: bf16_flops_per_s, torch.float32: fp32_flops_per_s}
 
-    def best_time_s(product: MethodType, num_passes: int) -> float:
-        factors = product.__self__
-        return float(factors.flops / rates[factors.left.dtype])
-
-    monkeypatch.setattr(limits, "_best_time_s", best_time_s)
+    monkeypatch.setattr(limits, "_flops_per_s", lambda factors, num_passes: rates[factors.dtype])
     factors = limits._fastest_factors(limits.GEMM_SIZE)
-    assert (factors.left.dtype, factors.left.shape) == (dtype, (size, size))
-    assert size == 512 or factors.flops / rates[dtype] <= limits.GEMM_PATIENCE_S
+    assert (factors.dtype, factors.shape) == (dtype, (2, size, size))
+    assert size == 512 or 2 * size**3 / rates[dtype] <= limits.GEMM_PATIENCE_S
 
 
 def test_the_product_of_a_dtype_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

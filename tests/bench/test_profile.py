@@ -15,7 +15,7 @@ from antiphon.bench.harness.children import ChildFailed, Children
 from antiphon.bench.profile.exchange import Rounds, Served, exchange_medians
 from antiphon.bench.profile.measure import NORMAL, QUICK, gaps_between_steps, start_rigs
 from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
-from antiphon.bench.profile.rig import PartSeconds, Rig, RigOrder, RigWork
+from antiphon.bench.profile.rig import PartSeconds, Rig, RigWork
 from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode
@@ -34,15 +34,13 @@ def forked_rigs() -> Iterator[None]:
         yield
 
 
-def opening(checkpoint: Path, max_rows: int = 4) -> RigOrder:
-    return RigOrder(
-        model=str(checkpoint), dtype="float32", kernels="auto", max_rows=max_rows, max_tokens=256, max_context=64
-    )
+def opening(checkpoint: Path, max_rows: int = 4) -> tuple[str, str, str, int, int, int]:
+    return str(checkpoint), "float32", "auto", max_rows, 256, 64
 
 
 @pytest.fixture(scope="module")
 def rig(checkpoint: Path) -> Rig:
-    return Rig(opening(checkpoint))
+    return Rig(*opening(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +69,13 @@ def test_experts_are_given_what_the_gate_chose_for_those_held(rig: Rig) -> None:
     rig.run_once(every)
     sent = rig._captured(every)
     assert set(sent) == {layer for layer, routes in enumerate(rig.spec.moe_layers) if routes}
-    assert all(each.rows_TH.shape[0] == ROWS and int(each.ids_TK.min()) >= 0 for each in sent.values())
+    assert all(rows_TH.shape[0] == ROWS and int(ids_TK.min()) >= 0 for rows_TH, ids_TK, _ in sent.values())
     one = RigWork(kind="experts", rows=ROWS, context=CONTEXT, num_held=1)
     held = rig._captured(one)
-    for layer, each in held.items():
-        rows_of_expert_0 = (sent[layer].ids_TK == 0).any(dim=1).sum()
-        assert each.rows_TH.shape[0] == rows_of_expert_0
-        assert set(each.ids_TK.unique().tolist()) <= {-1, 0}
+    for layer, (rows_TH, ids_TK, _) in held.items():
+        _, sent_ids_TK, _ = sent[layer]
+        assert rows_TH.shape[0] == (sent_ids_TK == 0).any(dim=1).sum()
+        assert set(ids_TK.unique().tolist()) <= {-1, 0}
     rig.run_once(one)
     assert len(rig.times_of(one).experts) >= 1
 
@@ -93,10 +91,10 @@ def test_a_process_says_what_went_wrong_in_one_line(checkpoint: Path, tmp_path: 
         (handle,) = start_rigs(crew, ["worker 7"])
         handle.ask("settle", 1, [0])
         with pytest.raises(ChildFailed, match=r"process worker 7: .*none"):
-            handle.ask("open", opening(tmp_path / "none"))
+            handle.ask("open", *opening(tmp_path / "none"))
         os.kill(handle.pid, signal.SIGKILL)
         with pytest.raises(PeerLost, match="worker 7: killed by SIGKILL: is there enough memory"):
-            handle.ask("open", opening(checkpoint))
+            handle.ask("open", *opening(checkpoint))
 
 
 def test_the_profile_answers_for_every_layout(measured: LocalTimes, checkpoint: Path) -> None:
@@ -121,10 +119,10 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
     assert read_profile(tmp_path / "profile.json") == profile
     assert read(type(profile), json.loads(json.dumps(asdict(profile))), "profile") == profile
     fewest = min(measured.threads, key=lambda each: each.num_threads)
-    table = profile.attention_table("decode", num_threads=fewest.num_threads)
+    table = profile.attention_table("decode")
     assert table is not None
     assert float(table.times.at(1.0, 1.0)) == pytest.approx(fewest.attention_s.seconds[0])
-    experts = profile.expert_table(num_threads=fewest.num_threads)
+    experts = profile.expert_table()
     assert experts is not None
     num_experts, top_k = spec.router.num_experts, spec.router.top_k
     row = experts.times.first.index(num_experts)

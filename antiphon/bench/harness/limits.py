@@ -159,18 +159,18 @@ def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) 
 def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
     """The same of an accelerator ("cuda"), which has no threads to count: one entry with 0 of them."""
     words = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
-    factors = _Factors.random(GEMM_SIZE, torch.bfloat16, device)
+    factors = _square_pair(GEMM_SIZE, torch.bfloat16, device)
 
     def read() -> None:
         words.sum().item()  # the copy back waits for the device
 
     def multiply() -> None:
-        factors.product()[0, 0].item()
+        (factors[0] @ factors[1])[0, 0].item()
 
     limits = ThreadLimits(
         num_threads=0,
         read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(read, num_passes),
-        gemm_flops_per_s=factors.flops / _best_time_s(multiply, num_passes),
+        gemm_flops_per_s=2 * GEMM_SIZE**3 / _best_time_s(multiply, num_passes),
     )
     return MachineLimits(per_threads=(limits,))
 
@@ -178,37 +178,27 @@ def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
 def measure_gemm_flops_per_s(dtype: torch.dtype, num_passes: int = 5) -> float:
     """The best of some large products in `dtype` with torch's present number of threads; smaller ones where a large
     one would need longer than `GEMM_PATIENCE_S`."""
-    probe = _Factors.random(_PROBE_SIZE, dtype)
-    flops_per_s = probe.flops / _best_time_s(probe.product, 2)
-    factors = _Factors.random(_affordable(GEMM_SIZE, flops_per_s), dtype)
-    return max(flops_per_s, factors.flops / _best_time_s(factors.product, num_passes))
+    flops_per_s = _flops_per_s(_square_pair(_PROBE_SIZE, dtype), 2)
+    factors = _square_pair(_affordable(GEMM_SIZE, flops_per_s), dtype)
+    return max(flops_per_s, _flops_per_s(factors, num_passes))
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """Two square matrices of one dtype."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-    @classmethod
-    def random(cls, size: int, dtype: torch.dtype, device: str = "cpu") -> _Factors:
-        return cls(*torch.randn(2, size, size, device=device).to(dtype))
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.left.shape[0] ** 3
-
-    def product(self) -> torch.Tensor:
-        return self.left @ self.right
+def _square_pair(size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Two square matrices [2, size, size]."""
+    return torch.randn(2, size, size, device=device).to(dtype)
 
 
-def _fastest_factors(size: int) -> _Factors:
-    """In the dtype that one CPU thread multiplies fastest, `size` wide or less, so that it needs `GEMM_PATIENCE_S`."""
-    probes = [_Factors.random(min(_PROBE_SIZE, size), dtype) for dtype in (torch.bfloat16, torch.float32)]
-    fastest = min(probes, key=lambda probe: _best_time_s(probe.product, 1))
-    flops_per_s = fastest.flops / _best_time_s(fastest.product, 2)
-    return _Factors.random(_affordable(size, flops_per_s), fastest.left.dtype)
+def _flops_per_s(factors: torch.Tensor, num_passes: int) -> float:
+    """Of the product of a pair."""
+    return 2 * factors.shape[1] ** 3 / _best_time_s(lambda: factors[0] @ factors[1], num_passes)
+
+
+def _fastest_factors(size: int) -> torch.Tensor:
+    """A pair in the dtype that one CPU thread multiplies fastest, `size` wide or less, so that its product needs
+    `GEMM_PATIENCE_S`."""
+    probes = [_square_pair(min(_PROBE_SIZE, size), dtype) for dtype in (torch.bfloat16, torch.float32)]
+    fastest = max(probes, key=lambda probe: _flops_per_s(probe, 1))
+    return _square_pair(_affordable(size, _flops_per_s(fastest, 2)), fastest.dtype)
 
 
 def _affordable(size: int, flops_per_s: float) -> int:
@@ -218,12 +208,12 @@ def _affordable(size: int, flops_per_s: float) -> int:
     return size
 
 
-def _measure(words: torch.Tensor, factors: _Factors, num_threads: int, num_passes: int) -> ThreadLimits:
+def _measure(words: torch.Tensor, factors: torch.Tensor, num_threads: int, num_passes: int) -> ThreadLimits:
     torch.set_num_threads(num_threads)
     return ThreadLimits(
         num_threads=num_threads,
         read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(words.sum, num_passes),
-        gemm_flops_per_s=factors.flops / _best_time_s(factors.product, num_passes),
+        gemm_flops_per_s=_flops_per_s(factors, num_passes),
     )
 
 

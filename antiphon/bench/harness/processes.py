@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.system import python_module
@@ -30,18 +30,8 @@ SECRET = "only for a benchmark, on a private network"
 START_S, _END_S = 300.0, 60.0
 PATIENCE_S = 120  # of a server and of workers that join it
 _Result = TypeVar("_Result")
-
-
-class Process(Protocol):
-    """What `subprocess.Popen` and a process of a node have in common."""
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout_s: float | None = None, /) -> int: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
+Process = subprocess.Popen[bytes] | NodeProcess
+"""A process here or on a node of a box."""
 
 
 def start_here(arguments: Sequence[str], log: Path) -> Process:

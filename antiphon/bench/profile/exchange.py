@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,18 +41,6 @@ _TIMEOUT_S = 30.0
 _IDLE_S = 0.2
 _WORK_S = 0.001
 _LATE_S = 0.004
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeOrder:
-    """One end of it."""
-
-    role: Literal["attention", "experts"]
-    model: str
-    dtype: str
-    waiting: str
-    max_rows: int
-    secret: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +92,9 @@ def exchange_medians(rounds: Rounds, served: Served, first: int) -> dict[str, fl
     }
 
 
-def _endpoint(order: ExchangeOrder) -> _m2n.Endpoint:
+def _endpoint(role: str, waiting: str, secret: bytes) -> _m2n.Endpoint:
     return _m2n.Endpoint(
-        f"{order.role}[0]",
-        "shm",
-        host="127.0.0.1",
-        secret=order.secret,
-        waiting=order.waiting,
-        local_processes=2,
-        spin_s=SPIN_S,
+        f"{role}[0]", "shm", host="127.0.0.1", secret=secret, waiting=waiting, local_processes=2, spin_s=SPIN_S
     )
 
 
@@ -132,12 +113,14 @@ class _Work:
 class AttentionEnd:
     """The attention worker's end."""
 
-    def __init__(self, order: ExchangeOrder) -> None:
-        self._spec = load_model_spec(order.model)
-        self._dtype = resolve_dtype(order.dtype)
-        shape = exchange_shape(self._spec, self._dtype, 1, 1, 1, order.max_rows)
+    def __init__(self, model: str, dtype: str, waiting: str, max_rows: int, secret: bytes) -> None:
+        self._spec = load_model_spec(model)
+        self._dtype = resolve_dtype(dtype)
+        shape = exchange_shape(self._spec, self._dtype, 1, 1, 1, max_rows)
         placement = contiguous_placement(self._spec.router.num_experts, 1, (0, _LATE_COMBINE, _LATE_RECEIVE))
-        self._exchange = NativeAttentionExchange(_endpoint(order), shape, 0, placement, _TIMEOUT_S)
+        self._exchange = NativeAttentionExchange(
+            _endpoint("attention", waiting, secret), shape, 0, placement, _TIMEOUT_S
+        )
         self._step = 0
         self._work = _Work()
 
@@ -178,10 +161,9 @@ class AttentionEnd:
 class ExpertEnd:
     """The expert worker's end: gives back what it gets, after a rest."""
 
-    def __init__(self, order: ExchangeOrder) -> None:
-        spec = load_model_spec(order.model)
-        shape = exchange_shape(spec, resolve_dtype(order.dtype), 1, 1, 1, order.max_rows)
-        self._exchange = NativeExpertExchange(_endpoint(order), shape, 0)
+    def __init__(self, model: str, dtype: str, waiting: str, max_rows: int, secret: bytes) -> None:
+        shape = exchange_shape(load_model_spec(model), resolve_dtype(dtype), 1, 1, 1, max_rows)
+        self._exchange = NativeExpertExchange(_endpoint("experts", waiting, secret), shape, 0)
         self._exchange.reset(1, [self._exchange.ticket])
         self.ticket = self._exchange.ticket
         self.served = Served()

@@ -15,15 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Literal, Self
+from typing import Self
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Child, Children, programs
 from antiphon.bench.harness.limits import MachineLimits, measure_machine_limits
-from antiphon.bench.profile.exchange import NUM_WARM, ExchangeOrder, Rounds, Served, exchange_medians
-from antiphon.bench.profile.rig import PartSeconds, RigOrder, RigProcess, RigWork
+from antiphon.bench.profile.exchange import NUM_WARM, Rounds, Served, exchange_medians
+from antiphon.bench.profile.rig import PartSeconds, RigProcess, RigWork
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
 from antiphon.cost.curves import Curve
 from antiphon.cost.profile import ExchangeTimes, ThreadTimes
@@ -143,18 +143,9 @@ class Bench:
 
     def open(self, handle: Child) -> None:
         """Order the model loaded; `Child.answer` waits for it."""
-        largest = max(self.long_context(rows) * rows for rows in self.rows)
-        handle.begin(
-            "open",
-            RigOrder(
-                model=self.model,
-                dtype=self.dtype,
-                kernels=self.kernels,
-                max_rows=max(self.rows),
-                max_tokens=max(largest, *self.effort.prompts),
-                max_context=max(*self.effort.contexts, *self.effort.prompts),
-            ),
-        )
+        max_tokens = max(*(self.long_context(rows) * rows for rows in self.rows), *self.effort.prompts)
+        max_context = max(*self.effort.contexts, *self.effort.prompts)
+        handle.begin("open", self.model, self.dtype, self.kernels, max(self.rows), max_tokens, max_context)
 
     def long_context(self, rows: int) -> int:
         """The longer of the two contexts at which this many rows are measured: what the cache holds of what is
@@ -236,14 +227,9 @@ def exchange_times(bench: Bench, attention: Child, experts: Child) -> ExchangeTi
         handle.ask("settle", 1, [core])
     secret = secrets.token_bytes(32)
     max_rows = max(bench.effort.exchange_rows)
-
-    def opening(role: Literal["attention", "experts"]) -> ExchangeOrder:
-        return ExchangeOrder(
-            role=role, model=bench.model, dtype=bench.dtype, waiting=waiting, max_rows=max_rows, secret=secret
-        )
-
-    ticket = experts.ask("open_exchange", opening("experts"))
-    attention.ask("open_exchange", opening("attention"))
+    shared = (bench.model, bench.dtype, waiting, max_rows, secret)
+    ticket = experts.ask("open_exchange", "experts", *shared)
+    attention.ask("open_exchange", "attention", *shared)
     experts.ask("join_exchange", ticket)
     attention.ask("join_exchange", ticket)
     rounds: dict[int, Rounds] = {}

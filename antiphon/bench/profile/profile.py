@@ -52,8 +52,7 @@ from antiphon.cost.profile import (
 from antiphon.kernels.select import check_backend, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
-from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
-from antiphon.specs.device import ComputeDtype, DeviceSpec
+from antiphon.specs.cluster import ClusterSpec, ComputeDtype, DeviceSpec, EfficiencySpec, NodeGroup
 from antiphon.specs.model import ModelSpec
 
 NO_SLOWDOWNS = Slowdowns(

@@ -18,14 +18,14 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import Tensor
 
 from antiphon import _native
-from antiphon.bench.profile.exchange import AttentionEnd, ExchangeOrder, ExpertEnd, Rounds, Served
+from antiphon.bench.profile.exchange import AttentionEnd, ExpertEnd, Rounds, Served
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.batch import BlockTables
 from antiphon.models.config import load_model_spec
@@ -49,18 +49,6 @@ _NUM_DRAWS = 8
 _MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
 _MAX_REPETITIONS = 400
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RigOrder:
-    """The model to load. `max_rows` sequences and `max_tokens` cached tokens are the most any work will have."""
-
-    model: str
-    dtype: str
-    kernels: str
-    max_rows: int
-    max_tokens: int
-    max_context: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +76,8 @@ class PartSeconds:
     step: list[float] = field(default_factory=list)
 
 
-@dataclass
-class _Captured:
-    """What a step sent to the experts of one layer."""
-
-    rows_TH: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
+_Captured = tuple[Tensor, Tensor, Tensor]
+"""What a step sent to the experts of one layer: rows_TH, ids_TK, weights_TK."""
 
 
 class _CapturingExperts(LocalExperts):
@@ -106,27 +89,28 @@ class _CapturingExperts(LocalExperts):
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         if self.captured is not None:
-            self.captured[layer] = _Captured(rows_TH.clone(), ids_TK.clone(), weights_TK.clone())
+            self.captured[layer] = rows_TH.clone(), ids_TK.clone(), weights_TK.clone()
         self._results[micro_batch] = torch.zeros_like(rows_TH)
 
 
 class Rig:
-    """Loaded by `Open`; `run_once` does one piece of work, `times_of` reads what the last ones took."""
+    """The model in the folder `model`. `run_once` does one piece of work, `times_of` reads what the last ones took.
+    `max_rows` sequences and `max_tokens` cached tokens are the most any work will have."""
 
-    def __init__(self, order: RigOrder) -> None:
-        self.spec = load_model_spec(order.model)
-        self.dtype = resolve_dtype(self.spec.dtype if order.dtype == "auto" else order.dtype)
-        self.backend = make_backend(order.kernels, torch.device("cpu"), self.dtype)
-        checkpoint = open_weights(order.model)
-        self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=order.max_context + 1)
+    def __init__(self, model: str, dtype: str, kernels: str, max_rows: int, max_tokens: int, max_context: int) -> None:
+        self.spec = load_model_spec(model)
+        self.dtype = resolve_dtype(self.spec.dtype if dtype == "auto" else dtype)
+        self.backend = make_backend(kernels, torch.device("cpu"), self.dtype)
+        checkpoint = open_weights(model)
+        self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=max_context + 1)
         self._experts = load_expert_half(checkpoint, self.spec, self.backend)
         self._recorder = SpanRecorder(keeps_all=True)
-        blocks = -(-order.max_tokens // BLOCK_SIZE) + 2 * order.max_rows + 1
+        blocks = -(-max_tokens // BLOCK_SIZE) + 2 * max_rows + 1
         self._num_blocks = blocks
         self._cache = self._half.new_cache(blocks, BLOCK_SIZE)
         fill_with_noise(self._cache, self.spec, self.backend, blocks)
-        max_blocks = -(-order.max_context // BLOCK_SIZE) + 1
-        self._tables = BlockTables(BLOCK_SIZE, order.max_rows, max_blocks, self.backend.device)
+        max_blocks = -(-max_context // BLOCK_SIZE) + 1
+        self._tables = BlockTables(BLOCK_SIZE, max_rows, max_blocks, self.backend.device)
         self._sampler = RowSampler(self.backend)
         self._capturing = _CapturingExperts(self._experts)
         self._colocated = self._runner(LocalExperts(self._experts))
@@ -192,9 +176,8 @@ class Rig:
             expected = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** work.rows)
             misses = {}
             for draw in range(_NUM_DRAWS):
-                chosen = [
-                    len(set(sent.ids_TK.flatten().tolist())) for sent in self._capture(self._begin(work, draw)).values()
-                ]
+                sent = self._capture(self._begin(work, draw)).values()
+                chosen = [len(set(ids_TK.flatten().tolist())) for _, ids_TK, _ in sent]
                 misses[draw] = abs(sum(chosen) - expected * len(chosen))
             self._draws[size] = min(misses, key=misses.__getitem__)
         return self._draws[size]
@@ -229,7 +212,7 @@ class Rig:
         self._recorder.step += 1
         for layer, sent in captured.items():
             start_ns = time.monotonic_ns()
-            self._experts.forward(layer, sent.rows_TH, sent.ids_TK, sent.weights_TK)
+            self._experts.forward(layer, *sent)
             self._recorder.add(DISPATCH, start_ns)
 
     def _captured(self, work: RigWork) -> dict[int, _Captured]:
@@ -243,10 +226,11 @@ class Rig:
 
 def _held(sent: _Captured, num_held: int) -> _Captured:
     """The rows that have an expert among the first `num_held`, their other choices marked as held elsewhere."""
-    here_TK = sent.ids_TK < num_held
+    rows_TH, ids_TK, weights_TK = sent
+    here_TK = ids_TK < num_held
     rows = here_TK.any(dim=1).nonzero()[:, 0]
-    ids_TK = torch.where(here_TK, sent.ids_TK, -1).index_select(0, rows).contiguous()
-    return _Captured(sent.rows_TH.index_select(0, rows), ids_TK, sent.weights_TK.index_select(0, rows).contiguous())
+    kept_ids_TK = torch.where(here_TK, ids_TK, -1).index_select(0, rows).contiguous()
+    return rows_TH.index_select(0, rows), kept_ids_TK, weights_TK.index_select(0, rows).contiguous()
 
 
 def _sums(spans: Spans, kind: int) -> list[float]:
@@ -265,9 +249,9 @@ class RigProcess:
         self._rig: Rig | None = None
         self._end: AttentionEnd | ExpertEnd | None = None
 
-    def open(self, order: RigOrder) -> str:
-        """Load the model; the name of its kernels."""
-        self._rig = Rig(order)
+    def open(self, *arguments: Any) -> str:
+        """Load the model, a `Rig` of these arguments; the name of its kernels."""
+        self._rig = Rig(*arguments)
         return self._rig.backend.name
 
     def settle(self, num_threads: int, cores: list[int]) -> None:
@@ -304,9 +288,9 @@ class RigProcess:
         finally:
             rig.times_of(work)
 
-    def open_exchange(self, order: ExchangeOrder) -> bytes:
+    def open_exchange(self, role: Literal["attention", "experts"], *arguments: Any) -> bytes:
         """Become one end of the exchange; the expert worker's end has a ticket for the other one."""
-        self._end = ExpertEnd(order) if order.role == "experts" else AttentionEnd(order)
+        self._end = ExpertEnd(*arguments) if role == "experts" else AttentionEnd(*arguments)
         return self._end.ticket if isinstance(self._end, ExpertEnd) else b""
 
     def join_exchange(self, ticket: bytes) -> Iterator[None] | None:

@@ -9,7 +9,7 @@ medians over the steps. Weights and tokens are random, as at the begin of a run.
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import TrainingLayer, TrainingSum, TrainingTables
 from antiphon.kernels import native_rows
 from antiphon.models.config import load_model_spec
-from antiphon.specs.device import ComputeDtype
+from antiphon.specs.cluster import ComputeDtype
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config_execution import ParallelConfig
 from antiphon.train.config_recipe import LossConfig, OptimizerConfig
@@ -48,65 +48,40 @@ _NUM_LAYERS = 2  # of each kind
 _WARM = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingOrder:
-    """Join a gloo group over loopback and time the trainer's parts, with `num_threads` threads: layers with each number
-    of `sequences`, shared by groups of each of `degrees` ranks."""
-
-    rank: int
-    world_size: int
-    num_threads: int
-    store: str
-    model: str
-    dtype: str
-    sequence_length: int
-    sequences: list[int]
-    degrees: list[int]
-    sizes_bytes: list[int]
-    repetitions: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSeconds:
-    """One layer, by kind ("moe", "dense"), of a micro-batch of `sequences` of a group of `model_parallel` ranks.
-    `waiting_s`: for other ranks, in both passes; `head_s`: of what belongs to no layer."""
-
-    attention: str
-    experts: str
-    dispatch: str
-    model_parallel: int
-    sequences: int
-    forward_s: dict[str, float]
-    backward_s: dict[str, float]
-    waiting_s: float
-    head_s: float
+Way = tuple[Any, ...]
+"""How a layer is shared: attention, experts, dispatch, kind of layer ("moe", "dense"), ranks of a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSeconds:
-    """With all ranks of a group at work: `layers`; `update` of a parameter by optimizer; `step`: what else a step
-    takes; `sums` by number of ranks, collective and size; `message` by size."""
+    """With all ranks of a group at work: `layers`, forward, backward and waiting for other ranks in both, by way and by
+    number of sequences; `head` of what belongs to no layer; `update` of a parameter by optimizer; `step`: what else a
+    step takes; `sums` by number of ranks, collective and size; `message` by size."""
 
-    layers: list[LayerSeconds]
-    step: list[float]
-    update: dict[str, float]
-    sums: dict[int, dict[str, list[float]]]
-    message: list[float]
+    layers: dict[Way, dict[str, list[float]]] = field(default_factory=dict)
+    head: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    update: dict[str, float] = field(default_factory=dict)
+    sums: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    message: list[float] = field(default_factory=list)
 
 
 class TrainingRank:
     """What is called in each rank's process (`harness.children`)."""
 
-    def time_training(self, order: TrainingOrder) -> TrainingSeconds:
-        """Rank 0's answer counts. Rank 0 keeps the store, a file. Groups are ended all together: PyTorch would name a
-        new one like one that ended, and find its addresses in the store."""
-        torch.set_num_threads(order.num_threads)
+    def time_training(
+        self, wanted: "WantedTraining", store: str, rank: int, ranks: int, degrees: list[int]
+    ) -> TrainingSeconds:
+        """Join a gloo group over loopback and time the trainer's parts; layers are shared by groups of each of
+        `degrees` ranks. Rank 0's answer counts, and it keeps the store, a file. Ranks have the threads that `antiphon
+        train --nproc` gives them. Groups are ended all together: PyTorch would name a new one like one that ended, and
+        find its addresses in the store."""
+        torch.set_num_threads(share_of_threads(ranks))
         native_rows.share_threads()
-        ranks = order.world_size
         if ranks > 1:
-            join_gloo(order.store, order.rank, ranks, _TIMEOUT_S)
+            join_gloo(store, rank, ranks, _TIMEOUT_S)
         try:
-            return _time_all(order, few_layers(load_model_spec(order.model)))
+            return _time_all(wanted, few_layers(load_model_spec(wanted.model)), rank, ranks, degrees)
         finally:
             if ranks > 1:
                 dist.destroy_process_group()
@@ -118,40 +93,40 @@ def few_layers(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_layers=len(kinds), moe_layers=kinds)
 
 
-def _time_all(order: TrainingOrder, spec: ModelSpec) -> TrainingSeconds:
-    found = TrainingSeconds(layers=[], step=[], update={}, sums={}, message=[])
-    plain = connect(Sizes(world_size=order.world_size), order.rank, _TIMEOUT_S)
-    found.layers.extend(_time_layers(order, spec, plain, "all_to_all", 1))
+def _time_all(
+    wanted: "WantedTraining", spec: ModelSpec, rank: int, ranks: int, degrees: Sequence[int]
+) -> TrainingSeconds:
+    found = TrainingSeconds()
+    plain = connect(Sizes(world_size=ranks), rank, _TIMEOUT_S)
+    _time_layers(wanted, spec, plain, "all_to_all", 1, found)
     for name in OPTIMIZERS:
-        found.update[name], step_s = _time_step(order, spec, plain, name)
+        found.update[name], step_s = _time_step(wanted, spec, plain, name)
         found.step.append(step_s)
-    for degree in order.degrees:
-        found.layers.extend(_time_ways(order, spec, degree))
-        mesh = connect(Sizes(world_size=order.world_size, tensor=degree), order.rank, _TIMEOUT_S)
-        found.sums[degree] = _time_sums(order, mesh.group("tensor"))
+    for degree in degrees:
+        _time_ways(wanted, spec, plain, degree, found)
+        mesh = connect(Sizes(world_size=ranks, tensor=degree), rank, _TIMEOUT_S)
+        found.sums[degree] = _time_sums(wanted.effort, mesh.group("tensor"))
         if not found.message:
-            found.message.extend(_time_messages(order, mesh.group("tensor")))
+            found.message.extend(_time_messages(wanted.effort, mesh.group("tensor")))
     return found
 
 
-def _time_ways(order: TrainingOrder, spec: ModelSpec, degree: int) -> list[LayerSeconds]:
+def _time_ways(wanted: "WantedTraining", spec: ModelSpec, plain: Mesh, degree: int, found: TrainingSeconds) -> None:
     """All ways to share a layer between `degree` ranks; as many such groups as there are ranks for."""
-    found = []
     for attention in ("sequence", "tensor"):
         for experts in ("expert", "expert_tensor"):
-            sizes = Sizes(world_size=order.world_size, **{attention: degree, experts: degree})
-            mesh = connect(sizes, order.rank, _TIMEOUT_S)
+            sizes = Sizes(world_size=plain.sizes.world_size, **{attention: degree, experts: degree})
+            mesh = connect(sizes, plain.rank, _TIMEOUT_S)
             for dispatch in ("all_to_all", "gather_scatter") if experts == "expert" else ("gather_scatter",):
-                found += _time_layers(order, spec, mesh, dispatch, degree)
-    return found
+                _time_layers(wanted, spec, mesh, dispatch, degree, found)
 
 
-def _model(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, spans: StepSpans) -> MoeModel:
+def _model(wanted: "WantedTraining", spec: ModelSpec, mesh: Mesh, dispatch: str, spans: StepSpans) -> MoeModel:
     model = MoeModel(
         spec,
         mesh,
-        max_positions=order.sequence_length,
-        dtype=getattr(torch, order.dtype),
+        max_positions=wanted.sequence_length,
+        dtype=getattr(torch, wanted.dtype),
         first=FirstValues(0, 0.02),
         parallel=ParallelConfig(dispatch=dispatch),  # type: ignore[arg-type]  # one of its names
     )
@@ -159,23 +134,27 @@ def _model(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, spa
     return model
 
 
-def _batch(order: TrainingOrder, spec: ModelSpec, sequences: int, seed: int) -> Batch:
+def _batch(wanted: "WantedTraining", spec: ModelSpec, sequences: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, spec.vocab_size, (sequences, order.sequence_length + 1), generator=generator)
-    positions = torch.arange(order.sequence_length).expand(sequences, -1).contiguous()
+    ids = torch.randint(0, spec.vocab_size, (sequences, wanted.sequence_length + 1), generator=generator)
+    positions = torch.arange(wanted.sequence_length).expand(sequences, -1).contiguous()
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, None)
 
 
-def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: str, degree: int) -> list[LayerSeconds]:
+def _time_layers(
+    wanted: "WantedTraining", spec: ModelSpec, mesh: Mesh, dispatch: str, degree: int, found: TrainingSeconds
+) -> None:
     """Forward and backward for each number of sequences of a group."""
     spans = StepSpans()
-    model = _model(order, spec, mesh, dispatch, spans)
+    model = _model(wanted, spec, mesh, dispatch, spans)
     passes = Passes(model, LossConfig(), spans)
-    found = []
-    for sequences in order.sequences:
-        batch = _batch(order, spec, sequences, mesh.sizes.place(mesh.rank, "data"))
+    attention = "tensor" if mesh.sizes.tensor > 1 else "sequence"
+    experts = "tensor" if mesh.sizes.expert_tensor > 1 else "expert"
+    exchange = "all_to_all" if dispatch == "all_to_all" else "all_gather"
+    for sequences in wanted.effort.sequences:
+        batch = _batch(wanted, spec, sequences, mesh.sizes.place(mesh.rank, "data"))
         taken: list[tuple[dict[str, float], dict[str, float], float, float]] = []
-        for number in range(_WARM + order.repetitions):
+        for number in range(_WARM + wanted.effort.training_steps):
             barrier(mesh.world)
             mesh.ledger.take()
             spans.on = True
@@ -186,20 +165,13 @@ def _time_layers(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, dispatch: st
             if number >= _WARM:
                 taken.append(seconds)
         forward, backward, waiting, head = zip(*taken, strict=True)
-        found.append(
-            LayerSeconds(
-                attention="tensor" if mesh.sizes.tensor > 1 else "sequence",
-                experts="tensor" if mesh.sizes.expert_tensor > 1 else "expert",
-                dispatch="all_to_all" if dispatch == "all_to_all" else "all_gather",
-                model_parallel=degree,
-                sequences=sequences,
-                forward_s={kind: median(each[kind] for each in forward) for kind in forward[0]},
-                backward_s={kind: median(each[kind] for each in backward) for kind in backward[0]},
-                waiting_s=median(waiting),
-                head_s=median(head),
-            )
-        )
-    return found
+        for kind in forward[0]:
+            by_name = found.layers.setdefault((attention, experts, exchange, kind, degree), {})
+            by_name.setdefault("forward", []).append(median(each[kind] for each in forward))
+            by_name.setdefault("backward", []).append(median(each[kind] for each in backward))
+            by_name.setdefault("waiting", []).append(median(waiting))
+        if degree == 1:
+            found.head.append(median(head))
 
 
 def _of_layers(
@@ -222,17 +194,17 @@ def _of_layers(
     return forward, backward, inside / spec.num_layers, head_s
 
 
-def _time_step(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:
+def _time_step(wanted: "WantedTraining", spec: ModelSpec, mesh: Mesh, optimizer: str) -> tuple[float, float]:
     """(seconds of a parameter's update, of what else a step takes beside layers and sums), all ranks at work."""
     spans = StepSpans()
-    model = _model(order, spec, mesh, "all_to_all", spans)
+    model = _model(wanted, spec, mesh, "all_to_all", spans)
     config = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]  # one of its names
     shards = shards_of(model, 0, config)
     updates, passes = Optimizer(model, shards, config), Passes(model, LossConfig(), spans)
     num_parameters = sum(piece.values.numel() for piece in shards.pieces)
-    batch = _batch(order, spec, 1, mesh.rank)
+    batch = _batch(wanted, spec, 1, mesh.rank)
     updated, rest = [], []
-    for _ in range(_WARM + order.repetitions):
+    for _ in range(_WARM + wanted.effort.training_steps):
         barrier(mesh.world)
         spans.on = True
         begin = time.perf_counter()
@@ -250,10 +222,10 @@ def _time_step(order: TrainingOrder, spec: ModelSpec, mesh: Mesh, optimizer: str
     return median(updated[_WARM:]), median(rest[_WARM:])
 
 
-def _time_sums(order: TrainingOrder, group: Group) -> dict[str, list[float]]:
+def _time_sums(effort: Effort, group: Group) -> dict[str, list[float]]:
     """Median seconds by collective, for each size of the whole tensor."""
     found: dict[str, list[float]] = {"all_reduce": [], "reduce_scatter": [], "all_gather": []}
-    for size in order.sizes_bytes:
+    for size in effort.sum_bytes:
         part = max(1, size // 4 // group.size)
         whole, own, sizes = torch.ones(part * group.size), torch.ones(part), (part,) * group.size
         collectives: dict[str, tuple[Collective, torch.Tensor]] = {
@@ -262,11 +234,11 @@ def _time_sums(order: TrainingOrder, group: Group) -> dict[str, list[float]]:
             "all_gather": (AllGather(group, "sum", sizes), own),
         }
         for name, (collective, x) in collectives.items():
-            found[name].append(_median_s(order, group, partial(run, collective, x)))
+            found[name].append(_median_s(effort, group, partial(run, collective, x)))
     return found
 
 
-def _time_messages(order: TrainingOrder, group: Group) -> list[float]:
+def _time_messages(effort: Effort, group: Group) -> list[float]:
     """One way between the first two ranks by bytes: half of there and back."""
 
     def there_and_back(x: torch.Tensor) -> None:
@@ -277,12 +249,12 @@ def _time_messages(order: TrainingOrder, group: Group) -> list[float]:
             start_receive(group, 0, 0, "message", x).wait()
             start_send(group, 0, 1, "message", x).wait()
 
-    tensors = [torch.ones(max(1, size // 4)) for size in order.sizes_bytes]
-    return [_median_s(order, group, partial(there_and_back, x)) / 2 for x in tensors]
+    tensors = [torch.ones(max(1, size // 4)) for size in effort.sum_bytes]
+    return [_median_s(effort, group, partial(there_and_back, x)) / 2 for x in tensors]
 
 
-def _median_s(order: TrainingOrder, group: Group, action: Callable[[], object]) -> float:
-    return median(seconds_of_calls(action, max(5, order.repetitions), partial(barrier, group)))
+def _median_s(effort: Effort, group: Group, action: Callable[[], object]) -> float:
+    return median(seconds_of_calls(action, max(5, effort.training_steps), partial(barrier, group)))
 
 
 # --- all ranks' seconds to tables
@@ -333,26 +305,10 @@ def measure_training(wanted: WantedTraining, report: Report) -> TrainingTables:
 
 
 def _measure(wanted: WantedTraining, crew: Children, handles: Sequence[Child], degrees: list[int]) -> TrainingSeconds:
-    """Rank 0's answer. Ranks have the threads that `antiphon train --nproc` gives them."""
-    effort = wanted.effort
+    """Rank 0's answer."""
     with tempfile.TemporaryDirectory() as folder:
         for rank, handle in enumerate(handles):
-            handle.begin(
-                "time_training",
-                TrainingOrder(
-                    rank=rank,
-                    world_size=len(handles),
-                    num_threads=share_of_threads(len(handles)),
-                    store=f"{folder}/store",
-                    model=str(wanted.model),
-                    dtype=wanted.dtype,
-                    sequence_length=wanted.sequence_length,
-                    sequences=list(effort.sequences),
-                    degrees=degrees,
-                    sizes_bytes=list(effort.sum_bytes),
-                    repetitions=effort.training_steps,
-                ),
-            )
+            handle.begin("time_training", wanted, f"{folder}/store", rank, len(handles), degrees)
         answers: list[TrainingSeconds] = crew.collect(handles, ANSWER_TIMEOUT_S)
         return answers[0]
 
@@ -361,17 +317,11 @@ def _tables(wanted: WantedTraining, found: dict[int, TrainingSeconds], flops_per
     ranks, effort = tuple(sorted(found)), wanted.effort
     tokens = tuple(float(count * wanted.sequence_length) for count in effort.sequences)
     sizes = tuple(map(float, effort.sum_bytes))
-    layers: dict[tuple[Any, ...], dict[str, dict[int, list[float]]]] = {}
-    head: dict[int, list[float]] = {}
+    layers: dict[Way, dict[str, dict[int, list[float]]]] = {}
     for count, seconds in found.items():
-        for each in seconds.layers:  # by ascending number of sequences
-            for kind in each.forward_s:
-                way = (each.attention, each.experts, each.dispatch, kind, each.model_parallel)
-                values = {"forward": each.forward_s[kind], "backward": each.backward_s[kind], "waiting": each.waiting_s}
-                for name, value in values.items():
-                    layers.setdefault(way, {}).setdefault(name, {}).setdefault(count, []).append(value)
-            if each.model_parallel == 1:
-                head.setdefault(count, []).append(each.head_s)
+        for way, by_name in seconds.layers.items():
+            for name, values in by_name.items():
+                layers.setdefault(way, {}).setdefault(name, {})[count] = values
     return TrainingTables(
         dtype=wanted.dtype,
         flops_per_s=flops_per_s,
@@ -388,7 +338,7 @@ def _tables(wanted: WantedTraining, found: dict[int, TrainingSeconds], flops_per
             )
             for way, by_name in layers.items()
         ),
-        head=_surface(head, tokens),
+        head=_surface({count: each.head for count, each in found.items()}, tokens),
         update={
             name: Curve(tuple(map(float, ranks)), tuple(found[count].update[name] for count in ranks))
             for name in found[ranks[0]].update
