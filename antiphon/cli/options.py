@@ -22,9 +22,9 @@ from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, S
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.placement_control import Policy
 from antiphon.serve.served_plan import parse_layout
+from antiphon.specs.model import KVStorage
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
-from antiphon.specs.precision import KVStorage
 
 ModelFolder = Annotated[
     Path,

@@ -29,9 +29,9 @@ from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
 from antiphon.report.training import training_page, training_pieces
 from antiphon.sim.promise import checked, is_checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
-from antiphon.specs.device import DeviceSpec, load_device
+from antiphon.specs.cluster import DeviceSpec, load_device
+from antiphon.specs.model import WEIGHT_GROUP, PrecisionSpec
 from antiphon.specs.plan import LATENCIES, Plan, plan_to_json, read_plan
-from antiphon.specs.precision import WEIGHT_GROUP, PrecisionSpec
 from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 

@@ -22,11 +22,9 @@ from antiphon.planner.candidates import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
 from antiphon.specs.catalog import names, shipped_model_config
 from antiphon.specs.checked import canonical, did_you_mean
-from antiphon.specs.cluster import ClusterSpec, load_cluster
-from antiphon.specs.device import ComputeDtype
-from antiphon.specs.model import ModelSpec
+from antiphon.specs.cluster import ClusterSpec, ComputeDtype, load_cluster
+from antiphon.specs.model import BYTES_OF, WEIGHTS_ONLY, ModelSpec, PrecisionSpec, StorageDtype
 from antiphon.specs.plan import LATENCIES, LAYOUTS, MAX_MICRO_BATCHES, Layout, Objective, PhaseName
-from antiphon.specs.precision import BYTES_OF, WEIGHTS_ONLY, PrecisionSpec, StorageDtype
 from antiphon.specs.workload import UNKNOWN_LOADS, SloSpec, WorkloadSpec, load_workload
 
 PHASES: dict[str, tuple[PhaseName, ...]] = {

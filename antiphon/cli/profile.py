@@ -30,8 +30,7 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import MAX_THREADS
 from antiphon.serve.joining import exchange_secret, read_join_secret, refuse_wildcard
-from antiphon.specs.cluster import cluster_to_json, load_cluster
-from antiphon.specs.device import ComputeDtype
+from antiphon.specs.cluster import ComputeDtype, cluster_to_json, load_cluster
 
 
 def profile(

@@ -17,7 +17,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.rounding import WeightRounding
 from antiphon.models.write_rounded import Errors, text_loss, write_rounded
 from antiphon.serve.text.tokenizer_reading import TokenizerReader
-from antiphon.specs.precision import WEIGHT_GROUP
+from antiphon.specs.model import WEIGHT_GROUP
 
 _MOST_CHARACTERS = 200_000
 ExpertsOption = Annotated[

@@ -27,7 +27,7 @@ from rich.text import Text
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
 from antiphon.cli.output import JsonOption, emit_json, show, table
-from antiphon.report.charts import BATCH_COLOURS, HEAT_COLOURS
+from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS
 from antiphon.serve.api.dashboard_reading import DashboardReading, LastSteps, WorkerSpans
 from antiphon.serve.api.key_file import read_api_keys
 

@@ -30,14 +30,12 @@ from antiphon.base.errors import UserError
 from antiphon.cost.exchange import Degrees, summed_exchange
 from antiphon.cost.layers import StepRows, server_step
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import FloatArray, Number
-from antiphon.cost.roofline import Roofs, roofs, row_bytes_of
+from antiphon.cost.parts import FloatArray, Number, Roofs, roofs, row_bytes_of
 from antiphon.cost.skew import expected_max_rows
 from antiphon.specs.catalog import LISTED, shipped_file
 from antiphon.specs.checked import NotNegative, Positive, Text, checked, read, read_mapping
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 
 IndexArray = NDArray[np.int64]
 LONGEST_CHUNK = 8192

@@ -9,8 +9,7 @@ reserve, never admits; planners elsewhere over-predicted throughput several time
 
 from typing import Any, TypeVar
 
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
+from antiphon.specs.model import KV_SCALE_BYTES, KVStorage, ModelSpec
 
 Counts = TypeVar("Counts", bound=Any)
 """Whole numbers: an `int`, or an array of them."""

@@ -58,10 +58,19 @@ from antiphon.cost.memory import (
     visible_tokens,
 )
 from antiphon.cost.network import Network
-from antiphon.cost.parts import Number, Parts, select
-from antiphon.cost.roofline import LEAST_TILE_ROWS, Roof, Roofs, gemm, grouped_gemm, kernel, row_bytes_of
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.cost.parts import (
+    LEAST_TILE_ROWS,
+    Number,
+    Parts,
+    Roof,
+    Roofs,
+    gemm,
+    grouped_gemm,
+    kernel,
+    row_bytes_of,
+    select,
+)
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)

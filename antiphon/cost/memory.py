@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from antiphon.cost.kv_blocks import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
-from antiphon.cost.parts import Number
-from antiphon.cost.roofline import row_bytes_of
-from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.cost.parts import Number, row_bytes_of
+from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec, PrecisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +150,7 @@ def gated_matrices(hidden: int, intermediate: int, tp: Number) -> tuple[Matrix, 
 # --- bytes
 
 
-def attention_weight_bytes(
-    model: ModelSpec,
-    tp: Number,
-    precision: PrecisionSpec,
-    *,
-    pp: Number = 1,
-    with_embeddings: bool = True,
-) -> Number:
+def attention_weight_bytes(model: ModelSpec, tp: Number, precision: PrecisionSpec, *, pp: Number = 1) -> Number:
     """Weights on one device of an attention worker: attention, norms, gates, shared experts and dense layers; embedding
     and head, cut by rows of the vocabulary. `pp`: of the stage with most layers, embedding and head on one stage each
     (both, if there is one stage)."""
@@ -176,12 +167,8 @@ def attention_weight_bytes(
     router = model.router
     gate = (hidden + router.has_score_bias) * router.num_experts
     plain = (model.num_layers - num_state) * elements_of(absorbed) + model.num_layers * _norm_elements(model)
-    plain = layers * (plain + model.num_moe_layers * gate)
-    if with_embeddings:
-        table = share_of(model.vocab_size, tp) * hidden
-        one_stage = np.asarray(pp) == 1
-        tables = np.where(one_stage, 1 if model.tie_embeddings else 2, 1)
-        plain = plain + tables * table + hidden
+    tables = np.where((np.asarray(pp) == 1) & (not model.tie_embeddings), 2, 1)
+    plain = layers * (plain + model.num_moe_layers * gate) + tables * share_of(model.vocab_size, tp) * hidden + hidden
     return layers * elements * precision.weight_bytes + plain * precision.plain_bytes
 
 
@@ -224,26 +211,13 @@ def kv_blocks(
     return num_blocks
 
 
-def max_sequences(
-    num_blocks: Number,
-    tokens_per_sequence: Number,
-    *,
-    block_size: int = 16,
-    max_running: Number | None = None,
-    num_reserved: Number | None = None,
-) -> Number:
-    """Sequences of that length that one attention worker runs side by side, as the engine admits them.
-
-    Each takes whole blocks; all but a lone one leave the reserve free (None: the engine's own). `max_running`: the
-    engine's limit on running sequences (None: none)."""
+def max_sequences(num_blocks: Number, tokens_per_sequence: Number, *, block_size: int = 16) -> Number:
+    """Sequences of that length that one attention worker runs side by side, as the engine admits them: each takes whole
+    blocks, and all but a lone one leave the engine's reserve free."""
     tokens = np.ceil(np.asarray(tokens_per_sequence, dtype=np.float64))
     blocks = np.asarray(num_blocks, dtype=np.float64)
-    reserved = reserved_blocks(blocks) if num_reserved is None else num_reserved
-    admitted: Number = admitted_sequences(blocks, blocks_of(tokens, block_size), reserved)
-    if max_running is None:
-        return admitted
-    limited: Number = np.minimum(admitted, max_running)
-    return limited
+    admitted: Number = admitted_sequences(blocks, blocks_of(tokens, block_size), reserved_blocks(blocks))
+    return admitted
 
 
 def attention_activation_bytes(model: ModelSpec, rows: Number, tp: Number, precision: PrecisionSpec) -> Number:

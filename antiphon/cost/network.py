@@ -85,14 +85,6 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SentBytes:
-    """Bytes one rank sends in a collective: to ranks of its domain, and to others. Of unequal ranks, the most each."""
-
-    inside: Number
-    across: Number
-
-
-@dataclass(frozen=True, kw_only=True)
 class Network:
     """The network as the devices of one group of nodes see it. `domain`: devices that the scale-up link joins (by
     candidate, where they differ).
@@ -219,30 +211,21 @@ def network(cluster: ClusterSpec, group: NodeGroup) -> Network:
 
 def collective_bytes(
     name: CollectiveName, size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None
-) -> SentBytes:
-    """Bytes one rank sends. None: the whole group lies in one domain."""
+) -> tuple[Number, Number]:
+    """Bytes one rank sends to ranks of its domain, and to others; of unequal ranks, the most each. None: the whole
+    group lies in one domain."""
     together = np.asarray(degree if ranks_per_domain is None else np.minimum(ranks_per_domain, degree))
     if name == "all_to_all":
         fewest = degree - together * (np.ceil(degree / together) - 1)
-        return SentBytes(inside=size_bytes * (together - 1) / degree, across=size_bytes * (degree - fewest) / degree)
+        return size_bytes * (together - 1) / degree, size_bytes * (degree - fewest) / degree
     num_passes = 2 if name == "all_reduce" else 1
     num_domains = degree / together
     flat = size_bytes * (degree - 1) / degree
     even = degree % together == 0
-    return SentBytes(
-        inside=num_passes * np.where(even, size_bytes * (together - 1) / together, flat),
-        across=num_passes * np.where(even, size_bytes / together * (num_domains - 1) / num_domains, flat),
+    return (
+        num_passes * np.where(even, size_bytes * (together - 1) / together, flat),
+        num_passes * np.where(even, size_bytes / together * (num_domains - 1) / num_domains, flat),
     )
-
-
-def all_reduce_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
-    """2 (d - 1) / d of the size, in all."""
-    return collective_bytes("all_reduce", size_bytes, degree, ranks_per_domain)
-
-
-def all_to_all_bytes(size_bytes: Number, degree: Number, ranks_per_domain: Number | None = None) -> SentBytes:
-    """(d - 1) / d of the size, in all."""
-    return collective_bytes("all_to_all", size_bytes, degree, ranks_per_domain)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.parts import Number, Parts
 from antiphon.specs.checked import Count, NotNegative, Text, check_version, checked, read, read_mapping
-from antiphon.specs.device import ComputeDtype
+from antiphon.specs.cluster import ComputeDtype
 
 SumName = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -299,20 +299,15 @@ class Profile:
             raise UserError(f"profile: version is {self.version}: this program reads version {PROFILE_VERSION}")
 
     def attention_table(
-        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, num_threads: int | None = None
+        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1
     ) -> AttentionTable | None:
-        """The table that answers for this worker; None if none was measured. `num_threads` None: the first measured."""
-        for table in self.attention:
-            if (table.phase, table.layer, table.tp) == (phase, layer, tp) and num_threads in (None, table.num_threads):
-                return table
-        return None
+        """The first table that answers for this worker; None if none was measured."""
+        key = (phase, layer, tp)
+        return next((table for table in self.attention if (table.phase, table.layer, table.tp) == key), None)
 
-    def expert_table(self, tp: int = 1, num_threads: int | None = None) -> ExpertTable | None:
-        """The table that answers for this worker; None if none was measured."""
-        for table in self.experts:
-            if table.tp == tp and num_threads in (None, table.num_threads):
-                return table
-        return None
+    def expert_table(self, tp: int = 1) -> ExpertTable | None:
+        """The first table that answers for this worker; None if none was measured."""
+        return next((table for table in self.experts if table.tp == tp), None)
 
     def turn_s(self, rows: Number) -> Number:
         """What the engine itself takes between two steps with this many running sequences on a worker."""

@@ -1,6 +1,6 @@
 """Unequal loads: popular experts, chance, and sequences of unequal length. What counts is the slowest worker.
 
-1. Popularity: a Zipf law; `placement.balance` sums shares over the experts of each worker.
+1. Popularity: a Zipf law; `placement.place` sums shares over the experts of each worker.
 2. Chance: even with equal shares, rows fall on workers at random; a step waits for the fullest. Expected maximum of
    normal variables with the multinomial's mean and variance.
    What no placement follows, because popularity changes with what is asked, adds to that variance.

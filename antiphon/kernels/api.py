@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.quantized import AnyWeight, WeightFormat
-from antiphon.specs.model import RouterSpec
-from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
+from antiphon.specs.model import KV_SCALE_BYTES, KVStorage, RouterSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.kernels.api import AttentionBatch, KVCacheSpec
-from antiphon.specs.precision import KVStorage
+from antiphon.specs.model import KVStorage
 
 CODE_DTYPES: dict[KVStorage, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),

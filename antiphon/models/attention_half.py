@@ -38,8 +38,7 @@ from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, KernelBackend, KVCache, KVCacheSpec, PackedExperts, PackedLinear
 from antiphon.models.attention import Attention
 from antiphon.models.shares import add_over_ranks, share_of, sum_of_blocks
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import KVStorage
+from antiphon.specs.model import KVStorage, ModelSpec
 
 _log = get_logger("kernels")
 LAST_ROWS = 128  # tiles of no product are higher

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits, quantize
 from antiphon.models.packed import SCALE_BLOCK
-from antiphon.specs.precision import WEIGHT_GROUP
+from antiphon.specs.model import WEIGHT_GROUP
 
 RoundedFormat = Literal["int8", "int4", "mxfp4"]
 FRACTIONS: dict[RoundedFormat, tuple[float, ...]] = {
@@ -47,7 +47,7 @@ def rounding_of(weights: str) -> WeightRounding:
 
 
 def format_of(kind: RoundedFormat, group: int, dtype: torch.dtype) -> WeightFormat:
-    """The format that weights of this dtype are rounded to: scales have its 16 bits (what `specs/precision` counts), or
+    """The format that weights of this dtype are rounded to: scales have its 16 bits (what `specs/model` counts), or
     32."""
     scale_dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     if kind == "mxfp4":

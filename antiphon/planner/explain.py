@@ -90,10 +90,10 @@ def nearest(table: CandidateTable, among: np.ndarray[tuple[int, ...], np.dtype[n
     fastest."""
     index = np.flatnonzero(among)
     latency = table.latency_s[index]
-    only_rate = table.why_not[index] == RATE
+    only_rate = table.outcome.why_not[index] == RATE
     if only_rate.any():
         chosen = index[only_rate]
-        return int(chosen[np.argmax(table.tokens_per_s[chosen])])
+        return int(chosen[np.argmax(table.outcome.tokens_per_s[chosen])])
     return int(index[np.argmin(latency)])
 
 
@@ -238,7 +238,7 @@ def _why_spare(setting: Setting, table: CandidateTable, loser: int) -> str:
     """What leaves capacity unused: instances that are added whole, or the promise to the first token."""
     one, count, rate = table.one(loser), int(table.outcome.num_instances[loser]), setting.workload.requests_per_s
     if rate is None:
-        share = float(table.tokens_per_s[loser]) / (count * float(table.outcome.capacity[loser]))
+        share = float(table.outcome.tokens_per_s[loser]) / (count * float(table.outcome.capacity[loser]))
         return f"the promise allows {share:.0%} of what it can compute: requests wait for each other"
     most = most_requests_per_s(setting, one, count)
     return f"the rate is {rate / most:.0%} of what its whole instance{'s' * (count > 1)} would take"
@@ -282,16 +282,17 @@ def _slowest_network(setting: Setting, one: Candidates) -> str:
 
 def why_infeasible(setting: Setting, table: CandidateTable, index: int) -> str:
     """Which promise or rate the nearest candidate breaks, and by how much."""
-    workload, code = setting.workload, int(table.why_not[index])
+    workload, code = setting.workload, int(table.outcome.why_not[index])
     parts = named_parts(step_parts_of(setting, table.one(index)))
     slowest = max(parts, key=lambda name: float(parts[name].total_s))
     bound = f"{slowest} takes most of a layer and waits for {parts[slowest].bound_by()}"
     if code == RATE and workload.requests_per_s is None:
         return f"the cluster does not hold {workload.max_batch or 1:,} requests at once in this layout"
     if code == RATE:
-        most = float(table.tokens_per_s[index]) / setting.tokens_of_request
+        most = float(table.outcome.tokens_per_s[index]) / setting.tokens_of_request
         return f"the cluster takes at most {most:.3g} requests/s in this layout"
-    fastest_s, what = (table.tpot_s, "a token") if code == TPOT else (table.ttft_s, "to the first token")
+    times = table.outcome
+    fastest_s, what = (times.tpot_s, "a token") if code == TPOT else (times.ttft_s, "to the first token")
     return f"no candidate keeps the target: the fastest takes {milliseconds(float(fastest_s[index]))} {what} ({bound})"
 
 
@@ -328,7 +329,7 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
     if not len(table):
         return _no_room(setting, table)
     index = nearest(table, np.ones(len(table), dtype=bool))
-    phase, slo, code = setting.phase, setting.workload.slo, int(table.why_not[index])
+    phase, slo, code = setting.phase, setting.workload.slo, int(table.outcome.why_not[index])
     name = table.candidates.layout_of(index)
     if code == RATE and setting.workload.requests_per_s is None:
         held = _most_at_once(setting, table)
@@ -339,7 +340,7 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
         )
     if code == RATE:
         tokens = setting.tokens_of_request
-        most = float(table.tokens_per_s[index]) / tokens * (1 - 1e-3)
+        most = float(table.outcome.tokens_per_s[index]) / tokens * (1 - 1e-3)
         return NoPlan(
             f"{phase}: {setting.workload.requests_per_s:g} requests/s are too many for {setting.cluster.name}: "
             f"it takes {most:.3g} ({name}): lower the rate, loosen the promise, or add nodes",
@@ -347,7 +348,7 @@ def no_plan(setting: Setting, table: CandidateTable) -> NoPlan:
         )
     is_tpot = code == TPOT
     key, target_s = ("tpot_s", slo.tpot_s) if is_tpot else ("ttft_s", slo.ttft_s)
-    fastest_s = float((table.tpot_s if is_tpot else table.ttft_s)[index])
+    fastest_s = float((table.outcome.tpot_s if is_tpot else table.outcome.ttft_s)[index])
     possible_s = rounded_up(fastest_s if is_tpot else fastest_s * 1.001)
     what = "per output token" if is_tpot else "to the first token"
     return NoPlan(

@@ -29,7 +29,7 @@ from antiphon.cost.kv_blocks import blocks_of
 from antiphon.cost.memory import kv_bytes_per_token, tokens_of_state
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
-from antiphon.placement.balance import balance, placement_of
+from antiphon.placement.place import balance, placement_of
 from antiphon.planner.candidates import Candidates, candidates_of, piece_of, real
 from antiphon.planner.mixed_steps import with_prompts
 from antiphon.planner.outcome import outcome_at

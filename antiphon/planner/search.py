@@ -32,7 +32,7 @@ from antiphon.planner.space import Space, make_space
 from antiphon.planner.step_times import step_times
 from antiphon.planner.table import RATE, CandidateTable, Outcome
 from antiphon.specs.cluster import ClusterSpec, cluster_to_json
-from antiphon.specs.model import ModelSpec
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.plan import (
     LATENCIES,
     LAYOUTS,
@@ -45,7 +45,6 @@ from antiphon.specs.plan import (
     PhasePlan,
     Plan,
 )
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
 __all__ = ["NoPlan", "PlanResult", "SearchLimits", "evaluate_phase", "make_plan", "settings_of"]
@@ -221,8 +220,8 @@ def _serving_table(
 def _promise_of(setting: Setting, decoded: CandidateTable) -> FloatArray:
     """How promising candidates are by what they do in decode alone: by score; then those that only a rate is too high
     for, by tokens/s; then by their step."""
-    most = np.maximum(decoded.tokens_per_s, 1e-9)
-    beyond = np.where(decoded.why_not == RATE, -1 / most, -1e12 - decoded.outcome.step_s)
+    most = np.maximum(decoded.outcome.tokens_per_s, 1e-9)
+    beyond = np.where(decoded.outcome.why_not == RATE, -1 / most, -1e12 - decoded.outcome.step_s)
     return np.where(decoded.feasible, np.nan_to_num(decoded.score(setting.objective)), beyond)
 
 

@@ -25,17 +25,15 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import FloatArray
+from antiphon.cost.parts import FloatArray, Roofs, roofs
 from antiphon.cost.profile import Profile
-from antiphon.cost.roofline import Roofs, roofs
 from antiphon.cost.skew import zipf_shares
-from antiphon.placement.balance import balance, busiest_share
+from antiphon.placement.place import balance, busiest_share
 from antiphon.planner.candidates import IntArray, Pins
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.counts import context_tokens_per_row
-from antiphon.specs.model import ModelSpec
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.plan import LATENCIES, OBJECTIVES, Collectives, Objective, PhaseName
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 SHORT = 0.1

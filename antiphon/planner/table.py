@@ -16,8 +16,8 @@ import numpy as np
 from antiphon.cost.parts import FloatArray
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.space import Space
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Objective, Parallel
+from antiphon.specs.cluster import DeviceSpec
+from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Objective
 
 TPOT, TTFT, RATE = 1, 2, 3
 """Why not: a promise that is broken, or the rate."""
@@ -71,10 +71,6 @@ class CandidateTable:
         return self.candidates.take(where).having(batch=outcome.batch[where], step_tokens=outcome.step_tokens[where])
 
     @property
-    def micro_batches(self) -> IntArray:
-        return self.candidates.micro_batches
-
-    @property
     def batch(self) -> IntArray:
         """Requests in flight per instance (decode) or tokens of a pass (prefill)."""
         return self.candidates.with_batch(self.outcome.batch).instance_batch
@@ -86,29 +82,13 @@ class CandidateTable:
         return self.outcome.num_instances * each
 
     @property
-    def tpot_s(self) -> FloatArray:
-        return self.outcome.tpot_s
-
-    @property
-    def ttft_s(self) -> FloatArray:
-        return self.outcome.ttft_s
-
-    @property
     def latency_s(self) -> FloatArray:
         """Time per output token in decode, time to first token in prefill."""
-        return np.where(np.isnan(self.tpot_s), self.ttft_s, self.tpot_s)
-
-    @property
-    def tokens_per_s(self) -> FloatArray:
-        return self.outcome.tokens_per_s
+        return np.where(np.isnan(self.outcome.tpot_s), self.outcome.ttft_s, self.outcome.tpot_s)
 
     @property
     def feasible(self) -> BoolArray:
         return np.asarray(self.outcome.why_not == 0)
-
-    @property
-    def why_not(self) -> IntArray:
-        return self.outcome.why_not
 
     @property
     def per_gpu(self) -> FloatArray:
@@ -140,8 +120,8 @@ class CandidateTable:
             "per-gpu": lambda: self.per_gpu,
             "per-cost": lambda: self.per_cost,
             "per-power": lambda: self.per_power,
-            "ttft": lambda: _per_second(self.ttft_s, self.per_gpu),
-            "tpot": lambda: _per_second(self.tpot_s, self.per_gpu),
+            "ttft": lambda: _per_second(self.outcome.ttft_s, self.per_gpu),
+            "tpot": lambda: _per_second(self.outcome.tpot_s, self.per_gpu),
         }
         return scores[objective]()
 
@@ -166,9 +146,6 @@ class CandidateTable:
             allowed &= self.candidates.layout == LAYOUTS.index(layout)
         index = np.flatnonzero(allowed)
         return index[front(self.latency_s[index], scores[index])]
-
-    def parallel(self, index: int) -> Parallel:
-        return self.candidates.parallel_of(index)
 
     def devices(self, index: int) -> tuple[DeviceUse, ...]:
         """Devices of all instances together, by role."""

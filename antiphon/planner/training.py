@@ -77,14 +77,6 @@ Degrees = dict[str, IntArray]
 """Columns of candidates, by the names of `TrainingSetup`."""
 
 
-class NoTrainingPlan(ResourceError):
-    """Nothing fits. `num_devices`: the fewest of this kind that would do, None if no number up to 65,536 does."""
-
-    def __init__(self, message: str, num_devices: int | None) -> None:
-        super().__init__(message)
-        self.num_devices = num_devices
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Best:
     """The best candidate of a strategy. `least_bytes`: memory of its smallest candidate, for those that do not fit."""
@@ -118,7 +110,7 @@ def plan_training(
 
     `pins`: degrees that are fixed, by the names of `PIN_NAMES`. `profile`: its training tables take the place of
     rooflines. `compress`: gradients may travel in BF16. `deduplicate`: the trainer sends a token once per rank.
-    `on_progress(done, total)` is called after each strategy. `UserError` for what cannot be meant, `NoTrainingPlan` if
+    `on_progress(done, total)` is called after each strategy. `UserError` for what cannot be meant, `ResourceError` if
     nothing fits."""
     started = time.perf_counter()
     precision = precision or TrainingPrecision()
@@ -315,7 +307,7 @@ def _why_none(training: Training, best: _Best) -> str:
 
 def _no_plan(
     training: Training, wanted: TrainingSetup, offered: int, bests: list[_Best], pins: Mapping[str, int] | None
-) -> NoTrainingPlan:
+) -> ResourceError:
     device = training.group.device.name
     if pins:
         given = ", ".join(f"{name}={value}" for name, value in pins.items())
@@ -323,15 +315,14 @@ def _no_plan(
         why = "cannot be run: copies and micro-batches divide the batch, n divides heads, experts and a domain"
         if np.isfinite(least):
             why = f"needs {format_bytes(least - training.usable_bytes)} more than a device has"
-        return NoTrainingPlan(f"no layout on {offered} {device} with {given}: it {why}: leave some of these out", None)
+        return ResourceError(f"no layout on {offered} {device} with {given}: it {why}: leave some of these out")
     least = min(best.least_bytes for best in bests)
     enough = smallest_training_cluster(training, wanted)
     fix = f"use at least {enough} {device}" if enough else f"use devices with more memory than {device}"
     usable, missing = format_bytes(training.usable_bytes), format_bytes(least - training.usable_bytes)
-    return NoTrainingPlan(
+    return ResourceError(
         f"training does not fit on {offered} {device}: the smallest layout needs {format_bytes(least)} "
-        f"per device, {missing} more than the {usable} it has: {fix}",
-        enough,
+        f"per device, {missing} more than the {usable} it has: {fix}"
     )
 
 

@@ -109,7 +109,7 @@ def base_value(setting: Setting, table: CandidateTable, over: Over) -> float:
     best = table.best(setting.objective)
     if best is None:
         raise UserError("there is no promise and no feasible candidate: give the values")
-    return float((table.tpot_s if setting.decodes else table.ttft_s)[best])
+    return float((table.outcome.tpot_s if setting.decodes else table.outcome.ttft_s)[best])
 
 
 def _best(setting: Setting, table: CandidateTable, layout: Layout) -> float | None:
@@ -281,7 +281,7 @@ def most_tokens_per_s(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -
     run."""
     offline = replace(setting, workload=replace(setting.workload, requests_per_s=None))
     table = evaluate_phase(offline, layouts)
-    return float(np.max(table.tokens_per_s, where=table.feasible, initial=0.0))
+    return float(np.max(table.outcome.tokens_per_s, where=table.feasible, initial=0.0))
 
 
 def one_more_node(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -> list[OneMoreNode]:

@@ -14,9 +14,8 @@ Rejected: times of an average worker. A step waits for the slowest.
 import numpy as np
 
 from antiphon.cost.layers import AttentionTimes, StepRows, attention_side, dense_feed_forward, expert_feed_forward
-from antiphon.cost.parts import FloatArray, Number, Parts, select
+from antiphon.cost.parts import FloatArray, Number, Parts, row_bytes_of, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
-from antiphon.cost.roofline import row_bytes_of
 from antiphon.cost.skew import barrier_factor, expected_max_rows
 from antiphon.planner.candidates import Candidates, real
 from antiphon.planner.setting import Setting

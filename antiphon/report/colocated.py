@@ -24,8 +24,8 @@ from antiphon.report.words import (
     score,
 )
 from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.model import WEIGHTS_ONLY, PrecisionSpec
 from antiphon.specs.plan import PhaseName, PhasePlan, Plan, Predicted
-from antiphon.specs.precision import WEIGHTS_ONLY, PrecisionSpec
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 DECODES_ONLY = (

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from antiphon.report.charts import (
+from antiphon.report.document import (
     HEAT_COLOURS,
     MARK,
     BlockChart,

@@ -35,8 +35,8 @@ from collections.abc import Callable
 from antiphon.report.colocated import Colocated, Target, nearest_colocated, preamble
 from antiphon.report.words import commented, plural
 from antiphon.specs.cluster import NodeGroup
+from antiphon.specs.model import WEIGHTS_ONLY, PrecisionSpec
 from antiphon.specs.plan import PHASES, Plan
-from antiphon.specs.precision import WEIGHTS_ONLY, PrecisionSpec
 
 Options = list[tuple[str, str | int | None]]
 """Command line options with their values; None: a switch."""

@@ -14,11 +14,9 @@ Rejected: all candidates as dots. Thousands of them hide the few that anybody co
 whole cluster. Devices that the plan does not use hide those it does.
 """
 
-from dataclasses import dataclass
-
 from antiphon.base.units import milliseconds, number
 from antiphon.cost.parts import BOUND_NAMES, Parts
-from antiphon.report.charts import (
+from antiphon.report.document import (
     BATCH_COLOURS,
     FREE,
     LAYOUT_COLOURS,
@@ -226,15 +224,8 @@ def sensitivity_chart(sensitivity: Sensitivity, objective: Objective) -> LineCha
     return LineChart(x=x, y=Axis(title=rate_title(objective)), lines=lines, mark=mark, height=300)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceSeat:
-    """What one device of a node does. `number`: what it shows."""
-
-    role: str
-    number: int
-    tip: str
-
-
+DeviceSeat = tuple[str, int, str]
+"""What one device of a node does: its role, the number that it shows, its tip."""
 Node = list[DeviceSeat]
 
 
@@ -254,7 +245,7 @@ def deployment_drawing(name: PhaseName, phase: PhasePlan, cluster: ClusterSpec) 
     said = label(WIDTH / 2, bottom + 32, words, text_anchor="middle", css="soft") if words else ""
     which = "" if phase.num_instances == 1 else f", one of {phase.num_instances:,} instances"
     title = f"{PHASE_TITLES[name]}: devices and links{which}"
-    roles = dict.fromkeys(seat.role for filled in nodes.values() for node in filled for seat in node)
+    roles = dict.fromkeys(role for filled in nodes.values() for node in filled for role, _, _ in node)
     return Drawing(
         name=f"{name}-deployment",
         title=title,
@@ -294,7 +285,7 @@ def _workers(phase: PhasePlan) -> dict[str, list[list[DeviceSeat]]]:
         held = experts if use.role == "experts" else {}
         for worker in range(count):
             tips = (f"{role} {worker}{_of(place, tp)}{_held(held.get(worker))}" for place in range(tp))
-            found.setdefault(use.device, []).append([DeviceSeat(role=use.role, number=worker, tip=tip) for tip in tips])
+            found.setdefault(use.device, []).append([(use.role, worker, tip) for tip in tips])
     return {device: sorted(workers, key=len, reverse=True) for device, workers in found.items()}
 
 
@@ -312,7 +303,7 @@ def _colocated(phase: PhasePlan, experts: dict[int, list[int]]) -> list[list[Dev
                 attention = f"attention copy {copy}{_of(place, parallel.attention_tp)}"
                 share = (copy * parallel.attention_tp + place) % parallel.expert_tp
                 tip = f"{head}{attention}\nexpert rank {rank}{_of(share, parallel.expert_tp)}{_held(experts.get(rank))}"
-                seats.append(DeviceSeat(role="both", number=stage + 1 if parallel.pp > 1 else rank, tip=tip))
+                seats.append(("both", stage + 1 if parallel.pp > 1 else rank, tip))
             groups.append(seats)
     return groups
 
@@ -370,7 +361,7 @@ def _column(nodes: list[Node], group: NodeGroup, left: float, width: float) -> t
         x = left + (index % across) * (node_width + 14)
         y = HEAD + (index // across) * (node_height + 14)
         parts.append(element("rect", x=x, y=y, width=node_width, height=node_height, rx=6, css="node"))
-        idle = [DeviceSeat(role="", number=0, tip=TIP_OF_IDLE)] * (group.devices_per_node - len(node))
+        idle = [("", 0, TIP_OF_IDLE)] * (group.devices_per_node - len(node))
         parts += [_device(seat, x + EDGE, y + EDGE, place, per_row) for place, seat in enumerate([*node, *idle])]
     drawn_rows = -(-len(shown) // across)
     bottom = HEAD + drawn_rows * (node_height + 14) - 14
@@ -391,12 +382,12 @@ def _inside(group: NodeGroup) -> str:
 
 def _device(seat: DeviceSeat, left: float, top: float, place: int, per_row: int) -> str:
     x, y = left + (place % per_row) * (CELL + GAP), top + (place // per_row) * (CELL + GAP)
-    colour = ROLE_COLOURS.get(seat.role, FREE)
-    square = element("rect", x=x, y=y, width=CELL, height=CELL, rx=3, fill=colour, tip=seat.tip)
-    if not seat.role or width_of(str(seat.number)) > CELL:
+    role, number_shown, tip = seat
+    square = element("rect", x=x, y=y, width=CELL, height=CELL, rx=3, fill=ROLE_COLOURS.get(role, FREE), tip=tip)
+    if not role or width_of(str(number_shown)) > CELL:
         return square
     middle = {"x": x + CELL / 2, "y": y + CELL / 2 + 4}
-    return square + label(**middle, words=str(seat.number), text_anchor="middle", fill="white", pointer_events="none")
+    return square + label(**middle, words=str(number_shown), text_anchor="middle", fill="white", pointer_events="none")
 
 
 def _between(phase: PhasePlan, groups: list[NodeGroup]) -> str:

@@ -42,9 +42,8 @@ from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs import catalog
 from antiphon.specs.cluster import ClusterSpec
-from antiphon.specs.model import ModelSpec
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName, PhasePlan, Plan
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import WorkloadSpec
 
 Gathered = TypeVar("Gathered")
@@ -352,14 +351,14 @@ def _worth_sweeping(table: CandidateTable, index: IntArray, objective: Objective
 
 
 def _points(table: CandidateTable, layout: Layout, index: IntArray, objective: Objective) -> Points:
-    batch = table.batch
+    batch, turns = table.batch, table.candidates.micro_batches
     return Points(
         layout=layout,
         latency_s=tuple(map(float, table.latency_s[index])),
         scores=tuple(map(float, table.score(objective)[index])),
         labels=tuple(
-            f"{short_degrees(layout, table.parallel(int(row)))}, "
-            f"{plural(int(table.micro_batches[row]), 'micro-batch', 'micro-batches')}, batch {int(batch[row]):,}; "
+            f"{short_degrees(layout, table.candidates.parallel_of(int(row)))}, "
+            f"{plural(int(turns[row]), 'micro-batch', 'micro-batches')}, batch {int(batch[row]):,}; "
             f"{devices_text(table.devices(int(row)))}"
             for row in index
         ),

@@ -16,7 +16,7 @@ from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import format_bytes, milliseconds, number
-from antiphon.report.charts import (
+from antiphon.report.document import (
     BATCH_COLOURS,
     MARK,
     Axis,
@@ -24,12 +24,20 @@ from antiphon.report.charts import (
     Chart,
     ChartBlock,
     ChartLine,
+    Columns,
     Drawing,
+    Grid,
     HeatMap,
     LineChart,
+    Notes,
+    PageSection,
+    Pairs,
+    Piece,
+    ReportDocument,
+    Sentence,
+    html,
     stacked,
 )
-from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Sentence, html
 from antiphon.report.draw import draw
 from antiphon.report.words import plural, time_unit
 from antiphon.specs.training_plan import training_plan_from_json

@@ -21,8 +21,23 @@ from typing import Any
 from antiphon.base.units import milliseconds, number
 from antiphon.planner.explain import RESOURCES
 from antiphon.report import figures, summary
-from antiphon.report.charts import BATCH_COLOURS, Axis, ChartLine, Drawing, LineChart
-from antiphon.report.document import Columns, Grid, Notes, PageSection, Pairs, Piece, ReportDocument, Row, Sentence, bar
+from antiphon.report.document import (
+    BATCH_COLOURS,
+    Axis,
+    ChartLine,
+    Columns,
+    Drawing,
+    Grid,
+    LineChart,
+    Notes,
+    PageSection,
+    Pairs,
+    Piece,
+    ReportDocument,
+    Row,
+    Sentence,
+    bar,
+)
 from antiphon.report.draw import draw
 from antiphon.report.figures import deployment_drawing
 from antiphon.report.gather import MemoryUse, PhaseContents, Report

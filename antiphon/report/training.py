@@ -17,8 +17,22 @@ Rejected: the planner's own parts of an iteration beside these. They say what wo
 from collections.abc import Callable, Iterator, Sequence
 
 from antiphon.base.units import milliseconds, number
-from antiphon.report.charts import FREE, MARK, Axis, BlockChart, ChartBlock, Drawing, stacked
-from antiphon.report.document import Grid, Notes, Pairs, Piece, ReportDocument, Sentence, bar
+from antiphon.report.document import (
+    FREE,
+    MARK,
+    Axis,
+    BlockChart,
+    ChartBlock,
+    Drawing,
+    Grid,
+    Notes,
+    Pairs,
+    Piece,
+    ReportDocument,
+    Sentence,
+    bar,
+    stacked,
+)
 from antiphon.report.draw import draw
 from antiphon.report.words import gigabytes, plural, time_unit
 from antiphon.specs.training_plan import (

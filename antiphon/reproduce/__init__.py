@@ -7,8 +7,7 @@ from functools import cache
 
 from antiphon.models.config import load_model_spec
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_cluster
-from antiphon.specs.device import DeviceSpec, load_device
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec, NodeGroup, load_cluster, load_device
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.workload import load_workload
 

@@ -26,7 +26,7 @@ from antiphon.sim.training_step import (
 )
 from antiphon.specs.catalog import DATA
 from antiphon.specs.checked import canonical, did_you_mean, read, read_mapping
-from antiphon.specs.precision import BYTES_OF
+from antiphon.specs.model import BYTES_OF
 
 # --- Figure 7 ---
 #

@@ -39,9 +39,8 @@ from antiphon.cost.parts import FloatArray
 from antiphon.models.planned import load_planned_model
 from antiphon.reproduce import cluster_of, shipped_device
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.device import ComputeDtype
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import PrecisionSpec, StorageDtype
+from antiphon.specs.cluster import ComputeDtype
+from antiphon.specs.model import ModelSpec, PrecisionSpec, StorageDtype
 
 BoolArray = NDArray[np.bool_]
 DATA = Path(__file__).parent / "data" / "measured_servers.csv"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from antiphon.cost.memory import mix_memory_bytes
-from antiphon.cost.network import Network, all_reduce_bytes, all_to_all_bytes, network
+from antiphon.cost.network import Network, collective_bytes, network
 from antiphon.cost.parts import Number
 from antiphon.planner.candidates import Candidates, Pins
 from antiphon.planner.search import evaluate_phase, settings_of
@@ -19,8 +19,8 @@ from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
 from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
 from antiphon.sim.collectives import Exchange, simulate_exchange
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import Layout, PhaseName
-from antiphon.specs.precision import PrecisionSpec
 
 # --- Equations as printed ---
 #
@@ -97,7 +97,7 @@ def throughput(
 
 def _both_ways(size_bytes: float, num_nodes: int) -> float:
     """What one rank sends to other nodes in dispatch and combine."""
-    return 2 * float(all_to_all_bytes(size_bytes, num_nodes, 1).across)
+    return 2 * float(collective_bytes("all_to_all", size_bytes, num_nodes, 1)[1])
 
 
 def _exchange(combine: bool) -> Exchange:
@@ -126,8 +126,8 @@ def _least_by_eq5(num_nodes: int) -> str:
 
 
 OURS: dict[str, Callable[..., Any]] = {
-    "all-reduce": lambda size_bytes, degree: all_reduce_bytes(size_bytes, degree).inside / (degree - 1),
-    "all-to-all": lambda size_bytes, degree: all_to_all_bytes(size_bytes, degree).inside,
+    "all-reduce": lambda size_bytes, degree: collective_bytes("all_reduce", size_bytes, degree)[0] / (degree - 1),
+    "all-to-all": lambda size_bytes, degree: collective_bytes("all_to_all", size_bytes, degree)[0],
     "both ways": _both_ways,
     "eq4": eq4_compute,
     "eq6": eq6_service_s,

@@ -13,6 +13,7 @@ import numpy as np
 
 from antiphon.cost.memory import msi_memory_bytes
 from antiphon.cost.network import Link, message_bytes
+from antiphon.cost.parts import Roof, grouped_gemm
 from antiphon.cost.ping_pong import (
     balanced_attention_workers,
     conditions,
@@ -21,7 +22,6 @@ from antiphon.cost.ping_pong import (
     min_micro_batches,
     throughput_per_cost,
 )
-from antiphon.cost.roofline import Roof, grouped_gemm
 from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
@@ -29,11 +29,10 @@ from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.table import CandidateTable, Outcome
 from antiphon.reproduce import shipped_cluster, shipped_device, shipped_model, shipped_workload
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
-from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.device import DeviceSpec
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, PhaseName
-from antiphon.specs.precision import PrecisionSpec
 
 # --- By counting ---
 #

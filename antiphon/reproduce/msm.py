@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from antiphon.cost.network import Network, all_to_all_bytes, network
-from antiphon.cost.roofline import roofs
+from antiphon.cost.network import Network, collective_bytes, network
+from antiphon.cost.parts import roofs
 from antiphon.cost.training.counts import (
     StepEstimate,
     causal_imbalance,
@@ -32,7 +32,6 @@ from antiphon.cost.training.megascale_models import (
     TABLE_3,
     TABLE_3_BATCH,
     TABLE_3_PIPELINE,
-    Measured,
     Name,
 )
 from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
@@ -58,8 +57,8 @@ RANKS = 8
 def _ulysses_elements() -> float:
     """What one rank sends of queries, keys, values, and of the output, in units of b s h."""
     row = TABLE_2["Internal-352B"]
-    into = (1 + 2 / row.heads_per_kv_head) / RANKS
-    return float(all_to_all_bytes(into, RANKS).inside + all_to_all_bytes(1 / RANKS, RANKS).inside)
+    sizes = ((1 + 2 / row.heads_per_kv_head) / RANKS, 1 / RANKS)
+    return float(sum(collective_bytes("all_to_all", size, RANKS)[0] for size in sizes))
 
 
 def _width(name: str, which: str) -> float:
@@ -77,20 +76,17 @@ def _r_by_counting() -> float:
 
 def _throughput(system: Name, num_devices: int) -> float:
     """The throughput that follows from Table 3's printed time."""
-    return float(tokens_per_s(SEQUENCE_LENGTH, TABLE_3_BATCH, _line(system, num_devices).iteration_s))
+    iteration_s, _ = TABLE_3[system][num_devices]
+    return float(tokens_per_s(SEQUENCE_LENGTH, TABLE_3_BATCH, iteration_s))
 
 
 def _days(system: Name, num_devices: int) -> float:
-    return 1e12 / _line(system, num_devices).printed_tokens_per_s / 86400
-
-
-def _line(system: Name, num_devices: int) -> Measured:
-    return next(line for line in TABLE_3[system] if line.num_devices == num_devices)
+    return 1e12 / TABLE_3[system][num_devices][1] / 86400
 
 
 def _printed_mfu(num_devices: int) -> float:
     """The MFU that follows from Table 3's printed throughput; a GPU does 989 TFLOP/s."""
-    rate, model = _line("megascale", num_devices).printed_tokens_per_s, shipped_model("msm-internal-352b")
+    rate, model = TABLE_3["megascale"][num_devices][1], shipped_model("msm-internal-352b")
     return float(model_flops_utilization(model, SEQUENCE_LENGTH, rate, num_devices, 989e12))
 
 
@@ -324,9 +320,9 @@ def _sync_ratios() -> tuple[float, ...]:
     found = []
     for data_parallel in (4, 8):
         for attention_bytes in (384e6, 768e6, 1536e6):
-            sequence = SyncBytes(sharded=10e9, replicated=attention_bytes)
-            tensor = SyncBytes(sharded=10e9 + attention_bytes / NODE_DEVICES, replicated=0.0)
-            times = [number(_sync(size, data_parallel).total.total_s) for size in (sequence, tensor)]
+            sequence, tensor = (10e9, attention_bytes), (10e9 + attention_bytes / NODE_DEVICES, 0.0)
+            sums = (_sync(size, data_parallel) for size in (sequence, tensor))
+            times = [number((gradients + parameters).total_s) for gradients, parameters in sums]
             found.append(times[0] / times[1])
     return tuple(found)
 
@@ -354,7 +350,7 @@ def _attention_volumes(heads_per_kv_head: int) -> str:
 
 
 def _gradient_time(element_bytes: float) -> float:
-    return number(_sync(SyncBytes(sharded=5e9 * element_bytes, replicated=0.0), 8).gradients.total_s)
+    return number(_sync((5e9 * element_bytes, 0.0), 8)[0].total_s)
 
 
 @cache

@@ -33,8 +33,7 @@ from antiphon.base.units import format_bytes
 from antiphon.cost.exchange import Spread, direct, expected_distinct, once_per_node
 from antiphon.cost.layers import query_tile
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import Parts
-from antiphon.cost.roofline import grouped_gemm, kernel, roof, roofs
+from antiphon.cost.parts import Parts, grouped_gemm, kernel, roof, roofs
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at
@@ -44,10 +43,9 @@ from antiphon.planner.training import plan_training
 from antiphon.reproduce import cluster_of, shipped_cluster, shipped_device, shipped_model
 from antiphon.specs.catalog import DATA
 from antiphon.specs.checked import CountFromZero, NotNegative, Positive, read, read_mapping
-from antiphon.specs.cluster import EfficiencySpec
-from antiphon.specs.device import DeviceSpec, load_device
+from antiphon.specs.cluster import DeviceSpec, EfficiencySpec, load_device
+from antiphon.specs.model import PrecisionSpec, StorageDtype
 from antiphon.specs.plan import PhaseName
-from antiphon.specs.precision import PrecisionSpec, StorageDtype
 from antiphon.specs.workload import UNKNOWN_LOADS, LengthSpec, WorkloadSpec
 
 MeasuredKind = Literal[

@@ -25,10 +25,9 @@ from antiphon.serve.placement_control import FORECASTING, Policy
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
 from antiphon.specs.checked import Count, Positive, checked
-from antiphon.specs.model import ModelSpec
+from antiphon.specs.model import KVStorage, ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
-from antiphon.specs.precision import KVStorage
 
 Layout = Literal["colocated", "disaggregated", "hybrid"]
 Switch = Literal["auto", "on", "off"]

@@ -29,9 +29,8 @@ from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.serve.worker.messages import Role
 from antiphon.serve.worker_process import WorkerName
 from antiphon.specs.counts import context_tokens_per_row, count_parameters, logprob_row_cost
-from antiphon.specs.model import ModelSpec
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.placement import ExpertPlacement
-from antiphon.specs.precision import PrecisionSpec
 
 _log = get_logger("launch")
 # Rows that an expert computes in the time in which its weights are read: arithmetic over memory bandwidth, in 16 bits.

@@ -4,7 +4,7 @@
 2. Rows of a step fall on experts at random. What a step waits for is the fullest worker: the expected maximum over
    workers of their own shares (`cost.skew`), as a table over rows, since a step adds up many layers.
 3. Counts are drawn when somebody looks at them: sums of multinomial draws are one multinomial draw.
-4. Re-placement: `placement.balance` on the counts since the last one, if that makes the busiest worker's share smaller
+4. Re-placement: `balance` on the counts since the last one, if that makes the busiest worker's share smaller
    by `WORTHWHILE`. It takes as long as the worker that gets most new experts needs to receive their weights.
 
 Rejected: drawing the rows of every layer of every step. It takes longer than everything else, for the same mean.
@@ -17,7 +17,7 @@ import numpy as np
 from antiphon.cost.memory import expert_weight_bytes
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.skew import expected_max_rows_of
-from antiphon.placement.balance import balance, busiest_share
+from antiphon.placement.place import balance, busiest_share
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
 from antiphon.sim.step_tables import Line, sizes_up_to

@@ -34,7 +34,7 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.model import PrecisionSpec
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
 LAYOUTS: tuple[Layout, ...] = ("disaggregated", "hybrid", "tp_pp", "dp_ep")

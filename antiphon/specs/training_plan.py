@@ -29,8 +29,8 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.specs.device import ComputeDtype
-from antiphon.specs.precision import StorageDtype
+from antiphon.specs.cluster import ComputeDtype
+from antiphon.specs.model import StorageDtype
 
 
 @dataclass(frozen=True, kw_only=True)

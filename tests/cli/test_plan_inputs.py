@@ -18,7 +18,7 @@ from antiphon.cli.plan_inputs import (
     read_inputs,
 )
 from antiphon.specs.cluster import load_cluster
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.workload import load_workload
 
 

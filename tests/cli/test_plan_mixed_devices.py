@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from antiphon.cli import generate as generate_module
 from antiphon.cli.commands import single_command
 from antiphon.serve.config import ServeConfig
+from antiphon.specs.model import BYTES_OF
 from antiphon.specs.plan import PhasePlan, read_plan
-from antiphon.specs.precision import BYTES_OF
 from tests.cli.plan_harness import PlanCommand
 from tests.serve.server_harness import write_checkpoint
 

@@ -3,12 +3,17 @@
 from dataclasses import replace
 
 from antiphon.cost.layers import StepRows, attention_layer
-from antiphon.cost.parts import Number, Parts
-from antiphon.cost.roofline import Roofs
-from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, NodeGroup
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.model import AttentionSpec, FeedForwardSpec, LatentSpec, ModelSpec, RopeSpec, RouterSpec
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.cost.parts import Number, Parts, Roofs
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec, EfficiencySpec, NodeGroup
+from antiphon.specs.model import (
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    ModelSpec,
+    PrecisionSpec,
+    RopeSpec,
+    RouterSpec,
+)
 
 # A device with round numbers: 1 TFLOP/s, 1 GB/s of memory, so that times are flops / 1e12 and bytes / 1e9.
 ROUND = DeviceSpec(

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from antiphon.cost.network import (
     Link,
-    all_reduce_bytes,
-    all_to_all_bytes,
+    collective_bytes,
     network,
 )
 from tests.cost.specimens import PERFECT, ROUND, round_cluster, round_group
@@ -108,8 +107,8 @@ def test_util_is_of_the_message() -> None:
 
 
 def test_counted_bytes_by_hand() -> None:
-    assert (float(all_reduce_bytes(12, 4, 2).inside), float(all_reduce_bytes(12, 4, 2).across)) == (12, 6)
-    assert (float(all_to_all_bytes(12, 4, 2).inside), float(all_to_all_bytes(12, 4, 2).across)) == (3, 6)
+    assert tuple(map(float, collective_bytes("all_reduce", 12, 4, 2))) == (12, 6)
+    assert tuple(map(float, collective_bytes("all_to_all", 12, 4, 2))) == (3, 6)
 
 
 @settings(max_examples=50, deadline=None)

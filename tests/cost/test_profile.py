@@ -159,8 +159,8 @@ def test_tables_are_found_or_not() -> None:
     assert PROFILE.attention_table() is PROFILE.attention[0]
     assert PROFILE.attention_table("prefill") is None
     assert PROFILE.attention_table(tp=2) is None
-    assert PROFILE.expert_table(num_threads=2) is PROFILE.experts[0]
-    assert PROFILE.expert_table(num_threads=1) is None
+    assert PROFILE.expert_table() is PROFILE.experts[0]
+    assert PROFILE.expert_table(tp=2) is None
 
 
 def test_parts_of_measured_times() -> None:

@@ -13,8 +13,8 @@ from antiphon.planner.search import SearchLimits, settings_of
 from antiphon.planner.step_times import step_times
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import LAYOUTS
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 IN_FLIGHT, PROMPT, OUTPUT = 24, 1000, 200

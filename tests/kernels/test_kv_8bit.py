@@ -7,7 +7,7 @@ import torch
 
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
-from antiphon.specs.precision import KVStorage
+from antiphon.specs.model import KVStorage
 from tests.kernels.attention_harness import Heads, Sequences
 
 STORAGES: list[KVStorage] = ["int8", "fp8"]

@@ -17,7 +17,7 @@ from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.model import PrecisionSpec
 
 
 def status_bytes(key: str) -> int:

@@ -21,8 +21,8 @@ from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.placement import contiguous_placement
-from antiphon.specs.precision import PrecisionSpec
 
 Tensors = dict[str, Tensor]
 

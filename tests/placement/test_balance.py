@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.placement.balance import (
+from antiphon.placement.place import (
     balance,
     busiest_share,
     contiguous,

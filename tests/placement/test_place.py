@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.placement.balance import contiguous
-from antiphon.placement.place import chance_of, num_moves, place, recent_loads
+from antiphon.placement.place import chance_of, contiguous, num_moves, place, recent_loads
 from antiphon.placement.split import balancedness, split_loads
 
 

@@ -7,8 +7,7 @@ from antiphon.planner.predict import candidate_of
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, make_plan
 from antiphon.planner.setting import SearchLimits, Setting
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
-from antiphon.specs.device import DeviceSpec
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec, NodeGroup
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 

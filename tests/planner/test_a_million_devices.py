@@ -14,8 +14,8 @@ from antiphon.planner.search import make_plan
 from antiphon.planner.what_if import smallest_cluster
 from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
 from antiphon.specs.cluster import ClusterSpec
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import PhaseName
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import SloSpec, WorkloadSpec
 
 PATIENCE_S = 60.0  # of processor time, on a machine that is shared; a loop over nodes takes minutes

@@ -11,8 +11,7 @@ from antiphon.planner.search import evaluate_phase, make_plan, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
 from antiphon.reproduce.published import MeasuredKind, compared, deployments, measured, spread_of_errors
-from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_cluster
-from antiphon.specs.device import load_device
+from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_cluster, load_device
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 from tests.cost.specimens import deepseek_v3
 

@@ -58,7 +58,7 @@ def dp_scores(name: str, counts: tuple[int, ...], tp: int, batch: int) -> tuple[
         table = evaluate_phase(where, ("disaggregated",))
         index = table.best("per-gpu", table.candidates.expert_ep == model.router.num_experts)
         assert index is not None
-        steps.append(float(table.tpot_s[index]))
+        steps.append(float(table.outcome.tpot_s[index]))
         scores.append(float(table.per_gpu[index]))
     return steps, scores
 

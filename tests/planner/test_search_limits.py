@@ -69,7 +69,7 @@ def test_the_transfer_of_the_cache_counts_in_the_time_to_the_first_token() -> No
     alone = planned(phases=("prefill",), layouts=("tp_pp",)).settings["prefill"]
     both = planned(phases=PHASES, layouts=("tp_pp",)).settings["prefill"]
     assert (alone.transfers_kv, both.transfers_kv) == (False, True)
-    times = [evaluate_phase(where, ("tp_pp",)).ttft_s.min() for where in (alone, both)]
+    times = [evaluate_phase(where, ("tp_pp",)).outcome.ttft_s.min() for where in (alone, both)]
     assert times[1] > times[0]
 
 

@@ -118,10 +118,10 @@ def test_the_front_is_what_nothing_beats() -> None:
     table = evaluate_phase(where)
     for layout in ("disaggregated", "hybrid", "tp_pp", "dp_ep", None):
         front = table.pareto("per-gpu", layout)
-        latency, scores = table.tpot_s[front], table.per_gpu[front]
+        latency, scores = table.outcome.tpot_s[front], table.per_gpu[front]
         assert front.size
         assert (np.diff(latency) >= 0).all()
         assert (np.diff(scores) > 0).all()
         among = np.ones(len(table), dtype=bool) if layout is None else table.candidates.layout == LAYOUTS.index(layout)
         for index in np.flatnonzero(among):
-            assert (scores[latency <= table.tpot_s[index]].max(initial=0.0)) >= table.per_gpu[index]
+            assert (scores[latency <= table.outcome.tpot_s[index]].max(initial=0.0)) >= table.per_gpu[index]

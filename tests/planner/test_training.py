@@ -1,6 +1,7 @@
 """The training plan: against brute force, monotone in devices, right about the paper's model, clear on failure."""
 
 import json
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
-from antiphon.planner.training import STRATEGIES, NoTrainingPlan, candidates, plan_training, smallest_training_cluster
+from antiphon.planner.training import STRATEGIES, candidates, plan_training, smallest_training_cluster
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
@@ -159,17 +160,16 @@ def test_less_memory_is_paid_in_time() -> None:
 
 def test_too_small_a_cluster_says_by_how_much() -> None:
     model = TABLE_2["Internal-352B"].model()
-    with pytest.raises(
-        NoTrainingPlan, match=r"does not fit on 16 H800: .* more than the 67.1 GiB .* at least \d+ H800"
-    ) as caught:
+    says = r"does not fit on 16 H800: .* more than the 67.1 GiB .* at least (\d+) H800"
+    with pytest.raises(ResourceError, match=says) as caught:
         plan_training(model, megascale_cluster(), sequence_length=8192, global_batch=720, num_devices=16)
-    assert isinstance(caught.value, ResourceError)
-    enough = caught.value.num_devices
-    assert enough is not None
+    stated = re.search(says, str(caught.value))
+    assert stated is not None
+    enough = int(stated[1])
     assert enough > 16
     found = plan_training(model, megascale_cluster(), sequence_length=8192, global_batch=720, num_devices=enough)
     assert found.layout.num_devices <= enough
-    with pytest.raises(NoTrainingPlan):
+    with pytest.raises(ResourceError):
         plan_training(model, megascale_cluster(), sequence_length=8192, global_batch=720, num_devices=enough - 1)
 
 
@@ -178,7 +178,7 @@ def test_nothing_helps_where_one_layer_is_too_large() -> None:
     group = replace(training.group, device=replace(training.group.device, memory_bytes=1000))
     small = replace(training, group=group, cluster=replace(training.cluster, groups=(group,)))
     assert smallest_training_cluster(small, TrainingSetup(), limit=64) is None
-    with pytest.raises(NoTrainingPlan, match="use devices with more memory than round"):
+    with pytest.raises(ResourceError, match="use devices with more memory than round"):
         plan(small, 4)
 
 

@@ -20,8 +20,7 @@ from antiphon.planner.training import (
     num_groups,
     stage_counts,
 )
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
-from antiphon.specs.device import load_device
+from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_device
 from tests.cost.specimens import deepseek_v3
 from tests.cost.training.specimens import small_model
 

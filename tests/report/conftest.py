@@ -17,8 +17,8 @@ from antiphon.report.gather import (
 from antiphon.sim.gantt import Bar
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Parallel, PhasePlan, Plan, Predicted, Rejected
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import load_workload
 
 SEPARATE = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.report.charts import Axis, BlockChart, Chart, ChartBlock, ChartLine, HeatMap, LineChart, Spot
+from antiphon.report.document import Axis, BlockChart, Chart, ChartBlock, ChartLine, HeatMap, LineChart, Spot
 from antiphon.report.draw import Scale, apart, draw, tick_text
 
 

@@ -20,8 +20,8 @@ from antiphon.report.emit_engines import (
 )
 from antiphon.report.gather import Report
 from antiphon.specs.cluster import load_cluster
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhasePlan, Plan, Predicted, Rejected
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 
 EVEN = WorkloadSpec(

@@ -15,8 +15,8 @@ from antiphon.base.errors import UserError
 from antiphon.cli.main import COMMANDS
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import Report
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import Plan
-from antiphon.specs.precision import PrecisionSpec
 
 KINDS = {"H20": "gpu", "L40S": "gpu"}
 SCHEMAS = json.loads((Path(__file__).parent / "data" / "kubernetes_schemas.json").read_text())

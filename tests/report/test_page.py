@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from antiphon.cost.profile import MachineFacts, Profile
-from antiphon.report.charts import LineChart
-from antiphon.report.document import html
+from antiphon.report.document import LineChart, html
 from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
 from antiphon.report.gather import Points, Report
 from antiphon.report.serving import plan_page

@@ -8,8 +8,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from antiphon.report.charts import BATCH_COLOURS, LAYOUT_COLOURS, MARK, MEMORY_COLOURS, PART_COLOURS, ROLE_COLOURS
-from antiphon.report.document import html
+from antiphon.report.document import (
+    BATCH_COLOURS,
+    LAYOUT_COLOURS,
+    MARK,
+    MEMORY_COLOURS,
+    PART_COLOURS,
+    ROLE_COLOURS,
+    html,
+)
 from antiphon.report.gather import Report
 from antiphon.report.serving import plan_page
 from antiphon.report.training import MEMORY_COLOURS as TRAINING_MEMORY_COLOURS

@@ -16,7 +16,7 @@ from antiphon.kernels.reference import ReferenceBackend
 from antiphon.serve.policy.handover import CachePart, KVOffer
 from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import KVTransferConfig
-from antiphon.specs.precision import KV_SCALE_BYTES, KVStorage
+from antiphon.specs.model import KV_SCALE_BYTES, KVStorage
 
 LAYOUT = "a test's"
 

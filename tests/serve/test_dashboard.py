@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from antiphon.report.charts import BATCH_COLOURS, HEAT_COLOURS, MARK
-from antiphon.report.document import render
+from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS, MARK, render
 from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard
 from antiphon.serve.api.dashboard_reading import DashboardReading

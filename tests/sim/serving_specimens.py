@@ -9,8 +9,7 @@ from antiphon.sim.pools import Prefill, pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serve_log import ServingRun
 from antiphon.sim.serving_options import Demand, ServingOptions, draw_demand
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
-from antiphon.specs.device import load_device
+from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_device
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 

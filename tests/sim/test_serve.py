@@ -16,8 +16,8 @@ from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serve_log import ServingRun
 from antiphon.sim.serve_results import ServingResult, serving_result
 from antiphon.sim.serving_options import Kill, ServingOptions, draw_demand
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import PhasePlan
-from antiphon.specs.precision import PrecisionSpec
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.serve.policy_harness import check_scheduler
 from tests.sim.serving_specimens import apart, plan, serve, setting, together, workload

@@ -13,8 +13,7 @@ from antiphon.models.planned import load_planned_model
 from antiphon.reproduce.lina import lina_model, lina_models
 from antiphon.specs.catalog import Kind, catalog, names, shipped_file, shipped_model_config
 from antiphon.specs.checked import canonical, nearest_names
-from antiphon.specs.cluster import load_cluster
-from antiphon.specs.device import DeviceSpec, load_device
+from antiphon.specs.cluster import DeviceSpec, load_cluster, load_device
 from antiphon.specs.workload import load_workload
 
 KINDS: tuple[Kind, ...] = ("device", "cluster", "workload", "model")

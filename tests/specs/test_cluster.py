@@ -16,8 +16,8 @@ from antiphon.specs.cluster import (
     cluster_from_json,
     cluster_to_json,
     load_cluster,
+    load_device,
 )
-from antiphon.specs.device import load_device
 
 
 def write(folder: Path, text: str) -> Path:

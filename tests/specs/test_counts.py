@@ -14,8 +14,7 @@ from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.planned import load_planned_model
 from antiphon.specs import counts
 from antiphon.specs.catalog import catalog, shipped_model_config
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import PrecisionSpec
+from antiphon.specs.model import ModelSpec, PrecisionSpec
 from tests.models.conftest import FAMILIES, family_config
 
 VARIANTS: dict[str, dict[str, Any]] = {

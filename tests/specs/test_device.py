@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.specs.checked import plain
-from antiphon.specs.device import DeviceSpec, device_from_json, load_device
+from antiphon.specs.cluster import DeviceSpec, device_from_json, load_device
 
 LINES = {
     "name": '"mine"',

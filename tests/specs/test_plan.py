@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.specs.model import BYTES_OF, PrecisionSpec
 from antiphon.specs.plan import (
     LAYOUTS,
     OBJECTIVES,
@@ -23,7 +24,6 @@ from antiphon.specs.plan import (
     plan_to_json,
     read_plan,
 )
-from antiphon.specs.precision import BYTES_OF, PrecisionSpec
 
 DECODE = PhasePlan(
     layout="disaggregated",

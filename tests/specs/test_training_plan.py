@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.specs.model import BYTES_OF
 from antiphon.specs.plan import plan_from_json
-from antiphon.specs.precision import BYTES_OF
 from antiphon.specs.training_plan import (
     RejectedTraining,
     TrainingLayout,

@@ -21,7 +21,7 @@ from antiphon.comm.collectives import run
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.cost.exchange import expected_distinct
-from antiphon.cost.network import all_to_all_bytes
+from antiphon.cost.network import collective_bytes
 from antiphon.cost.training.counts import (
     expert_parallel_volume,
     expert_to_tensor_ratio,
@@ -89,8 +89,9 @@ def test_attention_over_eight_ranks(row: Any) -> None:
     spec = row.model(1)
     by_tensor = attention_bytes(spec, Sizes(world_size=ranks, tensor=ranks))
     by_sequence = attention_bytes(spec, Sizes(world_size=ranks, sequence=ranks))
-    queries_keys_values = all_to_all_bytes((1 + 2 / row.heads_per_kv_head) * whole / ranks, ranks).inside
-    output = all_to_all_bytes(whole / ranks, ranks).inside
+    held = (1 + 2 / row.heads_per_kv_head) * whole / ranks
+    queries_keys_values, _ = collective_bytes("all_to_all", held, ranks)
+    output, _ = collective_bytes("all_to_all", whole / ranks, ranks)
     assert by_tensor == 2 * 2 * whole * (ranks - 1) / ranks
     assert by_sequence == pytest.approx(2 * float(queries_keys_values + output), rel=1e-12)
     ratio = float(sequence_to_tensor_ratio(ranks, row.heads_per_kv_head))

@@ -173,7 +173,7 @@ def by_formula(spec: ModelSpec, sizes: Sizes, rank: int, zero: int, num_passes: 
     outer = [(sizes.data * sizes.sequence, counts.embedding + counts.head + counts.final_norm)]
 
     def sent(collective: CollectiveName, parts: list[tuple[int, int]]) -> float:
-        return sum(float(collective_bytes(collective, 8 * size, alike).inside) for alike, size in parts)
+        return sum(float(collective_bytes(collective, 8 * size, alike)[0]) for alike, size in parts)
 
     if zero == 0:
         return {"gradients": sent("all_reduce", layers + outer), "parameters": 0.0}
@@ -273,7 +273,7 @@ def test_parameters_are_gathered_in_the_format_of_the_arithmetic(differences_of:
     """Two bytes each in a bfloat16 run, four of the router, which is read in float32."""
     spec, sizes = model_spec(MODELS[HALF.model]), sizes_of(HALF)
     alike, router = sizes.data * sizes.sequence, spec.num_layers * count_parameters(spec).router
-    wider = float(collective_bytes("all_gather", 2 * router, alike).inside)
+    wider = float(collective_bytes("all_gather", 2 * router, alike)[0])
     for of_rank in differences_of(HALF):
         *_, sent, expected = of_rank[HALF]  # the formula has eight bytes each
         assert sent["parameters"] == expected["parameters"] / 4 + wider

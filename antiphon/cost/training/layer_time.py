@@ -23,19 +23,13 @@ from antiphon.cost.training.operators import Communication, LayerOperators
 from antiphon.cost.training.setup import OverlapLevel
 
 
-def computation_to_communication(
-    expert_width: Number, bytes_per_s: Number, flops_per_s: Number, degree: Number | None = None
-) -> Number:
-    """R of MegaScale-MoE eq. 8, or eq. 9 (large n) where `degree` is None: 3/2 * h_ffn * bandwidth / peak * n / (n -
-    1).
+def computation_to_communication(expert_width: Number, bytes_per_s: Number, flops_per_s: Number) -> Number:
+    """R of MegaScale-MoE eq. 9, which is eq. 8 for large n: 3/2 * h_ffn * bandwidth / peak; of n ranks n / (n - 1)
+    times as much.
 
     2 FLOPs per multiply-add and 2 bytes per BF16 element cancel, so bandwidth is in bytes and peak in FLOPs. One way of
     the link; by all-to-all with k copies. Independent of top-k, hidden size, number of experts and tokens."""
-    ratio = 1.5 * expert_width * bytes_per_s / flops_per_s
-    if degree is None:
-        return ratio
-    exact: Number = ratio * np.asarray(degree, dtype=np.float64) / (np.asarray(degree, dtype=np.float64) - 1)
-    return exact
+    return 1.5 * expert_width * bytes_per_s / flops_per_s
 
 
 def hidden_behind(communication: Parts, independent_s: Number, overlap: float) -> Parts:

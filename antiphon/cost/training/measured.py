@@ -9,8 +9,6 @@
 Rejected: overlap. The trainer waits for its collectives; a rank that waits leaves its core to another one.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from antiphon.cost.memory import share_of
@@ -20,11 +18,9 @@ from antiphon.cost.training.counts import StepEstimate, model_flops_utilization,
 from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
 from antiphon.cost.training.rematerialize import Rematerialized
 from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec, NodeGroup
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.device import DeviceSpec
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import BYTES_OF
+from antiphon.specs.model import BYTES_OF, ModelSpec
 
 UNMEASURED_S = 1e9  # longer than anybody waits; infinity would make 0 * infinity of an empty bubble
 THIS_RANK = "this-rank"
@@ -72,14 +68,16 @@ def measured_step(
     tables = profile.training_tables(training.sequence_length)
     pipeline, ranks = np.asarray(setup.pipeline, np.float64), np.asarray(setup.num_devices, np.float64)
     on_cores = np.minimum(ranks, profile.machine.num_cores)
-    apart, together = (_pass(training, setup, tables, layers, at_work) for at_work in (on_cores, ranks))
-    bubble_s = (pipeline - 1) / np.asarray(setup.virtual_stages, np.float64) * apart.layers_s
-    path_s = num_micro_batches * (apart.layers_s + apart.head_s) + bubble_s
-    work_s = num_micro_batches * (together.layers_s + together.head_s / pipeline)
+    alone_forward_s, alone_backward_s, _, alone_head_s = _pass(training, setup, tables, layers, on_cores)
+    forward_s, backward_s, waits_s, head_s = _pass(training, setup, tables, layers, ranks)
+    alone_s = alone_forward_s + alone_backward_s
+    bubble_s = (pipeline - 1) / np.asarray(setup.virtual_stages, np.float64) * alone_s
+    path_s = num_micro_batches * (alone_s + alone_head_s) + bubble_s
+    work_s = num_micro_batches * (forward_s + backward_s + head_s / pipeline)
     sends_s = _sends(training, setup, tables, num_micro_batches)
     sync_s = _sync(training, setup, tables, layers, num_micro_batches)
     update_s = _owned(training, setup, layers) * np.asarray(tables.update[training.optimizer].at(ranks))
-    waiting_s = num_micro_batches * together.waiting_s
+    waiting_s = num_micro_batches * waits_s
     busy_s = np.maximum(path_s, work_s)
     parts = Parts(
         compute_s=busy_s - bubble_s - waiting_s,
@@ -94,8 +92,8 @@ def measured_step(
         tokens_per_s=rate,
         mfu=model_flops_utilization(training.model, training.sequence_length, rate, 1, tables.flops_per_s),
         num_micro_batches=num_micro_batches,
-        forward_s=together.forward_s,
-        backward_s=together.layers_s - together.forward_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
         communication_s=waiting_s,
         exposed_s=waiting_s,
         bubble_s=bubble_s,
@@ -109,23 +107,10 @@ def measured_step(
     )
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """A micro-batch on the fullest stage; `head_s` is the last stage's."""
-
-    forward_s: FloatArray
-    backward_s: FloatArray
-    waiting_s: FloatArray
-    head_s: FloatArray
-
-    @property
-    def layers_s(self) -> FloatArray:
-        return self.forward_s + self.backward_s
-
-
 def _pass(
     training: Training, setup: TrainingSetup, tables: TrainingTables, layers: StageLayers, at_work: FloatArray
-) -> _Pass:
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """A micro-batch on the fullest stage: forward, backward, waiting in both; the head, which is the last stage's."""
     tokens = np.asarray(setup.micro_batch * training.sequence_length, np.float64)
     sums = [np.zeros(1)] * 3
     for kind, count in (("moe", np.asarray(layers.num_moe)), ("dense", np.asarray(layers.num_dense))):
@@ -134,7 +119,7 @@ def _pass(
             sums = [total + np.where(count > 0, count * each, 0.0) for total, each in zip(sums, found, strict=True)]
     head_s = np.asarray(tables.head.at(at_work, share_of(tokens, setup.model_parallel)))
     forward_s, backward_s, waiting_s = sums
-    return _Pass(forward_s, backward_s, waiting_s, head_s)
+    return forward_s, backward_s, waiting_s, head_s
 
 
 def _layer_s(

@@ -22,8 +22,7 @@ from antiphon.cost.memory import attention_matrices, elements_of, gated_matrices
 from antiphon.cost.parts import Number
 from antiphon.cost.training.setup import TrainingSetup
 from antiphon.specs.counts import ParameterCounts, count_parameters
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import BYTES_OF
+from antiphon.specs.model import BYTES_OF, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,9 @@ from antiphon.cost.memory import (
     visible_tokens,
 )
 from antiphon.cost.network import Link, Network
-from antiphon.cost.parts import Number, Parts, select
-from antiphon.cost.roofline import Roof, grouped_gemm, kernel
+from antiphon.cost.parts import Number, Parts, Roof, grouped_gemm, kernel, select
 from antiphon.cost.training.setup import LayerCase
-from antiphon.specs.precision import BYTES_OF
+from antiphon.specs.model import BYTES_OF
 
 ATTENTION_BACKWARD = 2.5  # products of a recomputing attention kernel: five against two
 

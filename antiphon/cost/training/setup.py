@@ -17,13 +17,10 @@ from antiphon.base.errors import UserError
 from antiphon.cost.exchange import Spread, expected_distinct
 from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network, network
-from antiphon.cost.parts import Number
+from antiphon.cost.parts import Number, Roofs, roofs
 from antiphon.cost.profile import Profile
-from antiphon.cost.roofline import Roofs, roofs
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
-from antiphon.specs.device import ComputeDtype
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import BYTES_OF, StorageDtype
+from antiphon.specs.cluster import ClusterSpec, ComputeDtype, NodeGroup
+from antiphon.specs.model import BYTES_OF, ModelSpec, StorageDtype
 
 AttentionParallel = Literal["sequence", "tensor"]
 ExpertParallel = Literal["expert", "tensor"]

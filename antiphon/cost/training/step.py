@@ -24,15 +24,12 @@ Gradients summed and parameters gathered over data parallelism, once per iterati
 Rejected: an all-reduce over all n * d ranks of replicated weights. It sends n times the bytes across nodes.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.memory import share_of
 from antiphon.cost.network import Network
-from antiphon.cost.parts import Number, Parts, longest, select
-from antiphon.cost.roofline import kernel
+from antiphon.cost.parts import Number, Parts, kernel, longest, select
 from antiphon.cost.training.counts import StepEstimate, model_flops_utilization, tokens_per_s
 from antiphon.cost.training.layer_time import LayerTime, hidden_behind, layer_time
 from antiphon.cost.training.measured import measured_step
@@ -50,27 +47,13 @@ from antiphon.cost.training.rematerialize import (
     fit_memory,
 )
 from antiphon.cost.training.setup import LayerCase, Training, TrainingSetup, layer_case
-from antiphon.specs.precision import BYTES_OF
+from antiphon.specs.model import BYTES_OF
 
-
-@dataclass(frozen=True, kw_only=True)
-class SyncBytes:
-    """Bytes of one rank's parameters before any collective, in one wire format."""
-
-    sharded: Number
-    replicated: Number
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncTime:
-    """Reduce-scatter of gradients and all-gather of parameters."""
-
-    gradients: Parts
-    parameters: Parts
-
-    @property
-    def total(self) -> Parts:
-        return self.gradients + self.parameters
+SyncBytes = tuple[Number, Number]
+"""Bytes of one rank's parameters before any collective, in one wire format: those that are cut over the model-parallel
+group, and those that all of it have."""
+SyncTime = tuple[Parts, Parts]
+"""Reduce-scatter of gradients, all-gather of parameters."""
 
 
 def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Rematerialize = "cheap") -> StepEstimate:
@@ -139,7 +122,8 @@ def _iteration(
     sends = hidden_behind(sends, slowest.total_s, case.network.overlap) if hidden else sends
     sync = _synchronisation(case, layers)
     most = 1 - 1 / np.maximum(layers.total, 1)  # of the last backward and the first forward, all but one layer
-    exposed = _exposed_sync(sync, most * backward.total_s, most * forward.total_s, case) if hidden else sync.total
+    synced = sync[0] + sync[1]
+    exposed = _exposed_sync(sync, most * backward.total_s, most * forward.total_s, case) if hidden else synced
     optimizer = _optimizer(case, layers)
     pipeline = select(~alone, num_micro_batches * sends + fill, Parts())
     work = num_micro_batches * slowest
@@ -158,7 +142,7 @@ def _iteration(
         exposed_s=num_micro_batches * sum((count * one.exposed.total_s for count, one in passes), 0.0),
         bubble_s=bubble_s,
         pipeline_exposed_s=pipeline.total_s,
-        sync_s=sync.total.total_s,
+        sync_s=synced.total_s,
         sync_exposed_s=exposed.total_s,
         optimizer_s=optimizer.total_s,
         parts=parts,
@@ -188,8 +172,8 @@ def _synchronisation(case: LayerCase, layers: StageLayers) -> SyncTime:
             case.network,
             degree=setup.model_parallel,
             data_parallel=data_parallel,
-            gradients=SyncBytes(sharded=sharded * wire, replicated=replicated * wire),
-            parameters=SyncBytes(sharded=sharded * kept, replicated=replicated * kept),
+            gradients=(sharded * wire, replicated * wire),
+            parameters=(sharded * kept, replicated * kept),
             by_all_to_all=precision.gradient_wire != precision.gradients,
         )
 
@@ -198,13 +182,14 @@ def _synchronisation(case: LayerCase, layers: StageLayers) -> SyncTime:
     rest = over(setup.data_parallel, parameters.sharded - parameters.experts, parameters.replicated)
     alike = np.asarray(setup.data_parallel, dtype=np.float64) / setup.expert_copies  # ranks with the same experts
     experts = over(alike, parameters.experts, 0.0 * parameters.experts)
-    return SyncTime(gradients=rest.gradients + experts.gradients, parameters=rest.parameters + experts.parameters)
+    return rest[0] + experts[0], rest[1] + experts[1]
 
 
 def _exposed_sync(sync: SyncTime, backward_s: Number, forward_s: Number, case: LayerCase) -> Parts:
     """What does not fit behind so much of the last backward and of the first forward."""
+    gradients, parameters = sync
     overlap = case.network.overlap
-    return hidden_behind(sync.gradients, backward_s, overlap) + hidden_behind(sync.parameters, forward_s, overlap)
+    return hidden_behind(gradients, backward_s, overlap) + hidden_behind(parameters, forward_s, overlap)
 
 
 def _optimizer(case: LayerCase, layers: StageLayers) -> Parts:
@@ -238,18 +223,19 @@ def sync_time(
 ) -> SyncTime:
     """One iteration's synchronisation, nothing of it hidden behind computation. `by_all_to_all`: gradients travel in
     BF16 and are added up in FP32 by the owner of each shard."""
-    return SyncTime(
-        gradients=_one_way(network, gradients, degree, data_parallel, by_all_to_all),
-        parameters=_one_way(network, parameters, degree, data_parallel, False),
+    return (
+        _one_way(network, gradients, degree, data_parallel, by_all_to_all),
+        _one_way(network, parameters, degree, data_parallel, False),
     )
 
 
 def _one_way(network: Network, size: SyncBytes, degree: Number, data_parallel: Number, by_all_to_all: bool) -> Parts:
     together = network.ranks_per_domain(data_parallel, degree)
-    shard = size.sharded + size.replicated / np.asarray(degree, dtype=np.float64)
+    sharded, replicated = size
+    shard = sharded + replicated / np.asarray(degree, dtype=np.float64)
     over = network.all_to_all if by_all_to_all else network.reduce_scatter
     across = over(shard, data_parallel, together)
-    inside = select(np.asarray(size.replicated) > 0, gather(network, size.replicated, degree), Parts())
+    inside = select(np.asarray(replicated) > 0, gather(network, replicated, degree), Parts())
     slower = longest(across, inside)
     faster = select(np.asarray(across.total_s >= inside.total_s), inside, across)
     return slower + hidden_behind(faster, slower.total_s, network.overlap)

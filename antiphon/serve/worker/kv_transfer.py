@@ -52,8 +52,7 @@ from antiphon.serve.policy.handover import (
 )
 from antiphon.serve.policy.handover_ends import LandingBook, SendingBook, heads_between
 from antiphon.serve.worker.messages import KVTransferConfig
-from antiphon.specs.model import ModelSpec
-from antiphon.specs.precision import KVStorage
+from antiphon.specs.model import KVStorage, ModelSpec
 
 _log = get_logger("worker")
 

@@ -24,9 +24,9 @@ from antiphon.serve.policy.handover import (
 )
 from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
+from antiphon.specs.model import KVStorage
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.plan import Collectives
-from antiphon.specs.precision import KVStorage
 from antiphon.specs.sampling import PackedLogprobs
 
 Role = Literal["replica", "attention", "experts"]

@@ -14,8 +14,7 @@ from antiphon.kernels.quantized import WeightFormat
 from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.kernels.stacked import StackedWeight
 from antiphon.kernels.triton import activation, attention, cross_entropy, gate, grouped, norm, rotary, rows
-from antiphon.specs.model import RouterSpec
-from antiphon.specs.precision import KVStorage
+from antiphon.specs.model import KVStorage, RouterSpec
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 HIDDEN, WIDTH, HEAD, TOKENS, EXPERTS, CHOICES = 2048, 768, 128, 64, 16, 8

@@ -11,7 +11,7 @@ from antiphon.kernels.ops.rotary import rotate
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.kernels.triton import load
 from antiphon.models.batch import make_attention_batch
-from antiphon.specs.precision import KVStorage
+from antiphon.specs.model import KVStorage
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
