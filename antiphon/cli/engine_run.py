@@ -22,6 +22,7 @@ from antiphon.cli.options import SIZES, CapacityOptions, WorkerOptions
 from antiphon.cli.output import show, table, whole_file
 from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
+from antiphon.models.checkpoint_folder import weights_folder
 from antiphon.models.config import load_model_spec
 from antiphon.report.words import plural
 from antiphon.serve.config import LAYOUT_FIELDS, ServeConfig
@@ -43,6 +44,7 @@ def planned_config(
 ) -> tuple[ServeConfig, ServedPlan | None]:
     """The configuration that was asked for, and the plan it obeys if one was given. An option that contradicts the
     plan is a `UserError`; `context` knows which options were written and which are defaults."""
+    model = weights_folder(model)
     if workers.plan is None:
         return workers.config(model, capacity, trace=trace), None
     if workers.prefill is not None or workers.decode is not None:

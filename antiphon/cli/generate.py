@@ -16,6 +16,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.outputs import ThreadSink
+from antiphon.serve.policy.request import check_request, new_request
 from antiphon.serve.prepare import prepare
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_reading import TokenizerReader
@@ -82,7 +83,10 @@ def generate(
     params = sampling.params()
     config = config_here(context, model, workers, _CAPACITY, trace=timeline is not None)
     ids, tokenizer = prompt.read(model)
-    engine = start_with_progress(prepare(config))
+    run = prepare(config)
+    # before the weights are loaded, which may take minutes
+    check_request(new_request("generate", ids, params, arrival=0, seed=0, eos_token_ids=()), run.scheduler)
+    engine = start_with_progress(run)
     try:
         result = complete(engine, ids, params, tokenizer, stream=json != "-")
         if params.logprobs is not None:

@@ -283,15 +283,17 @@ def _print_error(message: str, debug: bool) -> None:
 
 def ready_standard_streams() -> None:
     """A terminal that is not one of Unicode shows ``?`` for what it does not have; that must not end a command. A
-    standard stream that was closed takes everything and shows nothing, and so does a standard error that is full."""
+    standard stream that was closed takes everything and shows nothing, and so does a standard error that is full, or
+    whose terminal is gone."""
     _open_closed_descriptors()
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    if sys.stderr is None or (sys.stderr is sys.__stderr__ and not os.isatty(2)):  # not what a test put there
+    if sys.stderr is None or sys.stderr is sys.__stderr__:  # not what a test put there
+        encoding = sys.stderr.encoding if sys.stderr is not None and os.isatty(2) else "utf-8"
         writer = io.BufferedWriter(_LossyFile(2, "wb", closefd=False))
-        sys.stderr = io.TextIOWrapper(writer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        sys.stderr = io.TextIOWrapper(writer, encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _open_closed_descriptors() -> None:

@@ -10,9 +10,9 @@ from rich.table import Table
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
-from antiphon.cli import options
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.kernels.select import make_backend, resolve_dtype
+from antiphon.models.checkpoint_folder import weights_folder
 from antiphon.models.config import load_model_spec
 from antiphon.models.rounding import WeightRounding
 from antiphon.models.write_rounded import Errors, text_loss, write_rounded
@@ -33,9 +33,7 @@ TextOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Compare t
 def quantize(
     model: Annotated[
         Path,
-        typer.Argument(
-            metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=options.model_folder
-        ),
+        typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=weights_folder),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; a run that was stopped goes on.")],
     experts: ExpertsOption = "int4",

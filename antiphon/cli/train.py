@@ -38,6 +38,7 @@ from antiphon.cli.output import (
     run_command,
     show,
     table,
+    tell,
 )
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, model_spec
@@ -53,7 +54,7 @@ from antiphon.train.hugging_face import FLOAT8
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.metrics import OutputLock
 from antiphon.train.planned_run import planned_config
-from antiphon.train.ranks import leave, sizes_of
+from antiphon.train.ranks import leave, outlives_terminal, sizes_of
 from antiphon.train.samples import Samples
 from antiphon.train.setup import cache_of, open_data, plan_options, prepare, prepare_data, stream_of, tokenizer_of
 from antiphon.train.token_stream import TokenStream
@@ -195,6 +196,8 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
     lock.close()  # for the first rank
     os.environ["OMP_NUM_THREADS"] = str(share_of_threads(ranks))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_S))
+    if outlives_terminal():  # torch's launcher would listen all the same
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")
     _check_semaphores(ranks)
     ended = mmap(-1, 2)  # of all ranks: 1 + the exit code of one that must not start again; of the first one
     how = LaunchConfig(
@@ -305,7 +308,7 @@ def _show_step(result: TrainedStep, config: TrainConfig, json: str | None) -> No
     fullest = max(result.fullest)
     speed = config.tokens_per_step / result.duration_s
     dropped = f"dropped {int(result.dropped_L.sum()):,} rows  " if config.loss.drops else ""
-    show(
+    tell(  # a run does not end with its terminal, or with `| head`
         f"step {result.step + 1:>6,}  loss {result.loss:.4f}  gradient {result.norm:.3f}  rate {result.rate:.2e}  "
         f"fullest expert {fullest:.2f} x mean  {dropped}{speed:,.0f} tokens/s  MFU {result.mfu:.0%}",
         json=json,

@@ -39,7 +39,18 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-_BRIEF = reprlib.Repr()
+
+class _Brief(reprlib.Repr):
+    """With JSON's own words for what Python calls True, False and None."""
+
+    def repr_bool(self, value: bool, _level: int) -> str:
+        return str(value).lower()
+
+    def repr_NoneType(self, _value: None, _level: int) -> str:
+        return "null"
+
+
+_BRIEF = _Brief()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
 
 
@@ -156,6 +167,7 @@ _OTHER_FORMATS = re.compile(
     r"(pytorch_model|model|consolidated|adapter_model|tf_model|flax_model)([.-].*)?\.(bin|pt|h5|msgpack|onnx)"
     r"|.*\.(pth|ckpt|gguf|nemo)"
 )
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _NATIVE = "consolidated"  # Mistral's own names, and Meta's
 
 
@@ -219,6 +231,13 @@ def model_folder(path: Path) -> Path:
     raise CheckpointError(f"{path}: {len(found)} snapshots and no refs/main that names one: give {found[-1]}")
 
 
+def weights_folder(path: Path) -> Path:
+    """`model_folder` for what needs weights. `CheckpointError` for a `config.json`, which is enough for a plan."""
+    if path.suffix == ".json" and path.is_file():
+        raise CheckpointError(f"{path} is one file of a checkpoint: give the folder {path.parent}")
+    return model_folder(path)
+
+
 def model_name(path: Path) -> str:
     """The name of a folder or GGUF file, or that of the model whose snapshot it is."""
     resolved = path.resolve()
@@ -234,7 +253,7 @@ def instead_of_config(folder: Path) -> str:
     try:
         present = {each.name for each in folder.iterdir()}
     except OSError:
-        return general
+        return general + _from_hub(folder)
     if "adapter_config.json" in present:
         return _merge(folder)
     if (advice := missing_file("config.json", present)) != "download it":
@@ -245,6 +264,13 @@ def instead_of_config(folder: Path) -> str:
         return "the weights are in their author's own format, download config.json and model*.safetensors"
     inner = sorted(name for name in present if (folder / name / "config.json").is_file())
     return f"give {folder / inner[0]}" if inner else general
+
+
+def _from_hub(path: Path) -> str:
+    """The end of a sentence about a path that is not there and may be a model's name on the Hugging Face Hub."""
+    if len(path.parts) != 2 or not _HUB_NAME.fullmatch(str(path)) or path.parent.exists():
+        return ""
+    return f"; if {path} is its name on the Hugging Face Hub: hf download {path} --local-dir {path.name}"
 
 
 def _lies_beside(name: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from antiphon.base.errors import CheckpointError
+from antiphon.models.checkpoint_folder import brief
 
 Config = Mapping[str, Any]
 
@@ -55,7 +56,7 @@ def check_quantization(config: Config) -> None:
     elif method in ("gptq", "awq"):
         _check_words(quantization)
     elif method != "fp8":
-        raise _unsupported(f"quant_method = {method!r}")
+        raise _unsupported(f"quant_method = {brief(method)}")
     elif (block := quantization.get("weight_block_size")) is not None and block != BLOCK:
         raise _unsupported(f"quant_method = 'fp8' with weight_block_size = {block}")
 
@@ -109,12 +110,12 @@ def _check_words(quantization: Config) -> None:
     method, bits = quantization.get("quant_method"), _bits_of(quantization)
     size = quantization.get("group_size", -1)
     if bits not in (_BITS if method == "gptq" else (4,)) or type(bits) is not int:
-        raise _unsupported(f"quant_method = {method!r} with bits = {bits!r}")
+        raise _unsupported(f"quant_method = {brief(method)} with bits = {brief(bits)}")
     if type(size) is not int or (size != -1 and size < 1):
-        raise _unsupported(f"quant_method = {method!r} with group_size = {size!r}")
+        raise _unsupported(f"quant_method = {brief(method)} with group_size = {brief(size)}")
     layout = quantization.get("version", "gemm") if method == "awq" else quantization.get("checkpoint_format", "gptq")
     if str(layout).lower() not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
-        raise _unsupported(f"quant_method = {method!r} in the layout {layout!r}")
+        raise _unsupported(f"quant_method = {brief(method)} in the layout {brief(layout)}")
     if method == "awq" and not quantization.get("zero_point", True):
         raise _unsupported("quant_method = 'awq' without zero points")
 
@@ -136,7 +137,7 @@ def _schemes(quantization: Config) -> Iterator[Config]:
 
 def _mapping(value: object, name: str) -> Config:
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"config.json: {name} = {value!r}: an object is needed, download it again")
+        raise CheckpointError(f"config.json: {name} = {brief(value)}: an object is needed, download it again")
     return value
 
 
@@ -155,9 +156,9 @@ def _check_compressed(quantization: Config) -> None:
             continue
         strategy = weights.get("strategy")
         if form not in WIDE_FORMATS or kind != ("int8" if form == "int-quantized" else "float8"):
-            raise _unsupported(f"quant_method = {COMPRESSED!r} with format = {form!r} and {kind} weights")
+            raise _unsupported(f"quant_method = {COMPRESSED!r} with format = {brief(form)} and {kind} weights")
         if strategy not in STRATEGIES or not weights.get("symmetric", True):
-            raise _unsupported(f"quant_method = {COMPRESSED!r} with weights by {strategy!r}")
+            raise _unsupported(f"quant_method = {COMPRESSED!r} with weights by {brief(strategy)}")
         if strategy == "block" and weights.get("block_structure") not in (None, BLOCK):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with block_structure = {weights['block_structure']}")
 
@@ -166,9 +167,11 @@ def _check_packed(form: str, weights: Config, kind: str) -> None:
     kinds = ("float4",) if form.startswith(MXFP4) else ("int4", "int8")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if kind not in kinds or strategy not in ("group", "channel"):
-        raise _unsupported(f"quant_method = {COMPRESSED!r} with format = {form!r}, {kind} weights by {strategy!r}")
+        raise _unsupported(
+            f"quant_method = {COMPRESSED!r} with format = {brief(form)}, {kind} weights by {brief(strategy)}"
+        )
     if strategy == "group" and (type(size) is not int or size < 1):
-        raise _unsupported(f"quant_method = {COMPRESSED!r} with group_size = {size!r}")
+        raise _unsupported(f"quant_method = {COMPRESSED!r} with group_size = {brief(size)}")
 
 
 def _unsupported(what: str) -> CheckpointError:

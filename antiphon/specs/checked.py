@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs, SchemaValidator
+from pydantic_core import ArgsKwargs, ErrorDetails, SchemaValidator
 
 from antiphon.base.errors import UserError
 
@@ -57,7 +58,21 @@ Text = Annotated[str, Field(min_length=1)]
 _MAX_PATH_CHARACTERS = 200  # of a client's own names in an answer
 _MAX_SUGGESTIONS = 3
 TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
-_DETAILS = {"dataclass_type": "an object", "dict_type": "an object", "tuple_type": "an array"}
+_OBJECT, _ARRAY = TYPE_NAMES[dict], TYPE_NAMES[list]
+_DETAILS = {  # by pydantic's name of a mistake, where its words are Python's
+    "dataclass_type": _OBJECT,
+    "dict_type": _OBJECT,
+    "list_type": _ARRAY,
+    "model_attributes_type": _OBJECT,
+    "model_type": _OBJECT,
+    "none_required": "null",
+    "tuple_type": _ARRAY,
+}
+_LITERALS = {"True": "true", "False": "false", "None": "null"}  # of Python, and of JSON; TOML has the first two
+_LITERAL = re.compile("(?<!')\\b(True|False|None)\\b(?!')")
+_LIMITS = {"too_short": "min_length", "too_long": "max_length"}  # of arrays; of strings with a prefix
+_QUOTE = "'"
+_MAX_MEMBERS = 8  # of a union whose mistakes are one sentence
 _BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
 _SHORTER = {
     "greater than or equal to": "at least",
@@ -143,26 +158,67 @@ def read(kind: type[Item], mapping: Mapping[str, Any], where: str) -> Item:
 
 def first_mistake(error: ValidationError, value: object) -> Mistake:
     """The first of pydantic's errors about `value`."""
-    first = error.errors(include_url=False)[0]
-    is_missing = first["type"] == "missing"
-    path = _path(first["loc"], value, is_missing=is_missing)
-    if first["type"] in _UNKNOWN:
-        return Mistake(path, f"unknown key {path}", is_unknown=True)
-    if is_missing:
-        return Mistake(path, f"{path} is missing", is_missing=True)
-    if isinstance(broken := first.get("ctx", {}).get("error"), UserError):
-        return Mistake(path, f"{path}: {broken}" if path else str(broken))
-    detail = _DETAILS.get(first["type"], first["msg"].removeprefix("Input should be "))
-    for long, short in _SHORTER.items():
-        detail = detail.replace(long, short) if first["type"] in _BOUNDS else detail
+    first, *others = islice(error.errors(include_url=False), _MAX_MEMBERS)
+    path = _path(first["loc"], value, is_missing=first["type"] == "missing")
+    if (found := _in_words(first, path)) is not None:
+        return found
+    detail = _allowed(first)
+    if detail is None:
+        return Mistake(path, f"{path}: {first['msg']}")
     if first["loc"][-1:] == ("[key]",):
         return Mistake(path, f"unknown key {path}: it must be {detail}")
-    if detail == first["msg"]:
-        return Mistake(path, f"{path}: {detail}")
-    return Mistake(path, f"{path} is {describe(first['input'])}: it must be {detail}")
+    same = (_allowed(each) for each in others if _path(each["loc"], value) == path)
+    members = dict.fromkeys([detail, *filter(None, same)])
+    return Mistake(path, f"{path} is {describe(first['input'])}: it must be {_either(members)}")
 
 
-def _path(location: Sequence[int | str], value: Any, *, is_missing: bool) -> str:
+def _in_words(first: ErrorDetails, path: str) -> Mistake | None:
+    """A mistake that is about more than what a value may be: a key, a length, a pattern, the kind of an object."""
+    kind, given, context = first["type"], first["input"], first.get("ctx", {})
+    sentence, is_unknown, is_missing = "", kind in _UNKNOWN, kind in ("missing", "union_tag_not_found")
+    if is_unknown:
+        sentence = f"unknown key {path}"
+    elif is_missing:
+        path += f".{context['discriminator'].strip(_QUOTE)}" if context else ""
+        sentence = f"{path} is missing"
+    elif isinstance(broken := context.get("error"), UserError):
+        sentence = f"{path}: {broken}" if path else str(broken)
+    elif (limit := _LIMITS.get(kind.removeprefix("string_"))) is not None:
+        sentence = f"{path} {_wrong_length(given, context[limit], 'at least' if limit == 'min_length' else 'at most')}"
+    elif kind == "string_pattern_mismatch":
+        sentence = f"{path} is {describe(given)}: it must match {context['pattern']}"
+    elif kind == "union_tag_invalid":
+        key, known = context["discriminator"].strip(_QUOTE), context["expected_tags"].split(", ")
+        sentence = f"{path} has the {key} {describe(context['tag'])}: it must be {_either(known)}"
+    return Mistake(path, sentence, is_unknown, is_missing) if sentence else None
+
+
+def _wrong_length(given: Any, limit: int, bound: str) -> str:
+    what = "character" if isinstance(given, str) else "item"
+    allowed = f"it must have {bound} {limit:,} {what}{'s' * (limit != 1)}"
+    if isinstance(given, str):
+        return f"is {describe(given)}: {allowed}" + (f", not {len(given):,}" if given else "")
+    return f"has {len(given) or 'no'} {what}{'s' * (len(given) != 1)}: {allowed}"
+
+
+def _allowed(mistake: ErrorDetails) -> str | None:
+    """What the value of a key must be, behind "it must be"; None: pydantic says it in a sentence of its own."""
+    detail = _DETAILS.get(mistake["type"], mistake["msg"].removeprefix("Input should be "))
+    if mistake["type"] in _BOUNDS:
+        for long, short in _SHORTER.items():
+            detail = detail.replace(long, short)
+    if mistake["type"] == "literal_error":
+        detail = _LITERAL.sub(lambda found: _LITERALS[found[0]], detail)
+    return None if detail == mistake["msg"] else detail
+
+
+def _either(names: Iterable[str]) -> str:
+    """``a, b or c``"""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _path(location: Sequence[int | str], value: Any, *, is_missing: bool = False) -> str:
     """``("messages", 0, "user", "content")`` -> ``messages[0].content``: steps that are not in `value` are pydantic's
     names for the members of a union, except for the last step to something missing."""
     path = ""
@@ -177,9 +233,11 @@ def _path(location: Sequence[int | str], value: Any, *, is_missing: bool) -> str
 
 
 def describe(value: object) -> str:
-    """A value for an error message: short, and with its type when that is not obvious."""
+    """A value for an error message, as JSON and TOML write it: short, and with its type when that is not obvious."""
     if isinstance(value, (dict, list)):
         return TYPE_NAMES[type(value)]
+    if value is None or isinstance(value, bool):
+        return _LITERALS[str(value)]
     text = repr(value[:61] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 

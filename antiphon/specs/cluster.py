@@ -43,6 +43,7 @@ from antiphon.specs.checked import (
     Share,
     Text,
     checked,
+    describe,
     did_you_mean,
     is_number,
     placed,
@@ -205,7 +206,8 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if self.calibrated and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.calibrated):
-            raise UserError(f"cluster {self.name}: calibrated is {self.calibrated!r}: write a day, such as 2026-11-21")
+            found = describe(self.calibrated)
+            raise UserError(f"cluster {self.name}: calibrated is {found}: write a day, such as 2026-11-21")
         if not self.groups:
             raise UserError(f"cluster {self.name}: it has no nodes: give at least one group")
         names = [group.device.name for group in self.groups]
@@ -274,5 +276,5 @@ def _device(value: Any, where: str, folder: Path) -> DeviceSpec:
         return device_from_json(value, f"{where}: device")
     with placed(where):
         if not isinstance(value, str) or not value:
-            raise UserError(f"device is {value!r}: it must be a name, a path or an object")
+            raise UserError(f"device is {describe(value)}: it must be a name, a path or an object")
         return load_device(folder / value if (folder / value).is_file() else value)

@@ -28,6 +28,7 @@ from antiphon.specs.checked import (
     Positive,
     Text,
     check_version,
+    describe,
     is_number,
     placed,
     plain,
@@ -189,8 +190,8 @@ def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
     check_version(mapping, VERSION, where, "make the plan again with `antiphon plan`")
     if "phase" in mapping:
         raise UserError(
-            f"{where}: phase is {mapping['phase']!r}: this is a plan to train, not to serve: make one with --phase "
-            "decode, prefill or both"
+            f"{where}: phase is {describe(mapping['phase'])}: this is a plan to train, not to serve: make one with "
+            "--phase decode, prefill or both"
         )
     phases = mapping.get("phases")
     if phases == {}:
@@ -253,7 +254,7 @@ def _with_parallel(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _placement(experts: Any, num_workers: int) -> Placement:
     if not isinstance(experts, Mapping):
-        raise UserError(f"it is {experts!r}: it must be an object with a key for each expert")
+        raise UserError(f"it is {describe(experts)}: it must be an object with a key for each expert")
     if missing := [expert for expert in range(len(experts)) if str(expert) not in experts]:
         raise UserError(f"expert {missing[0]} is missing: place every expert from 0 to the last")
     return tuple(_shares(experts[str(expert)], f"expert {expert}", num_workers) for expert in range(len(experts)))
@@ -261,12 +262,12 @@ def _placement(experts: Any, num_workers: int) -> Placement:
 
 def _shares(workers: Any, expert: str, num_workers: int) -> tuple[tuple[int, float], ...]:
     if not isinstance(workers, Mapping):
-        raise UserError(f"{expert} is {workers!r}: it must be an object with a key for each of its workers")
+        raise UserError(f"{expert} is {describe(workers)}: it must be an object with a key for each of its workers")
     for worker, share in workers.items():
         if not worker.isdecimal() or str(int(worker)) != worker or int(worker) >= num_workers:
             raise UserError(f"{expert}: worker {worker!r} does not exist: use 0 to {num_workers - 1}")
         if not is_number(share) or share <= 0:
-            raise UserError(f"{expert}: the share of worker {worker} is {share!r}: it must be a number above 0")
+            raise UserError(f"{expert}: the share of worker {worker} is {describe(share)}: it must be a number above 0")
     if abs(sum(workers.values()) - 1) > FRACTION_TOLERANCE:
         raise UserError(f"{expert}: the fractions add up to {sum(workers.values()):.6g}: make them add up to 1")
     return tuple((int(worker), float(share)) for worker, share in workers.items())

@@ -25,6 +25,7 @@ from antiphon.specs.checked import (
     Positive,
     Text,
     check_version,
+    describe,
     plain,
     read,
     read_mapping,
@@ -72,7 +73,7 @@ class TrainingLayout:
                 "copies that share experts divide data_parallel, and send rows by all_to_all"
             )
         if self.deduplicate and self.dispatch != "all_to_all":
-            raise UserError("deduplicate is True: only an all-to-all can send a token once per rank: use false")
+            raise UserError("deduplicate is true: only an all-to-all can send a token once per rank: use false")
 
     @property
     def expert_parallel(self) -> int:
@@ -152,7 +153,7 @@ def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training p
         raise UserError(f"{where}: this plan is one to serve: make one with `antiphon plan --phase {PHASE}`")
     check_version(mapping, VERSION, where, f"make the plan again with `antiphon plan --phase {PHASE}`")
     if mapping.get("phase") != PHASE:
-        raise UserError(f"{where}: phase is {mapping.get('phase')!r}: it must be {PHASE!r}")
+        raise UserError(f"{where}: phase is {describe(mapping.get('phase'))}: it must be {PHASE!r}")
     plan = read(TrainingPlan, {key: value for key, value in mapping.items() if key != "phase"}, where)
     _check_fits(plan.layout, plan, f"{where}: layout")
     for number, rejected in enumerate(plan.rejected):

@@ -39,6 +39,7 @@ from antiphon.specs.checked import (
     Share,
     Text,
     checked,
+    describe,
     is_number,
     placed,
     plain,
@@ -103,7 +104,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _length(row: Mapping[str, Any], name: str, where: str) -> int:
     value = _number(row, name, where)
     if value is None or not value.is_integer() or value < 1:
-        raise UserError(f"{where}: {name} is {row.get(name)!r}: a whole number of at least 1 is needed")
+        raise UserError(f"{where}: {name} is {describe(row.get(name))}: a whole number of at least 1 is needed")
     return int(value)
 
 
@@ -112,7 +113,7 @@ def _arrival(row: Mapping[str, Any], where: str) -> float | None:
         return None
     value = _number(row, "arrival_s", where)
     if value is None:
-        raise UserError(f"{where}: arrival_s is {row['arrival_s']!r}: a number of seconds is needed")
+        raise UserError(f"{where}: arrival_s is {describe(row['arrival_s'])}: a number of seconds is needed")
     return value
 
 
@@ -278,7 +279,7 @@ def workload_to_json(workload: WorkloadSpec) -> dict[str, Any]:
 
 def _trace(value: object, where: str, folder: Path) -> dict[str, Any]:
     if not isinstance(value, str) or not value:
-        raise UserError(f"{where}: trace is {value!r}: it must be the path of a file")
+        raise UserError(f"{where}: trace is {describe(value)}: it must be the path of a file")
     return read_trace(folder / value)
 
 
@@ -290,7 +291,7 @@ def _with_median(lengths: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError("median and mean are both given: leave one of them out")
         mean, sigma = values.pop("mean"), values.get("sigma", 0.0)
         if not is_number(mean):
-            raise UserError(f"mean is {mean!r}: it must be a valid number")
+            raise UserError(f"mean is {describe(mean)}: it must be a valid number")
         return values | {"median": mean * math.exp(-(sigma**2) / 2) if is_number(sigma) else mean}
     trace = values.get("trace")
     numbers = list(filter(is_number, trace)) if isinstance(trace, (list, tuple)) else []

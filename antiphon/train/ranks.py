@@ -1,9 +1,10 @@
 """This process among the ranks of its run, as `torchrun` started them: they begin together, and end together.
 
 1. All ranks say that they are there before any process group is made, so that those that are missing can be named.
-2. A run ends at the end of a step: at SIGTERM, at Ctrl-C, or when its time is up. All ranks agree behind each step, so
-   that they save the same one. A second signal ends the process at once. Launchers pass on what the terminal sent to
-   the ranks as well, so with several ranks the same signal within a second is one.
+2. A run ends at the end of a step: at SIGTERM, at Ctrl-C, when its terminal is closed (SIGHUP, unless `nohup` has it
+   ignored), or when its time is up. All ranks agree behind each step, so that they save the same one. A second signal
+   ends the process at once. Launchers pass on what the terminal sent to the ranks as well, so with several ranks the
+   same signal within a second is one.
 """
 
 import json
@@ -35,7 +36,8 @@ from antiphon.train.pipeline import PipelineSchedule
 
 _SAME_S = 1.0
 MAX_HOURS = "--max-hours"
-_REASONS = ("SIGTERM", "SIGINT", MAX_HOURS)
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+_REASONS = (*_SIGNALS, MAX_HOURS)
 _log = get_logger("train")
 
 
@@ -152,6 +154,11 @@ def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
             time.sleep(0.05)  # the store has no wait that names who is missing
 
 
+def outlives_terminal() -> bool:
+    """The run was started by `nohup`, or in another way that has the end of its terminal ignored."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 class StopRequest:
     """Listens between `__enter__` and `__exit__`. `max_hours`: from now on; None: no limit."""
 
@@ -163,9 +170,9 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
-            for name in _REASONS[:2]:
-                number = getattr(signal, name)
-                self._before[number] = signal.signal(number, self._receive)
+            for number in (getattr(signal, name) for name in _SIGNALS):
+                if number != signal.SIGHUP or not outlives_terminal():
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -110,7 +110,7 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
     ("--token-ids 1 --max-model-len 0", 2, "--max-model-len is 0: it must be at least 1"),
     ("--token-ids 1 --kv-bytes 0", 2, "--kv-bytes is 0: it must be at least 1"),
     ("--token-ids 1 --max-model-len 2000000000", 2, "--max-model-len is 2000000000: it must be at most 1073741824"),
-    ("--token-ids 1 --rope-scaling {}", 2, "--rope-scaling: rope_type = None: use one of default, dynamic, .*yarn"),
+    ("--token-ids 1 --rope-scaling {}", 2, "--rope-scaling: rope_type = null: use one of default, dynamic, .*yarn"),
     ("--token-ids 1 --kv-bytes much", 2, "--kv-bytes 'much' is not a size in bytes: write for example 4GiB.*"),
     (
         "--token-ids 1 --kv-bytes 1KiB",
@@ -181,6 +181,37 @@ def test_no_such_folder(antiphon: Cli, tmp_path: Path, command: tuple[str, ...])
     missing = tmp_path / "none"
     message = f"{missing} is missing: give a checkpoint folder in Hugging Face format"
     antiphon.refuses(1, message, command[0], missing, *command[1:])
+
+
+def test_a_name_of_the_hub_is_no_folder(
+    antiphon: Cli, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    general, name = "give a checkpoint folder in Hugging Face format", "Qwen/Qwen3-30B-A3B"
+    hint = f"; if {name} is its name on the Hugging Face Hub: hf download {name} --local-dir Qwen3-30B-A3B"
+    antiphon.refuses(1, f"{name} is missing: {general}{hint}", "serve", name)
+    (tmp_path / "Qwen").mkdir()  # then it is a path with a mistake
+    antiphon.refuses(1, f"{name} is missing: {general}", "serve", name)
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("serve",), ("quantize", "out")])
+def test_one_file_of_a_folder(antiphon: Cli, checkpoint: Path, command: tuple[str, ...]) -> None:
+    file = checkpoint / "config.json"
+    message = f"{file} is one file of a checkpoint: give the folder {checkpoint}"
+    antiphon.refuses(1, message, command[0], file, *command[1:])
+
+
+def test_a_prompt_that_is_too_long_is_found_before_weights_are_loaded(
+    antiphon: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("antiphon.cli.generate.start_with_progress", lambda run: pytest.fail("it was started"))
+    message = r"prompt \(3\) plus max_tokens \(9000\) is 9003 tokens, above the context length of 8192: .*"
+    antiphon.refuses(2, message, "generate", checkpoint, "--token-ids", "1,2,3", "--max-tokens", 9000)
+
+
+def test_an_address_in_brackets(antiphon: Cli, checkpoint: Path) -> None:
+    message = r"--host \[::1\] is not an address of this machine \(.*\): write ::1, without brackets"
+    antiphon.refuses(2, message, "serve", checkpoint, "--host", "[::1]")
 
 
 def test_no_config(antiphon: Cli, folder: Path) -> None:

@@ -131,9 +131,9 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
         ({"step_s": -1}, "step_s is -1: it must be at least 0"),
         ({"machine": {"name": "box"}}, ": machine.num_cores is missing: add it"),
         ({"head": {"sizes": [2, 1], "seconds": [1, 1]}}, ": head: sizes are [2.0, 1.0]: they must ascend"),
-        ({"messages": [{"transport": "shm", "times": None}]}, ": messages[0].times is None: it must be an object"),
+        ({"messages": [{"transport": "shm", "times": None}]}, ": messages[0].times is null: it must be an object"),
         ({"training": {"dtype": "int8"}}, ": training.dtype is 'int8': it must be 'float32'"),
-        ({"model": True}, ": model is True: it must be a valid string"),
+        ({"model": True}, ": model is true: it must be a valid string"),
     ],
 )
 def test_wrong_entries_are_named(tmp_path: Path, change: dict[str, object], says: str) -> None:

@@ -120,7 +120,7 @@ def test_missing_index(folder: Path) -> None:
 def test_damaged_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
     assert message_of(lambda: load_all(folder)) == (
-        "model.safetensors.index.json: weight_map = None: an object with names is needed: download it again"
+        "model.safetensors.index.json: weight_map = null: an object with names is needed: download it again"
     )
 
 
@@ -257,7 +257,7 @@ CONFIG: dict[str, Any] = {
             {"topk_method": "noaux_tc"},
             "config.json: topk_method = 'noaux_tc' is not supported: use a model with 'greedy', 'group_limited_greedy'",
         ),
-        ({"mlp_bias": True}, "config.json: mlp_bias = True is not supported: use a model without it"),
+        ({"mlp_bias": True}, "config.json: mlp_bias = true is not supported: use a model without it"),
         (
             {"dtype": "int8"},
             "config.json: dtype = 'int8' is not supported: use a model with 'float32', 'bfloat16', 'float16'",

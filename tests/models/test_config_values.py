@@ -44,7 +44,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # of a wrong type
     ({"num_hidden_layers": "32"}, f"num_hidden_layers = '32': a whole number of at least 1 is needed: {COPY}"),
-    ({"num_local_experts": True}, f"num_local_experts = True: a whole number of at least 1 is needed: {COPY}"),
+    ({"num_local_experts": True}, f"num_local_experts = true: a whole number of at least 1 is needed: {COPY}"),
     ({"hidden_size": 4096.5}, f"hidden_size = 4096.5: a whole number of at least 1 is needed: {COPY}"),
     ({"attention_bias": "false"}, f"attention_bias = 'false': true or false is needed: {COPY}"),
     ({"rope_scaling": [1]}, f"rope_scaling = [1]: an object is needed: {COPY}"),

@@ -153,7 +153,7 @@ def test_ernie_45() -> None:
     assert spec.moe_layers == (False, *[True] * 27)
     assert (spec.feed_forward.intermediate, spec.feed_forward.shared_intermediate) == (1536, 3072)
     assert (spec.attention.rope.interleaved, spec.tie_embeddings) == (True, True)
-    with pytest.raises(CheckpointError, match="use_bias = True is not supported: use a model without it"):
+    with pytest.raises(CheckpointError, match="use_bias = true is not supported: use a model without it"):
         model_spec(ERNIE_45_21B | {"use_bias": True})
     with pytest.raises(CheckpointError, match=r"moe_norm_min = 0\.01 is not supported: use a model with at most 1e-09"):
         model_spec(ERNIE_45_21B | {"moe_norm_min": 0.01})

@@ -152,7 +152,7 @@ def with_weights(**changes: Any) -> dict[str, Any]:
         ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method = 'modelopt'"),
-        ({"bits": 4}, "quant_method = None"),
+        ({"bits": 4}, "quant_method = null"),
         (fp8_config([64, 64]), "quant_method = 'fp8' with weight_block_size = [64, 64]"),
         (
             with_weights(num_bits=2, type="int", strategy="group") | {"format": "pack-quantized"},

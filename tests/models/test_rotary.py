@@ -228,7 +228,7 @@ def test_an_option_replaces_the_scaling_of_the_file(tmp_path: Any) -> None:
     [
         ("yarn", "--rope-scaling 'yarn': not valid JSON (Expecting value: line 1 column 1 (char 0)): write '{"),
         ("[4]", "--rope-scaling '[4]': an object is needed: write '{"),
-        ("{}", "--rope-scaling: rope_type = None: use one of default, dynamic, linear, llama3, longrope, none,"),
+        ("{}", "--rope-scaling: rope_type = null: use one of default, dynamic, linear, llama3, longrope, none,"),
         ('{"type": "ntk"}', "--rope-scaling: rope_type = 'ntk': use one of default, dynamic,"),
         ('{"type": "yarn"}', "--rope-scaling: yarn needs factor: add it"),
         (

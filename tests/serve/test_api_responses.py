@@ -119,6 +119,27 @@ def test_an_answer_is_gone_on_from_until_it_is_forgotten() -> None:
         assert send(server, previous_response_id=unkept["id"]).status_code == 400
 
 
+def test_items_of_kept_answers_are_referred_to() -> None:
+    with live(says(f"Well.{CALL}"), chat_template=HERMES, api_keys=("one", "two")) as server:
+        first = send(server, tools=[LOOK]).json()
+        text, call = ({"type": "item_reference", "id": item["id"]} for item in first["output"])
+        user = {"role": "user", "content": "hello"}
+        output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "blue"}
+        assert send(server, input=[user, text, call, output], tools=[LOOK]).status_code == 200
+        referred = prompt_of(server)
+        assert send(server, input=[user, *first["output"], output], tools=[LOOK]).status_code == 200
+        assert referred == prompt_of(server)
+        assert "Well." in referred
+        again = send(server, input=[user, text, text]).json()["error"]
+        assert (again["param"], "send it once" in again["message"]) == ("input[2]", True)
+        other = {"authorization": "Bearer two"}
+        body = {"input": [user, text], "max_output_tokens": 1}
+        assert server.http.post("/v1/responses", json=body, headers=other).status_code == 400
+        server.openai.responses.delete(first["id"])
+        gone = send(server, input=[user, text]).json()["error"]
+        assert (gone["param"], "send the item itself" in gone["message"]) == ("input[1]", True)
+
+
 def test_an_answer_in_the_background_is_asked_for_later() -> None:
     with live(says("yes")) as server:
         server.engine.hold_after_tokens = 1
@@ -273,6 +294,7 @@ def test_the_oldest_turns_are_left_out_when_asked_for(server: Live) -> None:
         ({"tool_choice": "required"}, "tool_choice", "send tools"),
         ({"tool_choice": {"named": "x"}}, "tool_choice.type", "tool_choice.type is missing"),
         ({"tool_choice": {"type": "allowed_tools", "allowed": 1}}, "tool_choice.mode", "tool_choice.mode is missing"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "input[0].id is missing"),
         ({"input": [{"message": 1}]}, "input[0].role", "input[0].role is missing"),
         ({"input": "x" * 100_000}, "input", "shorten it"),
         ({"messages": []}, "messages", "unknown parameter"),

@@ -58,7 +58,7 @@ def test_sources_and_price_are_kept(tmp_path: Path) -> None:
         ({"memory_bytes": '"96 GB"'}, "memory_bytes is '96 GB': it must be a valid integer"),
         ({"memory_bytes_per_s": "-1"}, "memory_bytes_per_s is -1: it must be above 0"),
         ({"memory_bytes_per_s": "inf"}, "memory_bytes_per_s is inf: it must be a finite number"),
-        ({"power_w": "true"}, "power_w is True: it must be a valid number"),
+        ({"power_w": "true"}, "power_w is true: it must be a valid number"),
         ({"price": "0"}, "price is 0: it must be above 0"),
         ({"kind": '"tpu"'}, "kind is 'tpu': it must be 'gpu', 'npu' or 'cpu'"),
         ({"scale_up_domain": "0"}, "scale_up_domain is 0: it must be at least 1"),
@@ -78,7 +78,7 @@ def test_sources_and_price_are_kept(tmp_path: Path) -> None:
         ({"memory_byte_per_s": "1"}, r"unknown key memory_byte_per_s: did you mean memory_bytes_per_s\?"),
         ({"zzz": "1"}, "unknown key zzz: known keys are .*memory_bytes, "),
         ({"sources": '{ prize = "x" }'}, "unknown key sources.prize: did you mean price"),
-        ({"name": '""'}, "name: String should have at least 1 character"),
+        ({"name": '""'}, "name is '': it must have at least 1 character"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, changes: dict[str, str | None], message: str) -> None:

@@ -120,7 +120,7 @@ def test_files(tmp_path: Path) -> None:
         ({"attention_tp": 1.5}, "attention_tp is 1.5: it must be a valid integer"),
         ({"expert_workers": 0}, "expert_workers is 0: a disaggregated layout needs at least 1"),
         ({"micro_batches": None}, "micro_batches is missing"),
-        ({"micro_batches": True}, "micro_batches is True: it must be a valid integer"),
+        ({"micro_batches": True}, "micro_batches is true: it must be a valid integer"),
         ({"batch": -3}, "batch is -3: it must be at least 1"),
         ({"microbatches": 3}, r"unknown key microbatches: did you mean micro_batches\?"),
         ({"devices": [{"role": "both", "device": "H20"}]}, r"devices\[0\].num_devices is missing"),
@@ -139,7 +139,7 @@ def test_files(tmp_path: Path) -> None:
         ({"predicted": {"tpot": 1}}, "unknown key predicted.tpot: did you mean tpot_s"),
         (
             {"predicted": {"memory_bytes": {"attention": None}}},
-            "memory_bytes.attention is None: it must be a valid number",
+            "memory_bytes.attention is null: it must be a valid number",
         ),
         ({"rejected": [{"layout": "dp_ep"}]}, r"rejected\[0\].reason is missing"),
         ({"rejected": [{"layout": "dp_ep", "reason": "x", "why": 1}]}, r"unknown key rejected\[0\].why"),

@@ -168,8 +168,8 @@ def test_a_workload_may_name_a_trace_beside_it(tmp_path: Path) -> None:
         ('{"input_tokens": 1.5, "output_tokens": 1}', "line 1: input_tokens is 1.5: a whole number"),
         ('{"input_tokens": %s, "output_tokens": 1}' % ("9" * 400), "line 1: input_tokens is 9+: a whole number"),
         ('{"input_tokens": "x", "output_tokens": 1}', "line 1: input_tokens is 'x': a whole number"),
-        ('{"input_tokens": true, "output_tokens": 1}', "line 1: input_tokens is True: a whole number"),
-        ('{"input_tokens": null, "output_tokens": 1}', "line 1: input_tokens is None: a whole number"),
+        ('{"input_tokens": true, "output_tokens": 1}', "line 1: input_tokens is true: a whole number"),
+        ('{"input_tokens": null, "output_tokens": 1}', "line 1: input_tokens is null: a whole number"),
         ('{"input_tokens": 1, "output_tokens": 1, "arrival_s": "soon"}', "line 1: arrival_s is 'soon': a number"),
         (
             '{"input_tokens": 1, "output_tokens": 1, "arrival_s": 1}\n{"input_tokens": 1, "output_tokens": 1}',
@@ -187,7 +187,7 @@ def test_bad_lines_of_a_csv(tmp_path: Path) -> None:
         trace(tmp_path, "input_tokens,outputs\n1,1\n", "requests.csv")
     with pytest.raises(UserError, match="line 3: input_tokens is '-2': a whole number of at least 1"):
         trace(tmp_path, "input_tokens,output_tokens\n1,1\n-2,1\n", "requests.csv")
-    with pytest.raises(UserError, match="line 2: output_tokens is None: a whole number"):
+    with pytest.raises(UserError, match="line 2: output_tokens is null: a whole number"):
         trace(tmp_path, "input_tokens,output_tokens\n1\n", "requests.csv")
 
 

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -174,7 +176,7 @@ def stopping(number: int, at: int) -> Callable[[TrainedStep], None]:
     return on_step
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_behind_the_step_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     whole = finished(tmp_path / "whole")
     facts = Trainer(prepare(config_of(tmp_path / "broken")), stopping(number, 3)).run()
@@ -183,6 +185,36 @@ def test_a_signal_saves_behind_the_step_and_the_run_goes_on(tmp_path: Path, numb
     resumed = finished(tmp_path / "broken")
     assert same_tensors(whole.model, resumed.model)
     assert losses(tmp_path / "whole") == losses(tmp_path / "broken")
+
+
+def test_nohup_is_obeyed(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        facts = Trainer(prepare(config_of(tmp_path)), stopping(signal.SIGHUP, 3)).run()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (facts["stopped_by"], facts["steps"]) == (None, 6)
+
+
+def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
+    """Its last lines have no reader, and its terminal answers with errors."""
+    file = write_run(tmp_path)
+    command = [sys.executable, "-m", "antiphon.cli.main", "train", str(file), "--set", "output.log_every=1"]
+    command += ["--set", "steps=100000", "--set", "output.checkpoint_every=0"]
+    number, terminal = pty.fork()
+    if not number:
+        os.execv(command[0], command)
+    shown, deadline_s = b"", time.monotonic() + 120
+    while b"loss" not in shown:
+        assert time.monotonic() < deadline_s
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 4096)
+    os.close(terminal)
+    while (ended := os.waitpid(number, os.WNOHANG))[0] == 0:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert len(steps_of(tmp_path)) == 1
 
 
 def test_a_time_limit_saves_too(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class ResponseStore:
         self._num_bytes = 0
         self.working: dict[tuple[str, str], asyncio.Task[None]] = {}  # makes an answer in the background
         self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()  # by client and id
+        self._items: dict[tuple[str, str], dict[str, Any]] = {}  # of those, by client and the item's own id
 
     def add(self, client: str, messages: list[dict[str, Any]], response: dict[str, Any]) -> None:
         """Keep an answer. The oldest go where it does not fit; one that is larger than the limit is not kept."""
@@ -65,14 +66,18 @@ class ResponseStore:
         if num_bytes > self._max_bytes:
             return
         self._stored[client, response["id"]] = StoredResponse(messages, response, num_bytes)
+        self._items |= {(client, item["id"]): item for item in response.get("output", ())}
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+            self.remove(*next(iter(self._stored)))
 
     def get(self, client: str, response_id: str) -> StoredResponse | None:
         """The client's answer with this id, if it is still kept."""
         return self._stored.get((client, response_id))
+
+    def item(self, client: str, item_id: str) -> dict[str, Any] | None:
+        """The item with this id of one of the client's answers that are still kept."""
+        return self._items.get((client, item_id))
 
     async def stop_working(self, client: str, response_id: str) -> None:
         """End the making of an answer, if it is still being made; what came of it is kept."""
@@ -87,6 +92,8 @@ class ResponseStore:
         if found is None:
             return False
         self._num_bytes -= found.num_bytes
+        for item in found.response.get("output", ()):
+            self._items.pop((client, item["id"]), None)
         return True
 
 

@@ -8,6 +8,7 @@ so that a client which keeps nothing else can send it back; it hides nothing.
 
 import base64
 import binascii
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
@@ -20,6 +21,7 @@ from antiphon.serve.api.chat_messages import (
     check_kind,
     kind_by,
 )
+from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import (
@@ -88,13 +90,21 @@ class FunctionOutputItem(InputItem):
     output: ItemContent
 
 
-_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+class ItemReference(RequestModel):
+    """An item of an earlier answer, which the server keeps with that answer."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 Item = Annotated[
     Annotated[
         Annotated[MessageItem, Tag("<message>")]
         | Annotated[ReasoningItem, Tag("<reasoning>")]
         | Annotated[FunctionCallItem, Tag("<function_call>")]
-        | Annotated[FunctionOutputItem, Tag("<function_call_output>")],
+        | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+        | Annotated[ItemReference, Tag("<item_reference>")],
         kind_by("type", _ITEMS, "message"),
     ],
     check_kind(_ITEMS, f"this server reads {', '.join(_ITEMS)}"),
@@ -265,11 +275,16 @@ _SAME = (
 
 
 def as_chat(
-    body: ResponsesRequest, earlier: list[dict[str, Any]], settable: frozenset[str], limits: InputLimits
+    body: ResponsesRequest,
+    earlier: list[dict[str, Any]],
+    kept_item: Callable[[str], dict[str, Any] | None],
+    settable: frozenset[str],
+    limits: InputLimits,
 ) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
     """The chat that goes on from the messages `earlier`, and its messages without the instructions; `ApiError` 400
-    where a chat may not have so much. `settable`: variables of the chat template that requests can set."""
-    kept = [*earlier, *_messages(body.input)]
+    where a chat may not have so much, or `kept_item` does not know the id of an item that is referred to. `settable`:
+    variables of the chat template that requests can set."""
+    kept = [*earlier, *_messages(body.input if isinstance(body.input, str) else _whole_items(body.input, kept_item))]
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat |= {"messages": [*instructions, *kept], "max_completion_tokens": body.max_output_tokens}
@@ -304,6 +319,25 @@ def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | dict[s
         return {"type": "function", "function": {"name": choice.name}}
     tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+
+
+def _whole_items(given: list[Any], kept_item: Callable[[str], dict[str, Any] | None]) -> list[Any]:
+    """`given` with the items themselves in the place of references. Each is referred to once at most: a small request
+    may not become a prompt of many large texts."""
+    items, seen = list(given), set[str]()
+    for number, item in enumerate(items):
+        if not isinstance(item, ItemReference):
+            continue
+        param, shown = f"input[{number}]", repr(item.id[:80])
+        if item.id in seen:
+            raise bad_request(f"{param} refers to item {shown} once more: send it once", param=param)
+        seen.add(item.id)
+        if (kept := kept_item(item.id)) is None:
+            raise bad_request(
+                f"{param}: item {shown} of an answer is not kept here (any more): send the item itself", param=param
+            )
+        items[number] = ResponsesRequest.model_validate({"input": [kept]}).input[0]
+    return items
 
 
 def _messages(given: str | list[Any]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -289,7 +290,8 @@ async def create_response(request: Request) -> Response:
     earlier = _earlier(context, client, body.previous_response_id)
     settable = settable_variables(await context.texts.template_names())
     try:
-        chat, messages = as_chat(body, earlier, settable, context.limits)
+        kept_item = partial(context.response_store.item, client)
+        chat, messages = as_chat(body, earlier, kept_item, settable, context.limits)
     except ApiError as error:
         raise _in_these_words(error) from error
     async with generation_for(context, chat, "resp") as generation:

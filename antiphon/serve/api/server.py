@@ -237,9 +237,9 @@ def reserve(host: str, port: int) -> socket.socket:
         )[0]
         reserved = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UserError(
-            f"--host {host} is not an address of this machine ({error.strerror}): use 127.0.0.1, or 0.0.0.0 for all"
-        ) from error
+        plain = host.strip("[]")
+        fix = f"write {plain}, without brackets" if plain != host else "use 127.0.0.1, or 0.0.0.0 for all"
+        raise UserError(f"--host {host} is not an address of this machine ({error.strerror}): {fix}") from error
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(address)
