@@ -24,6 +24,7 @@ CURRENT = [page for page in PAGES if page.name not in HISTORY]
 INLINE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PARTS = re.compile(r"\s(?:&&|\|\||\||;|&)(?:\s|$)")
+OF_A_COMMIT = re.compile(r"\bcommit [0-9a-f]{7}\b")
 LEFT_OUT = re.compile(r"…|\[URL\]|\$\(\w+\)")
 
 
@@ -45,6 +46,8 @@ def blocks_and_lines(page: Path) -> Iterator[tuple[int, bool, str]]:
 def shell_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
     """Everything that a reader may type, as words."""
     for number, in_block, text in blocks_and_lines(page):
+        if OF_A_COMMIT.search(text):
+            continue
         for written in [text] if in_block else INLINE.findall(text):
             for part in PARTS.split(LEFT_OUT.sub("", written).strip().removeprefix("$ ")):
                 try:

@@ -155,14 +155,14 @@ def _run(
     emit_json(json, facts | {"page": page, "compared": [asdict(each) for each in compared]})
     if planned is not None:
         rows = [each.words() for each in compared]
-        show(table(("", "predicted", "measured", "measured / predicted"), rows, title=str(plan)), json=json)
-    show(f"\n{facts['checkpoint']}\n{page}", json=json)
+        tell(table(("", "predicted", "measured", "measured / predicted"), rows, title=str(plan)), json=json)
+    tell(f"\n{facts['checkpoint']}\n{page}", json=json)
     if facts["held_out_loss"] is not None:
-        show(f"held-out loss {_with_error(facts)}", json=json)
+        tell(f"held-out loss {_with_error(facts)}", json=json)
     if facts["stopped_by"]:
-        show(f"stopped by {facts['stopped_by']} after step {facts['steps']:,}: the same command goes on", json=json)
+        tell(f"stopped by {facts['stopped_by']} after step {facts['steps']:,}: the same command goes on", json=json)
         return EXIT_INTERRUPTED if facts["stopped_by"] == "SIGINT" else 0
-    show(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)
+    tell(f"Next: antiphon export {facts['checkpoint']} DIR", json=json)
     return 0
 
 

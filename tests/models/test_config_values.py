@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         f"quant_method = 'fp8' with weight_block_size = 128 is not supported: {INSTEAD}",
     ),
     ({"eos_token_id": "2"}, f"eos_token_id = '2': a whole number of at least 0 is needed: {COPY}"),
-    ({"eos_token_id": [None]}, f"eos_token_id = [None]: in a list, a whole number of at least 0 is needed: {COPY}"),
+    ({"eos_token_id": [None]}, f"eos_token_id = [null]: in a list, a whole number of at least 0 is needed: {COPY}"),
     # numbers that nothing can be computed with
     ({"rope_theta": 0}, f"rope_theta = 0: a number above 1 up to 1e+15 is needed: {COPY}"),
     ({"rope_theta": -1e4}, f"rope_theta = -10000.0: a number above 1 up to 1e+15 is needed: {COPY}"),
