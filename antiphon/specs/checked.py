@@ -186,7 +186,7 @@ def _in_words(first: ErrorDetails, path: str) -> Mistake | None:
     elif (limit := _LIMITS.get(kind.removeprefix("string_"))) is not None:
         sentence = f"{path} {_wrong_length(given, context[limit], 'at least' if limit == 'min_length' else 'at most')}"
     elif kind == "string_pattern_mismatch":
-        sentence = f"{path} is {describe(given)}: it must match {context['pattern']}"
+        sentence = f"{path} is {describe(given)}: it must match the pattern {context['pattern']}"
     elif kind == "union_tag_invalid":
         key, known = context["discriminator"].strip(_QUOTE), context["expected_tags"].split(", ")
         sentence = f"{path} has the {key} {describe(context['tag'])}: it must be {_either(known)}"

@@ -116,7 +116,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "guided_choice has no items: it must have at least 1 item"),
     ({"guided_choice": [""]}, "guided_choice[0]", "guided_choice[0] is '': it must have at least 1 character"),
     ({"user": "u" * 513}, "user", "it must have at most 512 characters, not 513"),
-    ({"request_id": "a b"}, "request_id", "request_id is 'a b': it must match ^[!-~]{1,128}$"),
+    ({"request_id": "a b"}, "request_id", "request_id is 'a b': it must match the pattern ^[!-~]{1,128}$"),
     ({"n": True}, "n", "n is true: it must be a valid integer"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
 ]
