@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.serve.text.stop_strings import StopStringMatcher
+from antiphon.serve.api.choice import StopStringMatcher
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TokenBytes, byte_level_alphabet
 from antiphon.serve.text.tokenizer_files import load_tokenizer

@@ -13,86 +13,21 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.chat_reading import ChatReading
-from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, TokenizedPrompt
-from antiphon.serve.api.context import ApiContext, Pace
+from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, StopStrings, TokenizedPrompt
+from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.parameters import with_seed
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.engine_api import EngineOutput
-from antiphon.serve.text.stop_strings import StopStrings
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("serve.api")
 _MAX_WAITING = 64  # outputs of all answers; more wait where the engine puts them
-
-
-@dataclass(eq=False)
-class _EngineRequest:
-    """One answer, its engine iterator and its clock."""
-
-    context: ApiContext
-    request_id: str
-    choice: ChoiceText
-    iterator: AsyncIterator[EngineOutput]
-    clock: RequestClock
-    pace: Pace
-    ended_by_engine: bool = False
-    is_in_line: bool = True
-
-    def __post_init__(self) -> None:
-        self.context.num_in_line += 1
-
-    async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
-        """The engine's outputs, the last with a finish reason, whatever the engine does."""
-        try:
-            async for output in self.iterator:
-                self._leave_line()
-                self.ended_by_engine = output.finish_reason is not None
-                self.clock.tokens_arrived(len(output.token_ids))
-                yield output
-            if self.ended_by_engine:
-                return
-            problem = "the engine ended the request without a reason"
-        except UserError as error:
-            problem = str(error)
-        except Exception as error:  # a failing engine must not take the other requests of the server with it
-            _log.exception("request %s: the engine failed", self.request_id)
-            problem = f"the engine failed: {error}"
-        yield EngineOutput(request_id=self.request_id, token_ids=[], finish_reason="error", error=problem)
-
-    async def consume(self, output: EngineOutput) -> ChoiceDelta | None:
-        """What an output adds to the answer, worked out when it is this HTTP request's turn; None for nothing yet."""
-        async with self.pace:
-            delta = self.choice.consume(output)
-        if delta is not None and delta.finish_reason is not None:
-            self.clock.finished(delta.finish_reason)
-        return delta
-
-    async def end(self) -> None:
-        """Make the engine forget the request unless it ended it itself. A generator that was never started runs none of
-        its clean-up when closed, so the engine also gets an abort by name."""
-        self._leave_line()
-        if not self.ended_by_engine:
-            self.context.engine.abort(self.request_id)
-            self.ended_by_engine = True
-        aclose = getattr(self.iterator, "aclose", None)
-        if aclose is not None:
-            await aclose()
-
-    def _leave_line(self) -> None:
-        self.context.num_in_line -= self.is_in_line
-        self.is_in_line = False
-
-    def give_up(self) -> None:
-        """The rest of the answer is not read."""
-        if not self.choice.finished:
-            self.choice.finished = True
-            self.clock.finished("abort")
 
 
 class Generation:
@@ -100,13 +35,13 @@ class Generation:
 
     def __init__(self, context: ApiContext, request_id: str) -> None:
         self.request_id = request_id
-        self._engine_id = uuid.uuid4().hex  # a client may give the same id twice
+        self._owner = uuid.uuid4().hex  # begins the engine's ids: a client may give the same id twice
         self.created_s = int(time.time())
         self.prompts: list[TokenizedPrompt] = []
         self.num_answers = 1
         self.pace = context.pace()
         self._context = context
-        self._requests: list[_EngineRequest] = []
+        self._choices: list[ChoiceText] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = True
         self._reads_reasoning = False
@@ -133,8 +68,12 @@ class Generation:
         for prompt, prompt_params, reading in zip(prompts, params, of_prompts, strict=True):
             for answer in range(self.num_answers):
                 async with self.pace:
-                    index = len(self._requests)
+                    index = len(self._choices)
+                    own_params = with_seed(prompt_params, request.seed, answer)
+                    engine_id = self._engine_id(index)
                     choice = ChoiceText(
+                        submit=partial(engine.submit, engine_id, prompt.token_ids, own_params, owner=self._owner),
+                        clock=RequestClock(self._context.metrics, self._arrived_s),
                         index=index,
                         prompt=prompt,
                         params=prompt_params,
@@ -145,28 +84,29 @@ class Generation:
                         reader=reading.reader() if reading is not None else None,
                         shows_reasoning=reading is None or reading.shows_reasoning,
                     )
-                    engine_id = f"{self._engine_id}-{index}"
-                    own_params = with_seed(prompt_params, request.seed, answer)
-                    outputs = engine.submit(engine_id, prompt.token_ids, own_params, owner=self._engine_id)
-                    clock = RequestClock(self._context.metrics, self._arrived_s)
-                    self._requests.append(_EngineRequest(self._context, engine_id, choice, outputs, clock, self.pace))
+                    self._choices.append(choice)
+                    self._context.num_in_line += 1
+
+    def _engine_id(self, index: int) -> str:
+        return f"{self._owner}-{index}"
 
     @property
     def num_choices(self) -> int:
-        return len(self._requests)
+        return len(self._choices)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Pieces of all answers as they come. Ends after every answer has sent its finish reason."""
-        num_running = len(self._requests)
+        num_running = len(self._choices)
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
-                request = self._requests[index]
-                if request.choice.finished:
+                choice = self._choices[index]
+                if choice.finished:
                     continue  # it came behind a stop string
-                delta = await request.consume(output)
-                if request.choice.finished:
+                async with self.pace:
+                    delta = choice.consume(output)
+                if choice.finished:
                     num_running -= 1
-                    if self._tasks and not request.ended_by_engine:
+                    if self._tasks and not choice.ended_by_engine:
                         self._tasks[index].cancel()  # a stop string ends one answer while others go on
                 if delta is not None:
                     yield delta
@@ -175,24 +115,57 @@ class Generation:
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, EngineOutput], None]:
         """What the engine says of each answer."""
-        if len(self._requests) == 1:
-            async with aclosing(self._requests[0].outputs()) as outputs:
+        if len(self._choices) == 1:
+            async with aclosing(self._outputs_of(self._choices[0])) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
         queue: asyncio.Queue[tuple[int, EngineOutput]] = asyncio.Queue(_MAX_WAITING)
-        self._tasks = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._requests))]
+        self._tasks = [asyncio.create_task(self._pump(choice, queue)) for choice in self._choices]
         while True:
             yield await queue.get()
 
-    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, EngineOutput]]) -> None:
-        request = self._requests[index]
+    async def _pump(self, choice: ChoiceText, queue: asyncio.Queue[tuple[int, EngineOutput]]) -> None:
         try:
-            async with aclosing(request.outputs()) as outputs:
+            async with aclosing(self._outputs_of(choice)) as outputs:
                 async for output in outputs:
-                    await queue.put((index, output))
+                    await queue.put((choice.index, output))
         finally:
-            await request.end()
+            await self._end(choice)
+
+    async def _outputs_of(self, choice: ChoiceText) -> AsyncGenerator[EngineOutput, None]:
+        """The engine's outputs, the last with a finish reason, whatever the engine does."""
+        request_id = self._engine_id(choice.index)
+        try:
+            async for output in choice.iterator:
+                self._leave_line(choice)
+                choice.ended_by_engine = output.finish_reason is not None
+                choice.clock.tokens_arrived(len(output.token_ids))
+                yield output
+            if choice.ended_by_engine:
+                return
+            problem = "the engine ended the request without a reason"
+        except UserError as error:
+            problem = str(error)
+        except Exception as error:  # a failing engine must not take the other requests of the server with it
+            _log.exception("request %s: the engine failed", request_id)
+            problem = f"the engine failed: {error}"
+        yield EngineOutput(request_id=request_id, token_ids=[], finish_reason="error", error=problem)
+
+    async def _end(self, choice: ChoiceText) -> None:
+        """Make the engine forget the request unless it ended it itself. A generator that was never started runs none of
+        its clean-up when closed, so the engine also gets an abort by name."""
+        self._leave_line(choice)
+        if not choice.ended_by_engine:
+            self._context.engine.abort(self._engine_id(choice.index))
+            choice.ended_by_engine = True
+        aclose = getattr(choice.iterator, "aclose", None)
+        if aclose is not None:
+            await aclose()
+
+    def _leave_line(self, choice: ChoiceText) -> None:
+        self._context.num_in_line -= choice.is_in_line
+        choice.is_in_line = False
 
     async def close(self) -> None:
         """End whatever the engine still computes for this, and give back the place among the running requests. Safe to
@@ -201,10 +174,10 @@ class Generation:
             task.cancel()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        for request in self._requests:
-            await request.end()
-            request.give_up()
-        self._requests, self._tasks = [], []
+        for choice in self._choices:
+            await self._end(choice)
+            choice.give_up()
+        self._choices, self._tasks = [], []
         if self._is_open:
             self._is_open = False
             self._context.leave()
@@ -212,9 +185,8 @@ class Generation:
     def usage(self) -> dict[str, object]:
         """Token counts; a prompt counts once however many answers it has. Read it before `close`."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        first_answers = self._requests[:: self.num_answers]
-        num_cached = sum(request.choice.num_cached_tokens for request in first_answers)
-        return self._usage(num_prompt, num_cached, [request.choice for request in self._requests])
+        num_cached = sum(choice.num_cached_tokens for choice in self._choices[:: self.num_answers])
+        return self._usage(num_prompt, num_cached, self._choices)
 
     def prompt_ids_of(self, index: int) -> list[int]:
         """The prompt of one answer."""
@@ -222,7 +194,7 @@ class Generation:
 
     def usage_of(self, index: int) -> dict[str, object]:
         """Token counts so far of one answer, for streams."""
-        choice = self._requests[index].choice
+        choice = self._choices[index]
         return self._usage(len(self.prompt_ids_of(index)), choice.num_cached_tokens, [choice])
 
     def _usage(self, num_prompt: int, num_cached: int, choices: list[ChoiceText]) -> dict[str, object]:
