@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.base.logging import get_logger
+from antiphon.base.sharing import FairLine
 from antiphon.base.system import give_memory_back
-from antiphon.serve.policy.fair_line import FairLine
 
 _log = get_logger("engine")
 _NUM_QUICK_THREADS = 2

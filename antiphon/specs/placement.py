@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from antiphon.base.errors import UserError
-from antiphon.base.ranges import split_evenly
+from antiphon.base.sharing import split_evenly
 
 Owners = tuple[tuple[int, ...], ...]
 Held = list[set[int]]  # by worker the experts of one layer

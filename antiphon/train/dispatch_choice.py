@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from antiphon.base.logging import get_logger
-from antiphon.base.ranges import split_evenly
+from antiphon.base.sharing import split_evenly
 from antiphon.base.units import format_seconds
 from antiphon.comm.collectives import AllGather, barrier, run
 from antiphon.comm.mesh import Mesh

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from antiphon.base.ranges import split_evenly
+from antiphon.base.sharing import split_evenly
 from antiphon.comm.mesh import Sizes
 from antiphon.kernels.ops.products import Products
 from antiphon.models.config import tensor_names

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from antiphon.base.sharing import FairLine
 from antiphon.serve.engine_api import QueueFull
-from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.text_messages import CompileTemplate, TextConfigure
 from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest, WaitingBytes
 

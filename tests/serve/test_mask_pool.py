@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from antiphon.base.sharing import FairLine
 from antiphon.serve.mask_pool import MaskJob, MaskPool
-from antiphon.serve.policy.fair_line import FairLine
 from tests.waiting import wait_until
 
 

@@ -23,9 +23,9 @@ from typing import IO, Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.sharing import FairLine
 from antiphon.base.system import python_module
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
-from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, TrialVerdict
 
 _log = get_logger("serve.text")

@@ -24,10 +24,10 @@ import psutil
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.logging import Occasional, get_logger
+from antiphon.base.sharing import FairLine
 from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import format_bytes
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
-from antiphon.serve.policy.fair_line import FairLine
 from antiphon.serve.text.text_messages import Answer, Job, TextConfigure, TextReady, TextRefused
 from antiphon.serve.worker.channel import Channel
 

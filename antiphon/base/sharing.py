@@ -1,11 +1,7 @@
-"""A waiting line in which owners take turns: a client with sixty texts or schemas, or a grammar with sixty sequences,
-delays another one by one piece of work and not by sixty.
+"""How a number of things is shared out evenly, and how owners take turns.
 
-The next item comes from the owner that has waited longest for its turn. Of one owner's items the one that is due first
-comes first; of those due at the same time, the one that was put first.
-
-Rejected: one line in order of arrival, where the first to ask for much delays all others; one line by size for all,
-which a client that cuts its work into small requests would own.
+`FairLine` rejected: one line in order of arrival, where the first to ask for much delays all others; one line by size
+for all, which a client that cuts its work into small requests would own.
 """
 
 import heapq
@@ -17,8 +13,19 @@ from typing import Generic, TypeVar
 _Item = TypeVar("_Item")
 
 
+def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+    """Contiguous ranges [first, last) of `total` whose lengths differ by at most one, the longer first."""
+    size, more = divmod(total, parts)
+    starts = [index * size + min(index, more) for index in range(parts + 1)]
+    return list(itertools.pairwise(starts))
+
+
 class FairLine(Generic[_Item]):
-    """See the module's docstring. Not thread-safe."""
+    """A waiting line in which owners take turns: a client with sixty texts, or a grammar with sixty sequences, delays
+    another one by one piece of work and not by sixty. Not thread-safe.
+
+    The next item comes from the owner that has waited longest for its turn. Of one owner's items the one that is due
+    first comes first; of those due at the same time, the one that was put first."""
 
     def __init__(self) -> None:
         self._of_owners: OrderedDict[Hashable, list[tuple[float, int, _Item]]] = OrderedDict()
