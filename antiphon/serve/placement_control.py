@@ -20,7 +20,7 @@ A plan is made on a thread of its own: steps go on meanwhile. It is taken only i
 While it is made, threads of this process take shorter turns. Otherwise each answer of a worker may wait 5 ms for the
 interpreter's lock. Plans of large models take long, so the thread rests in proportion.
 Rejected: a process for the plan. It costs memory and a start, and with short turns steps hardly notice the thread.
-With any policy but `off` expert workers' speeds are measured, too (`policy/worker_speeds`): a slow one gets fewer rows.
+With any policy but `off` expert workers' speeds are measured, too (`WorkerSpeeds`): a slow one gets fewer rows.
 
 Experts move from the placement that rows are sent by to the one that is wanted:
 
@@ -38,6 +38,7 @@ changes nothing: it starts again with the present map, then prepares what it mis
 A copy is a spare: while an expert worker is gone, `present` leaves it out, if every expert has another owner.
 """
 
+import math
 import sys
 import time
 from collections import deque
@@ -53,13 +54,19 @@ from antiphon.base.logging import get_logger
 from antiphon.placement.place import chance_of, matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.fleet import Fleet
-from antiphon.serve.policy.worker_speeds import WorkerSpeeds
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import ExpertReport, Place, Prepared, PreparePlacement, Retire
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, next_placement, num_moves
 
+_NEWS = 0.8  # a share of another number above this is chance
+_FASTER = 0.9  # above this, if it is so all the time
+_LOWEST = 0.1
+_LEAST_S = 1.0  # a few hundred halts of some milliseconds
+_LEAST_OF_PEER_S = 0.2
+_WINDOW_S = 10.0
+_PATIENCE_S = 20.0
 _log = get_logger("engine")
 Policy = Literal["off", "static", "window", "predict", "paths"]
 POLICIES: tuple[Policy, ...] = ("off", "static", "window", "predict")  # those that need nothing else
@@ -74,6 +81,92 @@ FIRST_LIFE_STEPS = 1000  # of the first plan's placement
 LEAST_LIFE_STEPS = 2 * WINDOW_STEPS  # of a later one's
 WORTH = 0.05  # of an even load, which the busiest worker must gain at least
 NOISE = 2.0  # standard deviations of an even load, at least as well: of many workers one is busy by chance
+
+
+class WorkerSpeeds:
+    """How fast each of `num_workers` computes, compared with the others, from what it was sent and for how long it was
+    busy. `knee`: rows up to which an expert takes no longer than for one.
+
+        work = max(t, knee x touched),   touched = held (1 - exp(-t / held)),   speed = batches x work / busy time
+
+    t are the rows of all its experts in a mean batch. An expert costs as much as `knee` rows however few it gets, since
+    its weights are read, and a batch of t rows touches `touched` of the `held` experts. Without this one that gets few
+    rows would look slow, get fewer, and look slower still.
+
+    The formula is not the truth. With twice the work a batch takes more than twice as long on a part of a core, which
+    is halted in the middle, and less where each batch has fixed costs. So shares follow rules that always hold:
+
+    - A worker counts as slow if its batches take longer than those of a peer that has at least about as much work. The
+      worker of a hot expert is not slow for its load, and one with few rows is not slow for its fixed costs. A slower
+      one is no peer.
+    - A slow worker gets less work, and may look fast with that. It stays slow until it has looked faster all through
+      `_PATIENCE_S` of busy time, and twice as long each further time. A worker with too little work costs the others a
+      little, one with too much holds up all of them.
+    - When loads change, what was measured before is forgotten.
+
+    Shares are of the fastest peer's speed. A worker that was busy for less than `_LEAST_S` counts as before; its peers
+    may have idled more. Numbers fade by half whenever `_WINDOW_S` of busy time has come together. Rejected: a line of
+    time over rows, fitted to each worker's reports. Its load is the same for minutes, and a prompt differs in more than
+    its rows."""
+
+    def __init__(self, num_workers: int, knee: int) -> None:
+        self._knee = knee
+        self._work = [0.0] * num_workers
+        self._batches = [0.0] * num_workers
+        self._busy_s = [0.0] * num_workers
+        self._shares = [1.0] * num_workers
+        self._fast_s = [0.0] * num_workers  # busy time since it began to look faster than its share
+        self._patience_s = [_PATIENCE_S] * num_workers
+
+    def add(self, worker: int, num_batches: int, rows: Collection[Collection[int]], busy_s: float) -> None:
+        """What one worker did since its last report; `rows` of each expert that it holds, by layer."""
+        if not num_batches or not any(rows):
+            return
+        of_batch, held = sum(map(sum, rows)) / num_batches, sum(map(len, rows)) / len(rows)
+        touched = held * (1 - math.exp(-of_batch / held))
+        self._work[worker] += num_batches * max(of_batch, self._knee * touched)
+        self._batches[worker] += num_batches
+        self._busy_s[worker] += busy_s
+        self._fast_s[worker] += busy_s
+        if max(self._busy_s) > _WINDOW_S:
+            for numbers in (self._work, self._batches, self._busy_s):
+                numbers[:] = [number / 2 for number in numbers]
+
+    def forget(self) -> None:
+        """Loads have changed: experts have moved, or rows are split anew."""
+        for numbers in (self._work, self._batches, self._busy_s):
+            numbers[:] = [0.0] * len(numbers)
+
+    def shares(self) -> tuple[float, ...]:
+        """Each worker's speed over that of the fastest of its peers; 1 where nothing is known."""
+        known = [
+            worker for worker, busy_s in enumerate(self._busy_s) if busy_s >= _LEAST_OF_PEER_S and self._work[worker]
+        ]
+        for worker in known:
+            if self._busy_s[worker] >= _LEAST_S:
+                share = self._shares[worker]
+                self._judge(worker, [each for each in known if each != worker and self._shares[each] >= share])
+        return tuple(self._shares)
+
+    def _judge(self, worker: int, others: list[int]) -> None:
+        """Against those that have about as much work in a batch, or more."""
+        work, time_s = self._of_batch(worker)
+        peers = [each for each in map(self._of_batch, others) if each[0] >= _NEWS * work]
+        seen = min((work / time_s * peer_s / peer_work for peer_work, peer_s in peers), default=0.0)
+        slower = [work / time_s * peer_s / peer_work for peer_work, peer_s in peers if peer_s <= _NEWS * time_s]
+        share = self._shares[worker]
+        if seen < share / _FASTER:
+            self._fast_s[worker] = 0.0
+        if slower and min(slower) <= _NEWS * share:
+            self._shares[worker] = max(_LOWEST, min(slower))
+        elif share < 1.0 and self._fast_s[worker] >= self._patience_s[worker]:
+            self._shares[worker] = seen if seen < _NEWS else 1.0
+            self._patience_s[worker] *= 2
+            self._fast_s[worker] = 0.0
+
+    def _of_batch(self, worker: int) -> tuple[float, float]:
+        """Work, and seconds."""
+        return self._work[worker] / self._batches[worker], self._busy_s[worker] / self._batches[worker]
 
 
 class PlacementControl:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from antiphon.serve.policy.worker_speeds import WorkerSpeeds
+from antiphon.serve.placement_control import WorkerSpeeds
 
 Cost = Callable[[float], float]  # seconds of a batch, from its rows
 
