@@ -23,7 +23,7 @@ from antiphon.serve.handovers import Handovers
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker, has_room
-from antiphon.serve.policy.suspects import Suspects, Verdict
+from antiphon.serve.policy.suspects import Suspects
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker_process import WorkerName
 from antiphon.serve.workforce import Workforce
@@ -145,7 +145,7 @@ class RequestRouter:
 
     def _clear_groups(self) -> None:
         """Remove requests from groups that others are to have, as soon as no step runs there."""
-        turn, self._turn = self._turn, self._suspects.turn
+        turn, self._turn = self._turn, self._suspects.turn if self._suspects.charged else 0
         if not self._turn:
             self._trial_group = None
         elif self._turn != turn and self._trial_group is not None:
@@ -162,7 +162,8 @@ class RequestRouter:
 
     def on_progress(self) -> None:
         """Steps may have ended: clear suspects that got past the point where they failed."""
-        self._suspects.note_progress()
+        if self._suspects.charged:
+            self._suspects.note_progress()
 
     def on_failure(self, failure: StepFailure) -> None:
         """A step came to nothing: it is tried again as it was, unless that has failed before."""
@@ -172,14 +173,14 @@ class RequestRouter:
             if not failure.blamed:
                 return
         verdict = self._suspects.charge(failure.blamed, reported=failure.reported)
-        if verdict is Verdict.REPEAT:
+        if verdict == "repeat":
             return
         group = self._workforce.group_of(failure.worker)
         self._trial_group = self._trial_group or group
         self._to_clear.add(group)
-        if verdict is Verdict.RENEW:
+        if verdict == "renew":
             group.renew(failure.worker)
-        elif verdict is Verdict.GUILTY:
+        elif verdict == "guilty":
             (request,) = failure.blamed
             count = f"{request.num_failures} steps with this request failed, the last one with it alone"
             error = f"{count}: {failure.what}; the server has given the request up"

@@ -19,7 +19,7 @@ ending all requests of the step (one client could end everybody's).
 """
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from typing import Literal
 
 from antiphon.serve.policy.request import Request, RequestStatus
 
@@ -27,53 +27,50 @@ MAX_FAILURES = 3
 _SUSPECT_AFTER = 2
 
 
-class Verdict(Enum):
-    """What to do after a failed step."""
-
-    REPEAT = "repeat"  # the same step once more
-    SEARCH = "search"  # run the suspects of `turn`, without others
-    RENEW = "renew"  # search, but on a fresh worker in place of the one that reported the error
-    GUILTY = "guilty"  # end the request, the only one of the step
+# What to do after a failed step: the same step once more; run the suspects of `turn`, without others; search, but on a
+# fresh worker in place of the one that reported the error; end the request, the only one of the step.
+Verdict = Literal["repeat", "search", "renew", "guilty"]
 
 
 class Suspects:
-    """The failures of unfinished requests. Suspects carry the number of their group (`Request.suspect_group`)."""
+    """The failures of unfinished requests. Suspects carry the number of their group (`Request.suspect_group`).
+    `charged`: each was in a failed step and has not got past it; without any there is nothing to ask here."""
 
     def __init__(self) -> None:
-        self._charged: list[Request] = []  # each was in a failed step and has not got past it
+        self.charged: list[Request] = []
         self._num_groups = 0
 
     @property
     def turn(self) -> int:
         """The group that runs now, the newest; 0: no request is suspected. When it changes, the place where suspects
         run must be cleared of everybody else."""
-        return max((request.suspect_group for request in self._charged), default=0)
+        return max((request.suspect_group for request in self.charged), default=0)
 
     def charge(self, blamed: Mapping[Request, int], *, reported: bool) -> Verdict:
         """A step of these requests failed, in which each would have reached that number of computed tokens.
         `reported`: by a worker that lives on and says it was an error."""
         for request, num_tokens in blamed.items():
             if not request.num_failures:
-                self._charged.append(request)
+                self.charged.append(request)
             request.num_failures += 1
             request.num_tokens_to_pass = max(request.num_tokens_to_pass, num_tokens)
         suspects = [request for request in blamed if request.num_failures >= _SUSPECT_AFTER]
         if not suspects:
-            return Verdict.REPEAT
+            return "repeat"
         if len(blamed) == 1:
             return self._judge(suspects[0], reported)
         middle = (len(suspects) + 1) // 2
         self._group(suspects[middle:])
         self._group(suspects[:middle])
-        return Verdict.SEARCH
+        return "search"
 
     def _judge(self, request: Request, reported: bool) -> Verdict:
         """A suspect failed alone."""
         self._group([request])
         if reported and not request.was_on_fresh_worker:
             request.was_on_fresh_worker = True
-            return Verdict.RENEW
-        return Verdict.GUILTY if request.num_failures >= MAX_FAILURES else Verdict.SEARCH
+            return "renew"
+        return "guilty" if request.num_failures >= MAX_FAILURES else "search"
 
     def _group(self, requests: Sequence[Request]) -> None:
         """Make a group of these, taken out of their earlier ones."""
@@ -83,13 +80,13 @@ class Suspects:
 
     def note_progress(self) -> None:
         """A step was committed: clear the requests that are past the point where they failed, and those that ended."""
-        for request in list(self._charged):
+        for request in list(self.charged):
             if request.status is RequestStatus.FINISHED or request.num_computed >= request.num_tokens_to_pass:
                 self.clear(request)
 
     def clear(self, request: Request) -> None:
         """The request is no suspect, or has ended. Nothing happens if it was never charged."""
         if request.num_failures:
-            self._charged.remove(request)
+            self.charged.remove(request)
             request.num_failures = request.num_tokens_to_pass = request.suspect_group = 0
             request.was_on_fresh_worker = False
