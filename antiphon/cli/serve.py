@@ -45,7 +45,7 @@ from antiphon.serve.prepare import prepare
 from antiphon.serve.ray_cluster import RayCluster
 from antiphon.serve.ray_placement import RayPlacement
 from antiphon.serve.served_plan import ServedPlan
-from antiphon.serve.text.text_messages import MAX_TEMPLATE_CHARACTERS
+from antiphon.serve.text.text_process import MAX_TEMPLATE_CHARACTERS
 from antiphon.serve.text.tokenizer import TextTokenizer
 from antiphon.serve.text.tokenizer_reading import read_tokenizer
 

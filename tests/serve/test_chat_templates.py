@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.text_messages import RenderChat
-from antiphon.serve.text.text_process import ChatTemplate
+from antiphon.serve.text.text_process import ChatTemplate, RenderChat
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService, settable_variables
 from antiphon.serve.text.tokenizer import TextTokenizer

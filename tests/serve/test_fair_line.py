@@ -6,7 +6,7 @@ import pytest
 
 from antiphon.base.sharing import FairLine
 from antiphon.serve.engine_api import QueueFull
-from antiphon.serve.text.text_messages import CompileTemplate, TextConfigure
+from antiphon.serve.text.text_process import CompileTemplate, TextConfigure
 from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest, WaitingBytes
 
 LARGE = 1024 * 1024

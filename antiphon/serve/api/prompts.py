@@ -30,7 +30,7 @@ from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.guard.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, split_prompts
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.text.text_messages import RenderChat
+from antiphon.serve.text.text_process import RenderChat
 from antiphon.serve.text.text_service import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 

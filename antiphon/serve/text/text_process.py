@@ -4,9 +4,10 @@ template, the texts they work on.
     python -m antiphon.serve.text.text_process --fd N        # works on a tokenizer that the server hands over
     python -m antiphon.serve.text.tokenizer_reading --fd N   # reads it from a checkpoint first
 
-The server talks to it over the inherited socket N and ends it with SIGKILL when a job takes too long. Memory is limited
-by the kernel, relative to what the process has once it is ready: a job that wants more fails in here. When the server
-goes, however it goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
+The server talks to it over the inherited socket N, in MessagePack of declared types: `TextConfigure`, and after
+`TextReady` one job at a time. It ends it with SIGKILL when a job takes too long. Memory is limited by the kernel,
+relative to what the process has once it is ready: a job that wants more fails in here. When the server goes, however it
+goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
 
 A chat template is a Jinja program that writes a conversation as one text, in the environment of
 `models/chat_environment`. Even looking for its variables evaluates parts of it. Nothing in `ChatTemplate` limits time
@@ -25,32 +26,20 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
+import tokenizers
 from jinja2 import meta
 from jinja2.exceptions import TemplateSyntaxError
 
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.system import address_space_bytes, give_memory_back, ignore_ending_signals
 from antiphon.models.chat_environment import chat_environment
-from antiphon.serve.text.text_messages import (
-    MAX_TEMPLATE_CHARACTERS,
-    Answer,
-    CompileTemplate,
-    Decode,
-    Encode,
-    Job,
-    RenderChat,
-    TemplateNames,
-    TextConfigure,
-    TextReady,
-    TextRefused,
-    TextResult,
-    TokenIds,
-    TokenizerSource,
-)
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 from antiphon.serve.worker.channel import Channel
 
+MAX_TEMPLATE_CHARACTERS = 1024 * 1024  # published ones have up to some ten thousand
 _MAX_VARIABLES = 1024
 # What a template receives by these names is not for a client to replace.
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -63,6 +52,113 @@ _CHARACTERS_PER_TOKEN = 8  # more than texts have; the first look at a text that
 _CUT_TOKENS = 64  # a text's beginning may have up to this many tokens more than the whole: where it was cut
 _MAX_REASON_CHARACTERS = 200
 _LONG_JOB_S = 0.05  # it may have needed memory that later ones do not
+
+
+class TokenizerSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All that a checkpoint says about texts. `tokenizer_json` is the tokenizer's own form."""
+
+    tokenizer_json: str
+    chat_template: str | dict[str, str] | None
+    special_tokens: dict[str, str]
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> "TokenizerSource":
+        return cls(
+            tokenizer_json=tokenizer.backend.to_str(),
+            chat_template=tokenizer.template_sources,
+            special_tokens=tokenizer.special_tokens,
+        )
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer this describes. Holds the interpreter's lock for up to seconds."""
+        backend = tokenizers.Tokenizer.from_str(self.tokenizer_json)
+        return TextTokenizer(backend, self.chat_template, self.special_tokens)
+
+
+class TextConfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message. `source` None: a `ReadTokenizer` comes before other jobs. `memory_bytes` is what may be added
+    to the memory the process has once it is ready; `niceness` how far it steps back behind others."""
+
+    source: TokenizerSource | None
+    memory_bytes: int
+    niceness: int
+
+
+class ReadTokenizer(msgspec.Struct, frozen=True, tag=True):
+    """Read the checkpoint in `folder`, for jobs that come later. Answered by `TokenizerSource`, or `TextRefused`."""
+
+    folder: str
+
+
+class TryGrammars(msgspec.Struct, frozen=True, tag=True):
+    """Make what grammars need of the tokenizer, for a model of `vocab_size` ids. Answered by an empty `TextResult`,
+    or `TextRefused`."""
+
+    vocab_size: int
+
+
+class CompileTemplate(msgspec.Struct, frozen=True, tag=True):
+    """Answered by `TemplateNames`, or `TextRefused` with what is wrong with the template."""
+
+
+class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A conversation as one text. `template_kwargs` are further names for the template and replace special tokens.
+    Answered by `TextResult`, or `TextRefused` when the template refuses it or beyond `max_characters`."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool
+    max_characters: int
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answered by `TokenIds`, or by `TextRefused` as soon as a text certainly has more than `max_tokens` tokens."""
+
+    texts: list[str]
+    add_special_tokens: bool
+    max_tokens: int | None
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Answered by `TextResult`. Ids are 32-bit words in this machine's byte order."""
+
+    token_ids: bytes
+    skip_special_tokens: bool
+
+
+class TextReady(msgspec.Struct, frozen=True, tag=True):
+    """The tokenizer is loaded, if there is one; jobs may come."""
+
+
+class TextResult(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+class TokenIds(msgspec.Struct, frozen=True, tag=True):
+    """The ids of each text, 32-bit words in this machine's byte order."""
+
+    of_texts: list[bytes]
+
+
+class TemplateNames(msgspec.Struct, frozen=True, tag=True):
+    """The variables that a chat template reads without setting them."""
+
+    names: list[str]
+
+
+class TextRefused(msgspec.Struct, frozen=True, tag=True):
+    """Why the client gets no answer. `too_long`: its input does not fit the context."""
+
+    reason: str
+    too_long: bool = False
+
+
+Job = ReadTokenizer | TryGrammars | CompileTemplate | RenderChat | Encode | Decode
+Answer = TokenizerSource | TemplateNames | TextResult | TokenIds | TextRefused
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
 
 
 class TooMuchText(UserError):

@@ -28,7 +28,7 @@ from antiphon.base.sharing import FairLine
 from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import format_bytes
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
-from antiphon.serve.text.text_messages import Answer, Job, TextConfigure, TextReady, TextRefused
+from antiphon.serve.text.text_process import Answer, Job, TextConfigure, TextReady, TextRefused
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("serve.text")

@@ -23,7 +23,7 @@ import msgspec
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
-from antiphon.serve.text.text_messages import (
+from antiphon.serve.text.text_process import (
     Answer,
     CompileTemplate,
     Decode,

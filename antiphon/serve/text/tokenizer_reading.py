@@ -17,18 +17,18 @@ from types import TracebackType
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.system import interruptible
 from antiphon.serve.text import grammar_trial, text_process
-from antiphon.serve.text.text_messages import (
+from antiphon.serve.text.text_process import (
     Answer,
     Encode,
     Job,
     ReadTokenizer,
     TextConfigure,
     TextResult,
+    TextWork,
     TokenIds,
     TokenizerSource,
     TryGrammars,
 )
-from antiphon.serve.text.text_process import TextWork
 from antiphon.serve.text.text_queue import READ_PROGRAM, TextLimits, TextQueue, TextRequest
 from antiphon.serve.text.text_service import expect
 from antiphon.serve.text.tokenizer import TextTokenizer
