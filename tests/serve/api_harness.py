@@ -29,7 +29,7 @@ from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.text_service import TextService
 from antiphon.serve.text.tokenizer import TextTokenizer
-from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_reading import load_tokenizer
 from tests.serve.fake_engine import FakeEngine
 
 END = "<|im_end|>"

@@ -12,7 +12,7 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.serve.api.choice import StopStringMatcher
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TokenBytes, byte_level_alphabet
-from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_reading import load_tokenizer
 from tests.serve.api_harness import eos_id, followed, ids, small_grammars, small_tokenizer
 
 

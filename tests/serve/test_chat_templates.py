@@ -21,7 +21,7 @@ from antiphon.serve.text.text_process import ChatTemplate, RenderChat
 from antiphon.serve.text.text_queue import TextLimits
 from antiphon.serve.text.text_service import TextService, settable_variables
 from antiphon.serve.text.tokenizer import TextTokenizer
-from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_reading import load_tokenizer
 from tests.serve.api_harness import live, says, small_tokenizer, text_pids, write_tokenizer
 from tests.waiting import wait_until
 

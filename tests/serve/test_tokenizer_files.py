@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import antiphon
 from antiphon.base.errors import CheckpointError
-from antiphon.serve.text.tokenizer_files import load_tokenizer
+from antiphon.serve.text.tokenizer_reading import load_tokenizer
 from tests.serve.tokenizer_kinds import KINDS, TEXTS, byte_level, small
 
 JSON_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from antiphon.base.errors import CheckpointError
-from antiphon.serve.text.tokenizer_files import load_tokenizer
 from antiphon.serve.text.tokenizer_formats import _PATTERNS, KIMI_PATTERN
+from antiphon.serve.text.tokenizer_reading import load_tokenizer
 
 TEXT = (
     "The experts of a mixture are chosen token by token, and it's the router's choice which of them work together. "
