@@ -31,10 +31,10 @@ from antiphon.cli.engine_run import (
 )
 from antiphon.cli.options import check_not_empty
 from antiphon.cli.output import JsonOption, check_json, check_output_file, emit_json, show, table, tell
+from antiphon.cli.top import read_api_keys
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.app import build_grammars, create_app
-from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.batch import BatchCounts, answer_batch, check_requests

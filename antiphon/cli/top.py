@@ -29,7 +29,6 @@ from antiphon.base.units import format_seconds
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS
 from antiphon.serve.api.dashboard_reading import DashboardReading, LastSteps, WorkerSpans
-from antiphon.serve.api.key_file import read_api_keys
 
 ServerUrl = Annotated[str, typer.Argument(metavar="[URL]", help="The server.")]
 KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")]
@@ -107,6 +106,26 @@ def _state(client: httpx.Client, url: str, worker: str, *, undo: bool) -> str:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{url} does not know /drain: see its /version") from error
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; empty lines and lines that begin with ``#`` do not count.
+
+    `UserError` when the file cannot be read or holds no key: a server that is to ask for keys must not run open."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UserError(f"the API key file {path} cannot be read ({reason}): write one key a line into it") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if not keys:
+        raise UserError(f"the API key file {path} holds no key: write one key a line")
+    unusable = next((number for number, key in enumerate(keys, 1) if not key.isascii() or " " in key), None)
+    if unusable is not None:
+        raise UserError(
+            f"key {unusable} in {path} holds a space or a non-ASCII character: HTTP headers cannot carry it"
+        )
+    return keys
 
 
 def _client(api_key_file: Path | None) -> httpx.Client:

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.cli.top import read_api_keys
 from antiphon.serve.api import server as server_module
-from antiphon.serve.api.key_file import read_api_keys
 from antiphon.serve.api.server import QuietCollector
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import Live, bind, fake_engine, live
