@@ -28,7 +28,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.units import format_seconds
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS
-from antiphon.serve.api.dashboard_reading import DashboardReading, LastSteps, WorkerSpans
+from antiphon.serve.api.dashboard import DashboardReading, LastSteps, WorkerSpans
 
 ServerUrl = Annotated[str, typer.Argument(metavar="[URL]", help="The server.")]
 KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")]

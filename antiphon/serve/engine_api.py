@@ -118,8 +118,8 @@ class PoolState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineEvent:
-    """`number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns several."""
+class ShownEvent:
+    """What happened to a worker. `number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns several."""
 
     number: int
     time_s: float
@@ -159,7 +159,7 @@ class EngineStats:
     status: str = "ok"
     missing: tuple[str, ...] = ()  # workers that cannot step now
     workers: dict[str, str] = field(default_factory=dict)  # all, by name: "ready", or why not
-    events: tuple[EngineEvent, ...] = ()  # the newest, oldest first
+    events: tuple[ShownEvent, ...] = ()  # the newest, oldest first
     handovers: HandoverCounts = field(default_factory=HandoverCounts)
     pools: dict[str, PoolState] = field(default_factory=dict)  # empty unless prefill and decode are apart
 

@@ -18,7 +18,7 @@ import numpy as np
 from antiphon.base.logging import get_logger
 from antiphon.comm.ledger import Traffic
 from antiphon.placement.split import FloatArray, balancedness
-from antiphon.serve.engine_api import EngineEvent, EventKind, HandoverCounts, PrefetchCounts
+from antiphon.serve.engine_api import EventKind, HandoverCounts, PrefetchCounts, ShownEvent
 from antiphon.serve.worker.messages import ExpertReport, StepResult
 
 _log = get_logger("engine")
@@ -31,7 +31,7 @@ class EventLog:
     """What happened to the workers, the newest `_MAX_EVENTS`, for the dashboard. The log says more."""
 
     def __init__(self) -> None:
-        self._events: deque[EngineEvent] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[ShownEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_noted = 0
         self._lock = threading.Lock()
 
@@ -40,10 +40,10 @@ class EventLog:
         with self._lock:
             self._num_noted += 1
             self._events.append(
-                EngineEvent(number=self._num_noted, time_s=time.time(), kind=kind, worker=worker, text=text)
+                ShownEvent(number=self._num_noted, time_s=time.time(), kind=kind, worker=worker, text=text)
             )
 
-    def newest(self) -> tuple[EngineEvent, ...]:
+    def newest(self) -> tuple[ShownEvent, ...]:
         """Those that are kept, oldest first."""
         with self._lock:
             return tuple(self._events)

@@ -19,7 +19,7 @@ from rich.console import Console
 from antiphon.base.errors import UserError
 from antiphon.cli import main as cli
 from antiphon.cli.top import frame, read
-from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.serve.api.dashboard import DashboardReading
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.span_examples import recorded

@@ -9,8 +9,7 @@ import pytest
 
 from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS, MARK, render
 from antiphon.serve import statistics as statistics_module
-from antiphon.serve.api.dashboard import Dashboard
-from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.serve.api.dashboard import Dashboard, DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.operation import dashboard_page
 from antiphon.serve.statistics import EventLog

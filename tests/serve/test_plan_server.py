@@ -16,7 +16,7 @@ from antiphon.cli.generate import generate
 from antiphon.cli.serve import serve as serve_command
 from antiphon.cli.top import frame
 from antiphon.models.config import load_model_spec, read_config
-from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.serve.api.dashboard import DashboardReading
 from antiphon.serve.served_plan import served_plan_of
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan, Plan, Predicted, plan_to_json
 from tests.serve.server_harness import ServerProcess, serve

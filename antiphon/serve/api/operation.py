@@ -21,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from antiphon import __version__
 from antiphon.serve.api.context import ApiContext, context_of
-from antiphon.serve.api.dashboard_reading import DashboardReading
+from antiphon.serve.api.dashboard import DashboardReading
 from antiphon.serve.api.errors import RETRY_AFTER_S
 from antiphon.serve.api.guard.body import check_model_name, read_bytes
 from antiphon.serve.api.responses import (
