@@ -119,7 +119,8 @@ class PoolState:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownEvent:
-    """What happened to a worker. `number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns several."""
+    """What happened to a worker. `number` counts from 1; `time_s` is Unix time; `worker` is empty if it concerns
+    several."""
 
     number: int
     time_s: float

@@ -9,14 +9,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from antiphon.serve.api.app import create_app
-from antiphon.serve.api.guard.input_limits import InputLimits, input_limits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from antiphon.serve.api.settings import ServerSettings
+from antiphon.serve.api.settings import InputLimits, ServerSettings, input_limits
 from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import Live, fake_engine, live, small_tokenizer
 from tests.serve.test_api_errors import HELLO, error_of

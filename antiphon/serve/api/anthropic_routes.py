@@ -26,11 +26,11 @@ from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request, validate
-from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 from antiphon.serve.api.respond import ItemEvents, respond_in_items
 from antiphon.serve.api.responses import AnthropicErrorResponse, described
+from antiphon.serve.api.settings import InputLimits
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.text_service import settable_variables
 

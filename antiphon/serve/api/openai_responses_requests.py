@@ -23,7 +23,6 @@ from antiphon.serve.api.chat_messages import (
 )
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.guard.body import validate
-from antiphon.serve.api.guard.input_limits import InputLimits
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
@@ -33,6 +32,7 @@ from antiphon.serve.api.requests import (
     StopField,
     TextFormat,
 )
+from antiphon.serve.api.settings import InputLimits
 
 _REASONING_MARK = "antiphon:"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]

@@ -17,8 +17,8 @@ from typing import Any
 from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
-from antiphon.serve.api.guard.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from antiphon.serve.api.settings import too_long
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16

@@ -27,8 +27,8 @@ from antiphon.serve.api.chat_messages import (
 from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
-from antiphon.serve.api.guard.input_limits import too_long
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, split_prompts
+from antiphon.serve.api.settings import too_long
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.text_process import RenderChat
 from antiphon.serve.text.text_service import settable_variables
