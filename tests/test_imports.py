@@ -97,7 +97,7 @@ def all_imports() -> tuple[Import, ...]:
 
 
 def package_of(module: str) -> str | None:
-    """``antiphon.serve.api.app`` -> ``serve``; None for the top package itself and for what is not ours."""
+    """``antiphon.serve.api.server`` -> ``serve``; None for the top package itself and for what is not ours."""
     parts = module.split(".")
     return parts[1] if parts[0] == "antiphon" and len(parts) > 1 and parts[1] in FLOOR_OF else None
 

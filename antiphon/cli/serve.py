@@ -34,8 +34,7 @@ from antiphon.cli.output import JsonOption, check_json, check_output_file, emit_
 from antiphon.cli.top import read_api_keys
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
-from antiphon.serve.api.app import build_grammars, create_app
-from antiphon.serve.api.server import reserve, run_server
+from antiphon.serve.api.server import build_grammars, create_app, reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
 from antiphon.serve.config import ServeConfig

@@ -21,9 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api import app as app_module
-from antiphon.serve.api.app import create_app
-from antiphon.serve.api.server import DrainingServer, listen, make_server, reserve, url_of
+from antiphon.serve.api import server as server_module
+from antiphon.serve.api.server import DrainingServer, create_app, listen, make_server, reserve, url_of
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.grammar_text import json_grammar
 from antiphon.serve.text.structured import GrammarCompiler
@@ -185,7 +184,7 @@ def is_closed(connection: socket.socket, patience_s: float = 20.0) -> bool:
         return False
 
 
-_describe = app_module._describe
+_describe = server_module._describe
 _descriptions: dict[bool, dict[str, Any]] = {}
 
 
@@ -222,7 +221,7 @@ def live(
     server_settings = ServerSettings(port=0, **({"allowed_hosts": ("x",)} | settings))
     tokenizer = tokenizer or small_tokenizer(chat_template)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "_describe", described)
+        patch.setattr(server_module, "_describe", described)
         app = create_app(engine, tokenizer, server_settings, small_grammars())
     server = make_server(app, server_settings)
     listener = bind("127.0.0.1", 0)

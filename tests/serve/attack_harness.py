@@ -29,7 +29,7 @@ PAUSE_S = 0.005  # between requests of the other client, whose waits are looked 
 
 PROGRAM = """
 import sys
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.server import run_server
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer

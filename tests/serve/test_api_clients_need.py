@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import CHAT_TEMPLATE, Live, fake_engine, ids, live, says, small_tokenizer

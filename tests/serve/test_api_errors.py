@@ -11,7 +11,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import QueueFull, RequestTooLong, ShuttingDown
 from tests.serve.api_harness import Live, fake_engine, live, says, small_tokenizer

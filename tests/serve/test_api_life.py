@@ -255,7 +255,7 @@ def test_what_does_not_finish_in_time_is_cut_off_by_the_engine() -> None:
 
 SERVER_PROGRAM = """
 import sys
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.server import run_server
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer

@@ -8,13 +8,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from antiphon.serve.api.app import create_app
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import InputLimits, ServerSettings, input_limits
 from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import Live, fake_engine, live, small_tokenizer

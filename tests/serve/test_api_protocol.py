@@ -14,8 +14,8 @@ import h11
 import httpx
 import pytest
 
-from antiphon.serve.api.app import create_app
 from antiphon.serve.api.guard.http_rules import StrictConnection
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import (
     Live,

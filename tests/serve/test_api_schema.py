@@ -11,8 +11,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from antiphon.serve.api.app import create_app
 from antiphon.serve.api.guard.harmless import HARMLESS
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.serve.api.app import create_app
+from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
 from antiphon.serve.engine_api import QueueFull

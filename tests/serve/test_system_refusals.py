@@ -26,9 +26,8 @@ import httpx
 import psutil
 import pytest
 
-from antiphon.serve.api.app import build_grammars, create_app
 from antiphon.serve.api.context import ApiContext
-from antiphon.serve.api.server import make_server, url_of
+from antiphon.serve.api.server import build_grammars, create_app, make_server, url_of
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.serve.api import app
+from antiphon.serve.api import server
 from antiphon.serve.text import tokenizer_reading
 from antiphon.serve.text.tokenizer_reading import TokenizerReader, read_tokenizer
 from tests.serve.api_harness import fake_engine, small_tokenizer, write_tokenizer
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_grammars_take_too_long_with_serves_without_them(
     assert tokenizer.grammar_problem.startswith("making grammars took longer than 0.05 s")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "GrammarCompiler", None)
-        assert app.build_grammars(fake_engine().info, tokenizer) is None
+        assert server.build_grammars(fake_engine().info, tokenizer) is None
 
 
 @pytest.mark.slow
