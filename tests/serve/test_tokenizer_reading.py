@@ -131,7 +131,7 @@ def test_a_tokenizer_that_grammars_take_too_long_with_serves_without_them(
     assert tokenizer.grammar_problem is not None
     assert tokenizer.grammar_problem.startswith("making grammars took longer than 0.05 s")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "GrammarCompiler", None)
+        patch.setattr(server, "GrammarCompiler", None)
         assert server.build_grammars(fake_engine().info, tokenizer) is None
 
 

@@ -1,4 +1,4 @@
-"""Puts the server together (one engine, one tokenizer, the routes, the key check, the OpenAPI description), runs it on a
+"""Puts the server together (one engine, one tokenizer, routes, key check, OpenAPI description), runs it on a
 socket, and ends it without cutting clients off.
 
 On SIGTERM or SIGINT (a second one ends at once):
