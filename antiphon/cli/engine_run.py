@@ -28,7 +28,7 @@ from antiphon.report.words import plural
 from antiphon.serve.config import LAYOUT_FIELDS, ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start
-from antiphon.serve.mask_pool import Matcher
+from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.prepare import PreparedEngine
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
@@ -249,7 +249,7 @@ def plan_lines(served: ServedPlan, machine: str) -> str:
 def start_with_progress(
     run: PreparedEngine,
     check: Callable[[], None] = lambda: None,
-    make_matcher: Callable[[str], Matcher] | None = None,
+    make_matcher: MakeMatcher | None = None,
 ) -> Engine:
     """A running engine; shows how much is loaded, and of how much as soon as every worker has said its part.
 

@@ -27,7 +27,7 @@ from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, Fin
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.handovers import Handovers, KVEnds
-from antiphon.serve.mask_pool import MaskJob, Matcher
+from antiphon.serve.mask_pool import MakeMatcher, MaskJob
 from antiphon.serve.outputs import AsyncSink, Sink, TrackedRequest, TrackedRequests
 from antiphon.serve.policy.handover import KVDrained, KVFailed, KVLanded
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
@@ -63,7 +63,7 @@ class Engine:
         scheduler_config: SchedulerConfig,
         statistics: EngineStatistics,
         launch: Callable[[WorkerName], None],
-        make_matcher: Callable[[str], Matcher] | None = None,
+        make_matcher: MakeMatcher | None = None,
         kv_ends: KVEnds | None = None,
     ) -> None:
         """`launch` starts a worker, at first and again after a death. `make_matcher`: the place of a new sequence in

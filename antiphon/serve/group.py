@@ -27,13 +27,12 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import Balancer, PlacementControl
-from antiphon.serve.policy.handover import KVOffer
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.request import Request, RequestStatus, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
@@ -46,12 +45,14 @@ from antiphon.serve.worker.messages import (
     Prepared,
     ResetDone,
     RunStep,
-    Sampled,
     StepFailed,
     StepResult,
     WorkerReady,
 )
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
+
+if TYPE_CHECKING:
+    from antiphon.serve.handovers import Handovers
 
 _log = get_logger("engine")
 
@@ -84,16 +85,6 @@ class _Part:
     is_masked: bool = False
 
 
-class PrefillOwner(Protocol):
-    """Who workers compute prompts for that others decode."""
-
-    def offers(self, plan: StepPlan) -> list[KVOffer]:
-        """Where the keys and values of requests that start with this step go."""
-
-    def publish(self, progress: list[Request], sampled: dict[str, Sampled]) -> None:
-        """These requests are through, and this is what the worker said."""
-
-
 class StepGroup:
     """Driven by the engine's thread: `start_steps`, `on_message`, `on_death`, `on_tick`."""
 
@@ -118,7 +109,7 @@ class StepGroup:
         should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, the
         experts that its rows chose and were expected to choose, and which rows are of prompts.
 
-        An `owner`, of requests that are computed here for other workers, is set before the first step."""
+        An `owner`, which has requests computed here for other workers, is set before the first step."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))
         self.placing = placing
@@ -128,7 +119,7 @@ class StepGroup:
         self._fleet = fleet
         self._statistics = statistics
         self._tracked = tracked
-        self.owner: PrefillOwner | None = None
+        self.owner: Handovers | None = None
         self._num_micro_batches = num_micro_batches
         self._steps_freely = steps_freely
         self._side_by_side = side_by_side

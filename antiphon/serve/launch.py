@@ -4,7 +4,7 @@ A worker that is started again gets the same configuration as at first, with the
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -22,7 +22,7 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.handovers import KVEnds
-from antiphon.serve.mask_pool import Matcher
+from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import FORECASTING, Balancer, PlacementControl
 from antiphon.serve.policy.handover import CachePart, KVSource
@@ -46,7 +46,7 @@ def start_engine(config: ServeConfig, report: ReportProgress | None = None) -> E
 def start(
     run: PreparedEngine,
     report: ReportProgress | None = None,
-    make_matcher: Callable[[str], Matcher] | None = None,
+    make_matcher: MakeMatcher | None = None,
 ) -> Engine:
     """Start all workers and wait until they can step. `report(done, total)` bytes of weights while loading.
 
@@ -71,7 +71,7 @@ def start(
     return engine
 
 
-def build_engine(run: PreparedEngine, make_matcher: Callable[[str], Matcher] | None = None) -> Engine:
+def build_engine(run: PreparedEngine, make_matcher: MakeMatcher | None = None) -> Engine:
     """The engine and all its parts; nothing runs yet."""
     config = run.config
     statistics = EngineStatistics([len(pool.expert_names) for pool in run.pools])

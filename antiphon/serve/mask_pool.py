@@ -11,40 +11,20 @@ of every grammar, and memory that two processes must bound).
 
 import threading
 import time
-from collections.abc import Callable, Hashable
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from antiphon.base.logging import get_logger
 from antiphon.base.sharing import FairLine
 from antiphon.base.system import give_memory_back
 
+if TYPE_CHECKING:
+    from antiphon.serve.text.structured import GrammarMatcher
+
 _log = get_logger("engine")
+MakeMatcher = Callable[[str], "GrammarMatcher"]  # the place of a new sequence in the grammar of that text
 _NUM_QUICK_THREADS = 2
 _IDLE_S = 2.0  # after so long without work, memory that masks took goes back to the system
-
-
-class Matcher(Protocol):
-    """One sequence's place in its grammar (see `serve/text/structured`). Used by one thread at a time."""
-
-    def fill_bitmask(self) -> NDArray[np.int32]: ...
-
-    def accept(self, token_id: int) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-    @property
-    def is_slow(self) -> bool:
-        """Its masks are known to take long, or it is still to be built."""
-        ...
-
-    @property
-    def grammar_id(self) -> Hashable:
-        """The same for all sequences of one grammar, which share their turns."""
-        ...
 
 
 class MaskJob:
@@ -53,7 +33,7 @@ class MaskJob:
 
     __slots__ = ("asked_s", "cancelled", "done", "error", "is_slow", "mask", "matcher", "token_id")
 
-    def __init__(self, matcher: Matcher, token_id: int | None = None) -> None:
+    def __init__(self, matcher: "GrammarMatcher", token_id: int | None = None) -> None:
         self.matcher = matcher
         self.token_id = token_id
         self.is_slow = matcher.is_slow

@@ -20,7 +20,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start
-from antiphon.serve.mask_pool import Matcher
+from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.prepare import prepare
 from antiphon.serve.served_plan import parse_layout
@@ -121,7 +121,7 @@ def _fields(layout: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running(settings: ServeConfig, make_matcher: Callable[[str], Matcher] | None = None) -> Iterator[Engine]:
+def running(settings: ServeConfig, make_matcher: MakeMatcher | None = None) -> Iterator[Engine]:
     """A started engine; afterwards no process of it is left."""
     engine = start(prepare(settings), make_matcher=make_matcher)
     try:

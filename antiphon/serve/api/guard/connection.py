@@ -227,7 +227,7 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         self._all.line.add(self, is_first=is_first)
 
     def take_piece(self) -> bool:
-        """Handle what waits in the line; whether a request has started."""
+        """Handle what waits in the line; whether a request has started. Raises nothing."""
         piece, self._piece = self._piece, None
         refusal, self._refusal = self._refusal, None
         if self.transport.is_closing():

@@ -29,7 +29,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
 
@@ -38,18 +38,28 @@ from antiphon.serve.api.errors import too_busy
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from antiphon.serve.api.guard.connection import ApiConnection
+
+_log = get_logger("serve.api")
 _PIECES_PER_TURN = 8
 _STARTS_PER_TURN = 2
 _TURN_S = 0.002
 _OLDEST_SHARE = 4  # of this many places one is for those that waited longest
 _CROWD = 16
-
-
-class Reader(Protocol):
-    """A connection with bytes that were not looked at yet."""
-
-    def take_piece(self) -> bool:
-        """Handle what waits; whether a request has started. Raises nothing."""
+_ACCEPTED_AT_ONCE = 16
+_RETRY_S = 0.25
+_SECONDS_BETWEEN_WARNINGS = 60.0
+_NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SPARE_FILES = 256  # for the workers' sockets, the log, libraries
+_MAX_LINGERING = 256
+_PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
+_CROWD_PIECE_BYTES = 4 * 1024  # the same while others wait
+_MANY = 200
+_READING_S = 0.25  # by then an answer has been read, if the client reads at all
+_SLOW_BODY_S = 0.25
+_CALLS_A_ROUND = 10
+_LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
 
 
 class ReadingLine:
@@ -67,8 +77,8 @@ class ReadingLine:
 
     def __init__(self) -> None:
         self.num_turns = 0  # that took anything
-        self._first: OrderedDict[Reader, None] = OrderedDict()
-        self._later: OrderedDict[Reader, None] = OrderedDict()
+        self._first: OrderedDict[ApiConnection, None] = OrderedDict()
+        self._later: OrderedDict[ApiConnection, None] = OrderedDict()
         self._num_pieces = self._num_starts = self._num_places = 0
         self._spent_s = 0.0
         self._is_scheduled = False
@@ -76,8 +86,8 @@ class ReadingLine:
     def __len__(self) -> int:
         return len(self._first) + len(self._later)
 
-    def __contains__(self, reader: object) -> bool:
-        return reader in self._first or reader in self._later
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._first or connection in self._later
 
     @property
     def is_free(self) -> bool:
@@ -88,21 +98,21 @@ class ReadingLine:
     def _has_time(self) -> bool:
         return self._num_pieces < _PIECES_PER_TURN and self._num_starts < _STARTS_PER_TURN and self._spent_s < _TURN_S
 
-    def add(self, reader: Reader, *, is_first: bool) -> None:
+    def add(self, connection: "ApiConnection", *, is_first: bool) -> None:
         """`take_piece` is called in one of the next turns."""
-        (self._first if is_first else self._later)[reader] = None
+        (self._first if is_first else self._later)[connection] = None
         self._schedule()
 
-    def discard(self, reader: Reader) -> None:
+    def discard(self, connection: "ApiConnection") -> None:
         """It waits no more."""
-        self._first.pop(reader, None)
-        self._later.pop(reader, None)
+        self._first.pop(connection, None)
+        self._later.pop(connection, None)
 
-    def take(self, reader: Reader) -> None:
-        """Have `reader` take its piece now, on this turn's account."""
+    def take(self, connection: "ApiConnection") -> None:
+        """Have `connection` take its piece now, on this turn's account."""
         self._schedule()
         begin_s = time.perf_counter()
-        self._num_starts += reader.take_piece()
+        self._num_starts += connection.take_piece()
         self._spent_s += time.perf_counter() - begin_s
         self._num_pieces += 1
 
@@ -121,33 +131,13 @@ class ReadingLine:
         if self:
             self._schedule()
 
-    def _next(self) -> Reader:
+    def _next(self) -> "ApiConnection":
         self._num_places += 1
         share, rest = divmod(self._num_places, _OLDEST_SHARE)
         is_for_oldest = rest == 0
         if self._later and (not self._first or (is_for_oldest and share % 2)):
             return self._later.popitem(last=False)[0]
         return self._first.popitem(last=len(self._first) > _CROWD and not is_for_oldest)[0]
-
-
-if TYPE_CHECKING:
-    from antiphon.serve.api.guard.connection import ApiConnection
-
-_log = get_logger("serve.api")
-
-_ACCEPTED_AT_ONCE = 16
-_RETRY_S = 0.25
-_SECONDS_BETWEEN_WARNINGS = 60.0
-_NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_SPARE_FILES = 256  # for the workers' sockets, the log, libraries
-_MAX_LINGERING = 256
-_PIECE_BYTES = 16 * 1024  # what is read of a connection before others have their turn
-_CROWD_PIECE_BYTES = 4 * 1024  # the same while others wait
-_MANY = 200
-_READING_S = 0.25  # by then an answer has been read, if the client reads at all
-_SLOW_BODY_S = 0.25
-_CALLS_A_ROUND = 10
-_LATE_BODY_S = 2.0  # bodies come right behind their heads, or as fast as the network is
 
 
 class Connections(ServerState):
