@@ -16,7 +16,6 @@ import queue
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineOutput, FinishReason
@@ -26,12 +25,6 @@ from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs
 
 _MASK_PATIENCE_S = 0.004  # a step waits this long for quick masks; one sequence a step is worse than a short delay
-
-
-class Sink(Protocol):
-    """Where outputs go. Called in the engine's thread; must not block."""
-
-    def deliver(self, outputs: list[EngineOutput]) -> None: ...
 
 
 class AsyncSink:
@@ -131,6 +124,9 @@ class ThreadSink:
             for output in self._queue.get():
                 num_requests -= output.finish_reason is not None
                 yield output
+
+
+Sink = AsyncSink | ThreadSink  # where outputs go; called in the engine's thread, so `deliver` must not block
 
 
 @dataclass(eq=False)
