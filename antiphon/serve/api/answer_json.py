@@ -103,6 +103,16 @@ class TokenJson:
         token_bytes = encode_json(list(self._tokenizer.token_bytes.of(token_id))).decode()
         return f'{{"token":{self.text(token_id)},"logprob":', f',"bytes":{token_bytes}'
 
+    def _chat_token(self, token_id: int, logprob: float) -> str:
+        before, after = self.chat_halves(token_id)
+        return f"{before}{_number(logprob)}{after}"
+
+    def chat_entry(self, entry: TokenEntry) -> str:
+        """A token with its bytes and its alternatives, best first."""
+        assert entry.logprob is not None, "chat has no echo"
+        tops = ",".join([f"{self._chat_token(token_id, logprob)}}}" for token_id, logprob in entry.logprob.top])
+        return f'{self._chat_token(entry.token_id, entry.logprob.logprob)},"top_logprobs":[{tops}]}}'
+
 
 def _number(logprob: float) -> str:
     return repr(logprob) if math.isfinite(logprob) else _IMPOSSIBLE
@@ -158,18 +168,8 @@ def completion_logprobs(tokens: TokenJson) -> LogprobsJson:
 
 
 def chat_logprobs(tokens: TokenJson) -> LogprobsJson:
-    """One list: each token with its bytes and its alternatives, best first."""
-
-    def token(token_id: int, logprob: float) -> str:
-        before, after = tokens.chat_halves(token_id)
-        return f"{before}{_number(logprob)}{after}"
-
-    def spelled(entry: TokenEntry) -> Iterable[str]:
-        assert entry.logprob is not None, "chat has no echo"
-        tops = ",".join([f"{token(token_id, logprob)}}}" for token_id, logprob in entry.logprob.top])
-        return (f'{token(entry.token_id, entry.logprob.logprob)},"top_logprobs":[{tops}]}}',)
-
-    return LogprobsJson(("content",), spelled, {"refusal": None})
+    """One list."""
+    return LogprobsJson(("content",), lambda entry: (tokens.chat_entry(entry),), {"refusal": None})
 
 
 def prompt_logprob(tokens: TokenJson, logprob: TokenLogprob | None) -> str:

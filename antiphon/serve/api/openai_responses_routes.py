@@ -5,31 +5,30 @@ with the event that holds the whole response.
 """
 
 import asyncio
-import math
 import secrets
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.chat_messages import Message
-from antiphon.serve.api.choice import ChoiceDelta, TokenEntry
+from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.completions import submit_chat
-from antiphon.serve.api.context import ApiContext, client_of, context_of
+from antiphon.serve.api.context import ApiContext, StoredResponse, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses_requests import ResponsesRequest, as_chat, encrypted_content, flat_name
 from antiphon.serve.api.requests import ChatCompletionRequest
-from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole
+from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole, token_json
 from antiphon.serve.api.responses import described, described_errors, described_path
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.text_service import settable_variables
 
-_IMPOSSIBLE = -9999.0
 _PART = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 router = APIRouter(tags=["Responses"])
@@ -60,6 +59,7 @@ class ResponseEvents(ItemEvents):
         self._client = client
         self._messages = messages
         self._context = context
+        self._tokens = token_json(context, chat)
         self._included = frozenset(body.include or ())
         self._number = -1
         self._logprobs: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ class ResponseEvents(ItemEvents):
 
     def piece(self, delta: ChoiceDelta) -> list[bytes]:
         if "message.output_text.logprobs" in self._included:
-            self._pending += map(self._logprob, delta.entries)
+            self._pending += [msgspec.json.decode(self._tokens.chat_entry(entry)) for entry in delta.entries]
         if self._raw_ids is not None:
             self._raw_ids += delta.token_ids
         return super().piece(delta)
@@ -190,19 +190,6 @@ class ResponseEvents(ItemEvents):
         if item["type"] == "message":
             part |= {"annotations": [], "logprobs": self._logprobs}
         return part
-
-    def _logprob(self, entry: TokenEntry) -> dict[str, Any]:
-        assert entry.logprob is not None
-        tops = [self._token(token_id, value) for token_id, value in entry.logprob.top]
-        return self._token(entry.token_id, entry.logprob.logprob) | {"top_logprobs": tops}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer, as_ids = self._context.tokenizer, self._context.settings.return_tokens_as_token_ids
-        return {
-            "token": f"token_id:{token_id}" if as_ids else tokenizer.token_string(token_id),
-            "logprob": logprob if math.isfinite(logprob) else _IMPOSSIBLE,
-            "bytes": list(tokenizer.token_bytes.of(token_id)),
-        }
 
 
 def _raw_message(text: str, token_ids: list[int]) -> dict[str, Any]:
@@ -374,11 +361,15 @@ def _in_these_words(error: ApiError) -> ApiError:
     openapi_extra=_BY_ID,
 )
 async def get_response(request: Request) -> Response:
+    return JSONResponse(_kept(request).response)
+
+
+def _kept(request: Request) -> StoredResponse:
     response_id: str = request.path_params["response_id"]
     stored = context_of(request).response_store.get(client_of(request), response_id)
     if stored is None:
         raise _not_kept(response_id)
-    return JSONResponse(stored.response)
+    return stored
 
 
 @router.post(
@@ -388,14 +379,10 @@ async def get_response(request: Request) -> Response:
     openapi_extra=_BY_ID,
 )
 async def cancel_response(request: Request) -> Response:
-    response_id: str = request.path_params["response_id"]
-    store, client = context_of(request).response_store, client_of(request)
-    stored = store.get(client, response_id)
-    if stored is None:
-        raise _not_kept(response_id)
+    stored = _kept(request)
     if not stored.response["background"]:
         raise bad_request("Cannot cancel a synchronous response. Close its connection", param="response_id")
-    await store.stop_working(client, response_id)
+    await context_of(request).response_store.stop_working(client_of(request), stored.response["id"])
     return JSONResponse(stored.response)
 
 

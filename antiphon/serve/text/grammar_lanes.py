@@ -21,6 +21,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import msgspec
+
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.sharing import FairLine
@@ -195,7 +197,7 @@ class GrammarTrials:
                     self._begin_trials()
                 for line in process.stdout:
                     with self._lock:
-                        settled = self._on_end(TrialEnd.from_line(line))
+                        settled = self._on_end(msgspec.json.decode(line, type=TrialEnd))
                         self._begin_trials()
                     _settle_all(settled)
                     was_of_use = True

@@ -19,10 +19,11 @@ import selectors
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
+import msgspec
 
 from antiphon.base.system import address_space_bytes
 
@@ -81,8 +82,7 @@ class MaskTime:
         return f"its masks take more than {_MASK_PACE_S * 1e3:.0f} ms a token: simplify the JSON schema"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialVerdict:
+class TrialVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """`reason`: why the grammar cannot be used, None if it can. `compute_s`: processor time, of which `num_masks` masks
     took `mask_s`; `grown_bytes`: by so much its process grew."""
 
@@ -93,20 +93,12 @@ class TrialVerdict:
     grown_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialEnd:
+class TrialEnd(msgspec.Struct, frozen=True, kw_only=True):
     """`verdict` None: the process was ended by signal `signal` before it had one, or could not be started (0)."""
 
     number: int
     signal: int = 0
     verdict: TrialVerdict | None = None
-
-    @classmethod
-    def from_line(cls, line: bytes) -> "TrialEnd":
-        known = json.loads(line)
-        if known["verdict"] is not None:
-            known["verdict"] = TrialVerdict(**known["verdict"])
-        return cls(**known)
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -116,7 +108,7 @@ class TrialEnd:
 class _Child:
     number: int
     pid: int
-    said: bytes = field(default=b"")
+    said: bytes = b""
 
 
 class TrialProcess:
@@ -178,7 +170,7 @@ class TrialProcess:
             stack = _THREAD_STACK_BYTES if stack == resource.RLIM_INFINITY else stack
             resource.setrlimit(resource.RLIMIT_STACK, (stack // 2, most))  # what passes here fits a thread there
             signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # SIGPROF ends it
-            os.write(answer, json.dumps(asdict(try_grammar(self._tokenizer, grammar))).encode())
+            os.write(answer, msgspec.json.encode(try_grammar(self._tokenizer, grammar)))
             code = 0
         finally:
             os._exit(code)
@@ -191,11 +183,11 @@ class TrialProcess:
         os.close(descriptor)
         _, status = os.waitpid(child.pid, 0)
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        verdict = TrialVerdict(**json.loads(child.said)) if child.said else None
+        verdict = msgspec.json.decode(child.said, type=TrialVerdict) if child.said else None
         self._answer(TrialEnd(number=child.number, signal=ended_by, verdict=verdict))
 
     def _answer(self, end: TrialEnd) -> None:
-        os.write(self._answers, json.dumps(asdict(end)).encode() + b"\n")
+        os.write(self._answers, msgspec.json.encode(end) + b"\n")
 
 
 def try_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> TrialVerdict:
