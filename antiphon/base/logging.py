@@ -74,7 +74,13 @@ class _StderrHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(_LineFormatter())
+        line = "%(asctime)s.%(msecs)03d %(levelname)-7s %(component)s: %(message)s"
+        self.setFormatter(logging.Formatter(line, "%H:%M:%S"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """``14:03:07.512 INFO    serve.engine: message``"""
+        record.component = record.name.removeprefix("antiphon.")
+        return super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -89,14 +95,3 @@ class _StderrHandler(logging.Handler):
             if sys.stderr is not None:
                 sys.stderr.write(line + "\n")
                 sys.stderr.flush()
-
-
-class _LineFormatter(logging.Formatter):
-    """``14:03:07.512 INFO    serve.engine: message``"""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(component)s: %(message)s", "%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.component = record.name.removeprefix("antiphon.")
-        return super().format(record)

@@ -36,7 +36,7 @@ from antiphon.serve.placement_control import Balancer, PlacementControl
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.request import Request, RequestStatus, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.serve.recovery import Members, Recovery, RecoveryPhase
+from antiphon.serve.recovery import Members, Recovery
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import (
     ExchangeReport,
@@ -232,7 +232,7 @@ class StepGroup:
 
     def _prepare_steps(self) -> bool:
         """Take back expert workers that were missing; let experts move on. False: no step may begin now."""
-        if self.placing is None or self._recovery.phase is not RecoveryPhase.STEPPING:
+        if self.placing is None or self._recovery.phase != "stepping":
             return True
         members, missing = self.members, self.members.missing_experts()
         if self.placing.absent - missing:
@@ -378,7 +378,7 @@ class StepGroup:
 
     def _on_failure(self, worker: WorkerProcess, failed: StepFailed) -> StepFailure | None:
         failure: StepFailure | None = None
-        if failed.reason != "aborted" and self._recovery.phase is RecoveryPhase.STEPPING:  # later ones report the same
+        if failed.reason != "aborted" and self._recovery.phase == "stepping":  # later ones report the same
             reported = failed.reason == "error"
             owners = [each for each in self._running if not reported or each[0] == worker.name.leader]
             owners = [each for each in owners if self._is_of(each, failed.step)] or owners
@@ -414,7 +414,7 @@ class StepGroup:
         computes = name in self.schedulers
         failure: StepFailure | None = None
         homeless: list[Request] = []
-        if self._recovery.phase is RecoveryPhase.STEPPING:
+        if self._recovery.phase == "stepping":
             owners = [each for each in self._running if not computes or each[0] == name]
             failure = self._failure(name, f"{worker.name} died: {reason}", owners)
         if computes:

@@ -21,8 +21,8 @@ when to begin anew.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
+from typing import Literal
 
 from antiphon.base.logging import get_logger
 from antiphon.serve.fleet import Fleet
@@ -36,13 +36,7 @@ _MAX_ASKS = 3  # how often a worker that cannot join an epoch is asked
 _UNRESPONSIVE_S = 2.0  # what a worker has to answer in, once others waited for it in vain
 
 
-class RecoveryPhase(Enum):
-    """See the module's docstring."""
-
-    STEPPING = "stepping"
-    LEAVING = "leaving"
-    LOADING = "loading"
-    JOINING = "joining"
+RecoveryPhase = Literal["stepping", "leaving", "loading", "joining"]  # see the module's docstring
 
 
 @dataclass(eq=False)
@@ -119,7 +113,7 @@ class Recovery:
         placing: PlacementControl | None,
         is_quiet: Callable[[], bool],
     ) -> None:
-        self.phase = RecoveryPhase.LOADING
+        self.phase: RecoveryPhase = "loading"
         self._members = members
         self._fleet = fleet
         self._statistics = statistics
@@ -139,7 +133,7 @@ class Recovery:
     @property
     def live_attention(self) -> list[WorkerName]:
         """The attention workers that can step now: none while an expert worker is missing or a recovery goes on."""
-        if self.phase is not RecoveryPhase.STEPPING:
+        if self.phase != "stepping":
             return []
         return [name for name in self._members.attention if self._joined.issuperset(self._members.ranks_of[name])]
 
@@ -167,8 +161,8 @@ class Recovery:
         self._unresponsive.difference_update(worker.name.among_peers[worker.name.rank > 0 :])
         if not self._has_exchange:
             self._joined.add(worker.name)
-            self.phase = RecoveryPhase.STEPPING
-        elif leader in self._members.attention and self.phase in (RecoveryPhase.STEPPING, RecoveryPhase.JOINING):
+            self.phase = "stepping"
+        elif leader in self._members.attention and self.phase in ("stepping", "joining"):
             self._call_in(self._members.ranks_of[leader] if self._members.is_loaded(leader) else ())
         self.advance()
 
@@ -182,9 +176,9 @@ class Recovery:
         """A worker has left a step, or could not join the epoch."""
         if failed.reason != "aborted":
             self._unresponsive.update(peer.partition(" ")[0] for peer in failed.peers)  # "replica[0][1] nodes"
-            if self.phase is RecoveryPhase.STEPPING:
+            if self.phase == "stepping":
                 self.begin()
-            elif failed.reason == "timeout" and self.phase is RecoveryPhase.JOINING:
+            elif failed.reason == "timeout" and self.phase == "joining":
                 # It could not reach a peer. That may pass; `overdue` names it if it does not.
                 self._num_asked[worker.name] += 1
                 if self._num_asked[worker.name] <= _MAX_ASKS:
@@ -195,7 +189,7 @@ class Recovery:
         """A process is gone, and its worker with it."""
         self._joined.difference_update(self._members.ranks_of[name.leader])
         if not self._has_exchange:
-            self.phase = RecoveryPhase.LOADING
+            self.phase = "loading"
         self.begin()
 
     def expel(self, name: WorkerName) -> None:
@@ -209,13 +203,13 @@ class Recovery:
         workers that owe a result."""
         now_s = self._fleet.clock.now_s
         owing = set(stepping)
-        if self.phase is RecoveryPhase.JOINING:
+        if self.phase == "joining":
             owing |= {worker.name for worker in self._members.loaded(self._absent)} - self._joined
         found = []
         for name in owing:
             waited_s = now_s - max(self._waiting_since_s, self._stepping_since_s.get(name, 0.0))
             blamed = not self._unresponsive.isdisjoint(name.among_peers[name.rank > 0 :])
-            unresponsive = blamed and self.phase is not RecoveryPhase.STEPPING
+            unresponsive = blamed and self.phase != "stepping"
             if waited_s > (min(_UNRESPONSIVE_S, self._timeout_s) if unresponsive else 2 * self._timeout_s):
                 found.append((name, waited_s))
         return found
@@ -226,30 +220,30 @@ class Recovery:
         """Begin a new epoch: call all workers out of the running step."""
         if not self._has_exchange:
             return
-        if self.phase is RecoveryPhase.STEPPING:
+        if self.phase == "stepping":
             self._statistics.events.note("standstill", "the step is given up, the workers begin anew")
         self._epoch += 1
         for name in filter(self._members.is_ready, self._members.processes):
             self._fleet.send(self._fleet.workers[name], Abort(self._epoch))
         self._joined.clear()
-        self._enter(RecoveryPhase.LEAVING)
+        self._enter("leaving")
         self.advance()
 
     def advance(self) -> None:
         """Go as far as answers allow."""
         if not self._has_exchange:
             return
-        if self.phase is RecoveryPhase.LEAVING and self._is_quiet():
-            self._enter(RecoveryPhase.LOADING)
-        if self.phase is RecoveryPhase.LOADING and self._experts_loaded():
-            self._enter(RecoveryPhase.JOINING)
+        if self.phase == "leaving" and self._is_quiet():
+            self._enter("loading")
+        if self.phase == "loading" and self._experts_loaded():
+            self._enter("joining")
             if self._placing is not None:
                 self._placing.leave_out(self._members.missing_experts(), self._members.loaded_attention())
             self._call_in([worker.name for worker in self._members.loaded(self._absent)])
-        if self.phase is RecoveryPhase.JOINING and self._everyone_joined() and self._experts_loaded():
+        if self.phase == "joining" and self._everyone_joined() and self._experts_loaded():
             self._unresponsive.clear()
             self._was_complete = True
-            self._enter(RecoveryPhase.STEPPING)
+            self._enter("stepping")
             self._statistics.events.note("going on", "the workers that are there step together")
 
     def _enter(self, phase: RecoveryPhase) -> None:

@@ -4,10 +4,10 @@ template, the texts they work on.
     python -m antiphon.serve.text.text_process --fd N        # works on a tokenizer that the server hands over
     python -m antiphon.serve.text.tokenizer_reading --fd N   # reads it from a checkpoint first
 
-The server talks to it over the inherited socket N, in MessagePack of declared types: `TextConfigure`, and after
-`TextReady` one job at a time. It ends it with SIGKILL when a job takes too long. Memory is limited by the kernel,
-relative to what the process has once it is ready: a job that wants more fails in here. When the server goes, however it
-goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
+The server talks to it over the inherited socket N, in MessagePack of declared types: `TextConfigure`, and after an
+empty `TextResult` one job at a time. It ends it with SIGKILL when a job takes too long. Memory is limited by the
+kernel, relative to what the process has once it is ready: a job that wants more fails in here. When the server goes,
+however it goes, the socket closes; in the middle of a job the kernel ends the process (Linux).
 
 A chat template is a Jinja program that writes a conversation as one text, in the environment of
 `models/chat_environment`. Even looking for its variables evaluates parts of it. Nothing in `ChatTemplate` limits time
@@ -98,12 +98,12 @@ class TryGrammars(msgspec.Struct, frozen=True, tag=True):
 
 
 class CompileTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `TemplateNames`, or `TextRefused` with what is wrong with the template."""
+    """Answered by the names of variables, or `TextRefused` with what is wrong with the template."""
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A conversation as one text. `template_kwargs` are further names for the template and replace special tokens.
-    Answered by `TextResult`, or `TextRefused` when the template refuses it or beyond `max_characters`."""
+    Answered by a text, or `TextRefused` when the template refuses it or beyond `max_characters`."""
 
     messages: list[ChatMessage]
     add_generation_prompt: bool
@@ -113,7 +113,7 @@ class RenderChat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answered by `TokenIds`, or by `TextRefused` as soon as a text certainly has more than `max_tokens` tokens."""
+    """Answered by token ids, or by `TextRefused` as soon as a text certainly has more than `max_tokens` tokens."""
 
     texts: list[str]
     add_special_tokens: bool
@@ -121,30 +121,20 @@ class Encode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `TextResult`. Ids are 32-bit words in this machine's byte order."""
+    """Answered by a text. Ids are 32-bit words in this machine's byte order."""
 
     token_ids: bytes
     skip_special_tokens: bool
 
 
-class TextReady(msgspec.Struct, frozen=True, tag=True):
-    """The tokenizer is loaded, if there is one; jobs may come."""
+class TextResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a job asked for: a text; the ids of each text, 32-bit words in this machine's byte order; or the variables
+    that a chat template reads without setting them. Empty once the tokenizer is loaded, if there is one: jobs may
+    come."""
 
-
-class TextResult(msgspec.Struct, frozen=True, tag=True):
-    text: str
-
-
-class TokenIds(msgspec.Struct, frozen=True, tag=True):
-    """The ids of each text, 32-bit words in this machine's byte order."""
-
-    of_texts: list[bytes]
-
-
-class TemplateNames(msgspec.Struct, frozen=True, tag=True):
-    """The variables that a chat template reads without setting them."""
-
-    names: list[str]
+    text: str = ""
+    token_ids: list[bytes] = []
+    names: list[str] = []
 
 
 class TextRefused(msgspec.Struct, frozen=True, tag=True):
@@ -155,7 +145,7 @@ class TextRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 Job = ReadTokenizer | TryGrammars | CompileTemplate | RenderChat | Encode | Decode
-Answer = TokenizerSource | TemplateNames | TextResult | TokenIds | TextRefused
+Answer = TokenizerSource | TextResult | TextRefused
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -267,14 +257,14 @@ class TextWork:
     def answer(self, job: Job) -> Answer:
         """As `do`, but raises what was wrong."""
         if isinstance(job, Encode):
-            return TokenIds([self._encode(job, text) for text in job.texts])
+            return TextResult(token_ids=[self._encode(job, text) for text in job.texts])
         if isinstance(job, Decode):
             token_ids = array.array("I", job.token_ids).tolist()
-            return TextResult(self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
+            return TextResult(text=self._tokenizer.decode(token_ids, skip_special_tokens=job.skip_special_tokens))
         if isinstance(job, CompileTemplate):
-            return TemplateNames(sorted(self._compiled().variables))
+            return TextResult(names=sorted(self._compiled().variables))
         assert isinstance(job, RenderChat), f"this process takes no {type(job).__name__}"
-        return TextResult(self._compiled().render(job))
+        return TextResult(text=self._compiled().render(job))
 
     @property
     def _tokenizer(self) -> TextTokenizer:
@@ -345,7 +335,7 @@ def serve_jobs(channel: Channel, make_work: type[TextWork]) -> None:
     os.nice(configure.niceness)
     limit_memory(configure.memory_bytes)
     channel.speak("the server", Job)
-    channel.send(TextReady())
+    channel.send(TextResult())
     with _without_stderr():
         while True:
             try:

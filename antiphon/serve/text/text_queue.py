@@ -28,7 +28,7 @@ from antiphon.base.sharing import FairLine
 from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import format_bytes
 from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
-from antiphon.serve.text.text_process import Answer, Job, TextConfigure, TextReady, TextRefused
+from antiphon.serve.text.text_process import Answer, Job, TextConfigure, TextRefused, TextResult
 from antiphon.serve.worker.channel import Channel
 
 _log = get_logger("serve.text")
@@ -286,7 +286,7 @@ class TextQueue:
                 "the process for %s %s between two jobs: another one takes its place", self._name, self._kill()
             )
         ours, theirs = socket.socketpair()
-        channel = Channel(ours, self._name, TextReady)
+        channel = Channel(ours, self._name, TextResult)
         try:
             with theirs, ending_signals_blocked():
                 command = python_module(self._program, "--fd", str(theirs.fileno()))

@@ -30,11 +30,9 @@ from antiphon.serve.text.text_process import (
     Encode,
     Job,
     RenderChat,
-    TemplateNames,
     TextConfigure,
     TextRefused,
     TextResult,
-    TokenIds,
     TokenizerSource,
 )
 from antiphon.serve.text.text_queue import TextLimits, TextQueue, TextRequest
@@ -50,7 +48,7 @@ _NOT_FOR_REQUESTS = {
     "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "sanitize_control_tokens", "strftime_now", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
-_Expected = TypeVar("_Expected", TextResult, TokenIds, TemplateNames, TokenizerSource)
+_Expected = TypeVar("_Expected", TextResult, TokenizerSource)
 
 
 _Answers = concurrent.futures.Future[list[Answer]]
@@ -98,7 +96,7 @@ class TextService:
         self._started()
         assert self._compiled is not None
         answers = await asyncio.shield(asyncio.wrap_future(self._compiled))
-        return frozenset(expect(answers[0], TemplateNames).names)
+        return frozenset(expect(answers[0], TextResult).names)
 
     async def render(self, job: RenderChat, client: str = "") -> str:
         """The conversation as one text through the chat template. Special tokens are part of it."""
@@ -120,7 +118,7 @@ class TextService:
         if not jobs:
             return []
         answers = await self._ask(jobs, client, sum(map(len, texts)))
-        return [await _unpacked(packed) for answer in answers for packed in expect(answer, TokenIds).of_texts]
+        return [await _unpacked(packed) for answer in answers for packed in expect(answer, TextResult).token_ids]
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool, client: str = "") -> str:
         """Text of the ids, which must be at least 0 and below 2**32."""

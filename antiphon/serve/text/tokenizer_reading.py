@@ -50,7 +50,6 @@ from antiphon.serve.text.text_process import (
     TextConfigure,
     TextResult,
     TextWork,
-    TokenIds,
     TokenizerSource,
     TryGrammars,
 )
@@ -392,7 +391,7 @@ class TokenizerReader:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that a prompt begins with. `UserError` beyond the limits."""
         job = Encode(texts=[text], add_special_tokens=True, max_tokens=None)
-        (packed,) = expect(self._ask(job, "the tokenizer", _READ_TIMEOUT_S), TokenIds).of_texts
+        (packed,) = expect(self._ask(job, "the tokenizer", _READ_TIMEOUT_S), TextResult).token_ids
         return array.array("I", packed).tolist()
 
     def _ask(self, job: Job, what: str, timeout_s: float) -> Answer:
@@ -420,7 +419,7 @@ class ReadingWork(TextWork):
             return TokenizerSource.of(self._loaded)
         if isinstance(job, TryGrammars):
             self._try_grammars(job.vocab_size)
-            return TextResult("")
+            return TextResult()
         return super().answer(job)
 
     def _try_grammars(self, vocab_size: int) -> None:
