@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
-from antiphon.serve.policy.micro_batches import chunk_cost, split_into_micro_batches
-from antiphon.serve.policy.request import SequenceStep
+from antiphon.serve.policy.micro_batches import split_into_micro_batches
+from antiphon.serve.policy.request import SequenceStep, chunk_cost
 from antiphon.sim.expert_load import ExpertLoad
 from antiphon.sim.step_tables import StepAttention, StepTables
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.serve.policy.micro_batches import MIN_ROWS_OF_A_PART, chunk_cost, split_into_micro_batches
-from antiphon.serve.policy.request import SequenceStep
+from antiphon.serve.policy.micro_batches import MIN_ROWS_OF_A_PART, split_into_micro_batches
+from antiphon.serve.policy.request import SequenceStep, chunk_cost
 
 CONTEXT = 1024.0
 

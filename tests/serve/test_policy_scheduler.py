@@ -7,8 +7,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.policy.micro_batches import chunk_cost
-from antiphon.serve.policy.request import PENDING, RequestStatus, SchedulerConfig, SequenceStep
+from antiphon.serve.policy.request import PENDING, RequestStatus, SchedulerConfig, SequenceStep, chunk_cost
 from antiphon.serve.worker.attention import with_sampled
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import SamplingParams

@@ -39,8 +39,15 @@ from itertools import islice
 
 from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.policy.block_book import BlockBook
-from antiphon.serve.policy.micro_batches import chunk_cost, rows_for_cost
-from antiphon.serve.policy.request import Request, RequestStatus, SequenceStart, SequenceStep, StepPlan
+from antiphon.serve.policy.request import (
+    Request,
+    RequestStatus,
+    SequenceStart,
+    SequenceStep,
+    StepPlan,
+    chunk_cost,
+    rows_for_cost,
+)
 
 _NUM_SHARING = 8  # waiting requests that have a share; those behind them take what is left
 

@@ -21,9 +21,8 @@ first micro-batches would be all attention and the last all expert work.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import sqrt
 
-from antiphon.serve.policy.request import SequenceStep
+from antiphon.serve.policy.request import SequenceStep, chunk_cost, rows_for_cost
 
 TOLERANCE = 1.1
 MIN_ROWS_OF_A_PART = 16  # below this a part costs more in launches and weight reads than it evens out
@@ -57,22 +56,6 @@ def split_into_micro_batches(
 def _wastes_one(batches: Sequence[Sequence[SequenceStep]], num_micro_batches: int) -> bool:
     """Whether a micro-batch is empty while another holds two pieces."""
     return len(batches) < num_micro_batches and any(len(batch) > 1 for batch in batches)
-
-
-def chunk_cost(start: int, num_rows: int, context_tokens_per_row: float) -> float:
-    """Cost of rows at positions `start` on: row r sees start + r + 1 keys; summed over `num_rows` rows.
-
-    `context_tokens_per_row`: how many cached keys cost as much to attend to as everything else costs for one row."""
-    visible_keys = num_rows * start + num_rows * (num_rows + 1) / 2
-    return num_rows + visible_keys / context_tokens_per_row
-
-
-def rows_for_cost(start: int, cost: float, context_tokens_per_row: float) -> float:
-    """How many rows from position `start` on cost that much: the inverse of `chunk_cost`.
-
-    With c = `context_tokens_per_row` and b = c + start + 1/2 it is the positive root of r²/2 + b·r = c·cost."""
-    b = context_tokens_per_row + start + 0.5
-    return sqrt(b * b + 2 * context_tokens_per_row * cost) - b
 
 
 def _cut_large_chunks(

@@ -1,4 +1,5 @@
-"""One request as the policy sees it: tokens, progress and blocks; the limits that it must fit; and its part of a step.
+"""One request as the policy sees it: tokens, progress and blocks; the limits that it must fit; its part of a step,
+and what rows cost.
 
 Prompt and output live in one list, because that is what has to be computed: after a preemption, or when the worker
 that held the keys and values is lost, `num_computed` goes back to 0 and the very same list is computed again. No token
@@ -18,6 +19,7 @@ Rejected: separate prompt and output lists with a "recompute" mode. Every consum
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import sqrt
 from typing import NamedTuple
 
 from antiphon.base.errors import UserError
@@ -252,6 +254,22 @@ def _check_token_ids(request: Request, vocab_size: int) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise UserError(f"{name} names token {wrong}: it must be between 0 and {vocab_size - 1}")
+
+
+def chunk_cost(start: int, num_rows: int, context_tokens_per_row: float) -> float:
+    """Cost of rows at positions `start` on: row r sees start + r + 1 keys; summed over `num_rows` rows.
+
+    `context_tokens_per_row`: how many cached keys cost as much to attend to as everything else costs for one row."""
+    visible_keys = num_rows * start + num_rows * (num_rows + 1) / 2
+    return num_rows + visible_keys / context_tokens_per_row
+
+
+def rows_for_cost(start: int, cost: float, context_tokens_per_row: float) -> float:
+    """How many rows from position `start` on cost that much: the inverse of `chunk_cost`.
+
+    With c = `context_tokens_per_row` and b = c + start + 1/2 it is the positive root of r²/2 + b·r = c·cost."""
+    b = context_tokens_per_row + start + 0.5
+    return sqrt(b * b + 2 * context_tokens_per_row * cost) - b
 
 
 class SequenceStart(NamedTuple):

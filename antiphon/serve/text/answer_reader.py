@@ -61,7 +61,7 @@ class AnswerReader:
         self._form = dialect.calls or _DEFAULT_FORM
         self._tools = tools if dialect.calls is not None or dialect.has_channels else {}
         # Marks of calls that are not read are no text, as long as they are special tokens.
-        self.marks = (dialect if self._tools or dialect.has_channels else Dialect(dialect.reasoning)).marks
+        self.marks = (dialect if self._tools else dialect.without_calls).marks
         self._prompt_end = prompt.rstrip()[-_MAX_NAME:]
         self._cursor = TextCursor()
         self._out = AnswerFields(self._form.new_call_id, at_most_one=at_most_one, forced=forced)

@@ -13,6 +13,7 @@ import secrets
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from antiphon.base.errors import UserError
@@ -257,16 +258,21 @@ class Dialect:
     reasoning: ReasoningFormat | None = None
     calls: CallFormat | None = None
 
-    @property
+    @cached_property
     def has_channels(self) -> bool:
         """Reasoning, calls and text are messages of their own."""
         return any(form is not None and form.name == "harmony" for form in (self.reasoning, self.calls))
 
-    @property
+    @cached_property
     def marks(self) -> frozenset[str]:
         """All texts that must reach a reader."""
         channels = CALL_FORMATS[0].marks if self.has_channels else frozenset[str]()
         return channels.union(*(form.marks for form in (self.reasoning, self.calls) if form is not None))
+
+    @cached_property
+    def without_calls(self) -> "Dialect":
+        """What it writes when no calls are read."""
+        return self if self.has_channels else Dialect(self.reasoning)
 
 
 def dialect_of(chat_template: str, *, reasoning_parser: str | None = None, tool_parser: str | None = None) -> Dialect:
