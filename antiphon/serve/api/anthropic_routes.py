@@ -20,12 +20,12 @@ from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.chat_messages import TEXT_OR_LIST, CacheControl, FunctionName, RequestModel, check_kind
-from antiphon.serve.api.chat_reading import can_end_reasoning
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request, validate
+from antiphon.serve.api.parameters import can_end_reasoning
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 from antiphon.serve.api.respond import ItemEvents, respond_in_items

@@ -18,13 +18,19 @@ from antiphon.serve.api.answer_json import (
     encoded_list,
     encoded_object,
 )
-from antiphon.serve.api.chat_reading import ChatReading, chat_reading, compile_grammar
 from antiphon.serve.api.choice import ChoiceDelta, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_any_request, read_request
-from antiphon.serve.api.parameters import check_answer_size, check_request, sampling_params
+from antiphon.serve.api.parameters import (
+    ChatReading,
+    chat_reading,
+    check_answer_size,
+    check_request,
+    compile_grammar,
+    sampling_params,
+)
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt, completion_prompts, text_of
 from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest, CompletionRequest, split_prompts
 from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json

@@ -17,11 +17,10 @@ from functools import partial
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.chat_reading import ChatReading
 from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, StopStrings, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.metrics import RequestClock
-from antiphon.serve.api.parameters import with_seed
+from antiphon.serve.api.parameters import ChatReading, with_seed
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.specs.sampling import SamplingParams

@@ -26,6 +26,8 @@ from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
+    JsonObjectFormat,
+    JsonSchemaDescription,
     NumLogprobs,
     Penalty,
     PositiveCount,
@@ -152,22 +154,12 @@ class AllowedFunctions(RequestModel):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128, fail_fast=True)]
 
 
-class ResponseSchemaFormat(RequestModel):
+class ResponseSchemaFormat(JsonSchemaDescription):
     type: Literal["json_schema"]
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="The schema is always followed, whatever this says.")
-
-
-class ResponseObjectFormat(RequestModel):
-    type: Literal["json_object"]
 
 
 class ResponseText(RequestModel):
-    format: Annotated[TextFormat | ResponseObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = (
-        None
-    )
+    format: Annotated[TextFormat | JsonObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 

@@ -104,13 +104,6 @@ class TrialEnd(msgspec.Struct, frozen=True, kw_only=True):
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Child:
-    number: int
-    pid: int
-    said: bytes = b""
-
-
 class TrialProcess:
     """Forks trials as orders come in, until the server closes the pipe."""
 
@@ -127,7 +120,7 @@ class TrialProcess:
             for key, _ in self._selector.select():
                 data = os.read(key.fd, 256 * 1024)
                 if key.data is not None:
-                    self._on_said(key.fd, key.data, data)
+                    self._on_said(key.fd, data, *key.data)
                     continue
                 if not data:
                     return
@@ -155,7 +148,7 @@ class TrialProcess:
         if pid == 0:
             self._be_the_trial(theirs, **line)
         os.close(theirs)
-        self._selector.register(ours, selectors.EVENT_READ, _Child(number, pid))
+        self._selector.register(ours, selectors.EVENT_READ, (number, pid, bytearray()))
 
     def _be_the_trial(self, answer: int, *, grammar: str, cpu_limit_s: float, niceness: int) -> None:
         """In the fork; does not return. `cpu_limit_s` is processor time."""
@@ -175,16 +168,16 @@ class TrialProcess:
         finally:
             os._exit(code)
 
-    def _on_said(self, descriptor: int, child: _Child, data: bytes) -> None:
-        child.said += data
+    def _on_said(self, descriptor: int, data: bytes, number: int, pid: int, said: bytearray) -> None:
+        said += data
         if data:
             return
         self._selector.unregister(descriptor)
         os.close(descriptor)
-        _, status = os.waitpid(child.pid, 0)
+        _, status = os.waitpid(pid, 0)
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        verdict = msgspec.json.decode(child.said, type=TrialVerdict) if child.said else None
-        self._answer(TrialEnd(number=child.number, signal=ended_by, verdict=verdict))
+        verdict = msgspec.json.decode(said, type=TrialVerdict) if said else None
+        self._answer(TrialEnd(number=number, signal=ended_by, verdict=verdict))
 
     def _answer(self, end: TrialEnd) -> None:
         os.write(self._answers, msgspec.json.encode(end) + b"\n")
