@@ -314,9 +314,8 @@ class Balancer:
     def __init__(self, policy: Policy, first: ExpertPlacement, num_micro_batches: int, load_rows: int) -> None:
         self._policy = policy
         self._load_rows = load_rows
-        self._floor = float(
-            first.knee * num_micro_batches
-        )  # rows of a step: each micro-batch reads an expert's weights
+        # Rows of a step: each micro-batch reads an expert's weights.
+        self._floor = float(first.knee * num_micro_batches)
         self._layers = tuple(first.owners)
         num_experts = len(first.owners[self._layers[0]])
         self._shape = (len(self._layers), num_experts)
