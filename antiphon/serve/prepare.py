@@ -369,11 +369,14 @@ def _weights_kept(pool: PreparedEngine, stored_bytes: int) -> tuple[float, float
 
 
 def _kept_weight_bytes(pool: PreparedEngine, role: Role, stored_bytes: int) -> int:
-    """What one process of that role keeps at least."""
+    """What one process of that role keeps at least; replicas of a hybrid instance share its experts evenly."""
     config, (rest_bytes, experts_bytes) = pool.config, _weights_kept(pool, stored_bytes)
     if role == "experts":
         return int(experts_bytes / config.num_experts / config.expert_tp)
-    return int((rest_bytes + (experts_bytes if role == "replica" else 0)) / config.attention_ranks)
+    if role == "attention":
+        return int(rest_bytes / config.attention_ranks)
+    num_sharing = config.num_attention if config.layout == "hybrid" else 1
+    return int((rest_bytes + experts_bytes / num_sharing) / config.attention_ranks)
 
 
 def _cache_bytes(pool: PreparedEngine) -> int:

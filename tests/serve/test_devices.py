@@ -1,5 +1,6 @@
 """Which GPU a worker takes: all workers of a machine are counted, whatever their role. The GPUs are invented."""
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.joined import join_engine
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker_process import JoinedWorker, RemoteWorkers, WorkerName
+from antiphon.specs.counts import count_parameters
 from tests.serve.engine_harness import TinyModel, config
 from tests.waiting import wait_until
 
@@ -170,6 +172,24 @@ def test_a_gpu_that_is_too_small_says_how_much_is_missing(
     settings = config(tiny_model, layout, **({"device": "cuda", "kv_bytes": 1 << 20} | changes))
     with pytest.raises(ResourceError, match=message):
         prepare(settings)
+
+
+def test_replicas_that_share_experts_need_room_for_their_part_of_them(
+    tiny_model: TinyModel, gpus: GpuCount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 2**30))
+    monkeypatch.setattr("antiphon.serve.prepare.free_memory_bytes", lambda name: 2**30)  # the caches fit
+    bytes_of = {"KiB": 2**10, "MiB": 2**20}
+    weights = {}
+    for layout in ("2", "2*1"):
+        with pytest.raises(ResourceError) as refused:
+            prepare(config(tiny_model, layout, device="cuda", kv_bytes=1 << 20))
+        size, unit = re.findall(r"weights of replica\[0\] ([\d.]+) (\w+)", str(refused.value))[0]
+        weights[layout] = float(size) * bytes_of[unit]
+    spec = prepare(config(tiny_model, "1")).spec
+    experts = spec.num_moe_layers * spec.router.num_experts * count_parameters(spec).expert
+    assert weights["2*1"] / weights["2"] == pytest.approx(1 - experts / 2 / count_parameters(spec).total, rel=0.01)
 
 
 class JoinedMachines:
