@@ -69,7 +69,7 @@ class Interrupted(RuntimeError):
 
 
 def native_error(code: str, message: str, peers: list[str], reason: str) -> Exception:
-    """The exception for an error of the native communication library (`csrc/m2n/error.h`)."""
+    """The exception for an error of the native communication library (`csrc/m2n/types.h`)."""
     if code == "peer_lost":
         return PeerLost(peers[0] if peers else "a peer", reason)
     if code in ("timeout", "no_credit"):

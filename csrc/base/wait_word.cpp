@@ -3,7 +3,6 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
-#include <ctime>
 #include <thread>
 
 #if defined(__linux__)
@@ -26,9 +25,7 @@ namespace {
 // Sleeps until woken, until the value changes or for at most `sleep_ns`; may return early for no reason.
 void sleep_on(const uint32_t* word, uint32_t old_value, int64_t sleep_ns) {
 #if defined(__linux__)
-    timespec limit{};
-    limit.tv_sec = static_cast<time_t>(sleep_ns / 1'000'000'000);
-    limit.tv_nsec = static_cast<long>(sleep_ns % 1'000'000'000);
+    const timespec limit = to_timespec(sleep_ns);
     syscall(SYS_futex, word, FUTEX_WAIT, old_value, &limit, nullptr, 0);
 #else
     (void)word;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <ctime>
 
 namespace antiphon {
 
@@ -27,5 +28,9 @@ inline void cpu_relax() {
 }
 
 int64_t monotonic_ns();
+
+inline timespec to_timespec(int64_t ns) {
+    return {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
+}
 
 }  // namespace antiphon

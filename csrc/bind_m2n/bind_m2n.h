@@ -11,11 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "m2n/error.h"
 #include "m2n/expert_split.h"
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
-#include "m2n/row_sum.h"
+#include "m2n/row_scatter.h"
 #include "m2n/token_exchange.h"
 #include "m2n/types.h"
 
@@ -72,6 +71,24 @@ inline m2n::MessageLabel make_label(uint64_t step, const std::vector<uint32_t>& 
     return label;
 }
 
+template <class T>
+T* pointer_to(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+inline nanobind::bytes bytes_object(const std::vector<std::byte>& bytes) {
+    return nanobind::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+[[noreturn]] inline void refuse_sources(const std::string& what, uint32_t num_sources) {
+    throw m2n::Error(m2n::Code::invalid, what + ": the inbox has " + std::to_string(num_sources));
+}
+
+inline m2n::SourceId source_of(int64_t source, uint32_t num_sources) {
+    if (source < 0 || source >= num_sources) refuse_sources("source " + std::to_string(source), num_sources);
+    return static_cast<m2n::SourceId>(source);
+}
+
 // As PyTorch names it.
 inline m2n::RowType row_type_of(const std::string& name) {
     if (name == "bfloat16") return m2n::RowType::bf16;
@@ -86,14 +103,14 @@ class ExpectedSources {
     ExpectedSources(nanobind::handle expect, uint32_t num_sources) {
         if (nanobind::isinstance<nanobind::int_>(expect)) {
             const auto count = nanobind::cast<int64_t>(expect);
-            if (count < 0 || count > num_sources) refuse(std::to_string(count) + " sources are expected", num_sources);
+            if (count < 0 || count > num_sources) {
+                refuse_sources(std::to_string(count) + " sources are expected", num_sources);
+            }
             count_ = static_cast<uint32_t>(count);
             return;
         }
         for (nanobind::handle item : nanobind::iter(expect)) {
-            const auto source = nanobind::cast<int64_t>(item);
-            if (source < 0 || source >= num_sources) refuse("source " + std::to_string(source), num_sources);
-            sources_.push_back(static_cast<m2n::SourceId>(source));
+            sources_.push_back(source_of(nanobind::cast<int64_t>(item), num_sources));
         }
         // A source named twice would be waited for twice, and sends once.
         std::ranges::sort(sources_);
@@ -102,9 +119,6 @@ class ExpectedSources {
     m2n::Expected get() const { return {count_, sources_}; }
 
   private:
-    [[noreturn]] static void refuse(const std::string& what, uint32_t num_sources) {
-        throw m2n::Error(m2n::Code::invalid, what + ": the inbox has " + std::to_string(num_sources));
-    }
     uint32_t count_ = 0;
     std::vector<m2n::SourceId> sources_;
 };

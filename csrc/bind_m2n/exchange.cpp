@@ -25,7 +25,6 @@ m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, cons
     return {hidden, top_k, max_rows, row_type_of(type)};
 }
 
-const std::byte* at(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
 uintptr_t address_of(const void* data) { return reinterpret_cast<uintptr_t>(data); }
 
 template <class Numbers>
@@ -65,8 +64,8 @@ void bind_attention(nb::module_& module) {
              [](AttentionSide& side, uint32_t epoch, uint64_t step, uint32_t layer, uint32_t micro_batch,
                 uint64_t participants, uintptr_t rows, uint64_t stride_bytes, uintptr_t ids, uintptr_t weights,
                 uint32_t count, double timeout_s) {
-                 const m2n::GatedRows gated{at(rows), stride_bytes, reinterpret_cast<const int32_t*>(ids),
-                                            reinterpret_cast<const float*>(weights), count};
+                 const m2n::GatedRows gated{pointer_to<const std::byte>(rows), stride_bytes,
+                                            pointer_to<const int32_t>(ids), pointer_to<const float>(weights), count};
                  within(timeout_s, [&](m2n::Deadline deadline) {
                      side.dispatch({epoch, step, layer, micro_batch}, participants, gated, deadline);
                  });
@@ -80,7 +79,7 @@ void bind_attention(nb::module_& module) {
                  const int64_t started_ns = monotonic_ns();
                  std::vector<m2n::ComputeTimes> times;
                  within(timeout_s, [&](m2n::Deadline deadline) {
-                     side.combine({epoch, step, layer, micro_batch}, reinterpret_cast<std::byte*>(out), times,
+                     side.combine({epoch, step, layer, micro_batch}, pointer_to<std::byte>(out), times,
                                   deadline);
                  });
                  const int64_t ended_ns = monotonic_ns();
@@ -143,7 +142,7 @@ void bind_experts(nb::module_& module) {
              [](ExpertSide& side, ReceivedBatch& batch, uintptr_t partials, int64_t start_ns, int64_t end_ns,
                 double timeout_s) {
                  within(timeout_s, [&](m2n::Deadline deadline) {
-                     side.reply(batch, at(partials), {start_ns, end_ns}, deadline);
+                     side.reply(batch, pointer_to<const std::byte>(partials), {start_ns, end_ns}, deadline);
                  });
              },
              nb::arg("batch"), nb::arg("partials"), nb::arg("start_ns"), nb::arg("end_ns"), nb::arg("timeout_s"))
@@ -161,9 +160,7 @@ nb::object arrived_object(ExpertSide& side, const ExpertSide::Arrived& arrived) 
         return nb::make_tuple(*arrived.step, key.layer, key.micro_batch, tuple_of(side.sources_of(*arrived.step)));
     }
     if (!arrived.introduction) return nb::none();
-    const auto& ticket = arrived.introduction->ticket;
-    return nb::make_tuple(arrived.introduction->source,
-                          nb::bytes(reinterpret_cast<const char*>(ticket.data()), ticket.size()));
+    return nb::make_tuple(arrived.introduction->source, bytes_object(arrived.introduction->ticket));
 }
 
 void bind_m2n_exchange(nb::module_& module) {

@@ -5,9 +5,9 @@
 
 #include <cstdlib>
 
-#include "m2n/error.h"
 #include "m2n/libfabric_info.h"
 #include "m2n/transport.h"
+#include "m2n/types.h"
 
 namespace nb = nanobind;
 

@@ -16,9 +16,6 @@ namespace {
 using m2n::RankGroup;
 using Sizes = std::vector<uint64_t>;
 
-const std::byte* from(uintptr_t address) { return reinterpret_cast<const std::byte*>(address); }
-std::byte* to(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
-
 void check(const RankGroup& group, const Sizes& sizes) {
     if (sizes.size() == group.size()) return;
     throw m2n::Error(m2n::Code::invalid, std::to_string(sizes.size()) + " sizes for a group of " +
@@ -35,7 +32,7 @@ void post(RankGroup& group, uint32_t exchange, uint32_t peer,
           const std::vector<std::pair<uintptr_t, uint64_t>>& pieces, double timeout_s) {
     check_peer(group, peer);
     std::vector<RankGroup::Part> parts;
-    for (const auto& [address, bytes] : pieces) parts.push_back({from(address), bytes});
+    for (const auto& [address, bytes] : pieces) parts.push_back({pointer_to<const std::byte>(address), bytes});
     within(timeout_s, [&](m2n::Deadline deadline) { group.post(exchange, peer, parts, deadline); });
 }
 
@@ -45,8 +42,9 @@ nb::bytes broadcast(RankGroup& group, nb::handle payload, uint32_t root, double 
         const Buffer buffer(payload);
         bytes.assign(buffer.data(), buffer.data() + buffer.size());
     }
-    within(timeout_s, [&](m2n::Deadline deadline) { group.broadcast(bytes, root, deadline, static_cast<int64_t>(rest_s * 1e9)); });
-    return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    const auto rest_ns = static_cast<int64_t>(rest_s * 1e9);
+    within(timeout_s, [&](m2n::Deadline deadline) { group.broadcast(bytes, root, deadline, rest_ns); });
+    return bytes_object(bytes);
 }
 
 }  // namespace
@@ -72,8 +70,9 @@ void bind_m2n_rank_group(nb::module_& module) {
         .def("all_reduce",
              [](RankGroup& group, uintptr_t data, uint64_t count, const std::string& type, double timeout_s) {
                  const m2n::RowType row_type = row_type_of(type);
-                 within(timeout_s,
-                        [&](m2n::Deadline deadline) { group.all_reduce(to(data), count, row_type, deadline); });
+                 within(timeout_s, [&](m2n::Deadline deadline) {
+                     group.all_reduce(pointer_to<std::byte>(data), count, row_type, deadline);
+                 });
              },
              nb::arg("data"), nb::arg("count"), nb::arg("dtype"), nb::arg("timeout_s"))
         .def("reduce_scatter",
@@ -82,15 +81,17 @@ void bind_m2n_rank_group(nb::module_& module) {
                  check(group, counts);
                  const m2n::RowType row_type = row_type_of(type);
                  within(timeout_s, [&](m2n::Deadline deadline) {
-                     group.reduce_scatter(from(in), to(out), counts, row_type, deadline);
+                     group.reduce_scatter(pointer_to<const std::byte>(in), pointer_to<std::byte>(out), counts, row_type,
+                                          deadline);
                  });
              },
              nb::arg("source"), nb::arg("out"), nb::arg("counts"), nb::arg("dtype"), nb::arg("timeout_s"))
         .def("all_gather",
              [](RankGroup& group, uintptr_t in, uintptr_t out, const Sizes& bytes, double timeout_s) {
                  check(group, bytes);
-                 within(timeout_s,
-                        [&](m2n::Deadline deadline) { group.all_gather(from(in), to(out), bytes, deadline); });
+                 within(timeout_s, [&](m2n::Deadline deadline) {
+                     group.all_gather(pointer_to<const std::byte>(in), pointer_to<std::byte>(out), bytes, deadline);
+                 });
              },
              nb::arg("source"), nb::arg("out"), nb::arg("bytes"), nb::arg("timeout_s"))
         .def("all_to_all",
@@ -99,7 +100,8 @@ void bind_m2n_rank_group(nb::module_& module) {
                  check(group, bytes_to);
                  check(group, bytes_from);
                  within(timeout_s, [&](m2n::Deadline deadline) {
-                     group.all_to_all(from(in), to(out), bytes_to, bytes_from, deadline);
+                     group.all_to_all(pointer_to<const std::byte>(in), pointer_to<std::byte>(out), bytes_to, bytes_from,
+                                      deadline);
                  });
              },
              nb::arg("source"), nb::arg("out"), nb::arg("bytes_to"), nb::arg("bytes_from"), nb::arg("timeout_s"))

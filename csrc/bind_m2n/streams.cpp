@@ -10,7 +10,7 @@
 
 #include "bind_m2n/bind_m2n.h"
 #include "m2n/endpoint.h"
-#include "m2n/stream_exchange.h"
+#include "m2n/stream_core.h"
 
 namespace nb = nanobind;
 
@@ -44,11 +44,6 @@ struct Unlocked : End {
 };
 using AttentionEnd = Unlocked<m2n::AttentionStream>;
 using ExpertEnd = Unlocked<m2n::ExpertStream>;
-
-template <class T>
-T* pointer_to(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
 
 bool wait_idle(CoreHolder& holder, double timeout_s) {
     const m2n::Deadline deadline = deadline_after(timeout_s);

@@ -4,6 +4,7 @@
 // structs are never copied whole, because padding and byte order would become part of the protocol.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -11,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -26,12 +27,16 @@ class ByteWriter {
     void u8(uint8_t value) { put(value, 1); }
     void u16(uint16_t value) { put(value, 2); }
     void u32(uint32_t value) { put(value, 4); }
-    void u64(uint64_t value) { put(value, 8); }
+    // Each in as many bytes as its type has.
+    template <std::unsigned_integral... T>
+    void numbers(T... values) {
+        (put(values, sizeof(values)), ...);
+    }
     void raw(Bytes bytes) { out_.insert(out_.end(), bytes.begin(), bytes.end()); }
 
   private:
-    void put(uint64_t value, int num_bytes) {
-        for (int i = 0; i < num_bytes; ++i) out_.push_back(static_cast<std::byte>(value >> (8 * i)));
+    void put(uint64_t value, size_t num_bytes) {
+        for (size_t i = 0; i < num_bytes; ++i) out_.push_back(static_cast<std::byte>(value >> (8 * i)));
     }
 
     std::vector<std::byte>& out_;
@@ -45,7 +50,10 @@ class ByteReader {
     uint8_t u8() { return static_cast<uint8_t>(get(1)); }
     uint16_t u16() { return static_cast<uint16_t>(get(2)); }
     uint32_t u32() { return static_cast<uint32_t>(get(4)); }
-    uint64_t u64() { return get(8); }
+    template <std::unsigned_integral... T>
+    void numbers(T&... values) {
+        ((values = static_cast<T>(get(sizeof(T)))), ...);
+    }
 
     Bytes raw(size_t num_bytes) {
         if (num_bytes > bytes_.size() - at_) {

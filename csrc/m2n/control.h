@@ -12,10 +12,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
-#include <utility>
 
 #include "m2n/transport.h"
 #include "m2n/types.h"
@@ -79,32 +77,8 @@ struct ControlCounters {
     std::atomic<uint64_t> gone{0};       // peers lost after they had been welcomed
 };
 
-class Control {
-  public:
-    // Binds and starts the thread. Error(system) if an address cannot be bound.
-    Control(ControlOptions options, ControlHandler& handler);
-    ~Control();  // says goodbye to every peer, stops the thread
-
-    const Address& address() const;
-    const ControlCounters& counters() const;
-
-    // Opens a pair: shakes hands on the calling thread, then leaves the connection to the control thread to watch.
-    // Tries the Unix socket first when `peer.unix_name` is set and `local` is true, else TCP; retries a refused TCP
-    // connection until the deadline. Error: timeout (names `peer_name`), refused (the peer's words), system.
-    std::pair<ConnectionId, Welcome> connect(const Address& peer, const std::string& peer_name, bool local,
-                                             const Hello& hello, Deadline deadline);
-
-    // Sends goodbye and forgets the connection; `on_gone` will not be called for it.
-    void hang_up(ConnectionId connection);
-
-  private:
-    class Thread;
-    std::unique_ptr<Thread> thread_;
-};
-
 // First bytes of a data connection that wants to be adopted (see ControlHandler::on_attach): write this, then data.
 std::vector<std::byte> attach_greeting(std::span<const std::byte> token);
 constexpr size_t token_bytes = 16;
-void fill_random(std::span<std::byte> bytes);  // from the kernel
 
 }  // namespace antiphon::m2n

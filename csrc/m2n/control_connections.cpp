@@ -1,3 +1,8 @@
+// The way in: connections are opened on the calling thread, then left to the control thread (control_thread.h).
+//
+// A process that forks while it has an endpoint is not supported: the child inherits the sockets, so that peers would
+// not see the parent's death before the child's, and no control thread. exec closes them.
+//
 // What the control thread does with one connection: accept it, read its frames, answer, and bury it.
 #include <sys/epoll.h>
 
@@ -5,9 +10,11 @@
 #include <array>
 #include <cerrno>
 #include <exception>
+#include <system_error>
+#include <utility>
 
 #include "m2n/control_thread.h"
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -26,9 +33,99 @@ void set_interest(int epoll, int fd, uint32_t events, uint64_t key) {
     if (epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &event) != 0) throw_errno("epoll_ctl");
 }
 
+constexpr int64_t first_retry_ns = 1'000'000;
+constexpr int64_t longest_retry_ns = 50'000'000;
+
+std::string words_of(int error) { return std::generic_category().message(error); }
+
+[[noreturn]] void throw_timeout(const std::string& peer_name, const std::string& where, int last_error) {
+    throw Error(Code::timeout, "no connection to " + peer_name + " at " + where + " in time: " + words_of(last_error),
+                {peer_name}, words_of(last_error));
+}
+
+[[noreturn]] void throw_failure(const std::string& peer_name, const std::string& where, int error) {
+    throw Error(Code::system, "connect to " + peer_name + " at " + where + ": " + words_of(error), {peer_name},
+                words_of(error));
+}
+
+// Empty: no process listens there.
+FileDescriptor connect_abstract(const std::string& name, const std::string& peer_name, Deadline deadline) {
+    const std::string where = "the Unix socket " + name;
+    const SocketAddress address = abstract_address(name);
+    FileDescriptor socket;
+    while (true) {
+        const int error = connect_socket(address, deadline, socket);
+        if (error == 0) break;
+        if (error == ECONNREFUSED) return {};
+        if (error != EAGAIN) throw_failure(peer_name, where, error);
+        // Its backlog is full. The kernel has no way to wait for room without blocking.
+        if (deadline.passed()) throw_timeout(peer_name, where, error);
+        sleep_until(deadline, first_retry_ns);
+    }
+    // Names of abstract sockets can be taken by any process.
+    if (!same_user_or_root(socket.get())) {
+        throw Error(Code::refused, peer_name + " is not at " + where + ": another user listens there", {peer_name},
+                    "another user listens there");
+    }
+    return socket;
+}
+
+// A peer that is still starting refuses, or its machine cannot be reached yet.
+bool may_come_later(int error) {
+    return error == ECONNREFUSED || error == ECONNRESET || error == EHOSTUNREACH || error == ENETUNREACH ||
+           error == ETIMEDOUT || error == EAGAIN;
+}
+
+FileDescriptor connect_tcp(const Address& peer, const std::string& peer_name, Deadline deadline) {
+    const std::string where = peer.host + " port " + std::to_string(peer.port);
+    const SocketAddress address = numeric_address(peer.host, peer.port);
+    FileDescriptor socket;
+    for (int64_t pause_ns = first_retry_ns;; pause_ns = std::min(2 * pause_ns, longest_retry_ns)) {
+        const int error = connect_socket(address, deadline, socket);
+        if (error == 0) return socket;
+        if (!may_come_later(error)) throw_failure(peer_name, where, error);
+        if (deadline.passed()) throw_timeout(peer_name, where, error);
+        sleep_until(deadline, pause_ns);
+    }
+}
+
 }  // namespace
 
-void Control::Thread::accept_from(int listener, bool unix_socket) {
+std::pair<ConnectionId, Welcome> Control::connect(const Address& peer, const std::string& peer_name, bool local,
+                                                  const Hello& hello, Deadline deadline) {
+    FileDescriptor socket;
+    bool unix_socket = local && !peer.unix_name.empty();
+    if (unix_socket) {
+        socket = connect_abstract(peer.unix_name, peer_name, deadline);
+        if (!socket && peer.host.empty()) {
+            throw Error(Code::refused, peer_name + " is not there any more: nobody listens on its Unix socket",
+                        {peer_name}, "nobody listens on its Unix socket");
+        }
+    }
+    if (!socket) {
+        unix_socket = false;
+        if (peer.host.empty()) {
+            throw Error(Code::invalid, peer_name + " listens on its own machine only, and this is another one: give it "
+                                                   "a host and a transport that reaches other machines",
+                        {peer_name});
+        }
+        socket = connect_tcp(peer, peer_name, deadline);
+        prepare(socket.get());
+    }
+    Welcome welcome =
+        open_connection(socket.get(), unix_socket, options_.secret, peer_name, hello, deadline);
+    return {hand_over(std::move(socket), unix_socket), std::move(welcome)};
+}
+
+std::vector<std::byte> attach_greeting(std::span<const std::byte> token) {
+    if (token.empty() || token.size() > max_token_bytes) {
+        throw Error(Code::invalid, "a token of " + std::to_string(token.size()) + " bytes: it must have 1 to " +
+                                       std::to_string(max_token_bytes));
+    }
+    return encode_frame(FrameType::attach, token);
+}
+
+void Control::accept_from(int listener, bool unix_socket) {
     for (int i = 0; i < accepts_per_event; ++i) {
         FileDescriptor socket = accept_socket(listener);
         if (socket) {
@@ -43,7 +140,7 @@ void Control::Thread::accept_from(int listener, bool unix_socket) {
     }
 }
 
-void Control::Thread::admit(FileDescriptor socket, bool unix_socket) {
+void Control::admit(FileDescriptor socket, bool unix_socket) {
     const bool is_foreign = unix_socket && !same_user_or_root(socket.get());
     bool too_many = connections_.size() >= options_.max_connections;
     if (openings_.size() >= max_openings) {
@@ -54,7 +151,7 @@ void Control::Thread::admit(FileDescriptor socket, bool unix_socket) {
         too_many = too_many && !dropped;
     }
     if (too_many || is_foreign) {
-        counters_.rejected.fetch_add(1, std::memory_order_relaxed);
+        counters_->rejected.fetch_add(1, std::memory_order_relaxed);
         const std::string words = too_many ? "has " + std::to_string(connections_.size()) + " connections, its limit"
                                            : "serves peers of its own user only";
         send_some(socket.get(), encode_frame(FrameType::refusal, encode_refusal(words)));
@@ -71,7 +168,7 @@ void Control::Thread::admit(FileDescriptor socket, bool unix_socket) {
 
 // Who came first and has not proved itself makes room, so that peers get in beside any number of strangers. What it has
 // said is heard before. False: all are peers.
-bool Control::Thread::drop_oldest_opening() {
+bool Control::drop_oldest_opening() {
     const auto oldest = std::find_if(openings_.begin(), openings_.end(), [&](const auto& each) {
         const auto found = connections_.find(each.second);
         return found != connections_.end() && found->second->opening != nullptr;
@@ -87,7 +184,7 @@ bool Control::Thread::drop_oldest_opening() {
     return true;
 }
 
-void Control::Thread::pause_accepting() {
+void Control::pause_accepting() {
     for (const auto& [listener, key] : {std::pair{unix_listener_.get(), unix_listener_key},
                                         std::pair{tcp_listener_.get(), tcp_listener_key}}) {
         if (listener >= 0) set_interest(epoll_.get(), listener, 0, key);
@@ -95,7 +192,7 @@ void Control::Thread::pause_accepting() {
     resume_accepting_ns_ = monotonic_ns() + accept_pause_ns;
 }
 
-void Control::Thread::resume_accepting() {
+void Control::resume_accepting() {
     for (const auto& [listener, key] : {std::pair{unix_listener_.get(), unix_listener_key},
                                         std::pair{tcp_listener_.get(), tcp_listener_key}}) {
         if (listener >= 0) set_interest(epoll_.get(), listener, EPOLLIN, key);
@@ -103,7 +200,7 @@ void Control::Thread::resume_accepting() {
     resume_accepting_ns_ = 0;
 }
 
-void Control::Thread::serve(Connection& connection, uint32_t events) {
+void Control::serve(Connection& connection, uint32_t events) {
     try {
         if (events & EPOLLOUT) flush(connection);
         const bool drained = receive(connection);
@@ -124,7 +221,7 @@ void Control::Thread::serve(Connection& connection, uint32_t events) {
     if (connection.fate != Fate::alive) bury(connection);
 }
 
-bool Control::Thread::receive(Connection& connection) {
+bool Control::receive(Connection& connection) {
     for (int i = 0; i < reads_per_event; ++i) {
         std::vector<FileDescriptor>* descriptors = connection.unix_socket ? &connection.received : nullptr;
         const int64_t received = receive_some(connection.socket.get(), connection.reader.space(), descriptors);
@@ -145,14 +242,14 @@ bool Control::Thread::receive(Connection& connection) {
     return false;
 }
 
-void Control::Thread::end_of_stream(Connection& connection, int error) {
+void Control::end_of_stream(Connection& connection, int error) {
     // A failed send has taken the socket's error with it.
     if (connection.send_error != 0) error = connection.send_error;
     if (connection.opening != nullptr) return reject(connection, words_for(error));
     connection.end(Fate::lost, words_for(error));
 }
 
-void Control::Thread::take_frame(Connection& connection) {
+void Control::take_frame(Connection& connection) {
     const Frame frame = connection.reader.take();
     if (connection.opening == nullptr) {
         if (!connection.received.empty()) throw Error(Code::invalid, "descriptors that nobody asked for");
@@ -168,13 +265,13 @@ void Control::Thread::take_frame(Connection& connection) {
     }
 }
 
-void Control::Thread::challenge(Connection& connection) {
+void Control::challenge(Connection& connection) {
     // Only now it is known to be a control connection: data connections keep the settings of their owner.
     if (!connection.unix_socket) prepare(connection.socket.get());
     send(connection, connection.opening->challenge());
 }
 
-void Control::Thread::attach(Connection& connection) {
+void Control::attach(Connection& connection) {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.socket.get(), nullptr);
     bool taken = false;
     try {
@@ -186,8 +283,8 @@ void Control::Thread::attach(Connection& connection) {
     connection.end(Fate::adopted, "became a data connection");
 }
 
-void Control::Thread::ask_handler(Connection& connection) {
-    counters_.accepted.fetch_add(1, std::memory_order_relaxed);
+void Control::ask_handler(Connection& connection) {
+    counters_->accepted.fetch_add(1, std::memory_order_relaxed);
     Welcome welcome;
     try {
         welcome = handler_.on_hello(connection.id, connection.opening->hello());
@@ -211,7 +308,7 @@ void Control::Thread::ask_handler(Connection& connection) {
     join_peers(connection);
 }
 
-void Control::Thread::join_peers(Connection& connection) {
+void Control::join_peers(Connection& connection) {
     connection.reader.allow(from_peers);
     if (connection.unix_socket) return;  // a hang-up says everything
     connection.heartbeats = true;
@@ -219,14 +316,14 @@ void Control::Thread::join_peers(Connection& connection) {
     if (num_tcp_peers_++ == 0) next_heartbeat_ns_ = connection.acknowledged_at_ns + options_.heartbeat_ns;
 }
 
-void Control::Thread::send(Connection& connection, Bytes bytes, std::vector<FileDescriptor> descriptors) {
+void Control::send(Connection& connection, Bytes bytes, std::vector<FileDescriptor> descriptors) {
     connection.output.insert(connection.output.end(), bytes.begin(), bytes.end());
     if (!descriptors.empty()) connection.output_descriptors = std::move(descriptors);
     // Otherwise something waits already, and epoll will tell when there is room.
     if (connection.output.size() == bytes.size()) flush(connection);
 }
 
-void Control::Thread::flush(Connection& connection) {
+void Control::flush(Connection& connection) {
     size_t sent = 0;
     while (sent < connection.output.size()) {
         const int64_t now = send_some(connection.socket.get(), std::span(connection.output).subspan(sent),
@@ -250,7 +347,7 @@ void Control::Thread::flush(Connection& connection) {
     set_interest(epoll_.get(), connection.socket.get(), events, connection.id);
 }
 
-void Control::Thread::say_goodbye(Connection& connection) {
+void Control::say_goodbye(Connection& connection) {
     const std::vector<std::byte> frame = encode_frame(FrameType::goodbye);
     if (connection.output.empty()) send_some(connection.socket.get(), frame);
     // Closing a TCP socket with unread bytes resets it, and a reset can overtake the goodbye.
@@ -261,17 +358,17 @@ void Control::Thread::say_goodbye(Connection& connection) {
 }
 
 // Counts before the peer can know.
-void Control::Thread::reject(Connection& connection, std::string reason) {
-    counters_.rejected.fetch_add(1, std::memory_order_relaxed);
+void Control::reject(Connection& connection, std::string reason) {
+    counters_->rejected.fetch_add(1, std::memory_order_relaxed);
     connection.end(Fate::rejected, std::move(reason));
 }
 
-void Control::Thread::refuse(Connection& connection, std::string_view words) {
+void Control::refuse(Connection& connection, std::string_view words) {
     // What the client sent has been read to the last byte, so that closing will not overtake the words.
     send_some(connection.socket.get(), encode_frame(FrameType::refusal, encode_refusal(words)));
 }
 
-void Control::Thread::bury(Connection& connection) {
+void Control::bury(Connection& connection) {
     const ConnectionId id = connection.id;
     const bool announced = connection.announced;
     const std::string reason = std::move(connection.reason);

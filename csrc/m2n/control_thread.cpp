@@ -12,12 +12,13 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cinttypes>
 #include <cstdio>
 #include <exception>
 #include <limits>
 #include <system_error>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -29,15 +30,9 @@ constexpr int64_t no_time = std::numeric_limits<int64_t>::max();
 constexpr uint32_t max_unanswered_heartbeats = 100;
 
 std::string random_unix_name() {
-    std::array<std::byte, 8> bytes;
-    fill_random(bytes);
-    std::string name = "antiphon-m2n-" + std::to_string(getpid()) + "-";
-    for (const std::byte byte : bytes) {
-        char digits[3];
-        std::snprintf(digits, sizeof(digits), "%02x", static_cast<unsigned>(byte));
-        name += digits;
-    }
-    return name;
+    char digits[17];
+    std::snprintf(digits, sizeof(digits), "%016" PRIx64, random_value<uint64_t>());
+    return "antiphon-m2n-" + std::to_string(getpid()) + "-" + digits;
 }
 
 void check_positive(const char* what, int64_t value) {
@@ -63,7 +58,7 @@ void set_keep_alive(int socket, int option_level, int option, int value) {
 
 }  // namespace
 
-Control::Thread::Thread(ControlOptions options, ControlHandler& handler)
+Control::Control(ControlOptions options, ControlHandler& handler)
     : options_(std::move(options)), handler_(handler), next_id_(first_connection_key) {
     check(options_);
     epoll_ = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
@@ -78,7 +73,7 @@ Control::Thread::Thread(ControlOptions options, ControlHandler& handler)
     start();
 }
 
-Control::Thread::~Thread() {
+Control::~Control() {
     {
         const std::lock_guard lock(mutex_);
         stop_ = true;
@@ -87,7 +82,7 @@ Control::Thread::~Thread() {
     thread_.join();
 }
 
-void Control::Thread::listen() {
+void Control::listen() {
     if (options_.unix_socket) {
         address_.unix_name = random_unix_name();
         unix_listener_ = listen_abstract(address_.unix_name);
@@ -106,14 +101,14 @@ void Control::Thread::listen() {
     watch(tcp_listener_.get(), tcp_listener_key);
 }
 
-void Control::Thread::start() {
+void Control::start() {
     // The thread inherits the mask: signals are for the threads of the program that uses us.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        thread_ = std::thread(&Thread::run, this);
+        thread_ = std::thread(&Control::run, this);
     } catch (const std::system_error& error) {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         throw Error(Code::system, std::string("cannot start the control thread: ") + error.what());
@@ -121,27 +116,27 @@ void Control::Thread::start() {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-void Control::Thread::watch(int fd, uint64_t key) const {
+void Control::watch(int fd, uint64_t key) const {
     epoll_event event{};
     event.events = key < first_connection_key ? EPOLLIN : EPOLLIN | EPOLLRDHUP;
     event.data.u64 = key;
     if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) throw_errno("epoll_ctl");
 }
 
-void Control::Thread::ring() const {
+void Control::ring() const {
     const uint64_t one = 1;
     // It fails only when the bell has rung 2^64 - 2 times unheard.
     [[maybe_unused]] const ssize_t written = write(bell_.get(), &one, sizeof(one));
 }
 
-void Control::Thread::prepare(int socket) const {
+void Control::prepare(int socket) const {
     apply_settings(socket, {options_.type_of_service, options_.priority, options_.dead_after_ns});
     set_keep_alive(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
     set_keep_alive(socket, IPPROTO_TCP, TCP_KEEPIDLE, 1);
     set_keep_alive(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
 }
 
-ConnectionId Control::Thread::hand_over(FileDescriptor socket, bool unix_socket) {
+ConnectionId Control::hand_over(FileDescriptor socket, bool unix_socket) {
     const ConnectionId id = next_id_.fetch_add(1);
     auto connection = std::make_unique<Connection>(id, std::move(socket), unix_socket, FrameTypes{});
     connection->announced = true;
@@ -153,7 +148,7 @@ ConnectionId Control::Thread::hand_over(FileDescriptor socket, bool unix_socket)
     return id;
 }
 
-void Control::Thread::hang_up(ConnectionId id) {
+void Control::hang_up(ConnectionId id) {
     std::unique_lock lock(mutex_);
     hung_up_.insert(id);
     orders_.push_back({id, nullptr});
@@ -162,7 +157,7 @@ void Control::Thread::hang_up(ConnectionId id) {
     called_.wait(lock, [&] { return calling_ != id; });
 }
 
-void Control::Thread::run() {
+void Control::run() {
     pthread_setname_np(pthread_self(), "m2n-control");
     {
         const std::lock_guard lock(mutex_);
@@ -188,7 +183,7 @@ void Control::Thread::run() {
     connections_.clear();
 }
 
-void Control::Thread::dispatch(uint64_t key, uint32_t events) {
+void Control::dispatch(uint64_t key, uint32_t events) {
     switch (key) {
         case bell_key: {
             uint64_t count = 0;
@@ -204,7 +199,7 @@ void Control::Thread::dispatch(uint64_t key, uint32_t events) {
     if (found != connections_.end()) serve(*found->second, events);
 }
 
-bool Control::Thread::carry_out_orders() {
+bool Control::carry_out_orders() {
     std::vector<Order> orders;
     bool stop = false;
     {
@@ -216,7 +211,7 @@ bool Control::Thread::carry_out_orders() {
     return !stop;
 }
 
-void Control::Thread::carry_out(Order& order) {
+void Control::carry_out(Order& order) {
     if (order.adopt != nullptr) {
         Connection& connection = *order.adopt;
         try {
@@ -240,13 +235,13 @@ void Control::Thread::carry_out(Order& order) {
     hung_up_.erase(order.id);
 }
 
-bool Control::Thread::is_opening(ConnectionId id) const {
+bool Control::is_opening(ConnectionId id) const {
     const auto found = connections_.find(id);
     // Welcomed but with the welcome still unread counts as opening.
     return found != connections_.end() && (found->second->opening != nullptr || !found->second->output.empty());
 }
 
-void Control::Thread::arm_timer() {
+void Control::arm_timer() {
     while (!openings_.empty() && !is_opening(openings_.front().second)) openings_.pop_front();
     int64_t next_ns = openings_.empty() ? no_time : openings_.front().first;
     if (num_tcp_peers_ > 0) next_ns = std::min(next_ns, next_heartbeat_ns_);
@@ -254,14 +249,11 @@ void Control::Thread::arm_timer() {
     if (next_ns == armed_ns_) return;
     armed_ns_ = next_ns;
     itimerspec when{};
-    if (next_ns != no_time) {
-        when.it_value.tv_sec = static_cast<time_t>(next_ns / 1'000'000'000);
-        when.it_value.tv_nsec = static_cast<long>(next_ns % 1'000'000'000);
-    }
+    if (next_ns != no_time) when.it_value = to_timespec(next_ns);
     timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr);
 }
 
-void Control::Thread::on_timer() {
+void Control::on_timer() {
     uint64_t expirations = 0;
     [[maybe_unused]] const ssize_t got = read(timer_.get(), &expirations, sizeof(expirations));
     armed_ns_ = 0;  // it fires once; the next arm_timer must set it, whatever the time
@@ -271,7 +263,7 @@ void Control::Thread::on_timer() {
     if (num_tcp_peers_ > 0 && now >= next_heartbeat_ns_) send_heartbeats();
 }
 
-void Control::Thread::expire_openings(int64_t now) {
+void Control::expire_openings(int64_t now) {
     while (!openings_.empty() && openings_.front().first <= now) {
         const ConnectionId id = openings_.front().second;
         openings_.pop_front();
@@ -286,7 +278,7 @@ void Control::Thread::expire_openings(int64_t now) {
     }
 }
 
-void Control::Thread::send_heartbeats() {
+void Control::send_heartbeats() {
     static const std::vector<std::byte> frame = encode_frame(FrameType::heartbeat);
     const int64_t now = monotonic_ns();
     // From now, not from the time it was due: after a pause one heartbeat says as much as many.
@@ -314,7 +306,7 @@ void Control::Thread::send_heartbeats() {
     }
 }
 
-std::string Control::Thread::words_for(int error) const {
+std::string Control::words_for(int error) const {
     switch (error) {
         case 0:
         case EPIPE:
@@ -332,13 +324,13 @@ std::string Control::Thread::words_for(int error) const {
     }
 }
 
-void Control::Thread::announce_gone(ConnectionId id, const std::string& reason) {
+void Control::announce_gone(ConnectionId id, const std::string& reason) {
     {
         const std::lock_guard lock(mutex_);
         if (hung_up_.contains(id)) return;
         calling_ = id;
     }
-    counters_.gone.fetch_add(1, std::memory_order_relaxed);
+    counters_->gone.fetch_add(1, std::memory_order_relaxed);
     try {
         handler_.on_gone(id, reason);
     } catch (...) {

@@ -1,6 +1,7 @@
-// The thread behind `Control`: one epoll loop that serves listeners, openings, welcomed peers, a timer and orders.
+// An endpoint's control connections: opened on the calling thread, then left to a thread of its own, one epoll loop that
+// serves listeners, openings, welcomed peers, a timer and orders.
 //
-// Only this thread touches connections and calls the handler; other threads leave orders under a mutex and ring an
+// Only that thread touches connections and calls the handler; other threads leave orders under a mutex and ring an
 // eventfd. A connection is in one of two states: opening (ServerOpening decides what may come, until a deadline) or
 // welcomed (heartbeats and a goodbye may come, anything else ends it). Rejected: a thread per peer, which needs no
 // state machine, but at hundreds of peers costs hundreds of stacks and wake-ups and cannot be stopped in one place.
@@ -21,30 +22,32 @@
 #include <vector>
 
 #include "m2n/control.h"
-#include "m2n/file_descriptor.h"
 #include "m2n/handshake.h"
 #include "m2n/socket.h"
+#include "m2n/types.h"
 #include "m2n/wire.h"
 
 namespace antiphon::m2n {
 
-class Control::Thread {
+class Control {
   public:
-    Thread(ControlOptions options, ControlHandler& handler);
-    ~Thread();
-    Thread(const Thread&) = delete;
-    Thread& operator=(const Thread&) = delete;
+    // Binds and starts the thread. Error(system) if an address cannot be bound.
+    Control(ControlOptions options, ControlHandler& handler);
+    ~Control();  // says goodbye to every peer, stops the thread
+    Control(const Control&) = delete;
+    Control& operator=(const Control&) = delete;
 
-    const ControlOptions& options() const { return options_; }
     const Address& address() const { return address_; }
-    const ControlCounters& counters() const { return counters_; }
+    std::shared_ptr<const ControlCounters> counters() const { return counters_; }
 
-    // What control connections over TCP are set to.
-    void prepare(int socket) const;
-    // Watches a connection that was opened elsewhere, from now on.
-    ConnectionId hand_over(FileDescriptor socket, bool unix_socket);
-    // Waits while on_gone of this very connection runs, except on the control thread: do not call it under a lock that
-    // on_gone takes.
+    // Opens a pair: shakes hands on the calling thread, then leaves the connection to the control thread to watch.
+    // Tries the Unix socket first when `peer.unix_name` is set and `local` is true, else TCP; retries a refused TCP
+    // connection until the deadline. Error: timeout (names `peer_name`), refused (the peer's words), system.
+    std::pair<ConnectionId, Welcome> connect(const Address& peer, const std::string& peer_name, bool local,
+                                             const Hello& hello, Deadline deadline);
+
+    // Sends goodbye and forgets the connection; `on_gone` will not be called for it. Waits while on_gone of this very
+    // connection runs, except on the control thread: do not call it under a lock that on_gone takes.
     void hang_up(ConnectionId id);
 
   private:
@@ -98,6 +101,10 @@ class Control::Thread {
 
     void listen();
     void start();
+    // What control connections over TCP are set to.
+    void prepare(int socket) const;
+    // Watches a connection that was opened elsewhere, from now on.
+    ConnectionId hand_over(FileDescriptor socket, bool unix_socket);
     void watch(int fd, uint64_t key) const;
     void ring() const;
 
@@ -139,7 +146,7 @@ class Control::Thread {
     const ControlOptions options_;
     ControlHandler& handler_;
     Address address_;
-    ControlCounters counters_;
+    std::shared_ptr<ControlCounters> counters_ = std::make_shared<ControlCounters>();
 
     FileDescriptor epoll_;
     FileDescriptor bell_;

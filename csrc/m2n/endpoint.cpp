@@ -1,13 +1,27 @@
 #include "m2n/endpoint.h"
 
-#include <array>
-#include <cstring>
 #include <utility>
 #include <vector>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
+
+std::vector<std::string> transport_names() {
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+    return {"shm", "tcp", "libfabric", "loopback"};
+#else
+    return {"shm", "tcp", "loopback"};
+#endif
+}
+
+std::shared_ptr<Transport> make_transport(const std::string& kind, const TransportOptions& options) {
+    if (kind == "loopback") return make_loopback(options);
+    if (kind == "shm") return make_shared_memory(options);
+    if (kind == "tcp") return make_tcp(options);
+    if (kind == "libfabric") return make_libfabric(options);
+    throw Error(Code::invalid, "transport is " + kind + ": it must be shm, tcp, libfabric or loopback");
+}
 
 namespace {
 
@@ -22,15 +36,6 @@ ControlOptions control_options(const EndpointOptions& options, bool same_host_on
     control.priority = options.transport_options.credit_priority;
     control.type_of_service = options.transport_options.credit_type_of_service;
     return control;
-}
-
-template <class T>
-T random_number() {
-    std::array<std::byte, sizeof(T)> bytes{};
-    fill_random(bytes);
-    T value{};
-    std::memcpy(&value, bytes.data(), sizeof(T));
-    return value;
 }
 
 void check_range(const std::string& what, uint64_t value, uint64_t limit) {
@@ -51,6 +56,7 @@ Endpoint::Endpoint(EndpointOptions options)
     transport_ = make_transport(options_.transport, options_.transport_options);
     control_ = std::make_unique<Control>(control_options(options_, transport_->same_host_only()),
                                          static_cast<ControlHandler&>(*this));
+    counters_ = control_->counters();
     line_ = std::make_shared<ControlLine>();
     line_->control = control_.get();
 }
@@ -68,7 +74,6 @@ void Endpoint::close() {
         const std::lock_guard lock(line_->mutex);
         line_->control = nullptr;
     }
-    last_counts_ = control_counts();
     control_.reset();
     for (auto& [id, open] : inboxes_) {
         for (const auto& [source, connection] : open.connections) {
@@ -80,12 +85,6 @@ void Endpoint::close() {
         if (const auto tie = weak.lock()) tie->lose(reason);
     }
     transport_->interrupt();
-}
-
-ControlCounts Endpoint::control_counts() const {
-    if (control_ == nullptr) return last_counts_;
-    const ControlCounters& counters = control_->counters();
-    return {counters.accepted.load(), counters.rejected.load(), counters.gone.load()};
 }
 
 std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, uint64_t slot_bytes,
@@ -103,12 +102,12 @@ std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, ui
             throw Error(Code::invalid, "messages for the memory of " + std::string(device->name()) + ": " + reason);
         }
     }
-    InboxSpec spec{random_number<uint64_t>(), sources, slots, slot_bytes, std::move(names), std::move(device)};
+    InboxSpec spec{random_value<uint64_t>(), sources, slots, slot_bytes, std::move(names), std::move(device)};
     auto inbox = std::make_shared<Inbox>(options_.name, spec, transport_, policy_, interrupted_,
                                          [line = line_](ConnectionId connection) { line->hang_up(connection); });
     const std::lock_guard lock(mutex_);
     // Incarnations begin anywhere, so that a message of an earlier process with the same name and inbox fits nowhere.
-    inboxes_[spec.id] = OpenInbox{inbox, {}, random_number<Incarnation>() | 1};
+    inboxes_[spec.id] = OpenInbox{inbox, {}, random_value<Incarnation>() | 1};
     return inbox;
 }
 
@@ -144,7 +143,7 @@ std::shared_ptr<Outbox> Endpoint::connect(const Ticket& ticket, SourceId source,
         check_range("slots of " + ticket.name, welcome.slots, max_slots);
         check_range("slot bytes of " + ticket.name, welcome.slot_bytes, max_slot_bytes);
         const PairSpec spec{source, welcome.slots, welcome.slot_bytes, welcome.incarnation, ticket.sources};
-        std::unique_ptr<Link> link =
+        std::shared_ptr<Link> link =
             transport_->open_link(spec, welcome.blob, ticket.address.host, ticket.address.port, deadline);
         std::shared_ptr<Tie> tie = make_tie(connection);
         return std::make_shared<Outbox>(options_.name, ticket.name, spec, std::move(link), std::move(tie), transport_,

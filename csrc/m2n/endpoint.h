@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "m2n/control.h"
+#include "m2n/control_thread.h"
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
 #include "m2n/wire.h"
@@ -36,13 +36,6 @@ struct EndpointOptions {
     TransportOptions transport_options;
 };
 
-// ControlCounters at one moment.
-struct ControlCounts {
-    uint64_t accepted = 0;
-    uint64_t rejected = 0;
-    uint64_t gone = 0;
-};
-
 class Endpoint final : private ControlHandler {
   public:
     explicit Endpoint(EndpointOptions options);
@@ -53,7 +46,7 @@ class Endpoint final : private ControlHandler {
     const std::string& name() const { return options_.name; }
     const char* transport_name() const { return transport_->name(); }
     Waiting waiting() const { return policy_.waiting; }
-    ControlCounts control_counts() const;
+    const ControlCounters& control_counters() const { return *counters_; }
 
     // `names`: of the sources, by number, for errors before they connect; as many as `sources`, or none.
     // `device`: payloads lie in its memory; only where `why_staged` has no reason against it.
@@ -99,7 +92,7 @@ class Endpoint final : private ControlHandler {
     std::map<ConnectionId, std::string> gone_early_;   // lost between the handshake and the outbox's registration
     bool closing_ = false;                             // the control thread must not use `control_` any more
     std::shared_ptr<ControlLine> line_;
-    ControlCounts last_counts_;         // of a closed endpoint
+    std::shared_ptr<const ControlCounters> counters_;
     std::unique_ptr<Control> control_;  // last: its thread uses all of the above
 };
 

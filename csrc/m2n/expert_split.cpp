@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 

@@ -7,8 +7,8 @@
 #include <tuple>
 #include <utility>
 
-#include "m2n/error.h"
 #include "m2n/socket.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -16,20 +16,22 @@ namespace {
 
 constexpr size_t proof_bytes = std::tuple_size_v<Digest>;
 
-uint8_t count_of(const std::vector<FileDescriptor>& descriptors, bool allowed) {
-    if (!descriptors.empty() && !allowed) {
+void check_descriptors(const Blob& blob, bool allowed) {
+    if (!blob.descriptors.empty() && !allowed) {
         throw Error(Code::invalid, "descriptors can be handed over on a Unix socket only: peers of one machine and one "
                                    "network namespace");
     }
-    if (descriptors.size() > max_descriptors_per_message) {
-        throw Error(Code::invalid, std::to_string(descriptors.size()) + " descriptors: the limit is " +
+    if (blob.descriptors.size() > max_descriptors_per_message) {
+        throw Error(Code::invalid, std::to_string(blob.descriptors.size()) + " descriptors: the limit is " +
                                        std::to_string(max_descriptors_per_message));
     }
-    return static_cast<uint8_t>(descriptors.size());
 }
 
 // Fewer than announced arrive where a process may open no more files.
-std::vector<FileDescriptor> take_announced(std::vector<FileDescriptor>& descriptors, size_t announced) {
+std::vector<FileDescriptor> take_announced(std::vector<FileDescriptor>& descriptors, size_t announced, bool allowed) {
+    if (announced > 0 && !allowed) {
+        throw Error(Code::invalid, "descriptors announced on a connection that cannot carry them");
+    }
     if (descriptors.size() != announced) {
         throw Error(Code::invalid, std::to_string(announced) + " descriptors announced, " +
                                        std::to_string(descriptors.size()) +
@@ -45,12 +47,6 @@ std::vector<std::byte> behind_proof(FrameType type, const Digest& proof, Bytes r
 }
 
 }  // namespace
-
-Nonce random_nonce() {
-    Nonce nonce;
-    fill_random(nonce);
-    return nonce;
-}
 
 FrameTypes ServerOpening::allowed() const {
     switch (state_) {
@@ -68,17 +64,14 @@ ServerOpening::Next ServerOpening::take(const Frame& frame, std::vector<FileDesc
         state_ = State::proven;
         return Next::ask_handler;
     }
-    take_announced(descriptors, 0);
+    take_announced(descriptors, 0, descriptors_allowed_);
     if (frame.type == FrameType::attach) {
         if (frame.body.empty()) throw Error(Code::invalid, "an attach frame without a token");
         token_ = frame.body;
         state_ = State::proven;
         return Next::attach;
     }
-    HelloBody hello = HelloBody::decode(frame.body);
-    hello_.inbox = hello.inbox;
-    hello_.source = hello.source;
-    hello_.name = std::move(hello.name);
+    hello_ = read_hello(frame.body);
     hello_body_ = frame.body;
     state_ = State::challenged;
     return Next::send_challenge;
@@ -92,23 +85,17 @@ void ServerOpening::check_proof(const Frame& frame, std::vector<FileDescriptor>&
     if (!equal_in_constant_time(proof, prove(secret_, client_label, {hello_body_, nonce_, rest}))) {
         throw Error(Code::refused, (hello_.name.empty() ? "the peer" : hello_.name) + " does not know the secret");
     }
-    IntroductionBody introduction = IntroductionBody::decode(rest);
-    if (introduction.num_descriptors > 0 && !descriptors_allowed_) {
-        throw Error(Code::invalid, "descriptors announced on a connection that cannot carry them");
-    }
-    hello_.introduction.descriptors = take_announced(descriptors, introduction.num_descriptors);
-    hello_.introduction.bytes = std::move(introduction.blob);
+    size_t announced = 0;
+    hello_.introduction = read_introduction(rest, announced);
+    hello_.introduction.descriptors = take_announced(descriptors, announced, descriptors_allowed_);
     introduction_body_.assign(rest.begin(), rest.end());
 }
 
 std::vector<std::byte> ServerOpening::challenge() const { return encode_frame(FrameType::challenge, nonce_); }
 
 std::vector<std::byte> ServerOpening::welcome(const Welcome& welcome) const {
-    const uint8_t num_descriptors = count_of(welcome.blob.descriptors, descriptors_allowed_);
-    const std::vector<std::byte> body =
-        WelcomeBody{welcome.incarnation, welcome.slots,      welcome.slot_bytes,
-                    welcome.name,        welcome.blob.bytes, num_descriptors}
-            .encode();
+    check_descriptors(welcome.blob, descriptors_allowed_);
+    const std::vector<std::byte> body = write_welcome(welcome);
     const Digest proof = prove(secret_, server_label, {hello_body_, nonce_, introduction_body_, body});
     return behind_proof(FrameType::welcome, proof, body);
 }
@@ -117,10 +104,10 @@ ClientOpening::ClientOpening(const std::string& secret, const Hello& hello, bool
                              const Nonce& nonce)
     : secret_(secret),
       descriptors_allowed_(descriptors_allowed),
-      hello_body_(HelloBody{hello.inbox, hello.source, nonce, hello.name}.encode()),
-      introduction_body_(
-          IntroductionBody{hello.introduction.bytes, count_of(hello.introduction.descriptors, descriptors_allowed)}
-              .encode()) {}
+      hello_body_(write_hello(hello, nonce)) {
+    check_descriptors(hello.introduction, descriptors_allowed);
+    introduction_body_ = write_introduction(hello.introduction);
+}
 
 std::vector<std::byte> ClientOpening::hello() const { return encode_frame(FrameType::hello, hello_body_); }
 
@@ -136,13 +123,9 @@ Welcome ClientOpening::accept(const Frame& welcome, std::vector<FileDescriptor>&
     const Bytes rest = reader.rest();
     const Digest expected = prove(secret_, server_label, {hello_body_, server_nonce_, introduction_body_, rest});
     if (!equal_in_constant_time(proof, expected)) throw Error(Code::refused, "does not know the secret");
-    WelcomeBody body = WelcomeBody::decode(rest);
-    if (body.num_descriptors > 0 && !descriptors_allowed_) {
-        throw Error(Code::invalid, "descriptors announced on a connection that cannot carry them");
-    }
-    Welcome accepted{body.incarnation, body.slots, body.slot_bytes, std::move(body.name), {}};
-    accepted.blob.bytes = std::move(body.blob);
-    accepted.blob.descriptors = take_announced(descriptors, body.num_descriptors);
+    size_t announced = 0;
+    Welcome accepted = read_welcome(rest, announced);
+    accepted.blob.descriptors = take_announced(descriptors, announced, descriptors_allowed_);
     return accepted;
 }
 

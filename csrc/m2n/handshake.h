@@ -17,7 +17,7 @@
 
 namespace antiphon::m2n {
 
-Nonce random_nonce();
+inline Nonce random_nonce() { return random_value<Nonce>(); }
 
 class ServerOpening {
   public:

@@ -333,22 +333,16 @@ EndId Inbox::look_for_needed(const StepEntry* entry, const Expected& expected, u
 
 void Inbox::wait(Step step, const Expected& expected, Deadline deadline) {
     Patience patience(policy_);
-    for (;;) {
-        const uint32_t prepared = transport_->prepare(Event::arrival);
+    const bool came = wait_for(*transport_, Event::arrival, patience, deadline, [&]() -> Lacking {
         look();
         const uint32_t lacking = missing(step, expected);
-        if (lacking == 0) {
-            waits_.add(patience.waited_ns());
-            return;
-        }
-        const StepEntry* entry = table_.find(step);
-        const EndId awaited = look_for_needed(entry, expected, lacking);
+        if (lacking == 0) return {};
+        const EndId awaited = look_for_needed(table_.find(step), expected, lacking);
         throw_if_over();
-        if (deadline.passed()) time_out("wait for step " + std::to_string(step), names_of_missing(entry, expected));
-        transport_->block(Event::arrival, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns(),
-                          patience.woken_by(awaited));
-        patience.slept();
-    }
+        return {lacking, awaited};
+    });
+    if (!came) time_out("wait for step " + std::to_string(step), names_of_missing(table_.find(step), expected));
+    waits_.add(patience.waited_ns());
 }
 
 bool Inbox::is_here(Step step, const Expected& expected) {
@@ -384,19 +378,16 @@ void Inbox::report_losses_before(uint64_t announcement) {
 
 std::optional<Step> Inbox::wait_complete(Deadline deadline) {
     Patience patience(policy_);
-    for (;;) {
-        const uint32_t prepared = transport_->prepare(Event::arrival);
+    std::optional<Step> step;
+    const bool came = wait_for(*transport_, Event::arrival, patience, deadline, [&]() -> Lacking {
         look();
-        if (const std::optional<Step> step = next_complete()) {
-            waits_.add(patience.waited_ns());
-            return step;
-        }
+        step = next_complete();
+        if (step) return {};
         throw_if_over();
-        if (deadline.passed()) return std::nullopt;
-        // Any message may complete a step: one that has only one participant begins and ends with it.
-        transport_->block(Event::arrival, prepared, 1, patience.sleep_until(deadline), patience.spin_ns());
-        patience.slept();
-    }
+        return {1};  // any message may complete a step: one that has only one participant begins and ends with it
+    });
+    if (came) waits_.add(patience.waited_ns());
+    return step;
 }
 
 void Inbox::forget_losses() {
@@ -415,27 +406,24 @@ std::vector<SourceId> Inbox::connected() {
 
 void Inbox::wait_connected(const Expected& expected, Deadline deadline) {
     Patience patience(policy_);
-    for (;;) {
-        const uint32_t prepared = transport_->prepare(Event::arrival);
+    std::vector<std::string> absent;
+    const bool came = wait_for(*transport_, Event::arrival, patience, deadline, [&]() -> Lacking {
         const std::vector<SourceId> live = connected();
-        const auto is_live = [&](SourceId source) { return std::ranges::find(live, source) != live.end(); };
-        std::vector<std::string> absent;
+        absent.clear();
+        const auto add = [&](SourceId source) {
+            if (std::ranges::find(live, source) == live.end()) absent.push_back(name_of(source));
+        };
         if (expected.sources.empty()) {
-            for (SourceId source = 0; source < sources_.size(); ++source) {
-                if (!is_live(source)) absent.push_back(name_of(source));
-            }
-            if (live.size() >= expected.count) return;
+            for (SourceId source = 0; source < sources_.size(); ++source) add(source);
+            if (live.size() >= expected.count) return {};
         } else {
-            for (const SourceId source : expected.sources) {
-                if (!is_live(source)) absent.push_back(name_of(source));
-            }
-            if (absent.empty()) return;
+            for (const SourceId source : expected.sources) add(source);
+            if (absent.empty()) return {};
         }
         throw_if_over();
-        if (deadline.passed()) time_out("wait for connections", absent);
-        transport_->block(Event::arrival, prepared, 1, patience.sleep_until(deadline), patience.spin_ns());
-        patience.slept();
-    }
+        return {1};
+    });
+    if (!came) time_out("wait for connections", absent);
 }
 
 // --- looking ---

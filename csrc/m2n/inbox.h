@@ -18,13 +18,12 @@
 #include <vector>
 
 #include "m2n/control.h"
-#include "m2n/error.h"
 #include "m2n/fixed_size.h"
-#include "m2n/step_table.h"
 #include "m2n/stream_device.h"
-#include "m2n/wire.h"
 #include "m2n/transport.h"
+#include "m2n/types.h"
 #include "m2n/waiting.h"
+#include "m2n/wire.h"
 
 namespace antiphon::m2n {
 

@@ -6,7 +6,6 @@
 #include <pthread.h>
 #include <rdma/fi_cm.h>
 #include <signal.h>
-#include <sys/random.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -14,7 +13,7 @@
 #include <cstring>
 #include <utility>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -75,7 +74,7 @@ void LibfabricKeeper::run() {
 namespace {
 
 uint64_t random_key(size_t key_bytes) {
-    const uint64_t word = random_word();
+    const uint64_t word = random_value<uint64_t>();
     return key_bytes < sizeof(word) ? word & ((uint64_t{1} << (8 * key_bytes)) - 1) : word;
 }
 
@@ -94,12 +93,6 @@ bool is_wildcard(const std::vector<std::byte>& address, uint32_t format) {
 }
 
 }  // namespace
-
-uint64_t random_word() {
-    uint64_t word = 0;
-    if (::getrandom(&word, sizeof(word), 0) != static_cast<ssize_t>(sizeof(word))) throw_errno("getrandom");
-    return word;
-}
 
 LibfabricDomain::LibfabricDomain(const TransportOptions& options)
     : library_(open_libfabric(options.library)), info_(choose_provider(library_, options)) {
@@ -257,6 +250,104 @@ void LibfabricDomain::release_address(fi_addr_t address) {
 
 void LibfabricDomain::close_endpoints() {
     for (Fid<fid_ep>& endpoint : endpoints_) endpoint.reset();
+}
+
+namespace {
+
+constexpr uint32_t introduction_magic = 0x3249464C;  // "LFI2", little endian
+constexpr uint32_t welcome_magic = 0x3257464C;       // "LFW2"
+constexpr size_t longest_provider = 64;
+constexpr size_t longest_address = 512;
+
+void put_counted(ByteWriter& writer, Bytes bytes) {
+    writer.u16(static_cast<uint16_t>(bytes.size()));
+    writer.raw(bytes);
+}
+
+std::vector<std::byte> take_counted(ByteReader& reader, const char* what, size_t limit) {
+    const size_t size = reader.u16();
+    if (size == 0 || size > limit) {
+        throw Error(Code::invalid, std::string("libfabric: the peer's ") + what + " has " + std::to_string(size) +
+                                       " bytes: it must have 1 to " + std::to_string(limit));
+    }
+    const Bytes bytes = reader.raw(size);
+    return {bytes.begin(), bytes.end()};
+}
+
+void put_peer(ByteWriter& writer, const LibfabricPeer& peer) {
+    put_counted(writer, bytes_of(peer.provider));
+    writer.u32(peer.protocol);
+    put_counted(writer, peer.data_address);
+    put_counted(writer, peer.credit_address);
+}
+
+LibfabricPeer take_peer(ByteReader& reader) {
+    LibfabricPeer peer;
+    for (const std::byte byte : take_counted(reader, "provider", longest_provider)) {
+        const char letter = static_cast<char>(byte);
+        peer.provider += letter >= ' ' && letter <= '~' ? letter : '?';  // it ends up in errors
+    }
+    peer.protocol = reader.u32();
+    peer.data_address = take_counted(reader, "data address", longest_address);
+    peer.credit_address = take_counted(reader, "credit address", longest_address);
+    return peer;
+}
+
+void expect_magic(ByteReader& reader, uint32_t magic, const char* what) {
+    if (reader.u32() == magic) return;
+    throw Error(Code::invalid, std::string("libfabric: what the peer sent is not ") + what +
+                                   " of this version: run the same version of Antiphon on both sides");
+}
+
+void check_tag(PairTag tag) {
+    if (tag < num_tags) return;
+    throw Error(Code::invalid, "libfabric: the peer's tag is " + std::to_string(tag) + ": it must be below " +
+                                   std::to_string(num_tags));
+}
+
+}  // namespace
+
+std::vector<std::byte> encode(const LibfabricIntroduction& introduction) {
+    std::vector<std::byte> bytes;
+    ByteWriter writer(bytes);
+    writer.u32(introduction_magic);
+    put_peer(writer, introduction.peer);
+    writer.numbers(introduction.tag, introduction.nonce, introduction.credit_base, introduction.credit_key);
+    return bytes;
+}
+
+std::vector<std::byte> encode(const LibfabricWelcome& welcome) {
+    std::vector<std::byte> bytes;
+    ByteWriter writer(bytes);
+    writer.u32(welcome_magic);
+    put_peer(writer, welcome.peer);
+    writer.numbers(welcome.tag, welcome.introduced_tag, welcome.nonce, welcome.slots_base, welcome.slots_key,
+                   welcome.slots_bytes);
+    return bytes;
+}
+
+LibfabricIntroduction decode_introduction(Bytes bytes) {
+    ByteReader reader(bytes, "libfabric introduction");
+    expect_magic(reader, introduction_magic, "an introduction");
+    LibfabricIntroduction introduction;
+    introduction.peer = take_peer(reader);
+    reader.numbers(introduction.tag, introduction.nonce, introduction.credit_base, introduction.credit_key);
+    reader.expect_end();
+    check_tag(introduction.tag);
+    return introduction;
+}
+
+LibfabricWelcome decode_welcome(Bytes bytes) {
+    ByteReader reader(bytes, "libfabric welcome");
+    expect_magic(reader, welcome_magic, "a welcome");
+    LibfabricWelcome welcome;
+    welcome.peer = take_peer(reader);
+    reader.numbers(welcome.tag, welcome.introduced_tag, welcome.nonce, welcome.slots_base, welcome.slots_key,
+                   welcome.slots_bytes);
+    reader.expect_end();
+    check_tag(welcome.tag);
+    check_tag(welcome.introduced_tag);
+    return welcome;
 }
 
 }  // namespace antiphon::m2n

@@ -10,7 +10,7 @@
 #include <array>
 #include <utility>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 #include "m2n/waiting.h"
 
 namespace antiphon::m2n {
@@ -54,9 +54,10 @@ class LibfabricFabric::Visit {
 
 LibfabricFabric::LibfabricFabric(const TransportOptions& options)
     : domain_(options),
+      name_("libfabric:" + domain_.provider()),
       layered_(core_provider(domain_.provider()) != domain_.provider()),
       tags_(num_tags),
-      last_tag_(static_cast<uint32_t>(random_word() % num_tags)) {
+      last_tag_(static_cast<uint32_t>(random_value<uint64_t>() % num_tags)) {
     mailbox_region_ =
         domain_.register_memory(mailbox_, sizeof(mailbox_), FI_WRITE | FI_REMOTE_WRITE, Lane::credit);
     stalled_.reserve(num_tags);  // so that sending never allocates
@@ -92,10 +93,10 @@ PairTag LibfabricFabric::next_free_tag() {
                                    " pairs of this endpoint are in use: close some, or use another endpoint");
 }
 
-LibfabricIntroduction LibfabricFabric::introduce() {
+LibfabricIntroduction LibfabricFabric::make_introduction() {
     LibfabricIntroduction introduction;
     introduction.peer = domain_.own_peer();
-    introduction.nonce = random_word() | 1;
+    introduction.nonce = random_value<uint64_t>() | 1;
     const Visit visit(*this);
     introduction.tag = next_free_tag();
     tags_[introduction.tag].nonce = introduction.nonce;
@@ -154,8 +155,8 @@ std::string LibfabricFabric::why_staged(const std::shared_ptr<StreamDevice>& dev
     }
 }
 
-LibfabricPair& LibfabricFabric::open_landing(const PairSpec& spec, const LibfabricIntroduction& introduction,
-                                             LibfabricWelcome& welcome) {
+LibfabricPair& LibfabricFabric::make_receiver(const PairSpec& spec, const LibfabricIntroduction& introduction,
+                                              LibfabricWelcome& welcome) {
     const Visit visit(*this);
     const PairTag tag = next_free_tag();
     std::unique_ptr<LibfabricPair> pair = make_pair(PairRole::receiver, spec, tag);
@@ -177,7 +178,7 @@ LibfabricPair& LibfabricFabric::open_landing(const PairSpec& spec, const Libfabr
     return adopt(tag, std::move(pair));
 }
 
-LibfabricPair& LibfabricFabric::open_link(const PairSpec& spec, const LibfabricWelcome& welcome) {
+LibfabricPair& LibfabricFabric::make_sender(const PairSpec& spec, const LibfabricWelcome& welcome) {
     const Visit visit(*this);
     const PairTag tag = welcome.introduced_tag;
     if (welcome.nonce == 0 || tags_[tag].nonce != welcome.nonce || tags_[tag].pair) {
@@ -276,7 +277,7 @@ void LibfabricFabric::look() {
             continue;
         }
         if (count < 0) {
-            break_all("libfabric provider " + provider() + ": reading the completion queue: " +
+            break_all("libfabric provider " + domain_.provider() + ": reading the completion queue: " +
                       domain_.library().words_for(count));
             break;
         }
@@ -326,7 +327,7 @@ bool LibfabricFabric::take_error() {
     for (Entry& entry : tags_) {
         if (!entry.pair || !entry.pair->owns(write)) continue;
         take_written(*write);
-        entry.pair->break_off("libfabric provider " + provider() + ": a write failed: " +
+        entry.pair->break_off("libfabric provider " + domain_.provider() + ": a write failed: " +
                               domain_.library().words_for(error.err));
         alarm_ = alarm_ || entry.open;
     }
@@ -418,9 +419,7 @@ int64_t LibfabricFabric::longest_sleep() const {
 void LibfabricFabric::sleep(int64_t longest_ns, bool by_descriptor) {
     std::array<pollfd, 2> descriptors = {pollfd{wake_.get(), POLLIN, 0},
                                          pollfd{domain_.wait_descriptor(), POLLIN, 0}};
-    timespec limit{};
-    limit.tv_sec = static_cast<time_t>(longest_ns / 1'000'000'000);
-    limit.tv_nsec = static_cast<long>(longest_ns % 1'000'000'000);
+    const timespec limit = to_timespec(longest_ns);
     ::ppoll(descriptors.data(), by_descriptor ? 2 : 1, &limit, nullptr);
 }
 
@@ -435,7 +434,8 @@ LibfabricKeeper::Found LibfabricFabric::visit_for_keeper() {
     return {.owner_looks = owner_looks, .active = handed_in || domain_.under_way() > 0 || !stalled_.empty()};
 }
 
-void LibfabricFabric::block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns) {
+void LibfabricFabric::block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns,
+                            EndId) {
     const bool has_descriptor = domain_.wait_descriptor() >= 0;
     int64_t pause_ns = first_pause_ns;
     const OwnerBlocks owner_blocks(owner_blocks_);

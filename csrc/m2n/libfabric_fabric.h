@@ -23,42 +23,41 @@
 #include <string>
 #include <vector>
 
-#include "m2n/file_descriptor.h"
 #include "m2n/libfabric_domain.h"
 #include "m2n/libfabric_pair.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
-class LibfabricFabric {
+class LibfabricFabric final : public Transport, public std::enable_shared_from_this<LibfabricFabric> {
   public:
     explicit LibfabricFabric(const TransportOptions& options);
-    ~LibfabricFabric();
+    ~LibfabricFabric() override;
     LibfabricFabric(const LibfabricFabric&) = delete;
     LibfabricFabric& operator=(const LibfabricFabric&) = delete;
 
-    std::string provider() const { return domain_.provider(); }
-    bool same_host_only() const { return core_provider(domain_.provider()) == "shm"; }
+    const char* name() const override { return name_.c_str(); }
+    bool same_host_only() const override { return core_provider(domain_.provider()) == "shm"; }
+    std::string why_staged(const std::shared_ptr<StreamDevice>& device) override;  // any thread; it tries
 
-    // Any thread. See Transport::why_staged; it tries.
-    std::string why_staged(const std::shared_ptr<StreamDevice>& device);
+    Blob introduce() override;
+    std::shared_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) override;
+    std::shared_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string& host, uint16_t port,
+                                    Deadline deadline) override;
+    bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
 
-    // Any thread. The pair lives until `close`.
-    LibfabricIntroduction introduce();
-    LibfabricPair& open_landing(const PairSpec& spec, const LibfabricIntroduction& introduction,
-                                LibfabricWelcome& welcome);
-    LibfabricPair& open_link(const PairSpec& spec, const LibfabricWelcome& welcome);
+    void progress() override;
+    uint32_t prepare(Event event) override { return counts_[static_cast<size_t>(event)].load(); }
+    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns,
+               EndId awaited = any_end) override;
+    void interrupt() override;
+
+    // For the ends of pairs: any thread closes one, the owner calls the others.
     void close(LibfabricPair& pair);
-
-    // The owner.
     void submit(LibfabricPair& pair, SlotId slot, uint16_t sequence, uint64_t num_bytes,
                 const std::byte* payload = nullptr);
     bool source_reusable(const LibfabricPair& pair, SlotId slot);
     bool poll(LibfabricPair& pair, ImmediateSink& sink, std::string& reason);
-    void progress();
-    uint32_t prepare(Event event) const { return counts_[static_cast<size_t>(event)].load(); }
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns);
-
-    void interrupt();  // any thread
 
   private:
     struct Entry {  // what a tag leads to
@@ -78,6 +77,12 @@ class LibfabricFabric {
         Lane lane = Lane::data;
     };
     class Visit;  // a lock that the owner makes room for
+
+    // Any thread. A pair lives until `close`.
+    LibfabricIntroduction make_introduction();
+    LibfabricPair& make_receiver(const PairSpec& spec, const LibfabricIntroduction& introduction,
+                                 LibfabricWelcome& welcome);
+    LibfabricPair& make_sender(const PairSpec& spec, const LibfabricWelcome& welcome);
 
     PairTag next_free_tag();
     LibfabricPair& adopt(PairTag tag, std::unique_ptr<LibfabricPair> pair);
@@ -100,6 +105,7 @@ class LibfabricFabric {
     mutable std::mutex mutex_;
     std::atomic<uint32_t> visitors_{0};
     LibfabricDomain domain_;
+    const std::string name_;  // "libfabric:tcp"
     bool layered_;  // the provider is one on top of another: "verbs;ofi_rxm"
     alignas(64) std::byte mailbox_[64] = {};  // credits are written from its first half, and by peers to the second
     MemoryRegion mailbox_region_;

@@ -1,7 +1,7 @@
 #include "m2n/libfabric_info.h"
 
-#include "m2n/error.h"
 #include "m2n/libfabric_library.h"
+#include "m2n/types.h"
 
 #if defined(ANTIPHON_HAVE_LIBFABRIC)
 
@@ -11,7 +11,6 @@
 #include <algorithm>
 
 #include "m2n/libfabric_domain.h"
-#include "m2n/libfabric_provider.h"
 
 namespace antiphon::m2n {
 

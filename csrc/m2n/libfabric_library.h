@@ -4,11 +4,24 @@
 // and last the copy that `make` fetched (ANTIPHON_LIBFABRIC_PACKAGED, set by the Python side). A vendor's library comes
 // before the system's because it knows the vendor's hardware. A path that was named is taken or refused, never passed
 // over in silence. Rejected: linking against it, which would tie one build to one of many installations.
+//
+// Which libfabric provider to use, and asking libfabric for it.
+//
+// Needed: reliable datagram endpoints, writes with at least 32 bits of remote completion data. Without a wish the best
+// there is: efa, verbs, tcp, in this order. `shm` works but is never chosen by itself: it cannot block, and the
+// library's own shared-memory back-end is faster and survives more. Refused are `sockets`, whose writes with completion
+// data were seen to hang, and `shm` before 2.0, which hangs when a peer is killed. Other names are taken at their word.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
-#include <vector>
+
+#include "m2n/transport.h"
+
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+#include <rdma/fabric.h>
+#endif
 
 struct fi_fabric_attr;
 struct fi_info;
@@ -38,7 +51,34 @@ struct LibfabricLibrary {
 // `path`: a library or the folder of one; empty: search. Error(invalid) says what was tried and how to fix it.
 LibfabricLibrary open_libfabric(const std::string& path);
 
-// The files that a search would try, for display; globs are already resolved.
-std::vector<std::string> libfabric_candidates();
+#if defined(ANTIPHON_HAVE_LIBFABRIC)
+
+struct InfoFreer {
+    void (*freeinfo)(fi_info*) = nullptr;
+    void operator()(fi_info* info) const { freeinfo(info); }
+};
+using FabricInfo = std::unique_ptr<fi_info, InfoFreer>;
+
+struct ProviderWish {
+    std::string name;            // empty: every provider
+    std::string host;            // a local address to bind to; empty or not an IP provider: the provider's default
+    bool posts_receives = false;  // may demand a posted receive for each completion (FI_RX_CQ_DATA)
+    bool device_memory = false;
+};
+
+// All that fits, as a list (follow `next`), or nothing.
+FabricInfo query_providers(const LibfabricLibrary& library, const ProviderWish& wish);
+
+// One, for this transport. Error(invalid) names what was asked for and what there is.
+FabricInfo choose_provider(const LibfabricLibrary& library, const TransportOptions& options);
+
+FabricInfo copy_info(const LibfabricLibrary& library, const fi_info& info);
+
+// "verbs" of "verbs;ofi_rxm".
+std::string core_provider(const std::string& name);
+// Its datagrams travel through the kernel's TCP, one connection for each peer, with no layer between.
+bool connects_over_tcp(const std::string& name);
+
+#endif
 
 }  // namespace antiphon::m2n

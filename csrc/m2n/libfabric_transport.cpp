@@ -4,7 +4,7 @@
 // A message is composed in registered memory at the sender and written to the same slot of registered memory at the
 // receiver; the 32 bits beside it say what arrived. A credit is a write of four bytes the other way. A payload outside
 // the slot is written from where it lies if the provider needs no registration for that (tcp), else copied into the
-// slot: the interface has no call to register it. This file is the glue between Transport and LibfabricFabric.
+// slot: the interface has no call to register it. This file has the two ends of a pair.
 #include "m2n/transport.h"
 
 #if defined(ANTIPHON_HAVE_LIBFABRIC)
@@ -84,63 +84,36 @@ class LibfabricLink final : public Link {
     LibfabricPair& pair_;
 };
 
-class LibfabricTransport final : public Transport {
-  public:
-    explicit LibfabricTransport(const TransportOptions& options)
-        : fabric_(std::make_shared<LibfabricFabric>(options)), name_("libfabric:" + fabric_->provider()) {}
-
-    const char* name() const override { return name_.c_str(); }
-    bool same_host_only() const override { return fabric_->same_host_only(); }
-    std::string why_staged(const std::shared_ptr<StreamDevice>& device) override { return fabric_->why_staged(device); }
-
-    Blob introduce() override {
-        Blob blob;
-        blob.bytes = encode(fabric_->introduce());
-        return blob;
-    }
-
-    std::unique_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) override {
-        LibfabricWelcome answer;
-        LibfabricPair& pair = fabric_->open_landing(spec, decode_introduction(introduction.bytes), answer);
-        auto landing = std::make_unique<LibfabricLanding>(fabric_, pair);
-        welcome.bytes = encode(answer);
-        return landing;
-    }
-
-    std::unique_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
-                                    Deadline) override {
-        LibfabricPair& pair = fabric_->open_link(spec, decode_welcome(welcome.bytes));
-        return std::make_unique<LibfabricLink>(fabric_, pair);
-    }
-
-    bool adopt(FileDescriptor&, std::span<const std::byte>) override { return false; }
-    void progress() override { fabric_->progress(); }
-    uint32_t prepare(Event event) override { return fabric_->prepare(event); }
-    void block(Event event, uint32_t prepared, uint32_t needed, Deadline deadline, int64_t spin_ns, EndId) override {
-        fabric_->block(event, prepared, needed, deadline, spin_ns);
-    }
-    void interrupt() override { fabric_->interrupt(); }
-
-  private:
-    std::shared_ptr<LibfabricFabric> fabric_;
-    std::string name_;
-};
-
 }  // namespace
 
-std::unique_ptr<Transport> make_libfabric(const TransportOptions& options) {
-    return std::make_unique<LibfabricTransport>(options);
+Blob LibfabricFabric::introduce() { return {encode(make_introduction()), {}}; }
+
+std::shared_ptr<Landing> LibfabricFabric::open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) {
+    LibfabricWelcome answer;
+    LibfabricPair& pair = make_receiver(spec, decode_introduction(introduction.bytes), answer);
+    auto landing = std::make_shared<LibfabricLanding>(shared_from_this(), pair);
+    welcome.bytes = encode(answer);
+    return landing;
+}
+
+std::shared_ptr<Link> LibfabricFabric::open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
+                                                 Deadline) {
+    return std::make_shared<LibfabricLink>(shared_from_this(), make_sender(spec, decode_welcome(welcome.bytes)));
+}
+
+std::shared_ptr<Transport> make_libfabric(const TransportOptions& options) {
+    return std::make_shared<LibfabricFabric>(options);
 }
 
 }  // namespace antiphon::m2n
 
 #else
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
-std::unique_ptr<Transport> make_libfabric(const TransportOptions&) {
+std::shared_ptr<Transport> make_libfabric(const TransportOptions&) {
     throw Error(Code::invalid,
                 "built without libfabric's headers: install them (libfabric-dev, libfabric-devel) and build again with "
                 "pip install . or make clean setup");

@@ -13,9 +13,9 @@
 
 #include "base/huge_buffer.h"
 #include "m2n/control.h"
-#include "m2n/error.h"
 #include "m2n/pair_memory.h"
 #include "m2n/transport.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -113,21 +113,21 @@ class Loopback final : public MemoryTransport {
 
     Blob introduce() override { return {introductions().offer(bells_), {}}; }
 
-    std::unique_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) override {
+    std::shared_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) override {
         auto shared = std::make_shared<Shared>();
         shared->buffer = HugeBuffer(PairMemory::bytes(spec));
         shared->memory = PairMemory(reinterpret_cast<std::byte*>(shared->buffer.data()), spec);
         shared->sender = introductions().take(introduction.bytes);
         shared->receiver = bells_;
         welcome.bytes = pairs().offer(shared);
-        return std::make_unique<Shuffled<MemoryLanding>>(shared, shared->sender->of(Event::credit),
+        return std::make_shared<Shuffled<MemoryLanding>>(shared, shared->sender->of(Event::credit),
                                                          seed_ == 0 ? 0 : seed_ + spec.source);
     }
 
-    std::unique_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
+    std::shared_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
                                     Deadline) override {
         const std::shared_ptr<Shared> shared = pairs().take(welcome.bytes);
-        return std::make_unique<Shuffled<MemoryLink>>(shared, shared->receiver->of(Event::arrival),
+        return std::make_shared<Shuffled<MemoryLink>>(shared, shared->receiver->of(Event::arrival),
                                                       seed_ == 0 ? 0 : seed_ + ~spec.source);
     }
 
@@ -147,8 +147,8 @@ class Loopback final : public MemoryTransport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_loopback(const TransportOptions& options) {
-    return std::make_unique<Loopback>(options.shuffle_seed);
+std::shared_ptr<Transport> make_loopback(const TransportOptions& options) {
+    return std::make_shared<Loopback>(options.shuffle_seed);
 }
 
 }  // namespace antiphon::m2n

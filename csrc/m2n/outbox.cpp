@@ -19,7 +19,7 @@ std::string Tie::reason() const {
     return reason_;
 }
 
-Outbox::Outbox(std::string name, std::string peer, const PairSpec& spec, std::unique_ptr<Link> link,
+Outbox::Outbox(std::string name, std::string peer, const PairSpec& spec, std::shared_ptr<Link> link,
                std::shared_ptr<Tie> tie, std::shared_ptr<Transport> transport, WaitPolicy policy,
                std::shared_ptr<std::atomic<bool>> interrupted)
     : name_(std::move(name)),
@@ -140,19 +140,15 @@ void Outbox::wait_reusable(Deadline deadline) {
         return false;
     };
     Patience patience(policy_);
-    for (;;) {
-        const uint32_t prepared = transport_->prepare(Event::credit);
+    const bool came = wait_for(*transport_, Event::credit, patience, deadline, [&]() -> Lacking {
         transport_->progress();
         look();
-        if (!pending()) {
-            for (Slot& slot : slots_) slot.owner.reset();
-            return;
-        }
+        if (!pending()) return {};
         throw_if_unusable();
-        if (deadline.passed()) time_out(Code::timeout, "wait for a source to be reusable");
-        transport_->block(Event::credit, prepared, 1, patience.sleep_until(deadline), patience.spin_ns());
-        patience.slept();
-    }
+        return {1};
+    });
+    if (!came) time_out(Code::timeout, "wait for a source to be reusable");
+    for (Slot& slot : slots_) slot.owner.reset();
 }
 
 void Outbox::wait_credits(uint32_t num_credits, Deadline deadline) {
@@ -161,18 +157,14 @@ void Outbox::wait_credits(uint32_t num_credits, Deadline deadline) {
                                        " gives " + std::to_string(slots_.size()));
     }
     Patience patience(policy_);
-    for (;;) {
-        const uint32_t prepared = transport_->prepare(Event::credit);
+    const bool came = wait_for(*transport_, Event::credit, patience, deadline, [&]() -> Lacking {
         transport_->progress();
         look();
-        if (free_.size() >= num_credits) return;
+        if (free_.size() >= num_credits) return {};
         throw_if_unusable();
-        if (deadline.passed()) time_out(Code::timeout, "wait for credits");
-        const auto lacking = static_cast<uint32_t>(num_credits - free_.size());
-        transport_->block(Event::credit, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns(),
-                          patience.woken_by(link_->id()));
-        patience.slept();
-    }
+        return {static_cast<uint32_t>(num_credits - free_.size()), link_->id()};
+    });
+    if (!came) time_out(Code::timeout, "wait for credits");
 }
 
 void Outbox::wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadline) {
@@ -184,25 +176,21 @@ void Outbox::wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadli
     }
     Transport& transport = *outboxes.front()->transport_;
     Patience patience(outboxes.front()->policy_);
-    for (;;) {
-        const uint32_t prepared = transport.prepare(Event::credit);
+    Outbox* late = nullptr;
+    const bool came = wait_for(transport, Event::credit, patience, deadline, [&]() -> Lacking {
         transport.progress();
-        uint32_t lacking = 0;
-        Outbox* late = nullptr;
+        Lacking lacking;
         for (Outbox* outbox : outboxes) {
             outbox->look();
             const auto missing = static_cast<uint32_t>(outbox->slots_.size() - outbox->free_.size());
             if (missing == 0) continue;
             outbox->throw_if_unusable();
-            lacking += missing;
+            lacking = {lacking.num_events + missing, outbox->link_->id()};
             late = outbox;
         }
-        if (lacking == 0) return;
-        if (deadline.passed()) late->time_out(Code::timeout, "wait for all credits");
-        transport.block(Event::credit, prepared, lacking, patience.sleep_until(deadline), patience.spin_ns(),
-                        patience.woken_by(late->link_->id()));
-        patience.slept();
-    }
+        return lacking;
+    });
+    if (!came) late->time_out(Code::timeout, "wait for all credits");
 }
 
 }  // namespace antiphon::m2n

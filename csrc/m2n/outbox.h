@@ -17,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "m2n/error.h"
 #include "m2n/fixed_size.h"
 #include "m2n/transport.h"
+#include "m2n/types.h"
 #include "m2n/waiting.h"
 
 namespace antiphon::m2n {
@@ -59,7 +59,7 @@ class Tie {
 class Outbox {
   public:
     // `name`: of the endpoint, `peer`: of the receiver, for errors.
-    Outbox(std::string name, std::string peer, const PairSpec& spec, std::unique_ptr<Link> link,
+    Outbox(std::string name, std::string peer, const PairSpec& spec, std::shared_ptr<Link> link,
            std::shared_ptr<Tie> tie, std::shared_ptr<Transport> transport, WaitPolicy policy,
            std::shared_ptr<std::atomic<bool>> interrupted);
 
@@ -118,7 +118,7 @@ class Outbox {
     ImmediateSink sink_;
     OutboxCounters counters_;
     Histogram round_trips_;
-    std::unique_ptr<Link> link_;  // goes before the payloads' owners
+    std::shared_ptr<Link> link_;  // goes before the payloads' owners
     std::shared_ptr<Tie> tie_;    // goes first: the receiver hears a goodbye before anything breaks
 };
 

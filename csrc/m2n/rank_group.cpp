@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "m2n/error.h"
-#include "m2n/row_sum.h"
+#include "m2n/row_scatter.h"
 #include "m2n/token_exchange.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -189,11 +189,7 @@ void RankGroup::exchange(std::span<const Part> parts, std::span<const Room> room
         if (peer != rank_) chunks = std::max({chunks, num_chunks(parts[peer].bytes), num_chunks(rooms[peer].bytes)});
     }
     for (uint64_t turn = 0; turn <= chunks; ++turn) {
-        for (uint32_t next = 1; next < size() && turn < chunks; ++next) {
-            const uint32_t peer = (rank_ + next) % size();
-            const Part part = chunk_of(parts[peer], turn);
-            if (part.bytes > 0) send(peer, turn, part, deadline);
-        }
+        if (turn < chunks) send_chunk_of_each(parts, turn, turn, deadline);
         if (turn == 0) continue;
         const uint64_t chunk = turn - 1;
         for (uint32_t peer = 0; peer < size(); ++peer) {
@@ -243,10 +239,10 @@ void RankGroup::send_chunk_of_each(std::span<const Part> segments, uint64_t chun
     }
 }
 
-// Own addend and those that arrived, in the order of ranks.
-void RankGroup::add_chunk(Part own, std::byte* out, std::span<std::byte* const> copies, RowType type) {
+void RankGroup::receive_addends(Part own, uint64_t number, Deadline deadline) {
+    for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
+    receive(number, deadline);
     arrived_[rank_] = own.data;
-    sum_rows(type, arrived_, own.bytes / bytes_of(type), out, copies);
 }
 
 void RankGroup::reduce_scatter(const std::byte* in, std::byte* out, std::span<const uint64_t> counts, RowType type,
@@ -258,16 +254,7 @@ void RankGroup::reduce_scatter(const std::byte* in, std::byte* out, std::span<co
             in += parts_[peer].bytes;
             chunks = std::max(chunks, num_chunks(parts_[peer].bytes));
         }
-        for (uint64_t turn = 0; turn <= chunks; ++turn) {
-            if (turn < chunks) send_chunk_of_each(parts_, turn, turn, deadline);
-            if (turn == 0) continue;
-            const Part own = chunk_of(parts_[rank_], turn - 1);
-            if (own.bytes == 0) continue;
-            for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
-            receive(turn - 1, deadline);
-            add_chunk(own, out + (turn - 1) * chunk_bytes_, {}, type);
-            inbox_->release(step(turn - 1));
-        }
+        sum_chunks(chunks, out, type, deadline);
     });
 }
 
@@ -276,24 +263,22 @@ void RankGroup::all_reduce(std::byte* data, uint64_t count, RowType type, Deadli
         const uint64_t bytes = count * bytes_of(type);
         if (size() == 1 || count == 0) return;
         if (bytes * (size() - 2) <= direct_bytes) {
-            direct_sum(data, bytes, type, deadline);
+            std::ranges::fill(parts_, Part{data, bytes});
+            sum_chunks(num_chunks(bytes), data, type, deadline);
         } else {
             shared_sum(data, bytes, type, deadline);
         }
     });
 }
 
-void RankGroup::direct_sum(std::byte* data, uint64_t bytes, RowType type, Deadline deadline) {
-    const Part whole{data, bytes};
-    std::ranges::fill(parts_, whole);
-    const uint64_t chunks = num_chunks(bytes);
+void RankGroup::sum_chunks(uint64_t chunks, std::byte* out, RowType type, Deadline deadline) {
     for (uint64_t turn = 0; turn <= chunks; ++turn) {
         if (turn < chunks) send_chunk_of_each(parts_, turn, turn, deadline);
         if (turn == 0) continue;
-        const Part own = chunk_of(whole, turn - 1);
-        for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
-        receive(turn - 1, deadline);
-        add_chunk(own, data + (turn - 1) * chunk_bytes_, {}, type);
+        const Part own = chunk_of(parts_[rank_], turn - 1);
+        if (own.bytes == 0) continue;
+        receive_addends(own, turn - 1, deadline);
+        sum_rows(type, arrived_, own.bytes / bytes_of(type), out + (turn - 1) * chunk_bytes_, {});
         inbox_->release(step(turn - 1));
     }
 }
@@ -317,13 +302,12 @@ void RankGroup::shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadli
         if (turn >= 1 && turn - 1 < chunks) {
             const uint64_t chunk = turn - 1;
             if (const Part own = chunk_of(parts_[rank_], chunk); own.bytes > 0) {
-                for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
-                receive(2 * chunk, deadline);
+                receive_addends(own, 2 * chunk, deadline);
                 copies_.clear();
                 for (uint32_t next = 1; next < size(); ++next) {
                     copies_.push_back(slot_of((rank_ + next) % size(), deadline));
                 }
-                add_chunk(own, const_cast<std::byte*>(own.data), copies_, type);
+                sum_rows(type, arrived_, own.bytes / bytes_of(type), const_cast<std::byte*>(own.data), copies_);
                 for (uint32_t next = 1; next < size(); ++next) {
                     commit((rank_ + next) % size(), step(2 * chunk + 1), own.bytes);
                 }

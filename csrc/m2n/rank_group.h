@@ -23,7 +23,7 @@
 
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
-#include "m2n/row_sum.h"
+#include "m2n/row_scatter.h"
 
 namespace antiphon::m2n {
 
@@ -91,10 +91,12 @@ class RankGroup {
     // Waits for message `number` from every peer of which `expected_` is not 0, and puts the payloads into `arrived_`.
     void receive(uint64_t number, Deadline deadline);
     void exchange(std::span<const Part> parts, std::span<const Room> rooms, Deadline deadline);
-    void direct_sum(std::byte* data, uint64_t bytes, RowType type, Deadline deadline);
+    // The sum of all ranks' segment for this one, as `parts_` says; every rank sends each other one its segment.
+    void sum_chunks(uint64_t chunks, std::byte* out, RowType type, Deadline deadline);
     void shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadline deadline);
     void send_chunk_of_each(std::span<const Part> segments, uint64_t chunk, uint64_t number, Deadline deadline);
-    void add_chunk(Part own, std::byte* out, std::span<std::byte* const> copies, RowType type);
+    // As many bytes from every peer as `own` has; with `own` they are `arrived_`, in the order of ranks.
+    void receive_addends(Part own, uint64_t number, Deadline deadline);
 
     const uint32_t rank_;
     std::shared_ptr<Inbox> inbox_;

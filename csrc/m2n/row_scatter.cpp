@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -124,13 +124,36 @@ void RowScatter::write(const GatedRows& gated, uint32_t worker, std::span<const 
 
 namespace {
 
+constexpr uint64_t block = 1024;  // elements whose sum stays in the first cache
+
+// As many elements as `sum` has, from `partial` on; `first`: in place of what is there.
 template <class Type>
-void add_row(float* sum, const std::byte* partial, uint32_t hidden, bool first) {
+void add_row(std::span<float> sum, const std::byte* partial, bool first) {
     const auto* values = reinterpret_cast<const typename Type::Stored*>(partial);
     if (first) {
-        for (uint32_t h = 0; h < hidden; ++h) sum[h] = Type::widen(values[h]);
+        for (size_t k = 0; k < sum.size(); ++k) sum[k] = Type::widen(values[k]);
     } else {
-        for (uint32_t h = 0; h < hidden; ++h) sum[h] += Type::widen(values[h]);
+        for (size_t k = 0; k < sum.size(); ++k) sum[k] += Type::widen(values[k]);
+    }
+}
+
+template <class Type>
+void round_row(std::span<const float> sum, std::byte* to) {
+    auto* values = reinterpret_cast<typename Type::Stored*>(to);
+    for (size_t k = 0; k < sum.size(); ++k) values[k] = Type::narrow(sum[k]);
+}
+
+template <class Type>
+void sum_all(std::span<const std::byte* const> addends, uint64_t count, std::byte* out,
+             std::span<std::byte* const> copies) {
+    constexpr uint64_t width = sizeof(typename Type::Stored);
+    float total[block];
+    for (uint64_t begin = 0; begin < count; begin += block) {
+        const std::span<float> sum(total, std::min(block, count - begin));
+        const uint64_t offset = begin * width;
+        for (size_t i = 0; i < addends.size(); ++i) add_row<Type>(sum, addends[i] + offset, i == 0);
+        round_row<Type>(sum, out + offset);
+        for (std::byte* copy : copies) std::memcpy(copy + offset, out + offset, sum.size() * width);
     }
 }
 
@@ -151,8 +174,8 @@ void add_all(const RowShape& shape, const std::vector<std::vector<uint32_t>>& ro
             if (found == 0) {
                 only = partial;
             } else {
-                if (found == 1) add_row<Type>(sum.data(), only, shape.hidden, true);
-                add_row<Type>(sum.data(), partial, shape.hidden, false);
+                if (found == 1) add_row<Type>(sum, only, true);
+                add_row<Type>(sum, partial, false);
             }
             ++found;
         }
@@ -161,13 +184,21 @@ void add_all(const RowShape& shape, const std::vector<std::vector<uint32_t>>& ro
         } else if (found == 1) {
             std::memcpy(to, only, row_bytes);
         } else {
-            auto* values = reinterpret_cast<typename Type::Stored*>(to);
-            for (uint32_t h = 0; h < shape.hidden; ++h) values[h] = Type::narrow(sum[h]);
+            round_row<Type>(sum, to);
         }
     }
 }
 
 }  // namespace
+
+void sum_rows(RowType type, std::span<const std::byte* const> addends, uint64_t count, std::byte* out,
+              std::span<std::byte* const> copies) {
+    switch (type) {
+        case RowType::bf16: return sum_all<Bf16>(addends, count, out, copies);
+        case RowType::fp16: return sum_all<Fp16>(addends, count, out, copies);
+        case RowType::fp32: return sum_all<Fp32>(addends, count, out, copies);
+    }
+}
 
 void add_partials(const RowShape& shape, const std::vector<std::vector<uint32_t>>& rows_of,
                   std::span<const std::byte* const> partials, uint32_t count, std::byte* out) {

@@ -6,8 +6,11 @@
 //
 // Experts may have copies on several workers. How many rows each copy gets is decided anew for every micro-batch
 // (`expert_split.h`). A row prefers the copy on a worker that it visits anyway.
+//
+// Number formats of rows are widened to float32 to be added, and narrowed once.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -15,9 +18,39 @@
 #include <vector>
 
 #include "m2n/expert_split.h"
-#include "m2n/row_sum.h"
 
 namespace antiphon::m2n {
+
+enum class RowType { bf16, fp16, fp32 };
+
+inline size_t bytes_of(RowType type) { return type == RowType::fp32 ? 4 : 2; }
+
+struct Bf16 {
+    using Stored = uint16_t;
+    static float widen(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
+    static uint16_t narrow(float value) {  // to nearest, ties to even; NaN stays NaN
+        const auto bits = std::bit_cast<uint32_t>(value);
+        if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+        return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+};
+
+struct Fp16 {
+    using Stored = _Float16;
+    static float widen(_Float16 value) { return static_cast<float>(value); }
+    static _Float16 narrow(float value) { return static_cast<_Float16>(value); }
+};
+
+struct Fp32 {
+    using Stored = float;
+    static float widen(float value) { return value; }
+    static float narrow(float value) { return value; }
+};
+
+// out[i] = addends[0][i] + addends[1][i] + ... for `count` elements; every one of `copies` gets the same. `out` may be
+// one of the addends.
+void sum_rows(RowType type, std::span<const std::byte* const> addends, uint64_t count, std::byte* out,
+              std::span<std::byte* const> copies);
 
 struct RowShape {
     uint32_t hidden = 0;

@@ -12,24 +12,14 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <system_error>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
 namespace {
-
-constexpr int64_t ns_per_s = 1'000'000'000;
-
-timespec to_timespec(int64_t ns) {
-    timespec time{};
-    time.tv_sec = static_cast<time_t>(ns / ns_per_s);
-    time.tv_nsec = static_cast<long>(ns % ns_per_s);
-    return time;
-}
 
 FileDescriptor make_socket(int family) {
     FileDescriptor made(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
@@ -154,8 +144,10 @@ uint16_t bound_port(int socket) {
     return ntohs(reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_port);
 }
 
-int connect_socket(const SocketAddress& address, Deadline deadline, FileDescriptor& connected) {
+int connect_socket(const SocketAddress& address, Deadline deadline, FileDescriptor& connected,
+                   const std::function<void(int socket)>& set_up) {
     FileDescriptor made = make_socket(address.family());
+    if (set_up) set_up(made.get());
     if (connect(made.get(), address.get(), address.length) != 0) {
         // An interrupted connect goes on by itself, like one in progress.
         if (errno != EINPROGRESS && errno != EINTR) return errno;
@@ -192,8 +184,9 @@ void sleep_until(Deadline deadline, int64_t at_most_ns) {
 void apply_settings(int socket, const TcpSettings& settings) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
     if (settings.type_of_service >= 0) {
-        const bool six = bound_address(socket).family() == AF_INET6;
-        if (six) {
+        if (bound_address(socket).family() == AF_INET6) {
+            const int mapped = settings.type_of_service;  // of IPv4 addresses within IPv6; fails where there are none
+            setsockopt(socket, IPPROTO_IP, IP_TOS, &mapped, sizeof(mapped));
             set_option(socket, IPPROTO_IPV6, IPV6_TCLASS, settings.type_of_service, "IPV6_TCLASS");
         } else {
             set_option(socket, IPPROTO_IP, IP_TOS, settings.type_of_service, "IP_TOS");

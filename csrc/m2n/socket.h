@@ -8,11 +8,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "m2n/file_descriptor.h"
 #include "m2n/types.h"
 
 namespace antiphon::m2n {
@@ -40,8 +40,10 @@ std::string bound_host(int socket);
 uint16_t bound_port(int socket);
 
 // Starts and awaits a connection. 0: `connected` holds it; ETIMEDOUT at the deadline; else what connect(2) says
-// (EAGAIN: the backlog of an abstract socket is full). Error(system): no socket to be had.
-int connect_socket(const SocketAddress& address, Deadline deadline, FileDescriptor& connected);
+// (EAGAIN: the backlog of an abstract socket is full). Error(system): no socket to be had. `set_up`: what must be set
+// before the connection stands.
+int connect_socket(const SocketAddress& address, Deadline deadline, FileDescriptor& connected,
+                   const std::function<void(int socket)>& set_up = {});
 
 // One waiting connection, or an empty descriptor with errno set.
 FileDescriptor accept_socket(int listener);

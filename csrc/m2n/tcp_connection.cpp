@@ -1,19 +1,23 @@
 #include "m2n/tcp_connection.h"
 
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <memory>
+#include <utility>
 
-#include "m2n/error.h"
+#include "m2n/socket.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -53,8 +57,6 @@ void choose_congestion(int socket, const std::string& asked) {
                                    "\" is not available to this process; the system has: " + available());
 }
 
-constexpr int longest_poll_ms = 60'000;
-
 bool set_option(int fd, int level, int name, int value) {
     return ::setsockopt(fd, level, name, &value, sizeof(value)) == 0;
 }
@@ -83,34 +85,6 @@ uint64_t kernel_limit(const char* path, int index) {
     return value;
 }
 
-bool set_type_of_service(int fd, int value) {
-    const bool version_6 = int_option(fd, SOL_SOCKET, SO_DOMAIN) == AF_INET6;
-    if (!version_6) return set_option(fd, IPPROTO_IP, IP_TOS, value);
-    set_option(fd, IPPROTO_IP, IP_TOS, value);  // for IPv4 addresses mapped into IPv6; fails where there are none
-    return set_option(fd, IPPROTO_IPV6, IPV6_TCLASS, value);
-}
-
-// The type of service first: on Linux setting it also sets a priority, which ours must overrule.
-void set_marks(int fd, int priority, int type_of_service) {
-    if (!set_type_of_service(fd, type_of_service)) throw_errno("setsockopt IP_TOS " + std::to_string(type_of_service));
-    if (!set_option(fd, SOL_SOCKET, SO_PRIORITY, priority)) {
-        throw_errno("setsockopt SO_PRIORITY " + std::to_string(priority));
-    }
-    if (!set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1)) throw_errno("setsockopt TCP_NODELAY");
-}
-
-// Waits until `fd` is ready for `events`; false at the deadline.
-bool wait_ready(int fd, short events, Deadline deadline) {
-    for (;;) {
-        const int64_t left_ms = deadline.left_ns() / 1'000'000;
-        pollfd entry{fd, events, 0};
-        const int ready = ::poll(&entry, 1, static_cast<int>(std::min<int64_t>(left_ms + 1, longest_poll_ms)));
-        if (ready > 0) return true;
-        if (ready < 0 && errno != EINTR) throw_errno("poll of a TCP data connection");
-        if (deadline.passed()) return false;
-    }
-}
-
 // The kernel counts its own overhead too, so it doubles what it is asked for and reports the double.
 uint64_t payload_part(int fd, int option) { return static_cast<uint64_t>(int_option(fd, SOL_SOCKET, option)) / 2; }
 
@@ -126,22 +100,6 @@ uint64_t largest_window(int fd) {
     if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return UINT64_MAX;
     if (info.tcpi_state != TCP_ESTABLISHED) return UINT64_MAX;
     return uint64_t{65535} << info.tcpi_rcv_wscale;
-}
-
-// Empty: `result` is connected. Else why not.
-std::string try_connect(const addrinfo& address, const TransportOptions& options, Deadline deadline,
-                        FileDescriptor& result) {
-    FileDescriptor fd(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
-    if (!fd) return std::strerror(errno);
-    set_sender_options(fd.get(), options);
-    if (::connect(fd.get(), address.ai_addr, address.ai_addrlen) != 0) {
-        if (errno != EINPROGRESS && errno != EINTR) return std::strerror(errno);
-        if (!wait_ready(fd.get(), POLLOUT, deadline)) return "no answer before the deadline";
-        const int error = int_option(fd.get(), SOL_SOCKET, SO_ERROR);
-        if (error != 0) return std::strerror(error);
-    }
-    result = std::move(fd);
-    return {};
 }
 
 }  // namespace
@@ -165,45 +123,36 @@ FileDescriptor connect_tcp(const std::string& host, uint16_t port, const Transpo
     if (host.empty() || port == 0) {
         throw Error(Code::invalid, "tcp: the receiver listens on no TCP address: give its endpoint a host");
     }
-    addrinfo hints{};
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;  // as in tickets; a name server would not know our deadline
-    addrinfo* found = nullptr;
-    const int code = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-    if (code != 0) {
-        throw Error(Code::invalid, "tcp: " + peer + " is no IPv4 or IPv6 address in numbers: " + ::gai_strerror(code));
-    }
-    const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> address(found, ::freeaddrinfo);
     FileDescriptor fd;
-    const std::string reason = try_connect(*address, options, deadline, fd);
-    if (fd) return fd;
+    const int error = connect_socket(numeric_address(host, port), deadline, fd, [&](int socket) {
+        apply_settings(socket, {options.data_type_of_service, options.data_priority});
+        choose_congestion(socket, options.congestion);
+    });
+    if (error == 0) return fd;
+    const std::string reason =
+        error == ETIMEDOUT && deadline.passed() ? "no answer before the deadline" : std::strerror(error);
     throw Error(deadline.passed() ? Code::timeout : Code::system, "tcp: data connection to " + peer + ": " + reason,
                 {peer}, reason);
 }
 
 void write_tcp(int fd, std::span<const std::byte> bytes, const std::string& peer, Deadline deadline) {
     while (!bytes.empty()) {
-        const ssize_t sent = ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent > 0) {
+        const int64_t sent = send_some(fd, bytes);
+        if (sent >= 0) {
             bytes = bytes.subspan(static_cast<size_t>(sent));
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            if (wait_ready(fd, POLLOUT, deadline)) continue;
-            throw Error(Code::timeout, "tcp: greeting " + peer + ": it takes no bytes before the deadline", {peer});
-        } else if (errno != EINTR) {
+        } else if (sent != -EAGAIN) {
+            errno = static_cast<int>(-sent);
             throw_errno("greeting " + peer + " on a TCP data connection");
+        } else if (wait_ready(fd, POLLOUT, deadline) == 0) {
+            throw Error(Code::timeout, "tcp: greeting " + peer + ": it takes no bytes before the deadline", {peer});
         }
     }
-}
-
-void set_sender_options(int fd, const TransportOptions& options) {
-    set_marks(fd, options.data_priority, options.data_type_of_service);
-    choose_congestion(fd, options.congestion);
 }
 
 void set_receiver_options(int fd, const TransportOptions& options) {
     const int flags = ::fcntl(fd, F_GETFL);
     if (flags < 0 || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw_errno("fcntl O_NONBLOCK");
-    set_marks(fd, options.credit_priority, options.credit_type_of_service);
+    apply_settings(fd, {options.credit_type_of_service, options.credit_priority});
 }
 
 // Setting a size ends the kernel's own growth, so where it may neither hold what is wanted nor reach what the kernel
@@ -236,6 +185,82 @@ uint64_t widen_receive_buffer(int fd, uint64_t wanted, const TcpTuning& tuning) 
 TcpBufferReport probe_tcp_buffers(uint64_t wanted, const TcpTuning& tuning) {
     const FileDescriptor fd = make_probe();
     return {wanted, widen_send_buffer(fd.get(), wanted, tuning), widen_receive_buffer(fd.get(), wanted, tuning)};
+}
+
+namespace {
+
+constexpr int wanted_pipe_bytes = 512 << 10;  // a page each way takes a place of the pipe
+constexpr int least_pipe_bytes = 64 << 10;    // what is left to a user with many pipes is no gain
+
+bool sigpipe_is_ignored() {
+    struct sigaction action {};
+    return ::sigaction(SIGPIPE, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 &&
+           action.sa_handler == SIG_IGN;
+}
+
+}  // namespace
+
+void OutstandingBytes::add(uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
+}
+
+void OutstandingBytes::subtract(uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    assert(bytes <= now_);
+    now_ -= bytes;
+    if (now_ == 0 && bytes > 0) former_peak_ = std::exchange(peak_, 0);
+}
+
+uint64_t OutstandingBytes::recent_peak() const {
+    const std::lock_guard lock(mutex_);
+    return std::max(peak_, former_peak_);
+}
+
+bool SplicePipe::takes(std::span<const std::byte> rest, bool cached) {
+    if (num_inside_ > 0) return true;
+    if (cached || rest.size() < least_bytes || useless_ || !sigpipe_is_ignored()) return false;
+    return reading_end_ || open();
+}
+
+bool SplicePipe::open() {
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) {
+        useless_ = true;
+        return false;
+    }
+    reading_end_ = FileDescriptor(ends[0]);
+    writing_end_ = FileDescriptor(ends[1]);
+    ::fcntl(ends[1], F_SETPIPE_SZ, wanted_pipe_bytes);
+    if (::fcntl(ends[1], F_GETPIPE_SZ) >= least_pipe_bytes) return true;
+    close();
+    useless_ = true;
+    return false;
+}
+
+ssize_t SplicePipe::send(int socket, std::span<const std::byte> rest) {
+    if (num_inside_ < rest.size()) {
+        const iovec more{const_cast<std::byte*>(rest.data()) + num_inside_, rest.size() - num_inside_};
+        const ssize_t filled = ::vmsplice(writing_end_.get(), &more, 1, SPLICE_F_NONBLOCK);
+        if (filled > 0) num_inside_ += static_cast<size_t>(filled);
+        if (num_inside_ == 0) {
+            if (errno != EINTR) useless_ = true;
+            errno = EINTR;  // the next try copies
+            return -1;
+        }
+    }
+    const unsigned more_follows = num_inside_ < rest.size() ? SPLICE_F_MORE : 0;
+    const ssize_t sent =
+        ::splice(reading_end_.get(), nullptr, socket, nullptr, num_inside_, SPLICE_F_NONBLOCK | more_follows);
+    if (sent > 0) num_inside_ -= static_cast<size_t>(sent);
+    return sent;
+}
+
+void SplicePipe::close() {
+    reading_end_.reset();
+    writing_end_.reset();
+    num_inside_ = 0;
 }
 
 }  // namespace antiphon::m2n

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/huge_buffer.h"
-#include "m2n/error.h"
+#include "m2n/tcp_connection.h"
 #include "m2n/tcp_frames.h"
-#include "m2n/tcp_splice.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -40,9 +40,6 @@ class PairChannel : public TcpChannel {
   public:
     PairChannel(std::shared_ptr<TcpHub> hub, const PairSpec& spec)
         : hub_(std::move(hub)), spec_(spec), slots_(make_slots(spec)) {}
-
-    std::byte* slot(SlotId slot) const { return memory() + slot * slot_stride(spec_.slot_bytes); }
-    TcpHub::ChannelId id() const { return id_; }
 
     bool has_news() const override { return news_.load(std::memory_order_acquire); }
 
@@ -68,7 +65,7 @@ class PairChannel : public TcpChannel {
         }
     }
 
-    bool poll(ImmediateSink& sink, std::string& reason) {
+    bool hand_out(ImmediateSink& sink, std::string& reason) {
         if (!news_.load(std::memory_order_acquire)) return true;
         const std::lock_guard lock(mutex_);
         const bool handed_out = take_news(sink);
@@ -96,6 +93,7 @@ class PairChannel : public TcpChannel {
     virtual void forget_queued() = 0;  // the connection is gone
 
     std::byte* memory() const { return reinterpret_cast<std::byte*>(slots_.data()); }
+    std::byte* place_of(SlotId slot) const { return memory() + slot * slot_stride(spec_.slot_bytes); }
     void set_id(TcpHub::ChannelId id) { id_ = id; }
     void tell(Event event, size_t num_events) {
         if (num_events == 0) return;
@@ -139,7 +137,7 @@ class PairChannel : public TcpChannel {
     std::atomic<bool> news_{false};
 };
 
-class LandingChannel final : public PairChannel {
+class LandingChannel final : public PairChannel, public Landing {
   public:
     LandingChannel(std::shared_ptr<TcpHub> hub, const PairSpec& spec, const TransportOptions& options,
                    const TcpTuning& tuning)
@@ -169,7 +167,11 @@ class LandingChannel final : public PairChannel {
         }
     }
 
-    void release(Immediate immediate) {
+    EndId id() const override { return id_; }
+    const std::byte* slot(SlotId slot) const override { return place_of(slot); }
+    bool poll(ImmediateSink& sink, std::string& reason) override { return hand_out(sink, reason); }
+
+    void release(Immediate immediate) override {
         const std::lock_guard lock(mutex_);
         const bool held = reader_.release(immediate);
         assert(held);
@@ -244,7 +246,7 @@ class LandingChannel final : public PairChannel {
     size_t num_credit_bytes_ = 0;
 };
 
-class LinkChannel final : public PairChannel {
+class LinkChannel final : public PairChannel, public Link {
   public:
     // `cached_bytes`: so much on its way at this endpoint is taken to be in the caches.
     LinkChannel(std::shared_ptr<TcpHub> hub, const PairSpec& spec, uint64_t cached_bytes)
@@ -260,7 +262,11 @@ class LinkChannel final : public PairChannel {
         hub_->watch_link(id_, connection_.get());
     }
 
-    void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) {
+    EndId id() const override { return id_; }
+    std::byte* slot(SlotId slot) override { return place_of(slot); }
+    bool poll(ImmediateSink& sink, std::string& reason) override { return hand_out(sink, reason); }
+
+    void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
         const std::lock_guard lock(mutex_);
         if (!connection_) return;  // `poll` says so
         std::byte* in_slot = slot(immediate.slot);
@@ -273,7 +279,7 @@ class LinkChannel final : public PairChannel {
         if (!output_wanted_) write();
     }
 
-    bool source_reusable(SlotId slot) {
+    bool source_reusable(SlotId slot) override {
         if (all_taken_.load(std::memory_order_acquire)) return true;
         const std::lock_guard lock(mutex_);
         return !writer_.queued(slot);
@@ -375,54 +381,31 @@ class LinkChannel final : public PairChannel {
     std::atomic<bool> all_taken_{true};  // the kernel has all that was posted
 };
 
-class TcpLanding final : public Landing {
-  public:
-    explicit TcpLanding(std::shared_ptr<LandingChannel> channel) : channel_(std::move(channel)) {}
-    ~TcpLanding() override { channel_->close(); }
-    EndId id() const override { return channel_->id(); }
-    const std::byte* slot(SlotId slot) const override { return channel_->slot(slot); }
-    bool poll(ImmediateSink& sink, std::string& reason) override { return channel_->poll(sink, reason); }
-    void release(Immediate immediate) override { channel_->release(immediate); }
-
-  private:
-    const std::shared_ptr<LandingChannel> channel_;
-};
-
-class TcpLink final : public Link {
-  public:
-    explicit TcpLink(std::shared_ptr<LinkChannel> channel) : channel_(std::move(channel)) {}
-    ~TcpLink() override { channel_->close(); }
-    EndId id() const override { return channel_->id(); }
-    std::byte* slot(SlotId slot) override { return channel_->slot(slot); }
-    void post(Immediate immediate, const MessageHeader& header, const std::byte* payload) override {
-        channel_->post(immediate, header, payload);
-    }
-    bool source_reusable(SlotId slot) override { return channel_->source_reusable(slot); }
-    bool poll(ImmediateSink& sink, std::string& reason) override { return channel_->poll(sink, reason); }
-
-  private:
-    const std::shared_ptr<LinkChannel> channel_;
-};
+// Letting go of the handle closes the channel, which lives on while a thread visits it.
+template <class End, class Channel>
+std::shared_ptr<End> handle_of(std::shared_ptr<Channel> channel) {
+    return {channel.get(), [channel](End*) { channel->close(); }};
+}
 
 }  // namespace
 
-std::unique_ptr<Landing> make_tcp_landing(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,
+std::shared_ptr<Landing> make_tcp_landing(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,
                                           const TransportOptions& options, const TcpTuning& tuning,
                                           TcpHub::Token& token) {
     auto channel = std::make_shared<LandingChannel>(hub, spec, options, tuning);
-    auto landing = std::make_unique<TcpLanding>(channel);
+    auto landing = handle_of<Landing>(channel);
     channel->expect_connection(hub->add(channel), token);
     return landing;
 }
 
-std::unique_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,
+std::shared_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,
                                     const TransportOptions& options, const TcpTuning& tuning,
                                     FileDescriptor connection) {
     const uint64_t wanted = spec.slots * slot_stride(spec.slot_bytes);
     hub->note_buffers(wanted, widen_send_buffer(connection.get(), wanted, tuning), 0);
     const uint64_t cached_bytes = tuning.cached_bytes / std::max(options.local_processes, 1u);
     auto channel = std::make_shared<LinkChannel>(hub, spec, cached_bytes);
-    auto link = std::make_unique<TcpLink>(channel);
+    auto link = handle_of<Link>(channel);
     channel->start(hub->add(channel), std::move(connection));
     return link;
 }

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 

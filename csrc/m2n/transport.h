@@ -19,8 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "m2n/file_descriptor.h"
 #include "m2n/types.h"
+#include "m2n/waiting.h"
 
 namespace antiphon::m2n {
 
@@ -92,9 +92,9 @@ class Transport {
     // Sender, before the control connection's hello: what the receiver needs to know of us.
     virtual Blob introduce() = 0;
     // Receiver (control thread): make room for a source; fill what the sender needs to write here.
-    virtual std::unique_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) = 0;
+    virtual std::shared_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) = 0;
     // Sender: connect to the landing described by `welcome`. `host` and `port`: where the receiver's control listens.
-    virtual std::unique_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string& host,
+    virtual std::shared_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string& host,
                                             uint16_t port, Deadline deadline) = 0;
     // Receiver (control thread): a second connection that presented `token` (issued in a welcome). False: unknown.
     virtual bool adopt(FileDescriptor& connection, std::span<const std::byte> token) = 0;
@@ -111,6 +111,26 @@ class Transport {
     // Any thread: make `block` return now.
     virtual void interrupt() = 0;
 };
+
+// What a wait has not got yet. `end`: see Transport::block.
+struct Lacking {
+    uint32_t num_events = 0;
+    EndId end = any_end;
+};
+
+// Until `look`, which takes in what has happened, lacks nothing; false at the deadline. `look` throws what ends the wait.
+template <class Look>
+bool wait_for(Transport& transport, Event event, Patience& patience, Deadline deadline, Look&& look) {
+    for (;;) {
+        const uint32_t prepared = transport.prepare(event);
+        const Lacking lacking = look();
+        if (lacking.num_events == 0) return true;
+        if (deadline.passed()) return false;
+        transport.block(event, prepared, lacking.num_events, patience.sleep_until(deadline), patience.spin_ns(),
+                        patience.woken_by(lacking.end));
+        patience.slept();
+    }
+}
 
 struct TransportOptions {
     std::string host = "127.0.0.1";  // where this endpoint can be reached; not used by shm and loopback
@@ -131,15 +151,15 @@ struct TransportOptions {
     uint64_t shuffle_seed = 0;   // not 0: deliver in a random order, a few at a time
 };
 
-std::unique_ptr<Transport> make_loopback(const TransportOptions& options);
-std::unique_ptr<Transport> make_shared_memory(const TransportOptions& options);
-std::unique_ptr<Transport> make_tcp(const TransportOptions& options);
-std::unique_ptr<Transport> make_libfabric(const TransportOptions& options);
+std::shared_ptr<Transport> make_loopback(const TransportOptions& options);
+std::shared_ptr<Transport> make_shared_memory(const TransportOptions& options);
+std::shared_ptr<Transport> make_tcp(const TransportOptions& options);
+std::shared_ptr<Transport> make_libfabric(const TransportOptions& options);
 
 // What this build has.
 std::vector<std::string> transport_names();
 
 // By name: loopback, shm, tcp, libfabric. Error(invalid) names the choices.
-std::unique_ptr<Transport> make_transport(const std::string& kind, const TransportOptions& options);
+std::shared_ptr<Transport> make_transport(const std::string& kind, const TransportOptions& options);
 
 }  // namespace antiphon::m2n

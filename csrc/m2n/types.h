@@ -1,4 +1,5 @@
-// The small values of the M2N library: who, which slot, which message, until when.
+// The small values of the M2N library: who, which slot, which message, until when; its one error type, which has a code
+// and words that name the value, the limit and the peer; and what owns a file descriptor.
 //
 // Source: a sender's number in one inbox. Slot: a place for one message of one source. Sequence: counts the uses of a
 // slot, so that a replayed or repeated write differs from a new one. Step: the caller's number for one exchange.
@@ -9,10 +10,20 @@
 // does not fit is dropped and counted, never delivered.
 #pragma once
 
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
+#include <span>
+#include <stdexcept>
 #include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
 
 #include "base/wait_word.h"
 
@@ -95,5 +106,83 @@ inline HeaderFault check(const MessageHeader& header, Immediate expected, Incarn
     if (header.length > slot_bytes) return HeaderFault::length;
     return HeaderFault::none;
 }
+
+enum class Code {
+    invalid,      // the caller asked for something impossible; nothing happened
+    timeout,      // a deadline passed; `peers` lists whom we still waited for
+    peer_lost,    // `peers[0]` is gone, `reason` says how we know
+    no_credit,    // every slot of this pair is in use; nothing was sent
+    refused,      // the other side turned the connection down, or could not prove that it knows the secret
+    interrupted,  // Endpoint::interrupt was called
+    system,       // a system or library call failed
+};
+
+class Error : public std::runtime_error {
+  public:
+    Error(Code code, const std::string& message) : std::runtime_error(message), code(code) {}
+    Error(Code code, const std::string& message, std::vector<std::string> peers, std::string reason = {})
+        : std::runtime_error(message), code(code), peers(std::move(peers)), reason(std::move(reason)) {}
+
+    Code code;
+    std::vector<std::string> peers;
+    std::string reason;
+};
+
+// The same error; one of a deadline says how long was waited.
+inline Error with_patience(const Error& error, double timeout_s) {
+    if (error.code != Code::timeout && error.code != Code::no_credit) return error;
+    char seconds[32];
+    std::snprintf(seconds, sizeof(seconds), "%.3g", timeout_s);
+    return Error(error.code, std::string(error.what()) + " after " + seconds + " s", error.peers, error.reason);
+}
+
+// "CALL: what errno means". For failed system calls.
+[[noreturn]] inline void throw_errno(const std::string& call) {
+    const int error = errno;  // building the message may change it
+    throw Error(Code::system, call + ": " + std::generic_category().message(error));
+}
+
+inline void fill_random(std::span<std::byte> bytes) {  // from the kernel
+    while (!bytes.empty()) {
+        const ssize_t filled = getrandom(bytes.data(), bytes.size(), 0);
+        if (filled < 0 && errno != EINTR) throw_errno("getrandom");
+        if (filled > 0) bytes = bytes.subspan(static_cast<size_t>(filled));
+    }
+}
+
+template <class T>
+T random_value() {
+    T value{};
+    fill_random(std::as_writable_bytes(std::span(&value, 1)));
+    return value;
+}
+
+class FileDescriptor {
+  public:
+    FileDescriptor() = default;
+    explicit FileDescriptor(int fd) : fd_(fd) {}
+    ~FileDescriptor() { reset(); }
+    FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+        if (this != &other) {
+            reset();
+            fd_ = std::exchange(other.fd_, -1);
+        }
+        return *this;
+    }
+    FileDescriptor(const FileDescriptor&) = delete;
+    FileDescriptor& operator=(const FileDescriptor&) = delete;
+
+    int get() const { return fd_; }
+    explicit operator bool() const { return fd_ >= 0; }
+    int release() { return std::exchange(fd_, -1); }
+    void reset() {
+        if (fd_ >= 0) ::close(fd_);
+        fd_ = -1;
+    }
+
+  private:
+    int fd_ = -1;
+};
 
 }  // namespace antiphon::m2n

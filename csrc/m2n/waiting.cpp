@@ -7,10 +7,9 @@
 
 #include <algorithm>
 #include <climits>
-#include <ctime>
 #include <limits>
 
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n {
 
@@ -140,7 +139,7 @@ void wake(Bell& bell) {
 }
 
 void sleep_while(Bell& bell, uint32_t count, int64_t sleep_ns) {
-    const timespec limit{static_cast<time_t>(sleep_ns / 1'000'000'000), static_cast<long>(sleep_ns % 1'000'000'000)};
+    const timespec limit = to_timespec(sleep_ns);
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.count), FUTEX_WAIT, count, &limit, nullptr, 0);
 }
 

@@ -54,22 +54,22 @@ void check_range(const char* what, uint64_t value, uint64_t lowest, uint64_t hig
              std::to_string(highest));
 }
 
-void write_blob(ByteWriter& writer, const std::vector<std::byte>& blob, uint8_t num_descriptors) {
-    check_range("the blob's number of bytes", blob.size(), 0, max_blob_bytes);
-    check_range("the blob's number of descriptors", num_descriptors, 0, max_descriptors_per_message);
-    writer.u32(static_cast<uint32_t>(blob.size()));
-    writer.raw(blob);
-    writer.u8(num_descriptors);
+void write_blob(ByteWriter& writer, const Blob& blob) {
+    check_range("the blob's number of bytes", blob.bytes.size(), 0, max_blob_bytes);
+    check_range("the blob's number of descriptors", blob.descriptors.size(), 0, max_descriptors_per_message);
+    writer.u32(static_cast<uint32_t>(blob.bytes.size()));
+    writer.raw(blob.bytes);
+    writer.u8(static_cast<uint8_t>(blob.descriptors.size()));
 }
 
-void read_blob(ByteReader& reader, std::vector<std::byte>& blob, uint8_t& num_descriptors) {
+Blob read_blob(ByteReader& reader, size_t& num_descriptors) {
     const uint32_t num_bytes = reader.u32();
     check_range("the blob's number of bytes", num_bytes, 0, max_blob_bytes);
     const Bytes bytes = reader.raw(num_bytes);
-    blob.assign(bytes.begin(), bytes.end());
     num_descriptors = reader.u8();
     check_range("the blob's number of descriptors", num_descriptors, 0, max_descriptors_per_message);
     reader.expect_end();
+    return {{bytes.begin(), bytes.end()}, {}};
 }
 
 Nonce read_nonce(ByteReader& reader) {
@@ -167,24 +167,22 @@ std::string read_text(ByteReader& reader) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-std::vector<std::byte> HelloBody::encode() const {
-    check_text("the endpoint's name", name, max_name_bytes);
-    check_range("the source", source, 0, max_sources - 1);
+std::vector<std::byte> write_hello(const Hello& hello, const Nonce& nonce) {
+    check_text("the endpoint's name", hello.name, max_name_bytes);
+    check_range("the source", hello.source, 0, max_sources - 1);
     std::vector<std::byte> bytes;
     ByteWriter writer(bytes);
-    writer.u64(inbox);
-    writer.u16(source);
+    writer.numbers(hello.inbox, hello.source);
     writer.raw(nonce);
-    write_text(writer, name);
+    write_text(writer, hello.name);
     return bytes;
 }
 
-HelloBody HelloBody::decode(Bytes bytes) {
-    ByteReader reader(bytes, "the hello");
-    HelloBody hello;
-    hello.inbox = reader.u64();
-    hello.source = reader.u16();
-    hello.nonce = read_nonce(reader);
+Hello read_hello(Bytes body) {
+    ByteReader reader(body, "the hello");
+    Hello hello;
+    reader.numbers(hello.inbox, hello.source);
+    read_nonce(reader);  // the proofs cover it
     hello.name = read_text(reader);
     reader.expect_end();
     check_range("the source", hello.source, 0, max_sources - 1);
@@ -192,43 +190,37 @@ HelloBody HelloBody::decode(Bytes bytes) {
     return hello;
 }
 
-std::vector<std::byte> IntroductionBody::encode() const {
+std::vector<std::byte> write_introduction(const Blob& introduction) {
     std::vector<std::byte> bytes;
     ByteWriter writer(bytes);
-    write_blob(writer, blob, num_descriptors);
+    write_blob(writer, introduction);
     return bytes;
 }
 
-IntroductionBody IntroductionBody::decode(Bytes bytes) {
-    ByteReader reader(bytes, "the proof");
-    IntroductionBody introduction;
-    read_blob(reader, introduction.blob, introduction.num_descriptors);
-    return introduction;
+Blob read_introduction(Bytes body, size_t& num_descriptors) {
+    ByteReader reader(body, "the proof");
+    return read_blob(reader, num_descriptors);
 }
 
-std::vector<std::byte> WelcomeBody::encode() const {
-    check_text("the endpoint's name", name, max_name_bytes);
-    check_range("slots", slots, 1, max_slots);
-    check_range("slot bytes", slot_bytes, 0, max_slot_bytes);
-    check_range("the incarnation", incarnation, 1, UINT32_MAX);
+std::vector<std::byte> write_welcome(const Welcome& welcome) {
+    check_text("the endpoint's name", welcome.name, max_name_bytes);
+    check_range("slots", welcome.slots, 1, max_slots);
+    check_range("slot bytes", welcome.slot_bytes, 0, max_slot_bytes);
+    check_range("the incarnation", welcome.incarnation, 1, UINT32_MAX);
     std::vector<std::byte> bytes;
     ByteWriter writer(bytes);
-    writer.u32(incarnation);
-    writer.u32(slots);
-    writer.u64(slot_bytes);
-    write_text(writer, name);
-    write_blob(writer, blob, num_descriptors);
+    writer.numbers(welcome.incarnation, welcome.slots, welcome.slot_bytes);
+    write_text(writer, welcome.name);
+    write_blob(writer, welcome.blob);
     return bytes;
 }
 
-WelcomeBody WelcomeBody::decode(Bytes bytes) {
-    ByteReader reader(bytes, "the welcome");
-    WelcomeBody welcome;
-    welcome.incarnation = reader.u32();
-    welcome.slots = reader.u32();
-    welcome.slot_bytes = reader.u64();
+Welcome read_welcome(Bytes body, size_t& num_descriptors) {
+    ByteReader reader(body, "the welcome");
+    Welcome welcome;
+    reader.numbers(welcome.incarnation, welcome.slots, welcome.slot_bytes);
     welcome.name = read_text(reader);
-    read_blob(reader, welcome.blob, welcome.num_descriptors);
+    welcome.blob = read_blob(reader, num_descriptors);
     check_range("the incarnation", welcome.incarnation, 1, UINT32_MAX);
     check_range("slots", welcome.slots, 1, max_slots);
     check_range("slot bytes", welcome.slot_bytes, 0, max_slot_bytes);
@@ -311,16 +303,10 @@ std::vector<std::byte> Ticket::encode() const {
     ByteWriter writer(bytes);
     writer.u32(ticket_magic);
     writer.u8(ticket_version);
-    write_text(writer, transport);
-    write_text(writer, name);
-    write_text(writer, address.unix_name);
-    write_text(writer, address.host);
+    for (const std::string& text : {transport, name, address.unix_name, address.host}) write_text(writer, text);
     writer.u16(address.port);
     write_text(writer, host_id);
-    writer.u64(inbox);
-    writer.u32(sources);
-    writer.u32(slots);
-    writer.u64(slot_bytes);
+    writer.numbers(inbox, sources, slots, slot_bytes);
     return bytes;
 }
 
@@ -333,16 +319,12 @@ Ticket Ticket::decode(std::span<const std::byte> bytes) {
                                        std::to_string(ticket_version) + "; run the same release on both sides");
     }
     Ticket ticket;
-    ticket.transport = read_text(reader);
-    ticket.name = read_text(reader);
-    ticket.address.unix_name = read_text(reader);
-    ticket.address.host = read_text(reader);
+    for (std::string* text : {&ticket.transport, &ticket.name, &ticket.address.unix_name, &ticket.address.host}) {
+        *text = read_text(reader);
+    }
     ticket.address.port = reader.u16();
     ticket.host_id = read_text(reader);
-    ticket.inbox = reader.u64();
-    ticket.sources = reader.u32();
-    ticket.slots = reader.u32();
-    ticket.slot_bytes = reader.u64();
+    reader.numbers(ticket.inbox, ticket.sources, ticket.slots, ticket.slot_bytes);
     reader.expect_end();
     check(ticket);
     return ticket;

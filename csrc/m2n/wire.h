@@ -93,39 +93,14 @@ std::string read_text(ByteReader& reader);
 
 using Nonce = std::array<std::byte, 32>;
 
-// Bodies. `decode` checks every field against its limit and throws Error(invalid); `encode` checks names and blobs.
-struct HelloBody {
-    uint64_t inbox = 0;
-    SourceId source = 0;
-    Nonce nonce{};
-    std::string name;
-
-    std::vector<std::byte> encode() const;
-    static HelloBody decode(Bytes bytes);
-};
-
-// What accompanies the client's proof and is covered by it.
-struct IntroductionBody {
-    std::vector<std::byte> blob;
-    uint8_t num_descriptors = 0;
-
-    std::vector<std::byte> encode() const;
-    static IntroductionBody decode(Bytes bytes);
-};
-
-// What accompanies the server's proof and is covered by it.
-struct WelcomeBody {
-    Incarnation incarnation = 0;
-    uint32_t slots = 0;
-    uint64_t slot_bytes = 0;
-    std::string name;
-    std::vector<std::byte> blob;
-    uint8_t num_descriptors = 0;
-
-    std::vector<std::byte> encode() const;
-    static WelcomeBody decode(Bytes bytes);
-};
-
+// Bodies. Every field that is read is compared with its limit, and so are names and blobs that are written:
+// Error(invalid). Of a blob's descriptors, which travel beside the bytes, the body has the number.
+std::vector<std::byte> write_hello(const Hello& hello, const Nonce& nonce);  // all but its introduction
+Hello read_hello(Bytes body);
+std::vector<std::byte> write_introduction(const Blob& introduction);  // accompanies the client's proof, which covers it
+Blob read_introduction(Bytes body, size_t& num_descriptors);
+std::vector<std::byte> write_welcome(const Welcome& welcome);  // accompanies the server's proof, which covers it
+Welcome read_welcome(Bytes body, size_t& num_descriptors);
 Nonce decode_challenge(Bytes body);
 
 // A refusal's words: shortened to max_refusal_bytes, with '?' for what is not printable.

@@ -26,7 +26,6 @@ SOURCES = [
         "m2n/socket.cpp",
         "m2n/wire.cpp",
         "m2n/handshake.cpp",
-        "m2n/control.cpp",
         "m2n/control_thread.cpp",
         "m2n/control_connections.cpp",
     )

@@ -65,7 +65,7 @@ def test_a_build_without_headers_says_what_is_missing(native_build: Callable[[st
     """Without ANTIPHON_HAVE_LIBFABRIC the back-end compiles, and says how to get it."""
     source = tmp_path / "without.cpp"
     source.write_text(
-        '#include "m2n/error.h"\n#include "m2n/transport.h"\n#include <iostream>\n'
+        '#include "m2n/types.h"\n#include "m2n/transport.h"\n#include <iostream>\n'
         "int main() {\n"
         "    try { antiphon::m2n::make_libfabric({}); } catch (const antiphon::m2n::Error& error) {\n"
         "        std::cout << error.what();\n"

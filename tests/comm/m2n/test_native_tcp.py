@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SOURCES = [
     *sorted(ROOT.glob("csrc/m2n/tcp*.cpp")),
-    ROOT / "csrc/m2n/waiting.cpp",
+    *(ROOT / "csrc/m2n" / name for name in ("socket.cpp", "waiting.cpp")),
     *(ROOT / "csrc/base" / name for name in ("wait_word.cpp", "huge_buffer.cpp")),
     *sorted(Path(__file__).parent.glob("native_tcp/*.cpp")),
 ]

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/wait_word.h"
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n::test {
 

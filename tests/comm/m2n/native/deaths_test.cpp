@@ -102,7 +102,7 @@ void deaths() {
     std::printf("notice: median %.1f ms, slowest %.1f ms\n", static_cast<double>(median_ns) * 1e-6,
                 static_cast<double>(notices_ns.back()) * 1e-6);
     CHECK(median_ns < 100'000'000);
-    CHECK_EQUAL(server.counters().gone.load(), static_cast<uint64_t>(num_deaths));
+    CHECK_EQUAL(server.counters()->gone.load(), static_cast<uint64_t>(num_deaths));
     CHECK_EQUAL(survivor_record.num_gone(), 0u);
 }
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "check.h"
-#include "m2n/control.h"
+#include "m2n/control_thread.h"
 #include "m2n/handshake.h"
 #include "m2n/socket.h"
 #include "m2n/wire.h"

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "m2n/error.h"
 #include "m2n/handshake.h"
+#include "m2n/types.h"
 #include "m2n/wire.h"
 
 using namespace antiphon::m2n;
@@ -111,8 +111,7 @@ Frame signed_frame(FrameType type, const Digest& proof, Bytes rest) {
 }
 
 void fuzz_signed_proof(Bytes input) {
-    const HelloBody hello{42, 3, fixed_nonce(2), "attention[3]"};
-    const std::vector<std::byte> hello_body = hello.encode();
+    const std::vector<std::byte> hello_body = write_hello({42, 3, "attention[3]", {}}, fixed_nonce(2));
     ServerOpening opening(secret, true, fixed_nonce(1));
     std::vector<FileDescriptor> none;
     opening.take({FrameType::hello, hello_body}, none);
@@ -128,8 +127,8 @@ void fuzz_signed_welcome(Bytes input) {
     ClientOpening opening(secret, hello, true, fixed_nonce(2));
     const Nonce nonce = fixed_nonce(1);
     opening.answer({FrameType::challenge, {nonce.begin(), nonce.end()}});
-    const std::vector<std::byte> hello_body = HelloBody{hello.inbox, hello.source, fixed_nonce(2), hello.name}.encode();
-    const std::vector<std::byte> introduction = IntroductionBody{hello.introduction.bytes, 0}.encode();
+    const std::vector<std::byte> hello_body = write_hello(hello, fixed_nonce(2));
+    const std::vector<std::byte> introduction = write_introduction({hello.introduction.bytes, {}});
     const Digest proof = prove(secret, server_label, {hello_body, nonce, introduction, input});
     std::vector<FileDescriptor> none;
     const Welcome welcome = opening.accept(signed_frame(FrameType::welcome, proof, input), none);
@@ -205,8 +204,8 @@ std::vector<Input> valid_inputs() {
         make_input(server, {attach_greeting(std::vector<std::byte>(token_bytes, std::byte{9}))}),
         make_input(client, {challenge, welcome}),
         make_input(client, {challenge, refusal}),
-        make_input(signed_proof, {IntroductionBody{hello.introduction.bytes, 0}.encode()}),
-        make_input(signed_welcome, {WelcomeBody{7, 4, 4096, "expert[1]", hello.introduction.bytes, 0}.encode()}),
+        make_input(signed_proof, {write_introduction({hello.introduction.bytes, {}})}),
+        make_input(signed_welcome, {write_welcome({7, 4, 4096, "expert[1]", {hello.introduction.bytes, {}}})}),
     };
 }
 

@@ -8,7 +8,7 @@
 
 #include "harness.h"
 #include "late_device.h"
-#include "m2n/stream_exchange.h"
+#include "m2n/stream_core.h"
 #include "m2n/token_exchange.h"
 
 namespace antiphon::m2n::test {

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "m2n/error.h"
 #include "m2n/stream_device.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n::test {
 

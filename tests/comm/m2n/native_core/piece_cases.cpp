@@ -9,7 +9,7 @@
 #include "harness.h"
 #include "m2n/waiting.h"
 #include "m2n/row_scatter.h"
-#include "m2n/step_table.h"
+#include "m2n/fixed_size.h"
 
 namespace antiphon::m2n::test {
 

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "harness.h"
-#include "m2n/mapped_file.h"
 #include "m2n/pair_memory.h"
 
 namespace antiphon::m2n::test {
@@ -90,13 +89,13 @@ class Rogue : public ControlHandler {
         return options;
     }
 
-    std::unique_ptr<Transport> transport_;
+    std::shared_ptr<Transport> transport_;
     ConnectionId connection_ = 0;
     PairSpec spec_;
     MappedFile file_;
     PairMemory memory_;
-    std::unique_ptr<Link> link_;
-    std::unique_ptr<Landing> landing_;
+    std::shared_ptr<Link> link_;
+    std::shared_ptr<Landing> landing_;
     Control control_;
 };
 

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "m2n/error.h"
 #include "m2n/transport.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n::test {
 
@@ -58,8 +58,8 @@ struct Ends {
     Transport* receiver = nullptr;
     Transport* sender = nullptr;
     PairSpec spec;
-    std::unique_ptr<Landing> landing;
-    std::unique_ptr<Link> link;
+    std::shared_ptr<Landing> landing;
+    std::shared_ptr<Link> link;
 };
 
 inline Ends open_pair(Transport& receiver, Transport& sender, const PairSpec& spec) {

@@ -40,7 +40,7 @@ constexpr Test tests[] = {
 
 std::string provider;
 
-std::unique_ptr<Transport> make() { return make_libfabric(options_for(provider)); }
+std::shared_ptr<Transport> make() { return make_libfabric(options_for(provider)); }
 
 int run(int argc, char** argv) {
     if (argc == 3 && std::string(argv[2]).starts_with("--")) return run_as_child(argv[2]);

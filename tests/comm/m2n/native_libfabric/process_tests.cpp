@@ -111,7 +111,7 @@ Child start_child(const char* mode) {
     return {pid, down[1], up[0]};
 }
 
-std::unique_ptr<Landing> welcome_child(Transport& receiver, const Child& child) {
+std::shared_ptr<Landing> welcome_child(Transport& receiver, const Child& child) {
     Blob welcome;
     auto landing = receiver.open_landing(process_spec, read_blob(child.from), welcome);
     write_blob(child.to, welcome.bytes);
@@ -241,7 +241,7 @@ void killed_sender() {
     const auto receiver = make();
     const auto neighbour = make();
     Ends beside = open_pair(*receiver, *neighbour, {8, 1, 5000, 1});
-    std::vector<std::unique_ptr<Landing>> dead;
+    std::vector<std::shared_ptr<Landing>> dead;
     for (uint16_t incarnation = 1; incarnation <= 10; ++incarnation) {
         const Child child = start_child("--send-for-ever");
         auto landing = welcome_child(*receiver, child);

@@ -4,7 +4,6 @@
 #include "harness.h"
 #include "m2n/libfabric_domain.h"
 #include "m2n/libfabric_info.h"
-#include "m2n/libfabric_wire.h"
 #include "tests.h"
 
 namespace antiphon::m2n::test {
@@ -36,7 +35,7 @@ void refusals() {
     changed.bytes = encode(foreign);
     words = message_of(Code::refused, [&] { receiver->open_landing(spec, changed, welcome); });
     CHECK(contains(words, "the peer's address of 3 bytes"));
-    std::vector<std::unique_ptr<Landing>> many;
+    std::vector<std::shared_ptr<Landing>> many;
     words = message_of(Code::invalid, [&] {
         for (;;) many.push_back(receiver->open_landing({1, 256, 64, 1}, introduction, welcome));
     });

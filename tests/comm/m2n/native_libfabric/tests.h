@@ -15,7 +15,7 @@ constexpr bool sanitized = false;
 #endif
 
 extern std::string provider;  // under test, set by main
-std::unique_ptr<Transport> make();
+std::shared_ptr<Transport> make();
 
 // pair_tests.cpp
 void payload_sizes();

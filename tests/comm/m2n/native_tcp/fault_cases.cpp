@@ -7,7 +7,7 @@
 
 #include "harness.h"
 #include "m2n/control.h"
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n::test {
 
@@ -154,7 +154,7 @@ void malformed_credits() {
         const Listener listener;
         Node sender;
         Blob welcome{std::vector<std::byte>(token_bytes, std::byte{1}), {}};
-        const std::unique_ptr<Link> link =
+        const std::shared_ptr<Link> link =
             sender.transport().open_link(spec, welcome, "127.0.0.1", listener.port(), soon());
         const FileDescriptor peer = listener.accept();
         std::byte token[token_bytes];
@@ -180,7 +180,7 @@ void malformed_credits() {
 void strangers() {
     Node receiver;
     Blob welcome;
-    std::unique_ptr<Landing> landing = receiver.transport().open_landing(spec, {}, welcome);
+    std::shared_ptr<Landing> landing = receiver.transport().open_landing(spec, {}, welcome);
     const auto refused = [&](std::vector<std::byte> token) {
         const int before = receiver.num_refused();
         const FileDescriptor fd = connect_blocking(receiver.port());

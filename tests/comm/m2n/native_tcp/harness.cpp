@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 
 #include <cstring>
@@ -13,10 +12,6 @@ namespace antiphon::m2n {
 
 // In place of the control plane's: the token as it is.
 std::vector<std::byte> attach_greeting(std::span<const std::byte> token) { return {token.begin(), token.end()}; }
-
-void fill_random(std::span<std::byte> bytes) {
-    if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) std::abort();
-}
 
 namespace test {
 

@@ -86,7 +86,7 @@ class Node {
   private:
     void serve();
 
-    std::unique_ptr<TcpTransport> transport_;
+    std::shared_ptr<TcpTransport> transport_;
     Listener listener_;
     std::atomic<int> num_refused_{0};
     std::thread acceptor_;
@@ -94,14 +94,14 @@ class Node {
 
 struct Pair {
     PairSpec spec;
-    std::unique_ptr<Landing> landing;
-    std::unique_ptr<Link> link;
+    std::shared_ptr<Landing> landing;
+    std::shared_ptr<Link> link;
 };
 Pair open_pair(Node& sender, Node& receiver, const PairSpec& spec);
 // A landing whose sender is the test itself, writing to a blocking socket.
 struct RawPair {
     PairSpec spec;
-    std::unique_ptr<Landing> landing;
+    std::shared_ptr<Landing> landing;
     FileDescriptor sender;
 };
 RawPair open_raw_sender(Node& receiver, const PairSpec& spec);

@@ -5,7 +5,7 @@
 #include <csignal>
 
 #include "harness.h"
-#include "m2n/tcp_splice.h"
+#include "m2n/tcp_connection.h"
 
 namespace antiphon::m2n::test {
 

@@ -3,7 +3,7 @@
 #include <sys/socket.h>
 
 #include "harness.h"
-#include "m2n/error.h"
+#include "m2n/types.h"
 
 namespace antiphon::m2n::test {
 
@@ -249,7 +249,7 @@ void connecting() {
         node.transport().open_link(spec, welcome, host, port, Deadline::after_ns(timeout_ns));
     };
     check_refused(Code::invalid, "give its endpoint a host", [&] { link_to("", 0, second_ns); });
-    check_refused(Code::invalid, "no IPv4 or IPv6 address in numbers", [&] { link_to("localhost", 9, second_ns); });
+    check_refused(Code::invalid, "not an IPv4 or IPv6 address in numbers", [&] { link_to("localhost", 9, second_ns); });
     uint16_t unused = 0;
     {
         const Listener listener;
