@@ -133,11 +133,12 @@ def dispatchers_over(group: Group, num_experts: int) -> dict[str, tuple[Dispatch
 
 def there_and_back(dispatcher: Dispatcher, experts: tuple[int, int], inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """(sums, gradient of the rows, gradient of the weights); expert e multiplies by 1 + e / 8."""
-    dispatched = dispatcher.start_dispatch(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
-    rows_RH, counts = dispatched.wait()
-    factors = 1 + torch.arange(*experts, dtype=rows_RH.dtype) / 8
-    results_RH = rows_RH * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
-    out_TH = dispatched.start_combine(results_RH).wait()
+    factors = 1 + torch.arange(*experts, dtype=inputs.x_TH.dtype) / 8
+
+    def multiply(rows_RH: Tensor, counts: tuple[int, ...], _: Tensor | None) -> Tensor:
+        return rows_RH * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
+
+    out_TH = dispatcher.through(multiply, inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
     grad_x, grad_weights = torch.autograd.grad(out_TH, (inputs.x_TH, inputs.weights_TK), inputs.grad_TH)
     return out_TH.detach(), grad_x, grad_weights
 

@@ -45,7 +45,7 @@ from antiphon.sim.schedules import Schedule
 from antiphon.sim.training_step import BackwardLayer, BackwardOptions, Gradient, simulate_backward
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
-from antiphon.train.config_execution import CommunicationConfig
+from antiphon.train.config_tables import CommunicationConfig
 from antiphon.train.layer_plan import LayerPlan
 from antiphon.train.layer_schedule import (
     GRADIENT,

@@ -27,7 +27,7 @@ from antiphon.bench.harness.processes import quota_unavailable, require_box
 from antiphon.bench.train import StepCase
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import did_you_mean
-from antiphon.train.packing import EVERY, FIRST_STEP
+from antiphon.train.measured_choices import EVERY, FIRST_STEP
 
 Kind = Literal["antiphon", "ddp", "fsdp2"]
 Tables = Mapping[str, Any]

@@ -1,10 +1,6 @@
 """How a MoE layer's rows reach their experts and come back (MegaScale-MoE, section 3.2).
 
-    dispatched = dispatcher.start_dispatch(x_TH, ids_TK, weights_TK)
-    ...                                        # work that does not need the experts' rows
-    rows_RH, counts_E = dispatched.wait()      # in order of the experts held here
-    y_RH = experts(rows_RH, counts_E)
-    out_TH = dispatched.start_combine(y_RH).wait()
+    out_TH = dispatcher.through(experts, x_TH, ids_TK, weights_TK)
 
 A `Way` brings rows over one group of ranks and sums back. A `Dispatcher` is a list of ways, and behind them the experts
 that are here. A `Hop` is a way with its decisions made: the layer's operators (`train/operators`) are made of hops, so
@@ -32,7 +28,7 @@ Letters: T rows of this rank, K experts a row, P rows that travel, R rows receiv
 n ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -51,9 +47,9 @@ from antiphon.comm.collectives import (
     start,
 )
 from antiphon.comm.float8 import RowFormat
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.comm.mesh import Group
-from antiphon.comm.tile_flight import TileLinks
-from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
+from antiphon.kernels.ops.route import RowMap, combine, row_map, to_experts
 
 
 def with_weights(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -183,6 +179,9 @@ class AllToAllWay:
 
 
 Way = GatherScatter | AllToAllWay
+# [R, H] from [R, H]: rows in order of the experts held here, how many each has, and what each row's result counts, if
+# the experts multiply by it.
+ThroughExperts = Callable[[Tensor, tuple[int, ...], Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -196,73 +195,24 @@ class Dispatcher:
     early_weights: bool = False
     links: TileLinks | None = None
 
-    def start_dispatch(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> "Dispatched":
-        """Send each row to its experts. `weights_TK`: what their results count in the sum."""
-        return Dispatched(self, x_TH, ids_TK, weights_TK)
-
-
-@dataclass(frozen=True)
-class Combined:
-    """Results on their way back over the first way, which need `total` there."""
-
-    pending: Pending | Done
-    hop: Hop | None
-    weights_TK: Tensor
-    dtype: torch.dtype
-
-    def wait(self) -> Tensor:
-        """[T, H]: for each row the weighted sum of its experts' results."""
-        out_TH = self.pending.wait()
-        return (out_TH if self.hop is None else self.hop.total(out_TH, self.weights_TK)).to(self.dtype)
-
-
-class Dispatched:
-    """Rows under way."""
-
-    def __init__(self, dispatcher: Dispatcher, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._dispatcher, self._dtype = dispatcher, x_TH.dtype
-        self._hops: list[tuple[Hop, Tensor]] = []
-        self._rows: Pending | Done = Done(x_TH)
-        self._packed: Pending | Done
-        self._ids_TK, self._weights_TK = ids_TK, weights_TK
-        self._map: RowMap
-        if dispatcher.ways:
-            self._start(dispatcher.ways[0])
-
-    def wait(self) -> tuple[Tensor, tuple[int, ...]]:
-        """Rows [R, H] in order of the experts held here, and how many each has."""
-        for way in (*self._dispatcher.ways[1:], None)[: len(self._dispatcher.ways)]:
-            self._ids_TK, self._weights_TK = self._hops[-1][0].arrived(self._packed.wait())
-            if way is not None:
-                self._start(way)
-        self._map = row_map(self._ids_TK, self._dispatcher.num_experts)
-        return to_experts(self._arrived(), self._map), self._map.counts_E
-
-    @property
-    def weights_R(self) -> Tensor | None:
-        """What each row's result counts, once rows are there, if the experts multiply by it; None: the combine does."""
-        return weights_of_rows(self._weights_TK, self._map) if self._dispatcher.early_weights else None
-
-    def start_combine(self, y_RH: Tensor) -> Combined:
-        """Send results back; `y_RH` in the order that `wait` gave."""
-        early = self._dispatcher.early_weights
-        out = combine(y_RH, torch.ones_like(self._weights_TK) if early else self._weights_TK, self._map)
-        if not self._hops:
-            return Combined(Done(out), None, self._weights_TK, self._dtype)
-        first, *others = self._hops
-        for hop, weights_TK in reversed(others):
-            out = hop.total(run(hop.back, out), weights_TK).to(self._dtype)
-        return Combined(start(first[0].back, out), *first, self._dtype)
-
-    def _arrived(self) -> Tensor:
-        """Rows in the format of the arithmetic, whatever they travelled in."""
-        return self._rows.wait().to(self._dtype)
-
-    def _start(self, way: Way) -> None:
-        hop, packed_P2K = way.hop(self._ids_TK, self._weights_TK)
-        self._hops.append((hop, self._weights_TK))
-        self._rows = start(hop.there, hop.send(self._arrived()))
-        self._packed = start(hop.choices, packed_P2K)
+    def through(self, experts: ThroughExperts, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """[T, H]: each row to its experts, through those that are here, and the sum of its results back. `weights_TK`:
+        what results count in the sum. Rows are in the format of `x_TH` wherever they are not on their way."""
+        dtype, hops = x_TH.dtype, list[tuple[Hop, Tensor]]()
+        rows: Pending | Done = Done(x_TH)
+        for way in self.ways:
+            hop, packed_P2K = way.hop(ids_TK, weights_TK)
+            hops.append((hop, weights_TK))
+            rows = start(hop.there, hop.send(rows.wait().to(dtype)))
+            ids_TK, weights_TK = hop.arrived(run(hop.choices, packed_P2K))
+        here = row_map(ids_TK, self.num_experts)
+        rows_RH = to_experts(rows.wait().to(dtype), here)
+        early_R = weights_of_rows(weights_TK, here) if self.early_weights else None
+        out_TH = experts(rows_RH, here.counts_E, early_R)
+        out_TH = combine(out_TH, torch.ones_like(weights_TK) if self.early_weights else weights_TK, here)
+        for hop, of_hop_TK in reversed(hops):
+            out_TH = hop.total(run(hop.back, out_TH), of_hop_TK).to(dtype)
+        return out_TH.to(dtype)
 
 
 def weights_of_rows(weights_TK: Tensor, rows: RowMap) -> Tensor:

@@ -32,7 +32,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from antiphon.comm.collectives import AllGather, AllToAll, MovesRows, ReduceScatter, Runs, moving, sum_in_order
+from antiphon.comm.collectives import (
+    AllGather,
+    AllToAll,
+    Collective,
+    MovesRows,
+    ReduceScatter,
+    Runs,
+    moving,
+    sum_in_order,
+)
 from antiphon.comm.mesh import Group
 
 GROUP = 128
@@ -181,12 +190,9 @@ class Float8Rows:
 
     def launch(self, x: Tensor) -> tuple[Tensor, Any]:
         x = x if self.tokens is None else x.flatten(0, 1)
-        encoded, (clipped, flushed) = (
-            encode_by_channel(x, self._in_tokens(self.sent)) if self.by_channel else encode_by_token(x)
-        )
-        purpose, _, _ = self.name.partition(".")
-        self.group.ledger.lost(f"{purpose}.clipped", clipped)
-        self.group.ledger.lost(f"{purpose}.flushed", flushed)
+        runs = self._in_tokens(self.sent)
+        encoded, lost = encode_by_channel(x, runs) if self.by_channel else encode_by_token(x)
+        count_lost(self, lost)
         return self._bytes.launch(encoded)
 
     def finish(self, buffer: Tensor) -> Tensor:
@@ -201,6 +207,13 @@ class Float8Rows:
 
     def reverse(self) -> "Float8Rows":
         return replace(self, plain=moving(self.plain.reverse()), by_channel=not self.by_channel)
+
+
+def count_lost(collective: Collective, lost: Lost) -> None:
+    """Count in its group's ledger what its rows lost."""
+    purpose, _, _ = collective.name.partition(".")
+    for kind, number in zip(("clipped", "flushed"), lost, strict=True):
+        collective.group.ledger.lost(f"{purpose}.{kind}", number)
 
 
 @dataclass(frozen=True)

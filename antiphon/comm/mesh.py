@@ -22,7 +22,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -249,11 +249,17 @@ class Mesh:
 def beside(group: Group, timeout_s: float) -> Group:
     """The same ranks with a process group and a ledger of their own, for collectives that run beside `group`'s. Blocks
     until the other ranks have called it too."""
-    made = None
-    if group.size > 1:
-        timeout = timedelta(seconds=timeout_s)
-        made = dist.new_group(list(group.ranks), timeout=timeout, use_local_synchronization=True)
+    made = process_group(group.ranks, timeout_s) if group.size > 1 else None
     return Group(group.ranks, group.index, Ledger(), made)
+
+
+def process_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """Blocks until the other ranks have called it too. PyTorch names a group after its ranks and how many this process
+    made: all have to make equally many."""
+    made: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+    )
+    return made
 
 
 def regrouped(mesh: Mesh, sizes: Sizes) -> Mesh:
@@ -288,9 +294,7 @@ def _groups(
             groups[axes] = before.groups[axes]
             continue
         own = next(ranks for ranks in members if rank in ranks)
-        # PyTorch names a group after its ranks and how many this process made: all have to make equally many.
-        alone, timeout = max(len(ranks) for ranks in members) == 1, timedelta(seconds=timeout_s)
-        made = None if alone else dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        made = process_group(own, timeout_s) if max(len(ranks) for ranks in members) > 1 else None
         groups[axes] = replace(like, ranks=tuple(own), index=own.index(rank), process_group=made)
     return groups
 

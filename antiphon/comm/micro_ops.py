@@ -22,9 +22,8 @@ once: those of one layer for the same ranks, or of the head, or of the embedding
 
 Experts per device (section 4.2): start with one and double, as long as the FFN micro-op is shorter than the all-to-all
 micro-op. More experts on a device means fewer devices per all-to-all, so less is sent and more is computed between two
-sends. Stop when computation is no longer shorter, when a device would hold all experts (no all-to-all is left), or at
-the memory limit. Rejected: searching all divisors; each step costs a re-distribution of expert weights and a few
-measured steps.
+sends. Stop when computation is no longer shorter, or when a device would hold all experts (no all-to-all is left).
+Rejected: searching all divisors; each step costs a re-distribution of expert weights and a few measured steps.
 """
 
 import itertools
@@ -163,13 +162,10 @@ class ExpertPacking:
     Only numbers that divide `num_experts` are tried: a device group must hold each expert equally often.
     """
 
-    def __init__(self, num_experts: int, max_experts_per_device: int | None = None) -> None:
+    def __init__(self, num_experts: int) -> None:
+        if num_experts < 1:
+            raise UserError(f"{num_experts} experts: at least one is needed")
         self._num_experts = num_experts
-        self._limit = num_experts if max_experts_per_device is None else min(num_experts, max_experts_per_device)
-        if self._limit < 1:
-            raise UserError(
-                f"{num_experts} experts, at most {max_experts_per_device} per device: both must be at least one"
-            )
         self.experts_per_device = 1
         self.steps: list[PackingStep] = []
         self.has_ended = False
@@ -178,20 +174,18 @@ class ExpertPacking:
         """Seconds of an FFN micro-op and of an all-to-all micro-op under this packing."""
         packed = self.experts_per_device
         self.steps.append(PackingStep(experts_per_device=packed, ffn_s=ffn_s, all_to_all_s=all_to_all_s))
-        if ffn_s >= all_to_all_s or 2 * packed > self._limit or self._num_experts % (2 * packed):
+        if ffn_s >= all_to_all_s or self._num_experts % (2 * packed):
             self.has_ended = True
         else:
             self.experts_per_device = 2 * packed
 
 
-def choose_experts_per_device(
-    measure: Callable[[int], tuple[float, float]], num_experts: int, max_experts_per_device: int | None = None
-) -> list[PackingStep]:
+def choose_experts_per_device(measure: Callable[[int], tuple[float, float]], num_experts: int) -> list[PackingStep]:
     """Try 1, 2, 4, ... experts per device; the last step is the choice.
 
     `measure(experts_per_device)` -> (seconds of an FFN micro-op, seconds of an all-to-all micro-op).
     """
-    packing = ExpertPacking(num_experts, max_experts_per_device)
+    packing = ExpertPacking(num_experts)
     while not packing.has_ended:
         packing.observe(*measure(packing.experts_per_device))
     return packing.steps

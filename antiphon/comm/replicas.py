@@ -22,11 +22,9 @@ run beside backward would have another order on every rank.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from antiphon.comm.collectives import (
@@ -44,7 +42,7 @@ from antiphon.comm.collectives import (
     taken,
 )
 from antiphon.comm.ledger import Ledger
-from antiphon.comm.mesh import Group, Mesh
+from antiphon.comm.mesh import Group, Mesh, process_group
 
 _BLOCK = 1 << 18  # elements that are rounded at a time
 
@@ -286,7 +284,9 @@ def connect_levels(mesh: Mesh, like: Group, node_size: int) -> tuple[Group, Grou
     """The groups of `like`'s ranks inside this node and across all, with what belongs to `like`. Waits for the other
     ranks; all ranks of the mesh call it, whose groups of this kind must have levels."""
     inside, across = (
-        replace(like, ranks=tuple(ranks), index=ranks.index(mesh.rank), process_group=_connected(ranks, mesh))
+        replace(
+            like, ranks=tuple(ranks), index=ranks.index(mesh.rank), process_group=process_group(ranks, mesh.timeout_s)
+        )
         for ranks in ranks_of_levels(like.ranks, mesh.rank, node_size)
     )
     return inside, across
@@ -306,13 +306,6 @@ def has_levels(members: list[list[int]], node_size: int) -> bool:
 
 def _group(ranks: Sequence[int], mesh: Mesh, ledger: Ledger) -> Group:
     """Waits for the other ranks; all ranks make equally many."""
-    made = _connected(ranks, mesh)
+    made = process_group(ranks, mesh.timeout_s)
     roll = mesh.world.roll if ledger is mesh.ledger else None  # sums of a launcher are waited for as a whole
     return Group(tuple(ranks), list(ranks).index(mesh.rank), ledger, made, roll=roll)
-
-
-def _connected(ranks: Sequence[int], mesh: Mesh) -> dist.ProcessGroup:
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=timedelta(seconds=mesh.timeout_s), use_local_synchronization=True
-    )
-    return made

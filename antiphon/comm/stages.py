@@ -9,7 +9,7 @@ their weights, and because requests' sampling state is the leader's.
 All groups of a process are connected together: one ticket leads to all of them, one `reset` begins an epoch of all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,9 +19,8 @@ from torch import Tensor
 from antiphon import _m2n
 from antiphon.base.errors import UserError
 from antiphon.comm.rank_group import SLOT_BYTES, NativeRankGroup, RankGroup
-from antiphon.comm.two_level.levels import Levels
+from antiphon.comm.two_level.levels import Levels, MakeEndpoint
 
-MakeEndpoint = Callable[[str], _m2n.Endpoint]
 _MOST_SLOTS = 128  # for a step's rows; an inbox has room for 256
 
 

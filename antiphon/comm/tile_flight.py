@@ -10,8 +10,8 @@ section 4.2):
 
 Turns, and beginning with the next rank, keep all ranks from sending to the same one at a time.
 
-`TileLinks` is the seam: who carries tiles. On the CPU that is the M2N library (`comm/m2n/tile_links`): one-sided writes
-and counted arrivals, no collective for each tile.
+`TileLinks` carries tiles, through the M2N library (`comm/m2n/tile_links`): one-sided writes and counted arrivals, no
+collective for each tile.
 
     flight.send(tile, rows)            # as soon as these rows are made
     for tile in flight.arrivals():     # own tiles first, then as they come; rows lie in `received_from`
@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,25 +37,16 @@ from antiphon.comm.collectives import AllGather, Collective, ReduceScatter, movi
 from antiphon.comm.float8 import (
     SCALE_BYTES,
     Float8Rows,
+    count_lost,
     decode_by_channel,
     decode_by_token,
     encode_by_channel,
     encode_by_token,
     rows_by_channel,
 )
-from antiphon.comm.mesh import Group
+from antiphon.comm.m2n.tile_links import Tile, TileLinks
 
 UNIT_ROWS = 128  # E4M3 rows have scales for groups of this many (`comm/float8`), and a group travels whole
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows [first, last) of those that go to, or come from, the rank at place `rank`; the `number`th of them."""
-
-    rank: int
-    number: int
-    first: int
-    last: int
 
 
 def check_tile_rows(tile_rows: int) -> None:
@@ -100,31 +91,10 @@ def boundaries(rows: Sequence[int], tile_rows: int) -> list[int]:
     return [*begins, before]
 
 
-class TileLinks(Protocol):
-    """Who carries tiles between the ranks of `group`. All ranks begin their flights in one order."""
-
-    group: Group
-    tile_rows: int
-
-    def begin(self) -> int:
-        """The number of the next flight."""
-
-    def post(self, flight: int, tile: Tile, encoded: Tensor) -> None:
-        """Send a tile's bytes; returns before they are there. `encoded` may change on return."""
-
-    def next(self, flight: int, name: str, missing: Sequence[int]) -> tuple[int, int, Tensor]:
-        """The next tile that came for a flight: its rank, its number and its bytes, valid until `release`. Waits;
-        `PeerLost` and `PeerTimeout` name the collective, `name`, and the ranks, of which those at places `missing` have
-        not sent all."""
-
-    def release(self, flight: int, rank: int, number: int) -> None:
-        """Its bytes may be overwritten."""
-
-    def finish(self, flight: int, name: str) -> None:
-        """All tiles of `flight` have come. Waits until those that it sends are on their way; errors as of `next`."""
-
-    def close(self) -> None:
-        """Say goodbye to all ranks."""
+def rows_of(tile: Tile, rows: Sequence[int]) -> slice:
+    """Where its rows lie among `rows[rank]` of each rank, which lie in order of rank."""
+    begin = sum(rows[: tile.rank])
+    return slice(begin + tile.first, begin + tile.last)
 
 
 @dataclass(frozen=True)
@@ -213,12 +183,12 @@ class TileFlight:
     def send_all(self, x_TH: Tensor) -> None:
         """Send rows that are all there: for each rank in order, or for all."""
         assert x_TH.shape[0] == (self.routes.send[0] if self.routes.same else sum(self.routes.send))
-        begins = [0 if self.routes.same else sum(self.routes.send[:rank]) for rank in range(len(self.routes.send))]
         for_all: dict[int, Tensor] = {}
         for tile in self.to_send:
             encoded = for_all.get(tile.number)
             if encoded is None:
-                encoded = self._encoded(x_TH[begins[tile.rank] + tile.first : begins[tile.rank] + tile.last])
+                rows = slice(tile.first, tile.last) if self.routes.same else rows_of(tile, self.routes.send)
+                encoded = self._encoded(x_TH[rows])
             if self.routes.same:
                 for_all[tile.number] = encoded
             self._send(tile, encoded)
@@ -253,11 +223,9 @@ class TileFlight:
         return sum_in_order(self.received.chunk(ranks) if self.received.shape[0] else [self.received])
 
     def _encoded(self, rows_TH: Tensor) -> Tensor:
-        encoded, (clipped, flushed) = self.routes.encode(rows_TH)
+        encoded, lost = self.routes.encode(rows_TH)
         if self.routes.scales != "none":
-            purpose, _, _ = self._collective.name.partition(".")
-            self._collective.group.ledger.lost(f"{purpose}.clipped", clipped)
-            self._collective.group.ledger.lost(f"{purpose}.flushed", flushed)
+            count_lost(self._collective, lost)
         return encoded
 
     def _send(self, tile: Tile, encoded: Tensor) -> None:

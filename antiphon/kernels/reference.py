@@ -29,9 +29,8 @@ from antiphon.kernels.api import (
     PackedExperts,
     PackedLinear,
 )
+from antiphon.kernels.ops.attention import look_up, rms_norm, rotate
 from antiphon.kernels.ops.feed_forward import activate
-from antiphon.kernels.ops.norm import rms_norm
-from antiphon.kernels.ops.rotary import look_up, rotate
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import AnyWeight, QuantizedWeight, WeightFormat
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, make_plan, paged_attention

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, HeadRows, KernelBackend, KVCache, PackedLinear, RotaryTable
-from antiphon.kernels.ops.rotary import look_up, rotate
+from antiphon.kernels.ops.attention import look_up, rotate
 from antiphon.models.batch import select_sequences
 from antiphon.models.rotary import unrotated
 from antiphon.models.shares import add_over_ranks

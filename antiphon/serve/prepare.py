@@ -19,7 +19,7 @@ from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint_folder import model_folder, model_name
 from antiphon.models.config import load_model_spec, read_config, with_tokenizer_ending
-from antiphon.models.families.defaults import assumed
+from antiphon.models.families.config_values import assumed
 from antiphon.models.load import open_checkpoint
 from antiphon.models.shares import check_ranks, share_of
 from antiphon.serve.config import ServeConfig

@@ -5,17 +5,17 @@ Grouped-query attention in the order of `models/attention`: projection with bias
 `models/attention` for whole prompts: keys and values of all heads are made from the latent rows.
 
 A projection and the exchange beside it may be one operator in tiles (MegaScale-MoE, 4.2). With ranks that share
-positions (Ulysses):
+positions (Ulysses), `TiledHeads`:
 
-    heads_leaving    the projection to queries, keys and values, then the all-to-all to those who work on their heads:
+    heads leave      the projection to queries, keys and values, then the all-to-all to those who work on their heads:
                      columns for other ranks are multiplied first and sent tile by tile, the own ones last
-    heads_arriving   the all-to-all of attention's output, then the output projection: own columns are multiplied first,
+    heads arrive     the all-to-all of attention's output, then the output projection: own columns are multiplied first,
                      then each tile that has come, and the products are added
 
-With ranks that share heads (tensor parallelism), rows whole:
+With ranks that share heads (tensor parallelism), `TiledRows`, whole:
 
-    rows_arriving    the all-gather of rows, then the first projection: own rows are multiplied first, then as they come
-    rows_leaving     the output projection, then the reduce-scatter: rows for other ranks are multiplied and sent first
+    rows arrive      the all-gather of rows, then the first projection: own rows are multiplied first, then as they come
+    rows leave       the output projection, then the reduce-scatter: rows for other ranks are multiplied and sent first
 
 The backward of each is the other one's forward, so either pair is one class. A tile is some rows: with the columns of
 one rank, or whole. Products that are added to the same rows take turns (`comm/tile_flight`) or are added in order of
@@ -39,10 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.comm.collectives import Collective
-from antiphon.comm.tile_flight import TileFlight, TileLinks, launch_in_tiles
-from antiphon.kernels.ops.attention import causal_attention
-from antiphon.kernels.ops.norm import rms_norm
-from antiphon.kernels.ops.rotary import heads_of, rotate
+from antiphon.comm.m2n.tile_links import TileLinks
+from antiphon.comm.tile_flight import TileFlight, launch_in_tiles, rows_of
+from antiphon.kernels.ops.attention import causal_attention, heads_of, rms_norm, rotate
 from antiphon.models.shares import Ranges, pick
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 from antiphon.train.operators import LayerContext, Operator, RowExchange, WeightProduct, compute, exchange, product
@@ -72,9 +71,9 @@ def attention_operators(
     assert isinstance(gather, RowExchange)
     assert isinstance(scatter, RowExchange)
     if isinstance(project, WeightProduct):
-        found[:2] = [rows_arriving(gather, project, tensor_links)]
+        found[:2] = [TiledRows(**tiled_fields(gather, project, tensor_links, arrives=True))]
     if isinstance(out, WeightProduct):
-        found[-2:] = [rows_leaving(out, scatter, tensor_links)]
+        found[-2:] = [TiledRows(**tiled_fields(scatter, out, tensor_links, arrives=False))]
     return found
 
 
@@ -238,8 +237,7 @@ def heads_leaving(product: WeightProduct, links: TileLinks) -> "TiledHeads":
         f"{product.reads[0]} -> qkv_a2a",
         lambda here, x_BsH: here.sequences.parallel.rows_to_heads(x_BsH.shape[0]),
     )
-    fields = tiled_fields(a2a, product, links, "pack_heads", arrives=False)
-    return TiledHeads(**fields, reads=product.reads, makes=a2a.makes)
+    return TiledHeads(**tiled_fields(a2a, product, links, "pack_heads", arrives=False))
 
 
 def heads_arriving(product: WeightProduct, links: TileLinks) -> "TiledHeads":
@@ -249,17 +247,7 @@ def heads_arriving(product: WeightProduct, links: TileLinks) -> "TiledHeads":
         f"rows_sent -> {product.reads[0]}",
         lambda here, x_Pw: here.sequences.parallel.heads_to_rows(x_Pw.shape[0]),
     )
-    fields = tiled_fields(a2a, product, links, "unpack_rows", arrives=True)
-    return TiledHeads(**fields, reads=a2a.reads, makes=(*product.reads, *product.makes))
-
-
-def rows_arriving(gather: RowExchange, product: WeightProduct, links: TileLinks) -> "TiledRows":
-    fields = tiled_fields(gather, product, links, arrives=True)
-    return TiledRows(**fields, reads=gather.reads, makes=(*product.reads, *product.makes))
-
-
-def rows_leaving(product: WeightProduct, scatter: RowExchange, links: TileLinks) -> "TiledRows":
-    return TiledRows(**tiled_fields(scatter, product, links, arrives=False), reads=product.reads, makes=scatter.makes)
+    return TiledHeads(**tiled_fields(a2a, product, links, "unpack_rows", arrives=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,10 +319,8 @@ class TiledRows(Tiled):
         weight, rows_TI = run.here.weights[self.product.weight], _positions_first(x)
         weight_IO = weight if self.arrives else weight.mT
         flight = TileFlight(collective, self.links, weight_IO.shape[1], x.dtype)
-        begins = [sum(flight.routes.send[:rank]) for rank in range(len(flight.routes.send))]
         for tile in flight.to_send:
-            rows = slice(begins[tile.rank] + tile.first, begins[tile.rank] + tile.last)
-            flight.send(tile, rows_TI[rows] @ weight_IO)
+            flight.send(tile, rows_TI[rows_of(tile, flight.routes.send)] @ weight_IO)
         return flight
 
     def multiply(self, run: TiledRun, flight: TileFlight, *, multiplies: bool) -> Sequence[Tensor]:
@@ -344,9 +330,8 @@ class TiledRows(Tiled):
             weight = weights[self.product.weight]
             weight_IO = weight.mT if self.arrives else weight
             out_TO = weight_IO.new_empty(flight.received.shape[0], weight_IO.shape[1])
-        begins = [sum(flight.routes.receive[:rank]) for rank in range(len(flight.routes.receive))]
         for tile in flight.arrivals():
-            rows = slice(begins[tile.rank] + tile.first, begins[tile.rank] + tile.last)
+            rows = rows_of(tile, flight.routes.receive)
             if weight_IO is not None and out_TO is not None:
                 torch.mm(flight.received[rows].to(weights.dtype), weight_IO, out=out_TO[rows])
         came = _sequences(run, flight.received.to(weights.dtype))

@@ -31,8 +31,16 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.train.config_execution import CommunicationConfig, MemoryConfig, OverlapConfig, ParallelConfig
-from antiphon.train.config_recipe import DataConfig, LossConfig, OptimizerConfig, WatchConfig
+from antiphon.train.config_tables import (
+    CommunicationConfig,
+    DataConfig,
+    LossConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    OverlapConfig,
+    ParallelConfig,
+    WatchConfig,
+)
 from antiphon.train.device import DeviceName
 
 Dtype = Literal["float32", "bfloat16", "float64"]

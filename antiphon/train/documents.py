@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
-from antiphon.train.config_recipe import DataConfig, Kind, SourceConfig
+from antiphon.train.config_tables import DataConfig, Kind, SourceConfig
 
 MOST_TEXT_BYTES = 16 << 20  # of one document of a text file
 _TABLES = (".parquet", ".arrow")

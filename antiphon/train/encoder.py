@@ -35,7 +35,7 @@ from antiphon.base.logging import get_logger
 from antiphon.models.chat_environment import chat_environment
 from antiphon.specs.checked import read_mapping, read_text
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_recipe import DataConfig, SourceConfig
+from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import Document
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.comm.dispatch import Dispatcher, weights_of_rows
-from antiphon.comm.tile_flight import TileLinks
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
-from antiphon.kernels.ops.permute import RowMap
-from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.ops.route import RowMap, choose_experts
 from antiphon.specs.model import ModelSpec
 from antiphon.train.operators import (
     Bias,

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from antiphon.comm.collectives import run
 from antiphon.comm.dispatch import Dispatcher
-from antiphon.comm.tile_flight import TileLinks
+from antiphon.comm.m2n.tile_links import TileLinks
+from antiphon.kernels.ops.attention import layer_norm, rms_norm
 from antiphon.kernels.ops.feed_forward import activate
-from antiphon.kernels.ops.norm import layer_norm, rms_norm
 from antiphon.specs.model import ModelSpec
 from antiphon.train.attention import attend, attention_operators, projection_bias, projection_weight, rope_heads
 from antiphon.train.feed_forward import (
@@ -38,7 +38,7 @@ from antiphon.train.layer_plan import LayerPlan, PlanOptions
 from antiphon.train.layer_run import Turns, run_layer
 from antiphon.train.operators import Graph, HeldBytes, LayerContext, Operator, compute
 from antiphon.train.routing import Routing
-from antiphon.train.row_budget import Experts, RowBudget, pass_experts
+from antiphon.train.row_budget import Experts, RowBudget
 from antiphon.train.sequence_parallel import Sequences
 from antiphon.train.spans import StepSpans
 from antiphon.train.weights import FirstValues, RankShare, Recorder, Weights, layer_parameters, part_of, register
@@ -121,7 +121,7 @@ def reference_forward(here: LayerContext, x_BSH: Tensor) -> Tensor:
     weights_TK, ids_TK = gate_rows(here, y_TH.to(here.wide))
     pieces, first_TK = route_rows(here, ids_TK, weights_TK)
     experts = Experts.of(spec.feed_forward, weights, adds_bias=here.adds_bias)
-    out_TH = pass_experts(here.dispatcher, experts, y_TH, first_TK, weights_TK)
+    out_TH = here.dispatcher.through(experts, y_TH, first_TK, weights_TK)
     out_TH = add_over_budget(here, out_TH, y_TH, weights_TK, pieces)
 
     # 3. the shared expert

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from antiphon.base.sharing import split_evenly
 from antiphon.comm.dispatch import AllToAllWay, Dispatcher, GatherScatter, Way, two_level_ways
 from antiphon.comm.float8 import RowFormat
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.comm.mesh import Group, Mesh, Sizes
 from antiphon.comm.replicas import connect_levels
-from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels.ops.cross_entropy import linear_cross_entropy
 from antiphon.models.rotary import rotary_table
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_execution import CommunicationConfig, ParallelConfig
+from antiphon.train.config_tables import CommunicationConfig, ParallelConfig
 from antiphon.train.further_token import FurtherLayer, next_tokens
 from antiphon.train.layer import MoeLayer, layer_graph, norm
 from antiphon.train.layer_plan import PlanOptions, check_names

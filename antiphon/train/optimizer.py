@@ -27,8 +27,7 @@ from antiphon.comm.mesh import Group, Mesh
 from antiphon.kernels import native_rows
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Matrices, Piece
-from antiphon.train.config_execution import CommunicationConfig
-from antiphon.train.config_recipe import OptimizerConfig
+from antiphon.train.config_tables import CommunicationConfig, OptimizerConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import MoeModel
 from antiphon.train.offload import MOMENTS_OF_ADAMW, MappedParts, layer_of, moments_of

@@ -31,7 +31,7 @@ from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train import not_finite
 from antiphon.train.config import TrainConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig
 from antiphon.train.device import HOST
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.pipeline import Pipeline, StagePass, Tensors

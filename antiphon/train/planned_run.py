@@ -27,7 +27,7 @@ from antiphon.planner.training_explain import one
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingLayout, TrainingPlan
 from antiphon.train.config import TrainConfig
-from antiphon.train.config_execution import MemoryConfig, OverlapConfig
+from antiphon.train.config_tables import MemoryConfig, OverlapConfig
 from antiphon.train.memory import MemoryNeed, memory_need, setup_of, tensors_of
 
 

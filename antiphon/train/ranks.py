@@ -30,7 +30,7 @@ from antiphon.comm.mesh import Group, Mesh, RollCall, Sizes, connect
 from antiphon.comm.replicas import has_levels
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
-from antiphon.train.config_execution import CommunicationConfig
+from antiphon.train.config_tables import CommunicationConfig
 from antiphon.train.device import HOST, backends_of
 from antiphon.train.pipeline import PipelineSchedule
 

@@ -40,7 +40,7 @@ from antiphon.base.sharing import split_evenly
 from antiphon.comm.collectives import AllGather, AllReduce, Done, Pending, gather_sizes, run, start
 from antiphon.comm.mesh import Group
 from antiphon.specs.model import RouterSpec
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig
 
 _STEPS = 1 << 16
 _WEIGHT_BITS, _PLACE_BITS = 20, 31

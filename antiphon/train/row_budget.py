@@ -145,12 +145,6 @@ def _piece_of(rows_Tn: Tensor, own_n: Tensor, kept_n: Tensor, num_more: int) -> 
     return torch.where(before_Tn < first_n, 0, later_Tn.clamp(max=num_more))
 
 
-def pass_experts(dispatcher: Dispatcher, experts: Experts, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, H]: there, through the experts, and back."""
-    dispatched = dispatcher.start_dispatch(x_TH, ids_TK, weights_TK)
-    return dispatched.start_combine(experts(*dispatched.wait(), dispatched.weights_R)).wait()
-
-
 def pass_over_budget(
     dispatcher: Dispatcher,
     experts: Experts,
@@ -186,7 +180,7 @@ class _OverBudget(torch.autograd.Function):
         out_TH = torch.zeros_like(x_TH)
         with apart():
             for piece in range(1, 1 + pieces.num_more):
-                out_TH += pass_experts(dispatcher, experts, x_TH, pieces.choices(piece), weights_TK)
+                out_TH += dispatcher.through(experts, x_TH, pieces.choices(piece), weights_TK)
         return out_TH
 
     @staticmethod
@@ -198,6 +192,6 @@ class _OverBudget(torch.autograd.Function):
         with ctx.apart():
             for piece in range(1, 1 + ctx.pieces.num_more):
                 with torch.enable_grad():
-                    out_TH = pass_experts(ctx.dispatcher, experts, x_TH, ctx.pieces.choices(piece), weights_TK)
+                    out_TH = ctx.dispatcher.through(experts, x_TH, ctx.pieces.choices(piece), weights_TK)
                 torch.autograd.backward(out_TH, grad_TH)
         return None, None, None, None, *(leaf.grad for leaf in leaves)

@@ -37,7 +37,7 @@ from antiphon.base.units import format_seconds
 from antiphon.comm.mesh import Mesh
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.train.config import TrainConfig
-from antiphon.train.config_recipe import DataConfig
+from antiphon.train.config_tables import DataConfig
 from antiphon.train.device import HOST, moved
 from antiphon.train.model import Batch
 from antiphon.train.token_stream import ROUND, TokenStream

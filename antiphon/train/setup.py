@@ -15,9 +15,8 @@ import torch
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.float8 import SCALE_BYTES
-from antiphon.comm.m2n.tile_links import M2nTileLinks, ranks_on_this_machine
+from antiphon.comm.m2n.tile_links import TileLinks, ranks_on_this_machine
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
-from antiphon.comm.tile_flight import TileLinks
 from antiphon.kernels import native_rows
 from antiphon.kernels.ops.feed_forward import RowBuffers
 from antiphon.kernels.ops.products import Products
@@ -29,13 +28,12 @@ from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.checkpoint import Former
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
-from antiphon.train.dispatch_choice import DispatchChoice, choose_dispatch, with_choice
 from antiphon.train.further_token import check_further, with_further
 from antiphon.train.layer_plan import PlanOptions
+from antiphon.train.measured_choices import DispatchChoice, Packing, choose_dispatch, with_choice, with_expert
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
 from antiphon.train.metrics import OutputLock, check_boards, write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
-from antiphon.train.packing import Packing, with_expert
 from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, sums, world_size
 from antiphon.train.samples import Samples, StreamedSamples
 from antiphon.train.sequence_parallel import SequenceParallel
@@ -248,7 +246,7 @@ def connect_tiles(spec: ModelSpec, tile_rows: int, mesh: Mesh, *, first: bool = 
         _log.warning("overlap.inside: the all-to-all before attention is not cut into tiles, because %s", why)
     here = ranks_on_this_machine(mesh.world) if widths else 1
     return tuple(
-        M2nTileLinks.connect(group, tile_rows, NUMBER_BYTES * width, mesh.timeout_s, first=first, local_processes=here)
+        TileLinks.connect(group, tile_rows, NUMBER_BYTES * width, mesh.timeout_s, first=first, local_processes=here)
         for group, width in widths.values()
     )
 

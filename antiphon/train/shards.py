@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.replicas import ReplicaGroups, Replicas
 from antiphon.train.bucket import Bucket, MatricesOf, Parameter, Piece
-from antiphon.train.config_execution import CommunicationConfig
+from antiphon.train.config_tables import CommunicationConfig
 from antiphon.train.layer import MoeLayer, around
 from antiphon.train.model import MoeModel
 from antiphon.train.weights import PRODUCT_WEIGHTS, READ_WIDE, attribute_of, parts_of

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from antiphon.comm.collectives import Collective
-from antiphon.comm.tile_flight import Tile, TileFlight, TileLinks, boundaries, launch_in_tiles, tiles_of
-from antiphon.kernels.ops.permute import RowMap, sum_rows
+from antiphon.comm.m2n.tile_links import Tile, TileLinks
+from antiphon.comm.tile_flight import TileFlight, boundaries, launch_in_tiles, rows_of, tiles_of
+from antiphon.kernels.ops.route import RowMap, sum_rows
 from antiphon.train.operators import Compute, LayerContext, Operator, RowExchange, WeightProduct
 
 Values = Mapping[str, Any]
@@ -127,11 +128,12 @@ class Tiled(Operator):
 def tiled_fields(
     exchange: RowExchange, product: WeightProduct, links: TileLinks, between: str = "", *, arrives: bool
 ) -> dict[str, Any]:
-    """The fields of a `Tiled` that all kinds fill alike. `between`: the operator that stands between exchange and
-    product."""
+    """The fields of a `Tiled`. `between`: the operator that stands between exchange and product."""
     first, last = (exchange, product) if arrives else (product, exchange)
     return {
         "name": f"{first.name}_{last.name}",
+        "reads": first.reads,
+        "makes": (*product.reads, *product.makes) if arrives else exchange.makes,
         "saves": product.saves,
         "exchange": exchange,
         "product": product,
@@ -145,11 +147,9 @@ def tiled_fields(
 class Arriving(Tiled):
     @staticmethod
     def of(exchange: RowExchange, scatter: Compute, product: WeightProduct, links: TileLinks) -> "Arriving":
-        return Arriving(
-            **tiled_fields(exchange, product, links, scatter.name, arrives=True),
-            reads=(*exchange.reads, "row_map"),
-            makes=(*scatter.makes, *product.makes),
-        )
+        fields = tiled_fields(exchange, product, links, scatter.name, arrives=True)
+        own = {"reads": (*exchange.reads, "row_map"), "makes": (*scatter.makes, *product.makes)}
+        return Arriving(**(fields | own))
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
         rows = dict.fromkeys(("wait", "wait again", "start gradient"), ("row_map",))
@@ -189,13 +189,12 @@ class Leaving(Tiled):
     def of(product: WeightProduct, gather: Compute, exchange: RowExchange, links: TileLinks) -> "Leaving":
         weights = gather.reads[2:]
         fields = tiled_fields(exchange, product, links, gather.name, arrives=False)
-        return Leaving(
-            **(fields | {"saves": (*product.saves, *gather.saves)}),
-            reads=(product.reads[0], "row_map", exchange.reads[1], *weights),
-            makes=(*product.makes, *exchange.makes),
-            permutation=gather,
-            weights=weights[0] if weights else None,
-        )
+        own = {
+            "saves": (*product.saves, *gather.saves),
+            "reads": (product.reads[0], "row_map", exchange.reads[1], *weights),
+            "makes": (*product.makes, *exchange.makes),
+        }
+        return Leaving(**(fields | own), permutation=gather, weights=weights[0] if weights else None)
 
     def reads_at(self, verb: str) -> tuple[str, ...]:
         if verb == "wait gradient":
@@ -281,12 +280,10 @@ def _send_products(
 ) -> Tensor:
     """[R, O]: the products. Tile by tile they are made, summed by row and sent."""
     out_RO, parts = _zeros(x_RI, matrices_EIO), parts_of(rows, flight.routes.send, flight.tile_rows)
-    begins = [sum(flight.routes.send[:rank]) for rank in range(len(flight.routes.send))]
     for tiles, of_experts in works(flight.to_send, parts, flight.own):
         for expert, part in of_experts:
             _multiply(x_RI, matrices_EIO, bias_EO, out_RO, expert, part)
-        first = begins[tiles[0].rank]
-        these = slice(first + tiles[0].first, first + tiles[-1].last)
+        these = slice(rows_of(tiles[0], flight.routes.send).start, rows_of(tiles[-1], flight.routes.send).stop)
         sums = sum_rows(out_RO, rows.place_TK[these], None if factors_PK is None else factors_PK[these])
         for tile in tiles:
             flight.send(tile, sums[tile.first - tiles[0].first : tile.last - tiles[0].first])

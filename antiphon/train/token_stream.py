@@ -36,7 +36,7 @@ from antiphon.base.system import replace_text
 from antiphon.base.units import format_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import read
-from antiphon.train.config_recipe import DataConfig, SourceConfig
+from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import find_files
 from antiphon.train.encoder import ids_dtype
 from antiphon.train.tokens import (

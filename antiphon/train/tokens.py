@@ -27,7 +27,7 @@ from antiphon.base.progress import Report, progress
 from antiphon.base.system import replace_text
 from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_recipe import DataConfig, SourceConfig
+from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import Document, find_files, read_documents
 from antiphon.train.encoder import EncodedDocument, Encoder, load_tokenizer, template_files
 

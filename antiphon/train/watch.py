@@ -41,7 +41,7 @@ from antiphon.comm.collectives import barrier
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_recipe import WatchConfig
+from antiphon.train.config_tables import WatchConfig
 from antiphon.train.metrics import Metrics
 from antiphon.train.ranks import gathered
 from antiphon.train.spans import Span, StepSpans, seconds_by_operator, write_part

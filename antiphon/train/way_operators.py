@@ -31,7 +31,7 @@ from torch import Tensor
 
 from antiphon.comm.collectives import Collective, joined, part_of, taken
 from antiphon.comm.dispatch import Dispatcher, Hop, Way
-from antiphon.kernels.ops.permute import RowMap, combine, row_map, to_experts
+from antiphon.kernels.ops.route import RowMap, combine, row_map, to_experts
 from antiphon.train.layer_schedule import GRADIENT, START_GRADIENT, WAIT_OF, Action, Schedule
 from antiphon.train.operators import (
     Compute,

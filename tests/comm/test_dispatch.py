@@ -52,11 +52,15 @@ def through(
 ) -> tuple[list[Tensor], int]:
     """Sums and gradients, and rows that arrived; expert e adds its share `part` of e + 1 times the row squared."""
     x, ids, weights, grad = inputs
-    dispatched = dispatcher.start_dispatch(x, ids, weights)
-    rows, counts = dispatched.wait()
-    factors = (1.0 + torch.arange(*experts, dtype=rows.dtype)).repeat_interleave(torch.tensor(counts))
-    out = dispatched.start_combine(part * factors.unsqueeze(1) * rows.square()).wait()
-    return [out.detach(), *torch.autograd.grad(out, (x, weights), grad)], rows.shape[0]
+    arrived = []
+
+    def square(rows: Tensor, counts: tuple[int, ...], _: Tensor | None) -> Tensor:
+        arrived.append(rows.shape[0])
+        factors = (1.0 + torch.arange(*experts, dtype=rows.dtype)).repeat_interleave(torch.tensor(counts))
+        return part * factors.unsqueeze(1) * rows.square()
+
+    out = dispatcher.through(square, x, ids, weights)
+    return [out.detach(), *torch.autograd.grad(out, (x, weights), grad)], arrived[0]
 
 
 def differences(rank: int) -> dict[Case, float]:

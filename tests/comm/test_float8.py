@@ -67,14 +67,17 @@ def through(dispatcher: Dispatcher, own: tuple[int, int], rank: int) -> tuple[li
     x, ids, weights, grad = drawn(rank)
     x.requires_grad_()
     weights.requires_grad_()
-    dispatched = dispatcher.start_dispatch(x, ids, weights)
-    rows, counts = dispatched.wait()
-    factors = torch.arange(*own).repeat_interleave(torch.tensor(counts)).unsqueeze(1) + 1.0
-    out = dispatched.start_combine(rows * factors).wait()
+    arrived = []
+
+    def multiply(rows: Tensor, counts: tuple[int, ...], _: Tensor | None) -> Tensor:
+        arrived.append(counts)
+        return rows * (torch.arange(*own).repeat_interleave(torch.tensor(counts)).unsqueeze(1) + 1.0)
+
+    out = dispatcher.through(multiply, x, ids, weights)
     out.backward(grad)
     assert x.grad is not None
     assert weights.grad is not None
-    return [out.detach(), x.grad, weights.grad], counts
+    return [out.detach(), x.grad, weights.grad], arrived[0]
 
 
 def both_ways(rank: int) -> dict[tuple[str, str], Any]:

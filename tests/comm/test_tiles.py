@@ -14,10 +14,10 @@ from antiphon.bench.box import box_unavailable
 from antiphon.bench.box.topology import plan_ranks
 from antiphon.comm.collectives import AllGather, AllToAll, Collective, Flight, ReduceScatter, barrier
 from antiphon.comm.float8 import Float8Rows
-from antiphon.comm.m2n.tile_links import M2nTileLinks
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.comm.tile_flight import boundaries, check_tile_rows, in_turns, launch_in_tiles, outgoing, tiles_of
-from antiphon.train.config_execution import OverlapConfig
+from antiphon.train.config_tables import OverlapConfig
 from antiphon.train.tiled import Parts, works
 from tests.comm.ranks import on_ranks
 from tests.serve.forking_box import ForkingBox
@@ -86,13 +86,13 @@ def test_tiles_that_cut_groups_of_scales_are_refused(rows: int) -> None:
 IN_A_BOX = """
 import os, sys, torch
 from antiphon.comm.collectives import AllToAll, barrier
-from antiphon.comm.m2n.tile_links import M2nTileLinks
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.comm.tile_flight import launch_in_tiles
 torch.distributed.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 group = connect(Sizes(world_size=2, expert=2), rank, 60).group("expert")
-links = M2nTileLinks.connect(group, 128, 4096, 60, first=sys.argv[1] == "first")
+links = TileLinks.connect(group, 128, 4096, 60, first=sys.argv[1] == "first")
 x = torch.full((1024, 1024), float(rank))
 got = launch_in_tiles(AllToAll(group, "dispatch", (512, 512), (512, 512)), links, x).land()
 assert got[:512].eq(0).all() and got[512:].eq(1).all()
@@ -154,7 +154,7 @@ def compared(rank: int) -> list[tuple[str, float, bool]]:
     """By collective: how far its result in tiles is from the plain one, and whether bytes and losses are the same. All
     are under way at once and landed in the reverse order, through slots too few for one of them."""
     group = connect(Sizes(world_size=RANKS, expert=RANKS), rank, 60).group("expert")
-    links = M2nTileLinks.connect(group, TILE_ROWS, (64 << 20) // 4 // TILE_ROWS, 60)
+    links = TileLinks.connect(group, TILE_ROWS, (64 << 20) // 4 // TILE_ROWS, 60)
     group.ledger.take()
     given = [(each, rows_of(rank, rows)) for each, rows in collectives(group)]
     expected = list[tuple[Tensor, Any]]()
@@ -194,7 +194,7 @@ def test_results_and_bytes_are_those_of_the_collectives(tmp_path: Any) -> None:
 def lonely(rank: int) -> list[str]:
     """What rank 0 is told of a rank that sends nothing, and of one that has left."""
     group = connect(Sizes(world_size=2, expert=2), rank, 60).group("expert")
-    links = M2nTileLinks.connect(group, TILE_ROWS, 4 * WIDTH, 0.2 if rank == 0 else 60)
+    links = TileLinks.connect(group, TILE_ROWS, 4 * WIDTH, 0.2 if rank == 0 else 60)
     x, said = torch.zeros(6, WIDTH), []
     if rank == 0:
         try:

@@ -35,14 +35,15 @@ def both(rank: int) -> tuple[float, bool, dict[str, int]]:
     levels = tuple(two_level_ways(inside, across, experts, RowFormat("plain", torch.float64), weights_inside=False))
     straight = (AllToAllWay(group, experts, deduplicate=True, formats=RowFormat("plain", torch.float64)),)
     results, sent = [], {}
+
+    def multiply(rows: torch.Tensor, counts: tuple[int, ...], _: torch.Tensor | None) -> torch.Tensor:
+        return rows * (torch.arange(first, last).repeat_interleave(torch.tensor(counts)).unsqueeze(1) + 1.0)
+
     for ways in (straight, levels, levels):
         x, ids, weights = drawn(rank)
         leaves = x.requires_grad_(), weights.requires_grad_()
         mesh.ledger.take()
-        dispatched = Dispatcher(last - first, ways).start_dispatch(leaves[0], ids, leaves[1])
-        rows, counts = dispatched.wait()
-        factors = torch.arange(first, last).repeat_interleave(torch.tensor(counts)).unsqueeze(1) + 1.0
-        out = dispatched.start_combine(rows * factors).wait()
+        out = Dispatcher(last - first, ways).through(multiply, leaves[0], ids, leaves[1])
         sent = dict(mesh.ledger.take().sent_bytes)
         results.append([out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)])
     off = max(float((a - b).abs().max()) for a, b in zip(results[0], results[1], strict=True))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from antiphon.kernels.api import AttentionBatch, HeadRows, KVCache, KVCacheSpec, RotaryTable
 from antiphon.kernels.cpu import CpuBackend
-from antiphon.kernels.ops.rotary import rotate
+from antiphon.kernels.ops.attention import rotate
 
 EPS = 1e-6
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from antiphon import _native
 from antiphon.kernels import native_rows
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.ops import attention, cross_entropy, feed_forward, kernels_for, norm, permute, rotary
+from antiphon.kernels.ops import attention, cross_entropy, feed_forward, kernels_for, route
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 2e-6}  # of the largest number
@@ -33,7 +33,7 @@ def with_gradients(run: Operator, inputs: list[Tensor], dtype: torch.dtype, *, a
 def compare(run: Operator, inputs: list[Tensor], dtype: torch.dtype, *, apart: bool = False, factor: float = 1) -> None:
     """`run` on `inputs`, whose numbers bfloat16 can say, against float64."""
     inputs = [each.to(torch.bfloat16).double() for each in inputs]
-    assert all(kernels_for(each.to(dtype), "norm") is native_rows for each in inputs)
+    assert all(kernels_for(each.to(dtype), "rowwise") is native_rows for each in inputs)
     expected = with_gradients(run, inputs, torch.float64, apart=apart)
     found = with_gradients(run, inputs, dtype, apart=apart)
     for mine, theirs in zip(found, expected, strict=True):
@@ -50,7 +50,7 @@ def test_norm(isa: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape), torch.rand(shape[-1]) + 0.5
     factor = max(1.0, x.numel() / shape[-1] / 64)  # a weight's gradient is a sum over rows
-    compare(lambda x, w: norm.rms_norm(x, w, 1e-5), [x, weight], dtype, apart=True, factor=factor)
+    compare(lambda x, w: attention.rms_norm(x, w, 1e-5), [x, weight], dtype, apart=True, factor=factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +60,7 @@ def test_norm_of_rows_within_wider_ones(num_threads: int, dtype: torch.dtype) ->
 
     def heads(x: Tensor, weight: Tensor) -> Tensor:
         q, k = torch.split(x, [3 * 20, 20], dim=-1)
-        parts = [norm.rms_norm(each.view(2, 9, -1, 20), weight, 1e-6).flatten(2) for each in (q, k)]
+        parts = [attention.rms_norm(each.view(2, 9, -1, 20), weight, 1e-6).flatten(2) for each in (q, k)]
         return torch.cat(parts, -1)
 
     compare(heads, [torch.randn(2, 9, 80), torch.rand(20) + 0.5], dtype)
@@ -75,13 +75,13 @@ def test_rotary(isa: str, dtype: torch.dtype, interleaved: bool, shape: tuple[in
     torch.manual_seed(0)
     angles = torch.rand(*shape[:-2], half) * 6
     cos, sin = angles.cos(), angles.sin()
-    compare(lambda x: rotary.rotate(x, cos, sin, interleaved), [torch.randn(shape)], dtype, apart=True)
+    compare(lambda x: attention.rotate(x, cos, sin, interleaved), [torch.randn(shape)], dtype, apart=True)
 
 
 def test_rotary_with_angles_of_all_sequences() -> None:
     torch.manual_seed(0)
     angles = torch.rand(1, 5, 4).expand(3, 5, 4)
-    compare(lambda x: rotary.rotate(x, angles.cos(), angles.sin(), False), [torch.randn(3, 5, 2, 8)], torch.float32)
+    compare(lambda x: attention.rotate(x, angles.cos(), angles.sin(), False), [torch.randn(3, 5, 2, 8)], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +96,7 @@ def test_heads(isa: str, dtype: torch.dtype, has_norms: bool, head_dim: int, hal
 
     def run(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         norms = (q_norm, k_norm) if has_norms else None
-        parts = rotary.heads_of(qkv, widths, norms, 1e-6, (angles.cos(), angles.sin()), interleaved, head_dim)
+        parts = attention.heads_of(qkv, widths, norms, 1e-6, (angles.cos(), angles.sin()), interleaved, head_dim)
         return torch.cat(parts, 2)
 
     def without_norms(qkv: Tensor) -> Tensor:
@@ -198,12 +198,12 @@ def test_rows_to_experts_and_back(isa: str, dtype: torch.dtype, absent: bool, wi
     if absent:
         ids = ids.masked_fill(torch.rand(ids.shape) < 0.4, -1)
         ids[0] = -1
-    rows = permute.row_map(ids, 5)
+    rows = route.row_map(ids, 5)
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
-        there = permute.to_experts(x, rows)
+        there = route.to_experts(x, rows)
         scale = torch.linspace(0.5, 2, there.shape[0]).unsqueeze(1).bfloat16().to(x.dtype)
-        return permute.combine(there * scale, weights, rows)
+        return route.combine(there * scale, weights, rows)
 
     compare(run, [torch.randn(9, width), torch.rand(9, 3)], dtype, factor=2)
 
@@ -244,11 +244,11 @@ def test_bits_depend_on_nothing_else(isa: str, dtype: torch.dtype) -> None:
 
 def test_a_switch_leaves_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2, 3)
-    assert kernels_for(x, "norm") is native_rows
-    assert kernels_for(x, "norm", native=False) is None
-    assert kernels_for(x.double(), "norm") is None
+    assert kernels_for(x, "rowwise") is native_rows
+    assert kernels_for(x, "rowwise", native=False) is None
+    assert kernels_for(x.double(), "rowwise") is None
     monkeypatch.setenv("ANTIPHON_NATIVE_OPERATORS", "0")
-    assert kernels_for(x, "norm") is None
+    assert kernels_for(x, "rowwise") is None
 
 
 PRODUCT_SIZES = [(1, 1, 1), (5, 3, 16), (13, 70, 65), (130, 300, 48), (2, 600, 130), (1030, 20, 7)]

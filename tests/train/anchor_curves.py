@@ -11,8 +11,7 @@ from torch import Tensor
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig, ParallelConfig
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes

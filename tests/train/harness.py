@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from antiphon.train.config import TrainConfig, read_config
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig
 from antiphon.train.layer import norm
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.comm.mesh import Mesh, Sizes, connect
-from antiphon.comm.tile_flight import TileLinks
 from antiphon.models.config import model_spec
 from antiphon.specs.model import ModelSpec
 from antiphon.train.bucket import Piece
-from antiphon.train.config_execution import CommunicationConfig, ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import CommunicationConfig, LossConfig, ParallelConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes, PassResult

@@ -32,8 +32,7 @@ from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.specs.model import ModelSpec, RouterSpec
 from antiphon.train import feed_forward
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 from antiphon.train.sequence_parallel import SequenceParallel
@@ -176,8 +175,7 @@ def deduplicated(rank: int) -> dict[str, tuple[int, float]]:
         dispatcher = Dispatcher(experts[rank][1] - experts[rank][0], (way,))
         x = torch.ones(choices.shape[0], hidden, requires_grad=True)
         mesh.ledger.take()
-        dispatched = dispatcher.start_dispatch(x, choices, torch.ones(choices.shape))
-        dispatched.start_combine(dispatched.wait()[0]).wait().sum().backward()
+        dispatcher.through(lambda rows, *_: rows, x, choices, torch.ones(choices.shape)).sum().backward()
         copies = float(expected_distinct(row.num_experts, row.top_k, RANKS))
         whole = 4 * hidden * RANKS * choices.shape[0]
         found[name] = sent(mesh, "dispatch", "combine"), 2 * whole * float(expert_parallel_volume(RANKS, copies))

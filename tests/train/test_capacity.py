@@ -14,7 +14,7 @@ from antiphon.base.sharing import split_evenly
 from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Group, Sizes, connect
 from antiphon.models.config import model_spec
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing, row_numbers
 from antiphon.train.weights import FirstValues

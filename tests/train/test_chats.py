@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
-from antiphon.train.config_recipe import DataConfig, SourceConfig
+from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import Document
 from antiphon.train.encoder import ChatTexts, Encoder
 from antiphon.train.samples import Samples

@@ -11,7 +11,7 @@ import pytest
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config import TrainConfig
-from antiphon.train.dispatch_choice import WAYS, choose_dispatch, with_choice
+from antiphon.train.measured_choices import WAYS, choose_dispatch, with_choice
 from tests.comm.ranks import on_ranks
 from tests.train.harness import CONFIG, config_of
 

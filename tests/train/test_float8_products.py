@@ -14,8 +14,7 @@ from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_number
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.products import Products, rounded, rounded_by_groups
 from antiphon.models.config import model_spec
-from antiphon.train.config_execution import CommunicationConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import CommunicationConfig, LossConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import MoeModel
 from antiphon.train.passes import Passes

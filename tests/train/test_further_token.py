@@ -18,7 +18,7 @@ from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import open_checkpoint
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig
 from antiphon.train.further_token import next_tokens
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.model import Batch

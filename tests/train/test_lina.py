@@ -12,8 +12,8 @@ from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import load_model_spec
 from antiphon.train.config import TrainConfig, read_config
+from antiphon.train.measured_choices import Packing
 from antiphon.train.optimizer import shards_of
-from antiphon.train.packing import Packing
 from antiphon.train.ranks import sizes_of
 from antiphon.train.setup import build_model, parts_of, prepare
 from antiphon.train.trainer import Trainer

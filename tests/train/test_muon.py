@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from antiphon.models.config import load_model_spec, model_spec
-from antiphon.train.config_recipe import OptimizerConfig
+from antiphon.train.config_tables import OptimizerConfig
 from antiphon.train.optimizer import Optimizer, matrices_of, orthogonal, shards_of
 from antiphon.train.setup import build_model
 from antiphon.train.weights import layer_parameters

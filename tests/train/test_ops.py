@@ -6,11 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.comm.dispatch import Dispatcher
-from antiphon.kernels.ops.attention import attention_mask, causal_attention
+from antiphon.kernels.ops.attention import attention_mask, causal_attention, rms_norm, rotate
 from antiphon.kernels.ops.cross_entropy import IGNORED, linear_cross_entropy
 from antiphon.kernels.ops.feed_forward import activate, grouped_product
-from antiphon.kernels.ops.norm import rms_norm
-from antiphon.kernels.ops.rotary import rotate
 from antiphon.specs.model import FeedForwardSpec
 
 torch.manual_seed(0)
@@ -35,9 +33,9 @@ def test_dispatch_experts_and_combine_are_the_sum_over_chosen_experts(num_rows: 
     x, weights, matrices = leaf(num_rows, 4), leaf(num_rows, top_k), leaf(num_experts, 4, 4)
 
     def ours(x: Tensor, weights: Tensor, matrices: Tensor) -> Tensor:
-        dispatched = Dispatcher(num_experts).start_dispatch(x, ids, weights)
-        rows, counts = dispatched.wait()
-        return dispatched.start_combine(grouped_product(rows, matrices, counts)).wait()
+        return Dispatcher(num_experts).through(
+            lambda rows, counts, _: grouped_product(rows, matrices, counts), x, ids, weights
+        )
 
     assert torch.autograd.gradcheck(ours, (x, weights, matrices))
     naive = torch.einsum("tk,tkoi,ti->to", weights, matrices[ids], x)
@@ -48,9 +46,8 @@ def test_equal_experts_are_one_dense_layer() -> None:
     x, matrix = leaf(6, 4), leaf(4, 4)
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(6)])
     weights = torch.full((6, 2), 0.5, dtype=torch.float64)
-    dispatched = Dispatcher(5).start_dispatch(x, ids, weights)
-    rows, counts = dispatched.wait()
-    out = dispatched.start_combine(grouped_product(rows, matrix.expand(5, 4, 4).contiguous(), counts)).wait()
+    matrices = matrix.expand(5, 4, 4).contiguous()
+    out = Dispatcher(5).through(lambda rows, counts, _: grouped_product(rows, matrices, counts), x, ids, weights)
     torch.testing.assert_close(out, x @ matrix.T)
 
 

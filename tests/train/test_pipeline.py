@@ -9,8 +9,7 @@ import torch
 from antiphon.comm.mesh import Mesh, Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train import pipeline
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.pipeline import Parcel

@@ -12,8 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
 from antiphon.train.config import config_of
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig, ParallelConfig
 from antiphon.train.layer import MoeLayer, reference_forward
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.layer_schedule import DEFAULT, one_by_one, parse, with_late_weights

@@ -14,8 +14,7 @@ from antiphon.kernels.ops.route import choose_experts
 from antiphon.models.config import model_spec
 from antiphon.specs.model import RouterSpec
 from antiphon.train import feed_forward
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.routing import Routing
 from antiphon.train.row_budget import RowBudget

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.comm.m2n.tile_links import M2nTileLinks
+from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.models.config import model_spec
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig
+from antiphon.train.config_tables import LossConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.passes import Passes
 from antiphon.train.shards import Shards
@@ -43,7 +42,7 @@ def digests(num_passes: int, rank: int, parallel: ParallelConfig, losses: LossCo
     spec = model_spec(CONFIG)
     mesh = connect(Sizes(world_size=2, sequence=2, expert=2), rank, 60)
     first = FirstValues(1, 0.2)
-    links = [M2nTileLinks.connect(mesh.group("expert"), 5, 8 * spec.hidden_size, 60)] if inside else []
+    links = [TileLinks.connect(mesh.group("expert"), 5, 8 * spec.hidden_size, 60)] if inside else []
     model = MoeModel(spec, mesh, max_positions=LENGTH, dtype=torch.float32, first=first, parallel=parallel, links=links)
     passes, shards = Passes(model, losses, StepSpans()), Shards(model)
     ids = torch.randint(0, 320, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))

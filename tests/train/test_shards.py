@@ -17,8 +17,7 @@ from antiphon.kernels.ops.products import Products
 from antiphon.models.config import model_spec
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_execution import CommunicationConfig
-from antiphon.train.config_recipe import OptimizerConfig
+from antiphon.train.config_tables import CommunicationConfig, OptimizerConfig
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of

@@ -10,7 +10,7 @@ import torch
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.train import checkpoint
-from antiphon.train.config_recipe import WatchConfig
+from antiphon.train.config_tables import WatchConfig
 from antiphon.train.samples import Samples
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer

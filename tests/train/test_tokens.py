@@ -18,7 +18,7 @@ from pyarrow import parquet
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
 from antiphon.train import documents, tokens
-from antiphon.train.config_recipe import DataConfig
+from antiphon.train.config_tables import DataConfig
 from antiphon.train.documents import find_files, read_documents
 from antiphon.train.encoder import load_tokenizer
 from antiphon.train.tokens import BEGINNING, SPLITS, Reached, TokenSize, open_tokens, tokenize
@@ -110,7 +110,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from antiphon.models.config import load_model_spec
 from antiphon.train import tokens
-from antiphon.train.config_recipe import DataConfig
+from antiphon.train.config_tables import DataConfig
 tokens._CHUNK_BYTES, tokens._BATCH_TEXTS = 500, 7
 whole = tokens._batch
 def slowly(documents, most):

@@ -32,8 +32,7 @@ from antiphon.kernels import native_rows
 from antiphon.models.config import load_model_spec
 from antiphon.specs.cluster import ComputeDtype
 from antiphon.specs.model import ModelSpec
-from antiphon.train.config_execution import ParallelConfig
-from antiphon.train.config_recipe import LossConfig, OptimizerConfig
+from antiphon.train.config_tables import LossConfig, OptimizerConfig, ParallelConfig
 from antiphon.train.model import Batch, MoeModel
 from antiphon.train.optimizer import Optimizer, shards_of
 from antiphon.train.passes import Passes

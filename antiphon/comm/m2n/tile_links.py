@@ -27,6 +27,7 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,7 +39,6 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import gather_bytes
 from antiphon.comm.m2n.native import view_of
 from antiphon.comm.mesh import Group
-from antiphon.comm.tile_flight import Tile
 
 _log = get_logger("train")
 MOST_SLOTS = 128
@@ -49,8 +49,19 @@ KERNEL = Path("/proc/sys/kernel/random/boot_id")  # one for all nodes and contai
 _RANK_BITS, _NUMBER_BITS = 12, 20
 
 
-class M2nTileLinks:
-    """One rank's links. They belong to the thread that uses them."""
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows [first, last) of those that go to, or come from, the rank at place `rank`; the `number`th of them."""
+
+    rank: int
+    number: int
+    first: int
+    last: int
+
+
+class TileLinks:
+    """One rank's links, which carry tiles between the ranks of `group`. They belong to the thread that uses them. All
+    ranks begin their flights in one order."""
 
     def __init__(self, group: Group, endpoint: _m2n.Endpoint, inbox: _m2n.Inbox, tile_rows: int, timeout_s: float):
         self.group = group
@@ -73,7 +84,7 @@ class M2nTileLinks:
         *,
         first: bool = False,
         local_processes: int = 0,
-    ) -> "M2nTileLinks":
+    ) -> "TileLinks":
         """Links between all ranks of `group`, which call it together, for rows of at most `row_bytes`.
         `local_processes`: ranks of the run on this machine; 0: unknown."""
         slot_bytes = tile_rows * row_bytes
@@ -92,7 +103,7 @@ class M2nTileLinks:
         )
         slots = max(4, min(MOST_SLOTS, PAIR_BYTES // slot_bytes))
         inbox = endpoint.inbox(group.size, slots, slot_bytes, [_name(group, rank) for rank in range(group.size)])
-        links = M2nTileLinks(group, endpoint, inbox, tile_rows, timeout_s)
+        links = TileLinks(group, endpoint, inbox, tile_rows, timeout_s)
         for rank, ticket in enumerate(gather_bytes(group, "tickets", endpoint.ticket(inbox))):
             if rank != group.index:
                 links._outboxes[rank] = endpoint.connect(ticket, group.index, timeout_s)
@@ -102,10 +113,12 @@ class M2nTileLinks:
         return links
 
     def begin(self) -> int:
+        """The number of the next flight."""
         self._flight += 1
         return self._flight
 
     def post(self, flight: int, tile: Tile, encoded: Tensor) -> None:
+        """Send a tile's bytes; returns before they are there. `encoded` may change on return."""
         step = _step(flight, self.group.index, tile.number)
         if self._unsent[tile.rank] or not self._outboxes[tile.rank].credits:
             self._unsent[tile.rank].append((step, encoded.clone()))
@@ -114,6 +127,9 @@ class M2nTileLinks:
             self._write(tile.rank, step, encoded)
 
     def next(self, flight: int, name: str, missing: Sequence[int]) -> tuple[int, int, Tensor]:
+        """The next tile that came for a flight: its rank, its number and its bytes, valid until `release`. Waits;
+        `PeerLost` and `PeerTimeout` name the collective, `name`, and the ranks, of which those at places `missing` have
+        not sent all."""
         if self._early[flight]:
             return self._early[flight].popleft()
         deadline = time.monotonic() + self._timeout_s
@@ -123,12 +139,14 @@ class M2nTileLinks:
                 return found
 
     def release(self, flight: int, rank: int, number: int) -> None:
+        """Its bytes may be overwritten."""
         step = _step(flight, rank, number)
         if step in self._held:
             self._held.remove(step)
             self._inbox.release(step)
 
     def finish(self, flight: int, name: str) -> None:
+        """All tiles of `flight` have come. Waits until those that it sends are on their way; errors as of `next`."""
         self._early.pop(flight, None)
         deadline = time.monotonic() + self._timeout_s
         while waiting := self._send_rest():
@@ -159,6 +177,7 @@ class M2nTileLinks:
         return None
 
     def close(self) -> None:
+        """Say goodbye to all ranks."""
         self._endpoint.close()
 
     def _send_rest(self) -> list[int]:

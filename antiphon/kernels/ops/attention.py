@@ -1,9 +1,18 @@
-"""Causal attention over whole sequences, differentiable; documents packed into one sequence do not see each other.
+"""What attention is made of, as pure functions of tensors, differentiable: norms, rotary positions, heads, and causal
+attention over whole sequences. Statistics in float32 at least. Kernels are used where there are any, see `kernels_for`.
 
-A native kernel on CPUs, elsewhere PyTorch's fused attention; sinks (gpt-oss) are one more column of scores, which
-neither knows, so they go through plain products.
+1. The root-mean-square norm has its own gradient: under autograd each of its steps would read and write all rows, and
+   keep them. What it keeps is the input and one number a row.
+2. Rotary position embedding (RoFormer, arXiv 2104.09864) pairs neighbours or halves. `heads_of` makes queries, keys and
+   values from rows [q | k | v]: per-head norms, if there are any, and rotation. With kernels such a head is read and
+   written once each way, and the gradients of all three go straight into their places in the gradient of the rows. What
+   is kept is the rows, and one number a head, where there are norms.
+3. Documents packed into one sequence do not see each other. Attention is a native kernel on CPUs, elsewhere PyTorch's
+   fused attention; sinks (gpt-oss) are one more column of scores, which neither knows, so they go through plain
+   products.
 
-Letters: B sequences, S positions, N query heads, G KV heads, D head width, V width of a value.
+Letters: H a width that is normalised, B sequences, S positions, X fused width, N (query) heads, G KV heads, D head
+width, V width of a value, R half the rotated width.
 """
 
 from types import ModuleType
@@ -13,7 +22,188 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from antiphon.kernels.api import RotaryTable
 from antiphon.kernels.ops import kernels_for
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, native: bool = True) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last axis (arXiv 1910.07467), in x's dtype. `native`: as in
+    `kernels_for`."""
+    y: Tensor = _RmsNorm.apply(x, weight_H, eps, kernels_for(x, "rowwise", native=native))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, kernels: ModuleType | None) -> Tensor:
+        ctx.kernels = kernels
+        if kernels is not None:
+            y: Tensor
+            _, y, factors = kernels.norm(x, weight_H, eps)
+            ctx.save_for_backward(x, weight_H, factors)
+            return y
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_H, factor)
+        return (wide * factor).mul_(weight_H).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """With n = x * factor: the weight's is the sum of grad * n, the input's factor * (g - n * mean(g * n)) for
+        g = grad * weight."""
+        x, weight_H, factor = ctx.saved_tensors
+        if ctx.kernels is not None:
+            return *ctx.kernels.norm_gradient(grad, x, weight_H, factor), None, None
+        grad = grad.to(factor.dtype)
+        normed = x * factor
+        product = grad * normed
+        grad_weight_H = product.flatten(0, -2).sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight_H, None, None
+        mean = (product @ weight_H.to(product.dtype)).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = torch.mul(grad, weight_H, out=product).addcmul_(normed, mean, value=-1).mul_(factor)
+        return grad_x.to(x.dtype), grad_weight_H, None, None
+
+
+def layer_norm(x: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis, in x's dtype."""
+    return F.layer_norm(x, weight_H.shape, weight_H.to(x.dtype), None if bias_H is None else bias_H.to(x.dtype), eps)
+
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def rotate(x_ND: Tensor, cos_R: Tensor, sin_R: Tensor, interleaved: bool, *, native: bool = True) -> Tensor:
+    """Rotate the first 2R dims of each head, in float32 at least; the rest passes unchanged.
+
+    x [..., N, D]; cos and sin [..., R] for the same leading axes; no gradient reaches these two. `native`: as in
+    `kernels_for`."""
+    if cos_R.shape[-1] == 0:
+        return x_ND
+    cos, sin = cos_R.unsqueeze(-2), sin_R.unsqueeze(-2)
+    kernels = kernels_for(x_ND, "rotary", native=native)
+    turned_ND: Tensor = _Rotate.apply(x_ND, cos, sin, interleaved, kernels)  # type: ignore[no-untyped-call]
+    return turned_ND
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is the rotation back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, kernels: ModuleType | None
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.kernels = interleaved, kernels
+        if kernels is not None:
+            return cast(Tensor, kernels.turn(x_ND, cos.squeeze(-2), sin.squeeze(-2), interleaved))
+        return _turn(x_ND, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        if ctx.kernels is not None:
+            turned = ctx.kernels.turn(grad_ND, cos.squeeze(-2), sin.squeeze(-2), ctx.interleaved, back=True)
+        else:
+            turned = _turn(grad_ND, cos, -sin, ctx.interleaved)
+        return turned, None, None, None, None
+
+
+def _turn(x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = 2 * cos.shape[-1]
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    out_ND = torch.empty(x_ND.shape, dtype=wide, device=x_ND.device)
+    a, b = _pairs(x_ND[..., :width].to(wide), interleaved)
+    out_a, out_b = _pairs(out_ND[..., :width], interleaved)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    out_ND[..., width:] = x_ND[..., width:]
+    return out_ND.to(x_ND.dtype)
+
+
+def _pairs(x_ND: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second of each pair."""
+    if interleaved:
+        return x_ND[..., 0::2], x_ND[..., 1::2]
+    half = x_ND.shape[-1] // 2
+    return x_ND[..., :half], x_ND[..., half:]
+
+
+def look_up(rotary: RotaryTable, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R] of these positions."""
+    return rotary.cos.index_select(0, positions_T), rotary.sin.index_select(0, positions_T)
+
+
+def heads_of(
+    qkv_BSX: Tensor,
+    widths: tuple[int, int],
+    norms_D: tuple[Tensor, Tensor] | None,
+    eps: float,
+    angles_BSR: tuple[Tensor, Tensor],
+    interleaved: bool,
+    head_dim: int,
+) -> Heads:
+    """q, k and v [B, S, N, D]. `widths`: of q and of k, which is that of v; `norms_D`: weights of the norms of q and k;
+    `angles_BSR`: cosines and sines, which no gradient reaches."""
+    kernels = kernels_for(qkv_BSX, "heads")
+    if kernels is not None:
+        found: Heads = _Heads.apply(  # type: ignore[no-untyped-call]
+            qkv_BSX, *(norms_D or (None, None)), *angles_BSR, widths, eps, interleaved, head_dim, kernels
+        )
+        return found
+    q, k, v = _split(qkv_BSX, widths, head_dim)
+    if norms_D is not None:
+        q, k = rms_norm(q, norms_D[0], eps), rms_norm(k, norms_D[1], eps)
+    return rotate(q, *angles_BSR, interleaved), rotate(k, *angles_BSR, interleaved), v
+
+
+def _split(qkv_BSX: Tensor, widths: tuple[int, int], head_dim: int) -> list[Tensor]:
+    parts = torch.split(qkv_BSX, [*widths, widths[1]], dim=-1)
+    return [part.view(*part.shape[:2], -1, head_dim) for part in parts]
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_BSX: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+        widths: tuple[int, int],
+        eps: float,
+        interleaved: bool,
+        head_dim: int,
+        kernels: ModuleType,
+    ) -> Heads:
+        q, k, v = _split(qkv_BSX, widths, head_dim)
+        turned = [
+            kernels.turn_normed(x, norm, eps, cos_BSR, sin_BSR, interleaved)
+            for x, norm in ((q, q_norm_D), (k, k_norm_D))
+        ]
+        (q, q_factors), (k, k_factors) = turned
+        kept = None if q_norm_D is None else qkv_BSX
+        ctx.save_for_backward(kept, q_norm_D, k_norm_D, q_factors, k_factors, cos_BSR, sin_BSR)
+        ctx.rest = widths, interleaved, head_dim, kernels
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_norm, k_norm, q_factors, k_factors, cos, sin = ctx.saved_tensors
+        widths, interleaved, head_dim, kernels = ctx.rest
+        of_q, of_k, of_v = grads
+        made = torch.empty(*of_q.shape[:2], sum(widths) + widths[1], dtype=of_q.dtype, device=of_q.device)
+        places = _split(made, widths, head_dim)
+        places[2].copy_(of_v)
+        heads = [None, None] if qkv is None else _split(qkv, widths, head_dim)[:2]
+        of_norms = [
+            kernels.turn_normed_gradient(grad, x, norm, factors, cos, sin, interleaved, place)
+            for grad, x, norm, factors, place in zip(
+                (of_q, of_k), heads, (q_norm, k_norm), (q_factors, k_factors), places, strict=False
+            )
+        ]
+        return made, *of_norms, *(None,) * 7
 
 
 def attention_mask(

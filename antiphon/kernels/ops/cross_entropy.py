@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         counted_T1 = (targets_T != IGNORED).to(wide).unsqueeze(1)
         scale_T1 = counted_T1 / (num_targets.to(wide) * divisor)
-        kernels = kernels_for(x_TH, "cross_entropy")
+        kernels = kernels_for(x_TH, "rowwise")
         step = max(_LEAST_ROWS, _CHUNK_ELEMENTS // weight_VH.shape[0])
         for first in range(0, x_TH.shape[0], step):
             rows = slice(first, first + step)

@@ -92,7 +92,7 @@ Widths = FeedForwardSpec | ExpertShape  # says which formula, and its numbers
 
 def activate(gate_up_RJ: Tensor, widths: Widths, *, native: bool = True) -> Tensor:
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`. `native`: as in `kernels_for`."""
-    kernels = kernels_for(gate_up_RJ, "activation", native=native)
+    kernels = kernels_for(gate_up_RJ, "rowwise", native=native)
     if widths.activation == "silu" and kernels is None:
         hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
     else:

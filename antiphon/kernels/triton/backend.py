@@ -28,10 +28,10 @@ from antiphon.kernels.reference import FLOATS, ReferenceBackend
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, attend_prefills
 from antiphon.kernels.stacked import TritonExperts, TritonLinear
 from antiphon.kernels.triton.attention import attend_rows, plan_rows
-from antiphon.kernels.triton.gate import gate
 from antiphon.kernels.triton.grouped import expert_products, key_of, key_of_gpu, linear
-from antiphon.kernels.triton.norm import norm
 from antiphon.kernels.triton.rotary import rotate_and_store
+from antiphon.kernels.triton.rows import gate
+from antiphon.kernels.triton.rowwise import norm
 from antiphon.specs.model import RouterSpec
 
 

@@ -25,9 +25,9 @@ from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.choices import ProductTile, TunedWeight, process_table, table_path
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
-from antiphon.kernels.triton.activation import activated
 from antiphon.kernels.triton.launch import capability_of, launch, power_of_two, product, wide_products
 from antiphon.kernels.triton.rows import count, place, sum_rows
+from antiphon.kernels.triton.rowwise import activated
 
 _log = get_logger("kernels")
 _BY_RULE = TunedWeight()

@@ -1,7 +1,7 @@
 """The families that run: how each reads its `config.json`. Its tensors' names are in `models/names`.
 
 A reader calls `_decoder` with what the family has of its own; the rest is read from the keys that most families share
-(`config_keys`). Defaults have been filled in before (`defaults`), values have been bounded (`config_values`).
+(`config_keys`). Defaults have been filled in before, and values bounded (`config_values`).
 Rejected: a file a family. A family is some lines, and nearly all of them were the same.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint_folder import brief
-from antiphon.models.families.defaults import completed
+from antiphon.models.families.config_values import completed
 from antiphon.models.gguf.container import GgufArray, GgufHeader, gguf_files, read_gguf
 from antiphon.models.shard_index import AGAIN
 

@@ -13,7 +13,7 @@ from antiphon.kernels.api import AttentionBatch, ExpertShape, HeadRows, KVCacheS
 from antiphon.kernels.quantized import WeightFormat
 from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.kernels.stacked import StackedWeight
-from antiphon.kernels.triton import activation, attention, cross_entropy, gate, grouped, norm, rotary, rows
+from antiphon.kernels.triton import attention, grouped, rotary, rows, rowwise
 from antiphon.specs.model import KVStorage, RouterSpec
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,7 +66,7 @@ def _launch_all() -> None:
 def _routing(router: RouterSpec, tokens: int) -> None:
     logits_TE = torch.empty(tokens, router.num_experts)
     bias_E = torch.empty(router.num_experts) if router.has_score_bias else None
-    ids_TK, _, counts_BE = gate.gate(logits_TE, bias_E, router)
+    ids_TK, _, counts_BE = rows.gate(logits_TE, bias_E, router)
     rows.count(ids_TK, router.num_experts)
     rows.place(ids_TK, counts_BE)
 
@@ -114,16 +114,16 @@ def _operators(dtype: torch.dtype) -> None:
         return torch.empty(shape, dtype=dtype)
 
     x_TH, weight_H = room(TOKENS, HIDDEN), room(HIDDEN)
-    _, _, factors_T = norm.norm(x_TH, weight_H, 1e-6)
-    norm.norm(x_TH, weight_H, 1e-6, x_TH)
-    norm.norm(room(TOKENS, HEAD), room(HEAD), 1e-6)
-    norm.norm_gradient(x_TH, x_TH, weight_H, factors_T)
+    _, _, factors_T = rowwise.norm(x_TH, weight_H, 1e-6)
+    rowwise.norm(x_TH, weight_H, 1e-6, x_TH)
+    rowwise.norm(room(TOKENS, HEAD), room(HEAD), 1e-6)
+    rowwise.norm_gradient(x_TH, x_TH, weight_H, factors_T)
     for name in ("silu", "gelu", "swiglu_oai"):
         shape = ExpertShape(1, HIDDEN, WIDTH, name)
-        y_TI = activation.activate(room(TOKENS, 2 * WIDTH), shape)
-        activation.activate_gradient(y_TI, room(TOKENS, 2 * WIDTH), shape)
+        y_TI = rowwise.activate(room(TOKENS, 2 * WIDTH), shape)
+        rowwise.activate_gradient(y_TI, room(TOKENS, 2 * WIDTH), shape)
     targets_T = torch.empty(TOKENS, dtype=torch.int64)
-    cross_entropy.loss_and_gradient(room(TOKENS, 4 * HIDDEN), room(4 * HIDDEN), targets_T, 1.0)
+    rowwise.loss_and_gradient(room(TOKENS, 4 * HIDDEN), room(4 * HIDDEN), targets_T, 1.0)
     places_TK = torch.empty((TOKENS, 8), dtype=torch.int32)
     rows.sum_rows(x_TH, places_TK, None, ascending=True)
     rows.sum_rows(x_TH, places_TK, room(TOKENS, 8))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from antiphon.kernels.api import HeadRows, KVCacheSpec, RotaryTable
-from antiphon.kernels.ops.rotary import rotate
+from antiphon.kernels.ops.attention import rotate
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.kernels.triton import load
 from antiphon.models.batch import make_attention_batch

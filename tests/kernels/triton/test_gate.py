@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from antiphon.kernels.ops.permute import row_map
-from antiphon.kernels.ops.route import choose_experts
+from antiphon.kernels.ops.route import choose_experts, row_map
 from antiphon.kernels.triton import load
 from antiphon.specs.model import RouterSpec
 
@@ -27,19 +26,19 @@ ROUTERS = [
 def test_gate(router: RouterSpec, tokens: int, device: torch.device) -> None:
     logits = torch.randn(tokens, router.num_experts, device=device)
     bias = torch.randn(router.num_experts, device=device) * 0.3 if router.has_score_bias else None
-    ids, weights, counts = load("gate").gate(logits, bias, router)
+    ids, weights, counts = load("rows").gate(logits, bias, router)
     expected_ids, expected_weights = choose_experts(logits, bias, router)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
     assert counts.sum(0).tolist() == torch.bincount(ids.flatten(), minlength=router.num_experts).tolist()
     if tokens:
-        alone = load("gate").gate(logits[-1:], bias, router)
+        alone = load("rows").gate(logits[-1:], bias, router)
         assert torch.equal(alone[1][0], weights[-1])
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_exist(device: torch.device) -> None:
     logits = torch.full((2, 5), float("nan"), device=device)
-    ids, _, counts = load("gate").gate(logits, None, RouterSpec(num_experts=5, top_k=3))
+    ids, _, counts = load("rows").gate(logits, None, RouterSpec(num_experts=5, top_k=3))
     assert ids.tolist() == [[0, 1, 2]] * 2
     assert counts.tolist() == [[2, 2, 2, 0, 0]]
 

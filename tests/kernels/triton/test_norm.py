@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from antiphon.kernels.ops.norm import rms_norm
+from antiphon.kernels.ops.attention import rms_norm
 from antiphon.kernels.triton import load
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -12,7 +12,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 7), (35, 40)])
 def test_norm(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    kernels, tolerance = load("norm"), TOLERANCE[dtype]
+    kernels, tolerance = load("rowwise"), TOLERANCE[dtype]
     x, delta = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
     weight = (torch.rand(width, device=device) + 0.5).to(dtype)
     added, y, factors = kernels.norm(x, weight, 1e-5, delta)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.ops import CPU_ALONE, cross_entropy, feed_forward, norm, permute, rotary
+from antiphon.kernels.ops import CPU_ALONE, attention, cross_entropy, feed_forward, route
 from antiphon.kernels.triton import load
 
 Run = Callable[[], tuple[Tensor, ...]]
@@ -30,7 +30,7 @@ def both(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[Run
             used.append(name)
             return load(name)
 
-        modules = (cross_entropy, feed_forward, norm, permute, rotary)
+        modules = (attention, cross_entropy, feed_forward, route)
         for module in modules:
             monkeypatch.setattr(module, "kernels_for", lambda x, name, native=True: None)
         expected = run()
@@ -51,13 +51,13 @@ def with_gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("rows", [0, 1, 35])
 def test_norm(rows: int, both: Callable[[Run], None]) -> None:
     x, weight = torch.randn(rows, 3, 7, requires_grad=True), torch.rand(7, requires_grad=True)
-    both(lambda: with_gradients(norm.rms_norm(x, weight, 1e-5), x, weight))
+    both(lambda: with_gradients(attention.rms_norm(x, weight, 1e-5), x, weight))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary(interleaved: bool, both: Callable[[Run], None]) -> None:
     x, angles = torch.randn(2, 5, 3, 9, requires_grad=True), torch.rand(5, 4)
-    both(lambda: with_gradients(rotary.rotate(x, angles.cos(), angles.sin(), interleaved), x))
+    both(lambda: with_gradients(attention.rotate(x, angles.cos(), angles.sin(), interleaved), x))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
@@ -74,12 +74,12 @@ def test_rows_to_experts_and_back(absent: bool, both: Callable[[Run], None]) -> 
     if absent:
         ids = ids.masked_fill(torch.rand(ids.shape) < 0.4, -1)
         ids[0] = -1
-    rows = permute.row_map(ids, 5)
+    rows = route.row_map(ids, 5)
     x, weights = torch.randn(9, 13, requires_grad=True), torch.rand(9, 3, requires_grad=True)
 
     def run() -> tuple[Tensor, ...]:
-        there = permute.to_experts(x, rows)
-        back = permute.combine(there * torch.linspace(0.5, 2, there.shape[0]).unsqueeze(1), weights, rows)
+        there = route.to_experts(x, rows)
+        back = route.combine(there * torch.linspace(0.5, 2, there.shape[0]).unsqueeze(1), weights, rows)
         return with_gradients(back, x, weights)
 
     both(run)
@@ -102,7 +102,7 @@ def test_cross_entropy(rows: int, biased: bool, both: Callable[[Run], None]) -> 
 
 def test_a_gradient_that_is_not_wanted(both: Callable[[Run], None]) -> None:
     """Of the router's weights, where they are fixed."""
-    rows = permute.row_map(torch.tensor([[0, 1], [1, 0]]), 2)
+    rows = route.row_map(torch.tensor([[0, 1], [1, 0]]), 2)
     rows = replace(rows)
     y, weights = torch.randn(4, 3, requires_grad=True), torch.rand(2, 2)
-    both(lambda: with_gradients(permute.combine(y, weights, rows), y))
+    both(lambda: with_gradients(route.combine(y, weights, rows), y))
