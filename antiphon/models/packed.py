@@ -32,7 +32,7 @@ MXFP4: blocks of 32 four-bit numbers that share an exponent (OCP Microscaling Fo
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from antiphon.kernels.quantized import SCALE_DTYPES, QuantizedWeight, WeightForm
 from antiphon.models.names import BLOCKS_SUFFIX, SCALES_SUFFIX
 from antiphon.models.quantization import PackedLayout
 
+if TYPE_CHECKING:
+    from antiphon.models.checkpoint import Checkpoint
+
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # nibble of each of 8 neighbouring rows
 _WORD_BITS = 32
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the weight's name: DeepSeek's, and compressed-tensors' and AutoFP8's
@@ -49,16 +52,6 @@ SCALE_BLOCK = 128
 MXFP4_BLOCK = 32  # numbers that share an exponent
 _NUMBERS_AT_ONCE = 1 << 22
 Rows = tuple[int, int] | None
-
-
-class TensorViews(Protocol):
-    """A checkpoint's stored tensors by name, as views."""
-
-    def __contains__(self, name: str, /) -> bool: ...
-
-    def stored_shape(self, name: str) -> tuple[int, ...]: ...
-
-    def stored_view(self, name: str) -> Tensor: ...
 
 
 _SUFFIXES = {"compressed-tensors": "_packed", "gptq": "qweight", "awq": "qweight"}
@@ -73,7 +66,7 @@ _BESIDE = {
 class PackedMatrix:
     """One matrix [rows, columns] by the name that a plain checkpoint gives it."""
 
-    def __init__(self, name: str, packing: PackedLayout, stored: TensorViews) -> None:
+    def __init__(self, name: str, packing: PackedLayout, stored: "Checkpoint") -> None:
         self.name = name
         self.packing = packing
         self.stored = stored
@@ -302,7 +295,7 @@ def _scales(matrix: PackedMatrix, scales: Tensor) -> Tensor:
     return scales
 
 
-def packed_matrices(names: Iterable[str], packing: PackedLayout, stored: TensorViews) -> dict[str, PackedMatrix]:
+def packed_matrices(names: Iterable[str], packing: PackedLayout, stored: "Checkpoint") -> dict[str, PackedMatrix]:
     """By the names that a plain checkpoint gives them."""
     suffix = _SUFFIXES[packing.method]
     plain = "" if packing.method == "compressed-tensors" else "weight"
