@@ -134,7 +134,7 @@ def exchange_secret(join_secret: bytes) -> bytes:
 def read_join_secret(path: Path | None) -> bytes:
     """The file's content without white space around it, else the variable's. `UserError` if neither is there.
 
-    Never read from the command line, which everybody on the machine can see."""
+    Never read from the command line, which all users of the machine can see."""
     if path is not None:
         try:
             secret = path.read_bytes().strip()

@@ -44,7 +44,7 @@ _MAX_OBJECT_NAMES = 8 * 1024
 class ServerSettings:
     """Limits and identity of one server. Everything has a safe default; nothing here concerns the model.
 
-    `api_keys` empty: no key is asked for. `allowed_hosts`: names of this server (`access`). `cors_origins`: pages of
+    `api_keys` empty: no key is asked for. `allowed_hosts`: its own names (`middlewares`). `cors_origins`: pages of
     other servers that may use this one, ``https://host``, or ``*``. `served_model_names`: the first is the one that
     answers have; empty: the engine's. `model_root`: where the model comes from. `own_chat_template`: in place of the
     checkpoint's. `chat_template_kwargs`: variables of the template, unless a request sets them. `max_streams` counts

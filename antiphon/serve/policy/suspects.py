@@ -1,6 +1,6 @@
 """Which request makes steps fail: suspects run apart from others, in halves, until the guilty one fails alone.
 
-A worker may die, hang or report an error because of one request. Tried again with everybody else it would fail until
+A worker may die, hang or report an error because of one request. Tried again with all others it would fail until
 the workers' restart budget is used up, and take the server with it. So failures are charged to the step's requests:
 
 1. A step that failed is tried again as it was: a killed process or a slow peer is no request's fault.
@@ -15,7 +15,7 @@ So one culprit among n costs about 2 + log2(n) failures, and no request is convi
 only together are never convicted: apart they get past the point, so each such failure costs time, not progress.
 
 Rejected: a budget of failures per request without a search (the others of the batch use up theirs with the culprit);
-ending all requests of the step (one client could end everybody's).
+ending all requests of the step (one client could end those of all others).
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Suspects:
     @property
     def turn(self) -> int:
         """The group that runs now, the newest; 0: no request is suspected. When it changes, the place where suspects
-        run must be cleared of everybody else."""
+        run must be cleared of all others."""
         return max((request.suspect_group for request in self.charged), default=0)
 
     def charge(self, blamed: Mapping[Request, int], *, reported: bool) -> Verdict:

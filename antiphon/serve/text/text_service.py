@@ -54,7 +54,7 @@ _Expected = TypeVar("_Expected", TextResult, TokenizerSource)
 _Answers = concurrent.futures.Future[list[Answer]]
 
 
-# What each process takes: its name, inputs up to so many bytes, chat templates or not; and its niceness: long texts
+# What each process takes: its name, inputs up to a number of bytes, chat templates or not; and its niceness: long texts
 # step back behind the workers, which share the cores.
 _LANES = (("short texts", 4 * 1024, False, 0), ("chats", 32 * 1024, True, 0), ("long texts", math.inf, True, 5))
 _CHATS = 1
