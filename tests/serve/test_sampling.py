@@ -228,6 +228,34 @@ def kept(
     return set(probs[0].nonzero().flatten().tolist())
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 8.0])
+def test_what_is_not_sorted_changes_no_bit(scale: float) -> None:
+    """Against all values in order, float64 sums from the largest on. Without a scale all are equal, and sums end where
+    their last bits decide."""
+    logits = random_logits(24, 1000, 3) * scale
+    logits[5] = torch.nan
+    settings = [(0, 0.5, 0.0), (0, 0.95, 0.0), (0, 0.999, 0.0), (50, 0.9, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.1)] * 4
+    probs = torch.softmax(logits / 0.7, dim=-1)
+    found = filtered_probabilities(
+        logits,
+        [0.7] * 24,
+        [each[0] for each in settings],
+        [each[1] for each in settings],
+        [each[2] for each in settings],
+    )
+    for row, (top_k, top_p, min_p) in enumerate(settings):
+        ordered = probs[row].sort(descending=True).values
+        threshold = ordered[0] * torch.tensor(min_p)
+        if top_k:
+            threshold = torch.maximum(threshold, ordered[top_k - 1])
+        mass = (ordered * (ordered >= threshold)).cumsum(0, dtype=torch.float64)
+        if top_p < 1.0:
+            num_short = int((mass < top_p * mass[-1]).sum())
+            threshold = torch.maximum(threshold, ordered[num_short])
+        expected = torch.where(probs[row] >= threshold, probs[row], 0.0)
+        assert torch.equal(found[row].view(torch.int32), expected.view(torch.int32)), (row, settings[row])
+
+
 def test_ties_with_the_last_token_kept_are_kept() -> None:
     assert kept([3.0, 1.0, 1.0, 0.0], top_k=2) == {0, 1, 2}
     assert kept([0.0, 0.0, 0.0, 0.0], top_p=0.3) == {0, 1, 2, 3}

@@ -133,8 +133,10 @@ class RowSampler:
     def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
         draws = self.draws(steps, bitmasks) if len(steps) == logits_RV.shape[0] else None
-        if draws is not None and (chosen_R := self._plainly_chosen(logits_RV, draws)) is not None:
-            return [Sampled(step.request_id, token) for step, token in zip(steps, chosen_R.tolist(), strict=True)]
+        if draws is not None:
+            chosen_R = self._plainly_chosen(logits_RV, draws)
+            tokens = _choose(logits_RV, draws, self._operations) if chosen_R is None else chosen_R.tolist()
+            return [Sampled(step.request_id, token) for step, token in zip(steps, tokens, strict=True)]
         prompt_reports: dict[str, list[PackedLogprobs]] = {}
         sampling: list[SequenceStep] = []
         rows: list[int] = []
@@ -170,7 +172,7 @@ class RowSampler:
                 return None
             if params.min_tokens and state.bans_stop_ids(index):
                 return None
-            found.append(RowDraw(params, 0.0 if params.greedy else counter_uniform(state.seed, index)))
+            found.append(_draw(state, index))
         if bitmasks and any(step.request_id in bitmasks for step in steps):
             return None
         return found
@@ -237,7 +239,8 @@ def sample_tokens(
         return SampledTokens(operations.argmax(logits_RV).tolist(), None)
     edited_RV = logits_RV.clone()
     edit_logits(edited_RV, states, output_indices, grammar)
-    token_ids = _choose(edited_RV, states, output_indices, operations)
+    draws = [_draw(state, index) for state, index in zip(states, output_indices, strict=True)]
+    token_ids = _choose(edited_RV, draws, operations)
     return SampledTokens(token_ids, _report(logits_RV, states, token_ids))
 
 
@@ -252,24 +255,27 @@ def _all_plain_greedy(
     )
 
 
-def _choose(
-    edited_RV: Tensor, states: Sequence[SamplingState], output_indices: Sequence[int], operations: RowOperations
-) -> list[int]:
+def _draw(state: SamplingState, output_index: int) -> RowDraw:
+    params = state.params
+    return RowDraw(params, 0.0 if params.greedy else counter_uniform(state.seed, output_index))
+
+
+def _choose(edited_RV: Tensor, draws: Sequence[RowDraw], operations: RowOperations) -> list[int]:
     """Step 3."""
-    token_ids: list[int] = [-1] * len(states)
-    drawn = [row for row, state in enumerate(states) if not state.params.greedy]
+    token_ids: list[int] = [-1] * len(draws)
+    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy]
     if operations.choose is not None:
-        plain = [row for row in drawn if not is_filtered(states[row].params, edited_RV.shape[1])]
+        plain = [row for row in drawn if not is_filtered(draws[row].params, edited_RV.shape[1])]
         if plain:
-            temperatures = [states[row].params.temperature for row in plain]
-            uniforms = [counter_uniform(states[row].seed, output_indices[row]) for row in plain]
+            temperatures = [draws[row].params.temperature for row in plain]
+            uniforms = [draws[row].uniform for row in plain]
             chosen = operations.choose(edited_RV[plain], temperatures, uniforms).tolist()
             for row, token_id in zip(plain, chosen, strict=True):
                 token_ids[row] = token_id
         drawn = [row for row in drawn if token_ids[row] < 0]
     if drawn:
-        logits_NV = edited_RV if len(drawn) == len(states) else edited_RV[drawn]
-        params = [states[row].params for row in drawn]
+        logits_NV = edited_RV if len(drawn) == len(draws) else edited_RV[drawn]
+        params = [draws[row].params for row in drawn]
         probs_NV = filtered_probabilities(
             logits_NV,
             [p.temperature for p in params],
@@ -277,7 +283,7 @@ def _choose(
             [p.top_p for p in params],
             [p.min_p for p in params],
         )
-        uniforms = [counter_uniform(states[row].seed, output_indices[row]) for row in drawn]
+        uniforms = [draws[row].uniform for row in drawn]
         for row, token_id in zip(drawn, draw_tokens(probs_NV, uniforms).tolist(), strict=True):
             token_ids[row] = token_id
     others = [row for row, token_id in enumerate(token_ids) if token_id < 0]

@@ -14,7 +14,7 @@ ties. So a row gives the same token whatever batch, layout or restart it is comp
 
 The thresholds need the row's values in order, not the order of its tokens. NumPy sorts bare float32 values with
 vector instructions, 30 times as fast as `torch.sort`, which carries indices along (152k values on one AVX-512 core:
-0.35 ms against 11 ms); other devices sort with torch.
+0.35 ms against 11 ms); other devices sort with torch. Values that are too small to be kept are not sorted at all.
 
 Randomness is counter-based: one 53-bit uniform per (seed, output index), by SplitMix64 (Steele, Lea, Flood 2014).
 Rejected: `torch.multinomial` with generators (the token would depend on batch mates and on every draw before), and
@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.specs.sampling import SamplingParams
@@ -37,6 +38,9 @@ _BITS_PER_WORD = 32
 _SEGMENT = 512
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_MARGIN = 1e-9  # more than two orders of a sum of float64 differ by
+
+Floats = NDArray[np.float32]
 
 
 class TokenCounts:
@@ -267,6 +271,10 @@ def filtered_probabilities(
     ]
     if not rows:
         return probs_RV
+    if device.type == "cpu":
+        for row in rows:
+            _filter_row(probs_RV[row].numpy(), top_ks[row], top_ps[row], min_ps[row])
+        return probs_RV
     select = slice(None) if len(rows) == len(top_ks) else torch.tensor(rows, device=device)
     picked_RV = probs_RV[select]
     min_p_R = torch.tensor([min_ps[row] for row in rows], device=device)
@@ -275,15 +283,43 @@ def filtered_probabilities(
         last_ranks = [min(top_ks[row], vocab_size) if top_ks[row] > 0 else vocab_size for row in rows]
         last_rank_R = torch.tensor(last_ranks, device=device) - 1
         top_p_R = torch.tensor([top_ps[row] for row in rows], dtype=torch.float64, device=device)
-        threshold_R = _raise_thresholds(threshold_R, _sorted_descending(picked_RV), last_rank_R, top_p_R)
+        sorted_RV = picked_RV.sort(dim=1, descending=True).values
+        threshold_R = _raise_thresholds(threshold_R, sorted_RV, last_rank_R, top_p_R)
     probs_RV[select] = picked_RV * (picked_RV >= threshold_R.unsqueeze(1))
     return probs_RV
 
 
-def _sorted_descending(values_RV: Tensor) -> Tensor:
-    if values_RV.device.type == "cpu":
-        return torch.from_numpy(np.sort(values_RV.numpy(), axis=1)).flip(1)
-    return values_RV.sort(dim=1, descending=True).values
+def _filter_row(probs_V: Floats, top_k: int, top_p: float, min_p: float) -> None:
+    """The same in place, for a row in host memory; a row of NaN becomes zeros.
+
+    With top-p as the first filter, probabilities below `lowest` are less than half of what it leaves out. They are
+    behind the end of what it keeps, so they need not be sorted, only summed."""
+    threshold = probs_V.max() * np.float32(min_p)
+    if 0 < top_k < len(probs_V):
+        last = len(probs_V) - top_k
+        threshold = np.maximum(threshold, np.partition(probs_V, last)[last])
+    is_first = top_p < 1.0 and threshold == 0.0
+    lowest = np.float32(0.5 * (1.0 - top_p) / len(probs_V)) if is_first else threshold
+    ids = np.flatnonzero(probs_V >= lowest)
+    kept = probs_V[ids]
+    if top_p < 1.0 and len(ids):
+        end = _nucleus_end(kept, top_p, probs_V.sum(dtype=np.float64) if is_first else None)
+        if end is None:
+            end = _nucleus_end(probs_V, top_p, None)
+            assert end is not None, "their sum in order is the total"
+        ids, kept = ids[kept >= end], kept[kept >= end]
+    probs_V.fill(0.0)
+    probs_V[ids] = kept
+
+
+def _nucleus_end(values: Floats, top_p: float, total: np.float64 | None) -> np.float32 | None:
+    """The last of the largest values that make up `top_p` of all. `total`: of these and of smaller ones, if there are
+    any; it may differ in its last bits from the sum in order, and None is returned where these could decide."""
+    ordered = np.sort(values)[::-1]
+    mass = np.cumsum(ordered.astype(np.float64))
+    wanted, margin = (top_p * mass[-1], 0.0) if total is None else (top_p * total, _MARGIN)
+    first, last = np.searchsorted(mass, (wanted * (1.0 - margin), wanted * (1.0 + margin)))
+    return np.float32(ordered[first]) if first == last < len(ordered) else None
 
 
 def _raise_thresholds(threshold_R: Tensor, sorted_RV: Tensor, last_rank_R: Tensor, top_p_R: Tensor) -> Tensor:
