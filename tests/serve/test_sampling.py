@@ -252,7 +252,7 @@ def test_what_is_not_sorted_changes_no_bit(scale: float) -> None:
         if top_p < 1.0:
             num_short = int((mass < top_p * mass[-1]).sum())
             threshold = torch.maximum(threshold, ordered[num_short])
-        expected = torch.where(probs[row] >= threshold, probs[row], 0.0)
+        expected = probs[row] * (probs[row] >= threshold)
         assert torch.equal(found[row].view(torch.int32), expected.view(torch.int32)), (row, settings[row])
 
 

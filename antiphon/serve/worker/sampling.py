@@ -290,36 +290,36 @@ def filtered_probabilities(
 
 
 def _filter_row(probs_V: Floats, top_k: int, top_p: float, min_p: float) -> None:
-    """The same in place, for a row in host memory; a row of NaN becomes zeros.
-
-    With top-p as the first filter, probabilities below `lowest` are less than half of what it leaves out. They are
-    behind the end of what it keeps, so they need not be sorted, only summed."""
+    """The same in place, for a row in host memory."""
     threshold = probs_V.max() * np.float32(min_p)
     if 0 < top_k < len(probs_V):
         last = len(probs_V) - top_k
         threshold = np.maximum(threshold, np.partition(probs_V, last)[last])
-    is_first = top_p < 1.0 and threshold == 0.0
-    lowest = np.float32(0.5 * (1.0 - top_p) / len(probs_V)) if is_first else threshold
-    ids = np.flatnonzero(probs_V >= lowest)
-    kept = probs_V[ids]
-    if top_p < 1.0 and len(ids):
-        end = _nucleus_end(kept, top_p, probs_V.sum(dtype=np.float64) if is_first else None)
-        if end is None:
-            end = _nucleus_end(probs_V, top_p, None)
-            assert end is not None, "their sum in order is the total"
-        ids, kept = ids[kept >= end], kept[kept >= end]
-    probs_V.fill(0.0)
-    probs_V[ids] = kept
+    if top_p < 1.0:
+        threshold = np.maximum(threshold, _nucleus_end(probs_V, threshold, top_p))
+    probs_V *= probs_V >= threshold
 
 
-def _nucleus_end(values: Floats, top_p: float, total: np.float64 | None) -> np.float32 | None:
-    """The last of the largest values that make up `top_p` of all. `total`: of these and of smaller ones, if there are
-    any; it may differ in its last bits from the sum in order, and None is returned where these could decide."""
-    ordered = np.sort(values)[::-1]
-    mass = np.cumsum(ordered.astype(np.float64))
-    wanted, margin = (top_p * mass[-1], 0.0) if total is None else (top_p * total, _MARGIN)
-    first, last = np.searchsorted(mass, (wanted * (1.0 - margin), wanted * (1.0 + margin)))
-    return np.float32(ordered[first]) if first == last < len(ordered) else None
+def _nucleus_end(probs_V: Floats, threshold: np.float32, top_p: float) -> np.float32:
+    """The last of the largest probabilities that make up `top_p` of those from `threshold` on.
+
+    All probabilities below `cut` are less than half of what top-p leaves out, so they are behind that end and need not
+    be sorted, only summed. Their sum may differ in its last bits from that of the sorted ones: where these could
+    decide, all are sorted."""
+    cut = np.float32(0.5 * (1.0 - top_p) / len(probs_V))
+    for lowest in (cut, threshold) if threshold == 0.0 else (threshold,):
+        chosen = np.flatnonzero(probs_V >= lowest)
+        if not len(chosen):
+            break  # nothing is allowed
+        are_few = 2 * len(chosen) < len(probs_V)
+        ordered = np.sort(probs_V[chosen] if are_few else probs_V)[::-1][: len(chosen)]
+        mass = np.cumsum(ordered.astype(np.float64))
+        total, margin = (mass[-1], 0.0) if lowest == threshold else (probs_V.sum(dtype=np.float64), _MARGIN)
+        wanted = top_p * total
+        first, last = np.searchsorted(mass, (wanted * (1.0 - margin), wanted * (1.0 + margin)))
+        if first == last < len(ordered):
+            return np.float32(ordered[first])
+    return threshold
 
 
 def _raise_thresholds(threshold_R: Tensor, sorted_RV: Tensor, last_rank_R: Tensor, top_p_R: Tensor) -> Tensor:
