@@ -36,10 +36,11 @@ def blocks_and_lines(page: Path) -> Iterator[tuple[int, bool, str]]:
             in_block, begun = not in_block, ""
             continue
         begun, first = (f"{begun} {line.strip()}", first) if begun else (line, number)
-        if in_block and begun.endswith("\\"):
+        indented = begun.startswith("    ")
+        if (in_block or indented) and begun.endswith("\\"):
             begun = begun[:-1]
             continue
-        yield first, in_block, begun
+        yield first, in_block or indented, begun
         begun = ""
 
 
@@ -89,9 +90,13 @@ def test_commands_and_their_options_exist(words: list[str]) -> None:
         names = (*names, arguments.pop(0))
     command, context = command_named(names)
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    known |= {"--help", "-h", "--debug", *context.help_option_names}
+    known |= {"--debug", *context.help_option_names}
     unknown = {word.partition("=")[0] for word in arguments if re.match("--[a-z]", word)} - known
     assert not unknown, f"antiphon {' '.join(names)} has no {', '.join(sorted(unknown))}"
+    if arguments and not arguments[0].startswith("-"):  # all of a command, not the mention of an option
+        needed = {parameter.opts[0] for parameter in command.params if parameter.required}
+        missing = {name for name in needed if name.startswith("-")} - set(arguments)
+        assert not missing, f"antiphon {' '.join(names)} needs {', '.join(sorted(missing))}"
 
 
 @pytest.mark.parametrize("words", [*commands_of("pytest"), *commands_of("python"), *commands_of("torchrun")])
