@@ -30,6 +30,7 @@ from antiphon.models.gguf.metadata import gguf_config
 from antiphon.models.names import NAMES, TensorNames
 from antiphon.models.quantization import check_quantization
 from antiphon.models.shard_index import evidence_of, stored_dtype
+from antiphon.specs.checked import canonical
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec, RopeSpec, RouterSpec
 
@@ -128,8 +129,9 @@ def _refusal(config: Mapping[str, Any]) -> CheckpointError:
     text = next((config[key] for key in TEXT_KEYS if isinstance(config.get(key), dict)), None)
     if text is not None:
         return _wrapper(config, brief(name), text)
-    known = ", ".join(sorted(FAMILIES))
-    return CheckpointError(f"config.json: model_type = {brief(name)} is not supported: use one of {known}")
+    same = [each for each in FAMILIES if canonical(each) == canonical(str(name))]
+    fix = f"write {same[0]}" if same else f"use one of {', '.join(sorted(FAMILIES))}"
+    return CheckpointError(f"config.json: model_type = {brief(name)} is not supported: {fix}")
 
 
 def _wrapper(config: Mapping[str, Any], name: str, text: Mapping[str, Any]) -> CheckpointError:

@@ -35,6 +35,11 @@ def test_what_a_model_has_that_we_lack(name: str, expected: str) -> None:
     assert message_of({"model_type": name}) == f"config.json: model_type = {name!r} is not supported, {expected}"
 
 
+@pytest.mark.parametrize("name", ["Qwen3_MoE", "qwen3-moe", "qwen3moe", " qwen3_moe"])
+def test_a_family_in_another_spelling(name: str) -> None:
+    assert message_of({"model_type": name}) == f"config.json: model_type = {name!r} is not supported: write qwen3_moe"
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
