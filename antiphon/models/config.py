@@ -129,7 +129,7 @@ def _refusal(config: Mapping[str, Any]) -> CheckpointError:
     text = next((config[key] for key in TEXT_KEYS if isinstance(config.get(key), dict)), None)
     if text is not None:
         return _wrapper(config, brief(name), text)
-    same = [each for each in FAMILIES if canonical(each) == canonical(str(name))]
+    same = [each for each in FAMILIES if isinstance(name, str) and canonical(each) == canonical(name)]
     fix = f"write {same[0]}" if same else f"use one of {', '.join(sorted(FAMILIES))}"
     return CheckpointError(f"config.json: model_type = {brief(name)} is not supported: {fix}")
 
