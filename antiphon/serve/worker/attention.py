@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 import torch
 
+from antiphon import _native
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import KVCache
 from antiphon.models.attention_half import AttentionHalf
@@ -107,6 +108,7 @@ class AttentionRunner:
         stage.begin_step(step)
         exchange.begin_step(step)
         if self.captured is not None and (sampled := self.captured.run(step)) is not None:
+            _native.release_core()  # for the engine, which would take this thread's
             for layer in self.half.layers if self.sender is not None else ():
                 for sequences in step.micro_batches:
                     self._give(layer, sequences)
@@ -122,6 +124,7 @@ class AttentionRunner:
         stage.take_back(done)
         sample_ns = time.monotonic_ns()
         requests = stage.sample(done, step.bitmasks)
+        _native.release_core()
         recorder.add(SAMPLE, sample_ns)
         return self._result(requests, started_ns, sum(each.batch.num_tokens for each in done))
 

@@ -19,7 +19,6 @@ from functools import partial
 import msgspec
 import torch
 
-from antiphon import _native
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import give_memory_back, ignore_ending_signals
@@ -142,7 +141,6 @@ def serve_attention(worker: AttentionWorker, channel: Channel, orders: Orders) -
         if isinstance(message, RunStep):
             if (result := _run_step(worker, message)) is not None:
                 start_ns = time.monotonic_ns()
-                _native.release_core()  # for the engine, which would take this thread's
                 channel.send(result)
                 worker.recorder.add(ANSWER, start_ns)
             if time.monotonic() - last_report > _REPORT_S and (traffic := worker.exchange.traffic()).pairs:
