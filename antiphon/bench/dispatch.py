@@ -103,20 +103,16 @@ def bench_dispatch(chosen: DispatchOptions, report: Report) -> list[dict[str, An
     return rows
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    x_TH: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
-    grad_TH: Tensor
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""x_TH, ids_TK, weights_TK, and the gradient grad_TH of the sums."""
 
-    @staticmethod
-    def draw(case: DispatchOptions, top_k: int, rank: int) -> "_Inputs":
-        generator, dtype = torch.Generator().manual_seed(rank), getattr(torch, case.dtype)
-        scores = torch.rand(case.tokens, case.num_experts, generator=generator)
-        weights_TK, ids_TK = scores.topk(top_k, dim=1)
-        x_TH, grad_TH = (torch.randn(case.tokens, case.hidden, generator=generator).to(dtype) for _ in range(2))
-        return _Inputs(x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_(), grad_TH)
+
+def _drawn(case: DispatchOptions, top_k: int, rank: int) -> _Inputs:
+    generator, dtype = torch.Generator().manual_seed(rank), getattr(torch, case.dtype)
+    scores = torch.rand(case.tokens, case.num_experts, generator=generator)
+    weights_TK, ids_TK = scores.topk(top_k, dim=1)
+    x_TH, grad_TH = (torch.randn(case.tokens, case.hidden, generator=generator).to(dtype) for _ in range(2))
+    return x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_(), grad_TH
 
 
 def dispatchers_over(group: Group, num_experts: int) -> dict[str, tuple[Dispatcher, tuple[int, int]]]:
@@ -133,13 +129,14 @@ def dispatchers_over(group: Group, num_experts: int) -> dict[str, tuple[Dispatch
 
 def there_and_back(dispatcher: Dispatcher, experts: tuple[int, int], inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """(sums, gradient of the rows, gradient of the weights); expert e multiplies by 1 + e / 8."""
-    factors = 1 + torch.arange(*experts, dtype=inputs.x_TH.dtype) / 8
+    x_TH, ids_TK, weights_TK, grad_TH = inputs
+    factors = 1 + torch.arange(*experts, dtype=x_TH.dtype) / 8
 
     def multiply(rows_RH: Tensor, counts: tuple[int, ...], _: Tensor | None) -> Tensor:
         return rows_RH * factors.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
 
-    out_TH = dispatcher.through(multiply, inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
-    grad_x, grad_weights = torch.autograd.grad(out_TH, (inputs.x_TH, inputs.weights_TK), inputs.grad_TH)
+    out_TH = dispatcher.through(multiply, x_TH, ids_TK, weights_TK)
+    grad_x, grad_weights = torch.autograd.grad(out_TH, (x_TH, weights_TK), grad_TH)
     return out_TH.detach(), grad_x, grad_weights
 
 
@@ -153,7 +150,7 @@ class DispatchRank:
         case = self._case
         join_gloo(self._store, self._rank, case.ranks, CASE_TIMEOUT_S)
         mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), self._rank, CASE_TIMEOUT_S)
-        group, inputs = mesh.group("expert"), _Inputs.draw(case, self._top_k, self._rank)
+        group, inputs = mesh.group("expert"), _drawn(case, self._top_k, self._rank)
         ways = dispatchers_over(group, case.num_experts)
         expected = there_and_back(Dispatcher(case.num_experts), (0, case.num_experts), inputs)
         for name, way in ways.items():

@@ -31,7 +31,7 @@ from antiphon.cli.output import (
 )
 from antiphon.placement.place import matrix_of, owners_of, place, recent_loads
 from antiphon.placement.routing_trace import RoutingTrace, read_routing_trace
-from antiphon.placement.sample_paths import EstimateScore, PathProfile, expected_by_paths, pack_first_fit
+from antiphon.placement.sample_paths import PathProfile, estimate_score, expected_by_paths, pack_first_fit
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, balancedness, split_rows
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement, placement_to_json
 
@@ -119,27 +119,27 @@ def _profile(
     found = []
     for number in range(length, header.num_layers):
         expected, actual = expected_by_paths(profile, late, number)
-        by_paths = EstimateScore.of(expected, actual, header.top_k)
+        paths_right, paths_elsewhere = estimate_score(expected, actual, header.top_k)
         window = [
             recent_loads(rows_of_steps[max(0, step - WINDOW_STEPS) : step, number : number + 1])[0]
             for step in range(1, len(counts))
         ]
-        by_window = EstimateScore.of(np.stack(window), counts[1:, number], header.top_k)
-        by_router = None
+        window_right, window_elsewhere = estimate_score(np.stack(window), counts[1:, number], header.top_k)
+        by_router: tuple[float | None, float | None] = None, None
         if forecasts is not None:
-            by_router = EstimateScore.of(
+            by_router = estimate_score(
                 forecasts[:, number - 1].astype(np.float64), late.counts_of_steps()[:, number], header.top_k
             )
         packed = [pack_first_fit(num_workers * each / max(each.sum(), 1e-12), num_workers, slots) for each in expected]
         found.append(
             {
                 "layer": header.layers[number],
-                "paths_right": by_paths.right,
-                "paths_elsewhere": by_paths.elsewhere,
-                "router_right": None if by_router is None else by_router.right,
-                "router_elsewhere": None if by_router is None else by_router.elsewhere,
-                "window_right": by_window.right,
-                "window_elsewhere": by_window.elsewhere,
+                "paths_right": paths_right,
+                "paths_elsewhere": paths_elsewhere,
+                "router_right": by_router[0],
+                "router_elsewhere": by_router[1],
+                "window_right": window_right,
+                "window_elsewhere": window_elsewhere,
                 "packed": float(balancedness(split_rows(actual, np.stack(packed))).mean()),
             }
         )

@@ -2,7 +2,7 @@
 loop see.
 
 1. A step is `cost.layers.server_step`, as in the planner's search, with the exchange of engines that send no rows.
-2. Its time is linear in an engine's constants (`EngineSpec`). `StepWork` holds what they multiply: seconds by the
+2. Its time is linear in an engine's constants (`EngineSpec`). `step_work` says what they multiply: seconds by the
    roofline, kernels, collectives. So the constants can be fitted by linear least squares.
 3. Kernels that no roofline counts are counted by the model's structure (`num_small_kernels`): rows brought into a
    narrow format before each product, norms of queries and keys, latent attention's copies, an indexer, a state.
@@ -84,18 +84,6 @@ def load_engine(name_or_path: str | Path) -> EngineSpec:
     return read(EngineSpec, values, str(path))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What an engine's constants multiply, of one step; columns may be arrays. Seconds are the roofline's, without any
-    fixed time; `num_kernels` and `num_collectives` are those of the whole step on one device."""
-
-    dense_s: Number
-    experts_s: Number
-    wire_s: Number
-    num_kernels: Number
-    num_collectives: Number
-
-
 def num_small_kernels(model: ModelSpec, precision: PrecisionSpec) -> int:
     """Kernels of a layer that no roofline counts, because they move next to nothing."""
     narrow = precision.compute in ("fp8", "fp4")
@@ -122,8 +110,11 @@ def step_work(
     context: Number,
     prompt_tokens: Number = 0.0,
     prompt: Number = 1.0,
-) -> StepWork:
-    """A step of the busiest device of a server with these degrees (single numbers). `decoding`: sequences of each
+) -> tuple[Number, Number, Number, Number, Number]:
+    """What an engine's constants multiply, of one step: kernels and collectives of the whole step on one device, then
+    the roofline's seconds of dense layers, experts and wires, without any fixed time; may be arrays.
+
+    A step is that of the busiest device of a server with these degrees (single numbers). `decoding`: sequences of each
     data-parallel rank that get a token, with `context` tokens each; `prompt_tokens` of each rank belong to prompts of
     `prompt` tokens. Roofs and wires are those of `counting`."""
     rows = StepRows(
@@ -151,12 +142,12 @@ def step_work(
     wire = num_moe * step.exchange + num_dense * step.sums
     # the mean square of a norm over all heads is a sum over ranks, too
     whole_norms = model.num_layers * float(degrees.attention_tp > 1) * (model.attention.qk_norm == "full")
-    return StepWork(
-        dense_s=dense.total_s - dense.fixed_s,
-        experts_s=experts.total_s - experts.fixed_s,
-        wire_s=wire.total_s - wire.fixed_s,
-        num_kernels=dense.fixed_s + experts.fixed_s + model.num_layers * num_small_kernels(model, precision),
-        num_collectives=wire.fixed_s + whole_norms,
+    return (
+        dense.fixed_s + experts.fixed_s + model.num_layers * num_small_kernels(model, precision),
+        wire.fixed_s + whole_norms,
+        dense.total_s - dense.fixed_s,
+        experts.total_s - experts.fixed_s,
+        wire.total_s - wire.fixed_s,
     )
 
 
@@ -219,10 +210,9 @@ def server_load(
     work = partial(step_work, model, unit_roofs, wires, degrees, precision)
     context, chunk = prompt + output / 2, np.minimum(prompt, LONGEST_CHUNK)
     step = work(decoding=in_flight, context=context)
-    mixed = work(decoding=in_flight, context=context, prompt_tokens=chunk, prompt=prompt)
-    added_s = mixed.dense_s + mixed.experts_s + mixed.wire_s - step.dense_s - step.experts_s - step.wire_s
+    _, _, *mixed_s = work(decoding=in_flight, context=context, prompt_tokens=chunk, prompt=prompt)
+    added_s = sum(mixed_s) - sum(step[2:])
     prompt_s = np.asarray(added_s * prompt / chunk)
     into_step_s = np.zeros_like(prompt_s) if decodes_only else in_flight * prompt_s / output
-    columns = (1.0, in_flight, step.num_kernels, step.num_collectives, step.dense_s, step.experts_s, step.wire_s)
-    terms = np.stack(np.broadcast_arrays(*columns, into_step_s), axis=-1)
+    terms = np.stack(np.broadcast_arrays(1.0, in_flight, *step, into_step_s), axis=-1)
     return ServerLoad(in_flight=in_flight, terms=terms, prompt_s=prompt_s)

@@ -20,6 +20,7 @@ Letters: L MoE layers, T rows, K choices of a row, E experts, W devices (workers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +34,10 @@ FORMAT = "antiphon sample paths 1"
 _PATH_BITS = 62  # of one number, which holds a whole path
 
 
-@dataclass(frozen=True)
-class PathTable:
-    """Psi of one layer for paths of one length: of the paths `numbers` (ascending), the `top_k` most probable experts
-    [paths, K], best first, and their `shares`."""
-
-    numbers: IntArray
-    experts: IntArray
-    shares: FloatArray
+PathTable = tuple[IntArray, IntArray, FloatArray]
+"""Psi of one layer for paths of one length: numbers of paths (ascending), of each the `top_k` most probable experts
+[paths, K], best first, and their shares [paths, K]."""
+_PARTS = ("numbers", "experts", "shares")
 
 
 @dataclass(frozen=True)
@@ -83,11 +80,11 @@ class PathProfile:
         experts_TK, shares_TK = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         missing = np.ones(shape[0], dtype=bool)
         for length in range(len(self.tables[layer]) - 1, -1, -1):
-            table = self.tables[layer][length]
+            numbers, experts, shares = self.tables[layer][length]
             paths = _paths(first_LT, length, self.num_experts)
-            at = np.minimum(np.searchsorted(table.numbers, paths), len(table.numbers) - 1)
-            found = missing & (table.numbers[at] == paths)
-            experts_TK[found], shares_TK[found] = table.experts[at[found]], table.shares[at[found]]
+            at = np.minimum(np.searchsorted(numbers, paths), len(numbers) - 1)
+            found = missing & (numbers[at] == paths)
+            experts_TK[found], shares_TK[found] = experts[at[found]], shares[at[found]]
             missing &= ~found
             if not missing.any():
                 break
@@ -111,11 +108,11 @@ class PathProfile:
     def write(self, file: Path) -> None:
         """As a NumPy archive. The file system's errors pass through."""
         about = np.array([self.num_experts, self.top_k, self.length, *self.layers])
-        arrays = {
-            f"{layer}.{length}.{name}": getattr(table, name)
+        arrays: dict[str, Any] = {
+            f"{layer}.{length}.{name}": values
             for layer, of_layer in enumerate(self.tables)
             for length, table in enumerate(of_layer)
-            for name in ("numbers", "experts", "shares")
+            for name, values in zip(_PARTS, table, strict=True)
         }
         with file.open("wb") as opened:
             np.savez_compressed(opened, format=np.array(FORMAT), about=about, **arrays)
@@ -130,8 +127,8 @@ def read_path_profile(file: Path) -> PathProfile:
             num_experts, top_k, length, *layers = map(int, archive["about"])
             tables = tuple(
                 tuple(
-                    PathTable(*(archive[f"{layer}.{part}.{name}"] for name in ("numbers", "experts", "shares")))
-                    for part in range(min(length, layer) + 1)
+                    (archive[f"{path}.numbers"], archive[f"{path}.experts"], archive[f"{path}.shares"])
+                    for path in (f"{layer}.{part}" for part in range(min(length, layer) + 1))
                 )
                 for layer in range(len(layers))
             )
@@ -145,11 +142,12 @@ def read_path_profile(file: Path) -> PathProfile:
 
 
 def _is_whole(table: PathTable, num_experts: int, top_k: int) -> bool:
-    if table.numbers.ndim != 1 or not table.numbers.size or top_k < 1:
+    numbers, experts, shares = table
+    if numbers.ndim != 1 or not numbers.size or top_k < 1:
         return False
-    if not table.experts.shape == table.shares.shape == (len(table.numbers), top_k):
+    if not experts.shape == shares.shape == (len(numbers), top_k):
         return False
-    return 0 <= int(table.experts.min()) <= int(table.experts.max()) < num_experts
+    return 0 <= int(experts.min()) <= int(experts.max()) < num_experts
 
 
 def _table(paths_T: IntArray, ids_TK: NDArray[np.integer], num_experts: int) -> PathTable:
@@ -159,7 +157,7 @@ def _table(paths_T: IntArray, ids_TK: NDArray[np.integer], num_experts: int) -> 
     np.add.at(counts, (np.repeat(where.reshape(-1), top_k), ids_TK.reshape(-1)), 1.0)
     shares = counts / counts.sum(axis=1, keepdims=True)
     experts = np.argsort(-shares, axis=1, kind="stable")[:, :top_k]  # of equal ones the first
-    return PathTable(numbers, experts, np.take_along_axis(shares, experts, axis=1))
+    return numbers, experts, np.take_along_axis(shares, experts, axis=1)
 
 
 def _paths(earlier_LT: IntArray, length: int, num_experts: int) -> IntArray:
@@ -170,22 +168,15 @@ def _paths(earlier_LT: IntArray, length: int, num_experts: int) -> IntArray:
     return paths
 
 
-@dataclass(frozen=True, kw_only=True)
-class EstimateScore:
-    """`right`: share of steps whose top-2k experts were those that were expected (Lina section 7.3.2); in the others
-    phase two places again. `elsewhere`: share of choices that would have to change for the estimate to be right."""
-
-    right: float
-    elsewhere: float
-
-    @classmethod
-    def of(cls, expected_SE: FloatArray, actual_SE: IntArray, top_k: int) -> "EstimateScore":
-        """From steps [S, E]: what was expected of each expert, in any unit, and the rows that came."""
-        pairs = list(zip(expected_SE, actual_SE, strict=True))
-        right = np.mean([not needs_phase_two(expected, actual, top_k) for expected, actual in pairs])
-        shares = expected_SE / np.maximum(expected_SE.sum(axis=1, keepdims=True), 1e-12)
-        apart = np.abs(shares - actual_SE / np.maximum(actual_SE.sum(axis=1, keepdims=True), 1))
-        return cls(right=float(right), elsewhere=float(apart.sum(axis=1).mean() / 2))
+def estimate_score(expected_SE: FloatArray, actual_SE: IntArray, top_k: int) -> tuple[float, float]:
+    """From steps [S, E], what was expected of each expert, in any unit, and the rows that came: the share of steps
+    whose top-2k experts were those that were expected (Lina section 7.3.2; in the others phase two places again), and
+    the share of choices that would have to change for the estimate to be right."""
+    pairs = list(zip(expected_SE, actual_SE, strict=True))
+    right = np.mean([not needs_phase_two(expected, actual, top_k) for expected, actual in pairs])
+    shares = expected_SE / np.maximum(expected_SE.sum(axis=1, keepdims=True), 1e-12)
+    apart = np.abs(shares - actual_SE / np.maximum(actual_SE.sum(axis=1, keepdims=True), 1))
+    return float(right), float(apart.sum(axis=1).mean() / 2)
 
 
 def expected_by_paths(profile: PathProfile, trace: RoutingTrace, layer: int) -> tuple[FloatArray, IntArray]:

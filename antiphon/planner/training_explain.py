@@ -16,11 +16,10 @@ from antiphon.base.units import format_bytes
 from antiphon.cost.network import network
 from antiphon.cost.parts import Number
 from antiphon.cost.training.counts import StepEstimate
-from antiphon.cost.training.layer_time import computation_to_communication
 from antiphon.cost.training.operators import prefers_all_gather
 from antiphon.cost.training.rematerialize import Rematerialize
 from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.cost.training.step import estimate_step
+from antiphon.cost.training.step import computation_to_communication, estimate_step
 from antiphon.specs.training_plan import RejectedTraining, TrainingLayout, TrainingPredicted
 
 DEGREES = ("model_parallel", "expert_copies", "pipeline", "virtual_stages", "data_parallel", "micro_batch")

@@ -158,15 +158,6 @@ def with_network(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     return replace(cluster, groups=groups)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneMoreNode:
-    """The most tokens/s of the cluster with one more node of `device`. `gain`: over that without it, as a ratio."""
-
-    device: str
-    tokens_per_s: float
-    gain: float
-
-
 def smallest_cluster(
     model: ModelSpec,
     *,
@@ -284,15 +275,15 @@ def most_tokens_per_s(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -
     return float(np.max(table.outcome.tokens_per_s, where=table.feasible, initial=0.0))
 
 
-def one_more_node(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -> list[OneMoreNode]:
-    """What one more node of each kind would bring, for the setting's phase."""
+def one_more_node(setting: Setting, layouts: tuple[Layout, ...] = LAYOUTS) -> list[tuple[str, float, float]]:
+    """What one more node of each kind of device would bring, for the setting's phase: the device, the most tokens/s of
+    the cluster with it, and that over the most without it."""
     now = most_tokens_per_s(setting, layouts)
     found = []
     for kind, group in enumerate(setting.groups):
         nodes = tuple(other.num_nodes + (place == kind) for place, other in enumerate(setting.groups))
         then = most_tokens_per_s(replace(setting, cluster=with_nodes(setting.cluster, nodes)), layouts)
-        gain = then / now if now > 0 else float("inf")
-        found.append(OneMoreNode(device=group.device.name, tokens_per_s=then, gain=gain))
+        found.append((group.device.name, then, then / now if now > 0 else float("inf")))
     return found
 
 

@@ -36,7 +36,7 @@ from antiphon.planner.search import PlanResult, Progress
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import CandidateTable, Outcome, front
-from antiphon.planner.what_if import FACTORS, OneMoreNode, Over, base_value, one_more_node, sensitivity
+from antiphon.planner.what_if import FACTORS, Over, base_value, one_more_node, sensitivity
 from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
@@ -124,7 +124,7 @@ class Report:
     phases: tuple[PhaseContents, ...]
     profile: Profile | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
-    more_nodes: dict[PhaseName, list[OneMoreNode]] = field(default_factory=dict)
+    more_nodes: dict[PhaseName, list[tuple[str, float, float]]] = field(default_factory=dict)
 
 
 def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_progress: Progress | None = None) -> Report:
@@ -153,7 +153,7 @@ def gather(result: PlanResult, *, for_page: bool, with_more_nodes: bool, on_prog
     )
 
 
-def _more_nodes(result: PlanResult, name: PhaseName) -> list[OneMoreNode]:
+def _more_nodes(result: PlanResult, name: PhaseName) -> list[tuple[str, float, float]]:
     layouts = tuple(layout for code, layout in enumerate(LAYOUTS) if result.tables[name].space.num_considered[code])
     return one_more_node(_by_rate(result.settings[name]), layouts)  # what more nodes bring is tokens/s
 

@@ -166,9 +166,9 @@ def _conditions_grid(contents: PhaseContents) -> Grid:
 
 def _more_nodes(report: Report) -> list[Row]:
     return [
-        (name, more.device, number(more.tokens_per_s), f"{more.gain:.3f} ×")
+        (name, device, number(tokens_per_s), f"{gain:.3f} ×")
         for name, found in report.more_nodes.items()
-        for more in found
+        for device, tokens_per_s, gain in found
     ]
 
 

@@ -23,7 +23,6 @@ from antiphon.cost.training.counts import (
     sequence_to_tensor_ratio,
     tokens_per_s,
 )
-from antiphon.cost.training.layer_time import computation_to_communication, fused_speedup
 from antiphon.cost.training.megascale_models import (
     INTERNAL_352B_AS_PRINTED,
     NODE_DEVICES,
@@ -38,7 +37,15 @@ from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_
 from antiphon.cost.training.operators import crossover_top_k, layer_operators
 from antiphon.cost.training.rematerialize import LayerShape, Rematerialize, layer_activations, total_width
 from antiphon.cost.training.setup import LayerCase, Training, TrainingPrecision, TrainingSetup
-from antiphon.cost.training.step import SyncBytes, SyncTime, across_to_inside, estimate_step, sync_time
+from antiphon.cost.training.step import (
+    SyncBytes,
+    SyncTime,
+    across_to_inside,
+    computation_to_communication,
+    estimate_step,
+    fused_speedup,
+    sync_time,
+)
 from antiphon.reproduce import shipped_cluster, shipped_model
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec

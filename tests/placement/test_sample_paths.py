@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.placement.sample_paths import (
-    EstimateScore,
     PathProfile,
     devices_of_experts,
+    estimate_score,
     pack_first_fit,
     read_path_profile,
 )
@@ -133,6 +133,6 @@ def test_a_damaged_profile_is_refused(damage: str, tmp_path: Path) -> None:
 
 def test_an_estimate_is_scored_by_steps() -> None:
     actual = np.array([[6, 3, 1, 0], [0, 1, 3, 6]])
-    score = EstimateScore.of(np.array([[0.5, 0.4, 0.1, 0.0], [1.0, 0.0, 0.0, 0.0]]), actual, 1)
-    assert score.right == 0.5
-    assert score.elsewhere == pytest.approx((0.1 + 1.0) / 2)
+    right, elsewhere = estimate_score(np.array([[0.5, 0.4, 0.1, 0.0], [1.0, 0.0, 0.0, 0.0]]), actual, 1)
+    assert right == 0.5
+    assert elsewhere == pytest.approx((0.1 + 1.0) / 2)

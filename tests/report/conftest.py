@@ -6,7 +6,6 @@ import pytest
 
 from antiphon.cost.parts import Parts
 from antiphon.models.config import load_model_spec
-from antiphon.planner.what_if import OneMoreNode
 from antiphon.report.gather import (
     MemoryUse,
     PhaseContents,
@@ -192,5 +191,5 @@ def report() -> Report:
                 current=150.0,
             ),
         ),
-        more_nodes={"decode": [OneMoreNode(device="H20", tokens_per_s=2600.0, gain=1.08)]},
+        more_nodes={"decode": [("H20", 2600.0, 1.08)]},
     )

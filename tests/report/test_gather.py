@@ -196,9 +196,9 @@ def test_sensitivity_meets_the_search_where_nothing_changes(gathered: Report, re
 
 
 def test_one_more_node_of_each_kind_in_each_phase(gathered: Report) -> None:
-    kinds = [(name, more.device) for name, found in gathered.more_nodes.items() for more in found]
+    kinds = [(name, device) for name, found in gathered.more_nodes.items() for device, _, _ in found]
     assert kinds == [(phase, device) for phase in ("prefill", "decode") for device in ("H20", "L40S")]
-    assert all(more.gain >= 1 - 1e-9 for found in gathered.more_nodes.values() for more in found)
+    assert all(gain >= 1 - 1e-9 for found in gathered.more_nodes.values() for _, _, gain in found)
 
 
 def test_progress_ends_at_its_total(progress: list[tuple[float, float | None]], gathered: Report) -> None:

@@ -41,6 +41,7 @@ _TIMEOUT_S = 30.0
 _IDLE_S = 0.2
 _WORK_S = 0.001
 _LATE_S = 0.004
+_NUM_NUMBERS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +99,11 @@ def _endpoint(role: str, waiting: str, secret: bytes) -> _m2n.Endpoint:
     )
 
 
-class _Work:
-    """Stands for the kernels: keeps a core and its caches busy for a time."""
-
-    def __init__(self) -> None:
-        self._numbers = torch.zeros(1 << 18)
-
-    def do(self, seconds: float) -> None:
-        deadline = time.perf_counter() + seconds
-        while time.perf_counter() < deadline:
-            self._numbers.add_(1.0)
+def _keep_busy(numbers: Tensor, seconds: float) -> None:
+    """In the place of kernels: a core and its caches work on `numbers`."""
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        numbers.add_(1.0)
 
 
 class AttentionEnd:
@@ -122,7 +118,7 @@ class AttentionEnd:
             _endpoint("attention", waiting, secret), shape, 0, placement, _TIMEOUT_S
         )
         self._step = 0
-        self._work = _Work()
+        self._numbers = torch.zeros(_NUM_NUMBERS)
 
     def join(self, ticket: bytes) -> None:
         self._exchange.reset(1, [ticket])
@@ -137,14 +133,14 @@ class AttentionEnd:
         sent_before = self._exchange.bytes_sent
         kinds = [0] * (NUM_WARM + num_rounds) + [_LATE_COMBINE] * num_rounds + [_LATE_RECEIVE] * num_rounds
         for kind in kinds:
-            self._work.do(_WORK_S)
+            _keep_busy(self._numbers, _WORK_S)
             self._step += 1
             self._exchange.begin_step(self._step, [[0]])
             begin = time.monotonic_ns()
             self._exchange.dispatch(kind, 0, rows_TH, ids_TK, weights_TK)
             dispatch_ns.append((begin, time.monotonic_ns()))
             if kind == _LATE_COMBINE:
-                self._work.do(_LATE_S)
+                _keep_busy(self._numbers, _LATE_S)
             begin = time.monotonic_ns()
             self._exchange.combine(kind, 0, _TIMEOUT_S)
             combine_ns.append((begin, time.monotonic_ns()))
@@ -167,7 +163,7 @@ class ExpertEnd:
         self._exchange.reset(1, [self._exchange.ticket])
         self.ticket = self._exchange.ticket
         self.served = Served()
-        self._work = _Work()
+        self._numbers = torch.zeros(_NUM_NUMBERS)
 
     def serve_one(self) -> None:
         """Answer one batch, or none within a moment."""
@@ -178,12 +174,12 @@ class ExpertEnd:
                 return
             self.served.receive_ns.append((begin, time.monotonic_ns()))
             answer_RH = batch.rows_RH.clone()
-            self._work.do(_WORK_S)
+            _keep_busy(self._numbers, _WORK_S)
             begin = time.monotonic_ns()
             self._exchange.reply(batch, answer_RH, (begin, begin))
             self.served.reply_ns.append((begin, time.monotonic_ns()))
             if batch.layer == _LATE_RECEIVE:
-                self._work.do(_LATE_S)
+                _keep_busy(self._numbers, _LATE_S)
         except (PeerLost, PeerTimeout):
             return  # the other end has left; the order to leave is on its way
 

@@ -34,14 +34,13 @@ Rejected: full recomputation or none, the usual switch. The cheap options save m
 and with memory to spare making things again costs time for nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.parts import FloatArray, Number, Parts
-from antiphon.cost.training.layer_time import Recomputed
 from antiphon.cost.training.memory import (
     StageLayers,
     TrainingMemory,
@@ -139,6 +138,14 @@ def total_width(activations: tuple[SavedActivation, ...], which: Literal["all", 
         if which == "all" or (activation.needed if which == "needed" else activation.kept):
             total = total + activation.width
     return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """What backward makes again in one layer: computation, and communication."""
+
+    computation: Parts = field(default_factory=Parts)
+    communication: Parts = field(default_factory=Parts)
 
 
 @dataclass(frozen=True, kw_only=True)
