@@ -16,6 +16,7 @@ struct Avx2 {
     template <class E>
     static constexpr int tile_sums = 4;
     static constexpr int tile_panels = 1;
+    static constexpr int64_t rows_without_prefetch = 0;
 
     struct F {
         __m256 lo, hi;

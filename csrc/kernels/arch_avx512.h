@@ -14,6 +14,7 @@ namespace antiphon::kernels {
 struct Avx512Base {
     static constexpr bool has_tiles = false;
     static constexpr int tile_panels = 4;
+    static constexpr int64_t rows_without_prefetch = 0;
 
     using F = __m512;
     using B = __m512i;
@@ -78,10 +79,16 @@ struct Avx512Base {
         const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
         return _mm512_mask_mov_epi16(low, 0xaaaaaaaau, _mm512_castps_si512(second));
     }
+    // Kept in a register: compilers would load it again for each nibble, and half of all words lie across two cache lines.
+    static ANTIPHON_INLINE B load_nibble_word(const char* p) {
+        B word = _mm512_loadu_si512(p);
+        asm("" : "+v"(word));
+        return word;
+    }
     // Bit 4 of a lane's index is of the next nibble: both halves of the table are alike.
     template <int k>
-    static ANTIPHON_INLINE B look_up(const char* p, B table) {
-        return _mm512_permutexvar_epi16(_mm512_srli_epi32(_mm512_loadu_si512(p), 4 * k), table);
+    static ANTIPHON_INLINE B look_up(B word, B table) {
+        return _mm512_permutexvar_epi16(_mm512_srli_epi32(word, 4 * k), table);
     }
     static ANTIPHON_INLINE F load_int8(const char* p) { return _mm512_cvtepi32_ps(bytes(p)); }
     static ANTIPHON_INLINE F load_e4m3(const char* p) {
@@ -167,6 +174,7 @@ struct Avx512 : Avx512Base {
 struct Avx512Bf16 : Avx512Base {
     static constexpr const char* name = "avx512_bf16";
     static constexpr bool has_bf16_dot = true;
+    static constexpr int64_t rows_without_prefetch = 2;  // instructions of more steps fit the window (Zen 5)
     using Vector = Avx512Bf16;
     // 24 sums, up to 4 operands and one broadcast fill 29 of 32 registers.
     template <class E>

@@ -19,6 +19,7 @@ struct Plain {
     template <class E>
     static constexpr int tile_sums = 2;
     static constexpr int tile_panels = 1;
+    static constexpr int64_t rows_without_prefetch = 0;
 
     struct F {
         float v[16];
@@ -142,10 +143,10 @@ struct Plain {
         ANTIPHON_LANES b.v[i] = as_bits(first.v[i]) >> 16 | (as_bits(second.v[i]) & 0xffff0000u);
         return b;
     }
+    static ANTIPHON_INLINE B load_nibble_word(const char* p) { return load_operand(p); }
     // Nibble k of both halves of every lane, looked up in a table of 16-bit values.
     template <int k>
-    static ANTIPHON_INLINE B look_up(const char* p, const B& table) {
-        const B words = load_operand(p);
+    static ANTIPHON_INLINE B look_up(const B& words, const B& table) {
         uint16_t values[32];
         std::memcpy(values, &table, sizeof(values));
         B b;

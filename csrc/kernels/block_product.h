@@ -65,7 +65,7 @@ void multiply_block(const Block& block) {
                 const int64_t row = block.num_rows * pass / passes;
                 const int64_t end_row = block.num_rows * (pass + 1) / passes;
                 const int64_t fetch = num_panels * pass / passes;
-                const int64_t end_fetch = num_panels * (pass + 1) / passes;
+                const int64_t end_fetch = block.prefetches ? num_panels * (pass + 1) / passes : fetch;
                 multiply_block_at<Arch, E>(block, {row, static_cast<int>(end_row - row), panel, num_panels,
                                                    panel + static_cast<int>(fetch), static_cast<int>(end_fetch - fetch)});
             }

@@ -32,28 +32,64 @@ ElementType operand_type(const PackedFormat& format, int64_t inner) {
     return multiplies_codes<Arch, E> && whole_tiles ? ElementType::bf16 : ElementType::fp32;
 }
 
-// The end of the run that begins at `column`.
-ANTIPHON_INLINE int64_t run_end(const PackedMatrix& weight, int64_t column) {
-    const int64_t group_end = smaller((column / weight.format.group + 1) * weight.format.group, weight.inner);
-    return smaller(column + longest_run, group_end);
-}
+// Columns [first, end) of one scale, and where a panel keeps them: bytes from its start.
+struct Run {
+    int64_t first;
+    int64_t end;
+    int64_t header;  // scales, then zero points or offsets
+    int64_t codes;   // of column `first`
+};
+
+// The runs of a panel from column `first` on, one after another. A run is as short as 4 words of codes, so that a division
+// for each would take as long as its product.
+class Runs {
+  public:
+    Runs(const PackedMatrix& weight, int64_t first)
+        : inner_(weight.inner),
+          group_(weight.format.group),
+          header_bytes_(weight.format.scale_bytes() + weight.format.offset_bytes()),
+          group_bytes_(weight.format.group_bytes()),
+          step_bytes_(weight.format.step_bytes()) {
+        const int64_t index = first / group_;
+        group_end_ = (index + 1) * group_;
+        run_.header = index * group_bytes_;
+        begin(first, run_.header + header_bytes_ + (first - index * group_) * step_bytes_);
+    }
+    const Run& run() const { return run_; }
+    ANTIPHON_INLINE void advance() {
+        if (run_.end < group_end_) return begin(run_.end, run_.codes + (run_.end - run_.first) * step_bytes_);
+        group_end_ += group_;
+        run_.header += group_bytes_;
+        begin(run_.end, run_.header + header_bytes_);
+    }
+
+  private:
+    ANTIPHON_INLINE void begin(int64_t first, int64_t codes) {
+        run_.first = first;
+        run_.codes = codes;
+        run_.end = smaller(first + longest_run, smaller(group_end_, inner_));
+    }
+
+    int64_t inner_;
+    int64_t group_;
+    int64_t header_bytes_;
+    int64_t group_bytes_;
+    int64_t step_bytes_;
+    int64_t group_end_;
+    Run run_;
+};
 
 // Codes as they lie in a packed panel.
 template <class CodeReader>
 struct StoredCodes {
     using Reader = CodeReader;
     static constexpr int columns = Reader::columns;  // of one word of 64 bytes
-    const PackedMatrix& weight;
+    int64_t panel_stride;
     const char* panel;
     const char* next;  // what is read after this panel's end
 
-    int64_t stride() const { return weight.panel_stride; }
-    const char* word(int64_t column) const {
-        const PackedFormat& format = weight.format;
-        const int64_t group = column / format.group;
-        return panel + group * format.group_bytes() + format.scale_bytes() + format.offset_bytes() +
-               (column - group * format.group) * format.step_bytes();
-    }
+    int64_t stride() const { return panel_stride; }
+    const char* word(const Run& run) const { return panel + run.codes; }
     ANTIPHON_INLINE void prefetch(const char* at, int64_t lead, int num_panels) const {
         const int64_t place = at - panel + lead;
         const char* ahead = place < stride() ? panel + place : next + (place - stride());
@@ -75,7 +111,7 @@ struct CachedCodes {
     int64_t panel_bytes_apart;
 
     int64_t stride() const { return panel_bytes_apart; }
-    const char* word(int64_t column) const { return panel + (column - first) / Bf16::per_step * panel_bytes; }
+    const char* word(const Run& run) const { return panel + (run.first - first) / Bf16::per_step * panel_bytes; }
     ANTIPHON_INLINE void prefetch(const char*, int64_t, int) const {}
 };
 
@@ -89,9 +125,19 @@ ANTIPHON_INLINE typename V::B table_of(const PackedFormat& format) {
     }
 }
 
+// What the operands of a word are made of: the word itself where they are looked up, else where it lies.
+template <class V, class Codes>
+ANTIPHON_INLINE auto loaded_word(const char* word) {
+    if constexpr (Codes::Reader::has_table) {
+        return V::load_nibble_word(word);
+    } else {
+        return word;
+    }
+}
+
 // Step k of a word as an operand: the codes of two columns for 16 outputs.
-template <class V, class Codes, int k>
-ANTIPHON_INLINE typename V::B operand_of(const char* word, const typename V::B& table) {
+template <class V, class Codes, int k, class Word>
+ANTIPHON_INLINE typename V::B operand_of(const Word& word, const typename V::B& table) {
     using Reader = typename Codes::Reader;
     if constexpr (std::is_same_v<Reader, Bf16Codes>) {
         return V::load_operand(word);
@@ -110,30 +156,35 @@ ANTIPHON_INLINE typename V::B last_operand(const char* word, int64_t columns) {
     return V::pair(Reader::template column<V, 0>(word), second);
 }
 
-// body(operands of every panel) for every step of two columns from `first` to `end`.
+// body(operands of every panel) for every step of two columns of the run.
 template <class V, class Codes, int num_panels, class Body>
-ANTIPHON_INLINE void walk_run(const Codes& codes, const typename V::B& table, int64_t first, int64_t end,
-                              const Body& body) {
+ANTIPHON_INLINE void walk_run(const Codes& codes, const typename V::B& table, const Run& run, const Body& body) {
     const int64_t stride = codes.stride();
     const int64_t lead = smaller(coded_lead_bytes / num_panels, stride);
-    const char* word = codes.word(first);
-    int64_t column = first;
+    const char* word = codes.word(run);
+    int64_t column = run.first;
     constexpr bool whole_words = Codes::columns != 4;  // what lies behind the last column is read, and meets zeros in the row
-    for (const int64_t last = whole_words ? end : end - Codes::columns + 1; column < last;
+    for (const int64_t last = whole_words ? run.end : run.end - Codes::columns + 1; column < last;
          column += Codes::columns, word += panel_bytes) {
         codes.prefetch(word, lead, num_panels);
+        decltype(loaded_word<V, Codes>(word)) words[num_panels];
+        unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
+            words[n] = loaded_word<V, Codes>(word + n * stride);
+        });
         unrolled<Codes::columns / Bf16::per_step>([&](auto k) __attribute__((always_inline)) {
             typename V::B operands[num_panels];
             unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
-                operands[n] = operand_of<V, Codes, k>(word + n * stride, table);
+                operands[n] = operand_of<V, Codes, k>(words[n], table);
             });
             body(operands);
         });
     }
     if constexpr (!whole_words) {
-        for (; column < end; column += Bf16::per_step, word += Bf16::per_step * panel_width) {
+        for (; column < run.end; column += Bf16::per_step, word += Bf16::per_step * panel_width) {
             typename V::B operands[num_panels];
-            for (int n = 0; n < num_panels; ++n) operands[n] = last_operand<V, Codes>(word + n * stride, end - column);
+            for (int n = 0; n < num_panels; ++n) {
+                operands[n] = last_operand<V, Codes>(word + n * stride, run.end - column);
+            }
             body(operands);
         }
     }
@@ -158,24 +209,24 @@ ANTIPHON_INLINE typename V::F offset_of(const PackedFormat& format, const char* 
 // Adds what a run gave to the sums: products(m, n) are the unscaled sums of row m and panel n.
 template <class V, int num_panels, class Products>
 ANTIPHON_INLINE void add_run(const WeightProduct& product, int first_panel, int64_t first_row, int64_t num_rows,
-                             int64_t first, int64_t end, const Products& products) {
+                             const Run& run, const Products& products) {
     const PackedFormat& format = product.weight->format;
     const int64_t stride = product.weight->panel_stride;
-    const char* header = product.group + first_panel * stride + first / format.group * format.group_bytes();
+    const char* header = product.group + first_panel * stride + run.header;
     float* sums = product.sums + first_row * group_width + first_panel * panel_width;
     typename V::F scale[num_panels];
     for (int n = 0; n < num_panels; ++n) scale[n] = load_scales<V>(format.scales, header + n * stride);
     for (int64_t m = 0; m < num_rows; ++m) {
         for (int n = 0; n < num_panels; ++n) {
             float* sum = sums + m * group_width + n * panel_width;
-            V::store(sum, V::fma(scale[n], products(m, n), first > 0 ? V::load(sum) : V::zero()));
+            V::store(sum, V::fma(scale[n], products(m, n), run.first > 0 ? V::load(sum) : V::zero()));
         }
     }
     if (format.offset == OffsetKind::none) return;
     for (int n = 0; n < num_panels; ++n) scale[n] = offset_of<V>(format, header + n * stride, scale[n]);
     for (int64_t m = 0; m < num_rows; ++m) {
-        const char* row = product.rows + (first_row + m) * static_cast<int64_t>(product.row_bytes) + first * 2;
-        const auto row_sum = V::set1(sum_of_row<V>(row, end - first));
+        const char* row = product.rows + (first_row + m) * static_cast<int64_t>(product.row_bytes) + run.first * 2;
+        const auto row_sum = V::set1(sum_of_row<V>(row, run.end - run.first));
         for (int n = 0; n < num_panels; ++n) {
             float* sum = sums + m * group_width + n * panel_width;
             V::store(sum, V::fma(scale[n], row_sum, V::load(sum)));
@@ -196,16 +247,17 @@ template <class V, class Codes, int num_rows, int num_panels>
 void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const CodedTile& at) {
     const size_t row_bytes = product.row_bytes;
     const auto table = table_of<V, typename Codes::Reader>(product.weight->format);
-    for (int64_t first = at.first; first < at.end;) {
-        const int64_t end = run_end(*product.weight, first);
+    const char* rows = product.rows + static_cast<size_t>(at.first_row) * row_bytes;
+    for (Runs runs(*product.weight, at.first); runs.run().first < at.end; runs.advance()) {
+        const Run& run = runs.run();
         typename V::F acc[num_rows][num_panels];
         unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
             unrolled<num_panels>([&](auto n) __attribute__((always_inline)) { acc[m][n] = V::zero(); });
         });
-        const char* row = product.rows + static_cast<size_t>(at.first_row) * row_bytes + first * 2;
+        const char* row = rows + run.first * 2;
         const char* base[2] = {row, row + 8 * row_bytes};
-        walk_run<V, Codes, num_panels>(codes, table, first, end, [&](const typename V::B* operands)
-                                                                     __attribute__((always_inline)) {
+        walk_run<V, Codes, num_panels>(codes, table, run, [&](const typename V::B* operands)
+                                                              __attribute__((always_inline)) {
             unrolled<num_rows>([&](auto m) __attribute__((always_inline)) {
                 const auto x = V::broadcast(base[m / 8] + (m % 8) * row_bytes);
                 unrolled<num_panels>([&](auto n) __attribute__((always_inline)) {
@@ -214,9 +266,8 @@ void multiply_coded_tile(const WeightProduct& product, const Codes& codes, const
             });
             for (int i = 0; i < 2; ++i) base[i] += 4;
         });
-        add_run<V, num_panels>(product, at.first_panel, at.first_row, num_rows, first, end,
+        add_run<V, num_panels>(product, at.first_panel, at.first_row, num_rows, run,
                                [&](int64_t m, int n) __attribute__((always_inline)) { return acc[m][n]; });
-        first = end;
     }
 }
 
@@ -267,16 +318,14 @@ void unpack_codes(const WeightProduct& product, int64_t first, int64_t end, char
     const auto table = table_of<V, Reader>(product.weight->format);
     for (int n = 0; n < product.num_panels; ++n) {
         const int64_t at = n * product.weight->panel_stride;
-        const StoredCodes<Reader> codes{*product.weight, product.group + at, next + at};
+        const StoredCodes<Reader> codes{product.weight->panel_stride, product.group + at, next + at};
         char* step = to + n * stride;
-        for (int64_t column = first; column < end;) {
-            const int64_t until = run_end(*product.weight, column);
-            walk_run<V, StoredCodes<Reader>, 1>(codes, table, column, until, [&](const typename V::B* operands)
-                                                                                 __attribute__((always_inline)) {
+        for (Runs runs(*product.weight, first); runs.run().first < end; runs.advance()) {
+            walk_run<V, StoredCodes<Reader>, 1>(codes, table, runs.run(), [&](const typename V::B* operands)
+                                                                              __attribute__((always_inline)) {
                 V::store_operand(step, operands[0]);
                 step += panel_bytes;
             });
-            column = until;
         }
         const int64_t written = step - (to + n * stride);
         std::memset(step, 0, static_cast<size_t>(stride - written));
@@ -285,17 +334,17 @@ void unpack_codes(const WeightProduct& product, int64_t first, int64_t end, char
 
 // Rows in tiles over one run of codes in the cache; sums of a tile are scaled when the run ends.
 template <class Arch>
-void multiply_in_tiles(const WeightProduct& product, const char* run, int64_t stride, int64_t first, int64_t end) {
+void multiply_in_tiles(const WeightProduct& product, const char* codes, int64_t stride, const Run& run) {
     using V = typename Arch::Vector;
     constexpr int64_t rows_at_once = 2 * tile_height;
     alignas(64) float products[rows_at_once * group_width];
     Segment segment;
-    segment.steps = divide_up(end - first, Bf16::inner_multiple) * tile_steps;
-    for (int n = 0; n < product.num_panels; ++n) segment.prefetch[n] = segment.panel[n] = run + n * stride;
+    segment.steps = divide_up(run.end - run.first, Bf16::inner_multiple) * tile_steps;
+    for (int n = 0; n < product.num_panels; ++n) segment.prefetch[n] = segment.panel[n] = codes + n * stride;
     for (int64_t row = 0; row < product.num_rows; row += rows_at_once) {
         const int64_t num_rows = smaller(rows_at_once, product.num_rows - row);
         multiply_block_in_tiles<typename Arch::Tiles>({
-            .rows = product.rows + static_cast<size_t>(row) * product.row_bytes + first * 2,
+            .rows = product.rows + static_cast<size_t>(row) * product.row_bytes + run.first * 2,
             .row_bytes = product.row_bytes,
             .num_rows = num_rows,
             .segments = &segment,
@@ -307,7 +356,7 @@ void multiply_in_tiles(const WeightProduct& product, const char* run, int64_t st
             .accumulate = false,
         });
         for (int n = 0; n < product.num_panels; ++n) {
-            add_run<V, 1>(product, n, row, num_rows, first, end, [&](int64_t m, int) {
+            add_run<V, 1>(product, n, row, num_rows, run, [&](int64_t m, int) {
                 return V::load(products + m * group_width + n * panel_width);
             });
         }
@@ -323,27 +372,27 @@ void multiply_codes(const WeightProduct& product) {
             const char* after = product.next != nullptr ? product.next : product.group;
             return multiply_coded_rows<V>(product, 0, weight.inner, [&](int panel, int end_panel) {
                 const char* next = end_panel < product.num_panels ? product.group + end_panel * weight.panel_stride : after;
-                return StoredCodes<Reader>{weight, product.group + panel * weight.panel_stride, next};
+                return StoredCodes<Reader>{weight.panel_stride, product.group + panel * weight.panel_stride, next};
             });
         }
     }
     constexpr int64_t most_bytes = longest_run / Bf16::per_step * panel_bytes;
     char* block = Scratch::get<char>(ScratchUse::unpacked, group_panels * most_bytes);
-    for (int64_t first = 0; first < weight.inner;) {
-        int64_t end = run_end(weight, first);
-        if constexpr (!Arch::has_tiles) {
-            while (end < weight.inner && run_end(weight, end) - first <= longest_run) end = run_end(weight, end);
+    for (Runs runs(weight, 0); runs.run().first < weight.inner;) {
+        const Run run = runs.run();
+        int64_t end = run.end;
+        for (runs.advance(); !Arch::has_tiles && end < weight.inner && runs.run().end - run.first <= longest_run; runs.advance()) {
+            end = runs.run().end;
         }
-        const int64_t stride = round_up(end - first, Bf16::inner_multiple) / Bf16::per_step * panel_bytes;
-        unpack_codes<V, Reader>(product, first, end, block, stride);
+        const int64_t stride = round_up(end - run.first, Bf16::inner_multiple) / Bf16::per_step * panel_bytes;
+        unpack_codes<V, Reader>(product, run.first, end, block, stride);
         if constexpr (Arch::has_tiles) {
-            multiply_in_tiles<Arch>(product, block, stride, first, end);
+            multiply_in_tiles<Arch>(product, block, stride, run);
         } else {
-            multiply_coded_rows<V>(product, first, end, [&](int panel, int) {
-                return CachedCodes{block + panel * stride, first, stride};
+            multiply_coded_rows<V>(product, run.first, end, [&](int panel, int) {
+                return CachedCodes{block + panel * stride, run.first, stride};
             });
         }
-        first = end;
     }
 }
 

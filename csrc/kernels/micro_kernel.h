@@ -43,6 +43,7 @@ struct Block {
     float* sums;
     size_t sums_stride;
     bool accumulate;
+    bool prefetches = true;  // else what `segments` name to prefetch is not
 };
 
 // body(0), body(1), ... with constants, before the compiler decides what lives in registers: a loop over sums that are

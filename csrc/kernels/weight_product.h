@@ -1,7 +1,7 @@
 // Rows against one panel group of a packed weight, the whole inner dimension, sums in float32.
 //
 // Few rows wait for memory: one pass over the whole inner dimension, prefetching a little ahead in every panel and, at
-// its end, the start of what comes next. More rows take the inner dimension in blocks (32 to 128 KiB) that stay in the
+// its end, the start of what comes next. With one or two rows a processor that executes far ahead needs no prefetch. More rows take the inner dimension in blocks (32 to 128 KiB) that stay in the
 // cache while all rows pass over them, and prefetch the next block meanwhile. Up to twice the rows of a tile of two panels
 // pass over two panels at a time: in two passes, each fetching one panel, where four panels would need three or four.
 #pragma once
@@ -42,7 +42,8 @@ ANTIPHON_INLINE Segment segment_of(const WeightProduct& product, int64_t first, 
 }
 
 template <class Arch, class E>
-void multiply_steps(const WeightProduct& product, int64_t first, const Segment* segments, int num_segments) {
+void multiply_steps(const WeightProduct& product, int64_t first, const Segment* segments, int num_segments,
+                    bool prefetches = true) {
     multiply_block<Arch, E>({
         .rows = product.rows + first * 4,
         .row_bytes = product.row_bytes,
@@ -54,6 +55,7 @@ void multiply_steps(const WeightProduct& product, int64_t first, const Segment* 
         .sums = product.sums,
         .sums_stride = group_width,
         .accumulate = first > 0,
+        .prefetches = prefetches,
     });
 }
 
@@ -90,7 +92,7 @@ void multiply_group(const WeightProduct& product) {
         const int64_t body = product.steps - lead;
         const Segment segments[2] = {segment_of(product, 0, body, product.group + lead * panel_bytes),
                                      segment_of(product, body, lead, next)};
-        return multiply_steps<Arch, E>(product, 0, segments, 2);
+        return multiply_steps<Arch, E>(product, 0, segments, 2, product.num_rows > Arch::rows_without_prefetch);
     }
     if constexpr (!Arch::has_tiles && Arch::tile_panels == group_panels && tile_rows<Arch, E>(2) == most_tile_rows) {
         if (product.num_rows <= 2 * most_tile_rows) return multiply_in_pairs<Arch, E>(product, next);
