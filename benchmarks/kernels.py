@@ -9,6 +9,8 @@ Method
    only neighbours in time compare.
 3. Expert weights are cold: calls rotate over 200 MB, four experts a call. The bound is a sum of 16 MB out of 256 MB; of
    the roofline: the longer of that and of the operations at the rate of the call with most rows, over the time.
+   A round goes through all numbers of rows. Where the machine's read rate flips between two values, each call is
+   counted with the read before it, and there is a table for the slow and one for the fast state.
 4. Formats: the same experts in 4 and 8 bits, beside bfloat16 in the same round; GB/s are of packed bytes.
 5. Products are warm; their bound is the best of PyTorch's own large product and ours, whichever is higher.
 """
@@ -38,7 +40,18 @@ HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
 READ_BYTES, NUM_READS = 16 << 20, 16
 SETTLE_S = 0.01  # the other library's threads spin for a while after its last region
+EXPERT_ROWS = (256, 64, 32, 24, 20, 16, 13, 12, 11, 10, 8, 7, 6, 4, 2, 1)
+STATES_APART = 1.25  # between the slow and the fast tenth of the reads, if they are of two states
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 4, 64, 16
+
+
+def timed(action: Callable[[int], object], number: int) -> float:
+    """Seconds of one call, after a pause and a call that wakes the threads."""
+    time.sleep(SETTLE_S)
+    action(number)
+    start = time.perf_counter()
+    action(number + 1)
+    return time.perf_counter() - start
 
 
 def interleaved(actions: dict[str, Callable[[int], object]], repeat: int) -> dict[str, tuple[float, float]]:
@@ -48,11 +61,7 @@ def interleaved(actions: dict[str, Callable[[int], object]], repeat: int) -> dic
         action(0)
     for number in range(repeat):
         for name, action in actions.items():
-            time.sleep(SETTLE_S)
-            action(number)
-            start = time.perf_counter()
-            action(number + 1)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(timed(action, number))
     return {name: (min(values), statistics.median(values)) for name, values in times.items()}
 
 
@@ -72,45 +81,62 @@ def rates(work: float, seconds: tuple[float, float]) -> str:
     return f"{work / seconds[0] / 1e9:.1f} / {work / seconds[1] / 1e9:.1f}"
 
 
+def read_states(read_s: list[float]) -> list[str]:
+    """The state of the machine at each read: "slow" or "fast" if the rates are of two kinds, else "steady"."""
+    fast_s, *_, slow_s = statistics.quantiles(read_s, n=10)
+    if slow_s < STATES_APART * fast_s:
+        return ["steady"] * len(read_s)
+    return ["slow" if seconds > (slow_s * fast_s) ** 0.5 else "fast" for seconds in read_s]
+
+
 def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
-    """GB/s of cold expert weights for M rows an expert, and how much of the roofline that is."""
+    """GB/s of cold expert weights for M rows an expert and the share of the roofline, by state of the machine."""
     experts = backend.new_experts(ExpertShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE, "silu"))
     gate_up = (torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5).bfloat16()
     down = (torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5).bfloat16()
     for e in range(NUM_EXPERTS):
         experts.set_expert(e, gate_up[e, :INTERMEDIATE], gate_up[e, INTERMEDIATE:], down[e])
     read = cold_read()
-    table = Table("rows an expert", "ours GB/s", "PyTorch GB/s", "read GB/s", "of read", "ours GFLOP/s", "of roofline",
-                  title="grouped experts, cold; best / median")  # fmt: skip
     num_calls = NUM_EXPERTS // EXPERTS_PER_CALL
-    peak = 0.0  # operations a second
-    for num_rows in (256, 64, 32, 24, 20, 16, 13, 12, 11, 10, 8, 7, 6, 4, 2, 1):
-        x = torch.randn(num_rows, HIDDEN).bfloat16()
-        ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).view(num_calls, 1, -1).repeat(1, num_rows, 1)
-        weights = torch.full((num_rows, EXPERTS_PER_CALL), 0.25)
 
-        def ours(number: int, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights) -> Tensor:
-            return backend.grouped_ffn(x, ids[number % num_calls], weights, experts)
+    def ours(number: int, x: Tensor) -> Tensor:
+        ids = torch.arange(EXPERTS_PER_CALL, dtype=torch.int32) + number % num_calls * EXPERTS_PER_CALL
+        return backend.grouped_ffn(x, ids.repeat(len(x), 1), torch.full((len(x), EXPERTS_PER_CALL), 0.25), experts)
 
-        def theirs(number: int, x: Tensor = x) -> Tensor:
-            y = torch.zeros(x.shape)
-            first = number % num_calls * EXPERTS_PER_CALL
-            for e in range(first, first + EXPERTS_PER_CALL):
-                gate, up = F.linear(x, gate_up[e]).chunk(2, dim=-1)
-                y += 0.25 * F.linear(F.silu(gate) * up, down[e])
-            return y
+    def theirs(number: int, x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape)
+        first = number % num_calls * EXPERTS_PER_CALL
+        for e in range(first, first + EXPERTS_PER_CALL):
+            gate, up = F.linear(x, gate_up[e]).chunk(2, dim=-1)
+            y += 0.25 * F.linear(F.silu(gate) * up, down[e])
+        return y
 
-        check(ours(1), theirs(1))
-        seconds = interleaved({"ours": ours, "theirs": theirs, "read": read}, repeat)
-        work = EXPERTS_PER_CALL * EXPERT_BYTES
-        fraction = (work / seconds["ours"][0]) / (READ_BYTES / seconds["read"][0])
-        peak = max(peak, work * num_rows / seconds["ours"][0])
-        least_s = [max(work / READ_BYTES * read_s, work * num_rows / peak) for read_s in seconds["read"]]
-        roofline = " / ".join(f"{least / s:.0%}" for least, s in zip(least_s, seconds["ours"], strict=True))
-        table.add_row(str(num_rows), rates(work, seconds["ours"]), rates(work, seconds["theirs"]),
-                      rates(READ_BYTES, seconds["read"]), f"{fraction:.0%}",
-                      rates(work * num_rows, seconds["ours"]), roofline)  # fmt: skip
-    console.print(table)
+    rows = {num_rows: torch.randn(num_rows, HIDDEN).bfloat16() for num_rows in EXPERT_ROWS}
+    for x in rows.values():
+        check(ours(1, x), theirs(1, x))
+    samples = [
+        (num_rows, timed(read, number), timed(partial(ours, x=x), number), timed(partial(theirs, x=x), number))
+        for number in range(repeat)
+        for num_rows, x in rows.items()
+    ]
+    work = EXPERTS_PER_CALL * EXPERT_BYTES
+    peak = max(work * num_rows / ours_s for num_rows, _, ours_s, _ in samples)  # operations a second
+    states = read_states([read_s for _, read_s, _, _ in samples])
+    for state in sorted(set(states)):
+        table = Table("rows an expert", "rounds", "ours GB/s", "PyTorch GB/s", "read GB/s", "ours GFLOP/s",
+                      "of roofline", title=f"grouped experts, cold; best / median; read rate: {state}")  # fmt: skip
+        for num_rows in EXPERT_ROWS:
+            own = [sample for sample, of in zip(samples, states, strict=True) if sample[0] == num_rows and of == state]
+            if not own:
+                continue
+            read_s, ours_s, theirs_s = (
+                (min(times), statistics.median(times)) for times in list(zip(*own, strict=True))[1:]
+            )
+            least_s = [max(work / READ_BYTES * seconds, work * num_rows / peak) for seconds in read_s]
+            roofline = " / ".join(f"{least / seconds:.0%}" for least, seconds in zip(least_s, ours_s, strict=True))
+            table.add_row(str(num_rows), str(len(own)), rates(work, ours_s), rates(work, theirs_s),
+                          rates(READ_BYTES, read_s), rates(work * num_rows, ours_s), roofline)  # fmt: skip
+        console.print(table)
 
 
 FORMATS = {
