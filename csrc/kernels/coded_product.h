@@ -40,8 +40,8 @@ struct Run {
     int64_t codes;   // of column `first`
 };
 
-// The runs of a panel from column `first` on, one after another. A run is as short as 4 words of codes, so that a division
-// for each would take as long as its product.
+// The runs of a panel from column `first` on, one after another, without a division for each: a run may be as short as 4
+// words of codes.
 class Runs {
   public:
     Runs(const PackedMatrix& weight, int64_t first)
