@@ -5,6 +5,8 @@
    a link of that rate: one hands over layer by layer, the other at the end of each step.
 2. Short prompts begin long answers. While those run, long prompts come, one at a time: the next one when the one
    before has its first token. So both engines are asked for as many prompts as they can take.
+   Each engine has an untimed run first: a block of the cache that was never used costs a fault for each of its pages.
+   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped.
 3. A row for each engine and length of prompt: time between tokens of the answers, time to the first token of the long
    prompts, tokens of both, and with `--profile` what the simulator says (`pools_prediction`). `verdicts` says in words
    who wins at what.
@@ -39,6 +41,7 @@ from antiphon.bench.harness.contest import (
     share,
     take_turns,
 )
+from antiphon.bench.harness.core_waits import measure_core_waits, together
 from antiphon.bench.harness.processes import PATIENCE_S, SECRET, check_mbit, require_box, run_beside, start_workers
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
 from antiphon.cost.kv_blocks import blocks_of, kv_cache_block_bytes
@@ -50,6 +53,7 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.served_plan import parse_layout
+from antiphon.sim.host import CoreWaits
 from antiphon.specs.sampling import SamplingParams
 
 _SHORT_TOKENS = 32  # of the prompts whose answers are timed
@@ -57,6 +61,7 @@ _LONG_ANSWER = 2  # tokens: more than the first one, so that the prompt has to a
 _NEAR = 0.05  # a smaller difference is none
 _FIRST_PORT = 7710  # where workers join the first engine in a box
 _HAND_OVERS: dict[HandOver, str] = {"end": "at the end", "layers": "layer by layer"}
+_WAITS_S = 2.0  # for which waits for cores are measured after a run
 _IDLE_S = 60.0  # in which aborted requests give back their blocks
 
 
@@ -89,13 +94,14 @@ class PoolsCase:
 @dataclass
 class _PoolRun:
     """One engine under one mix. `prompts_s`: how long long prompts kept coming; `exposed_s`: of their prefill, what was
-    waiting for keys and values to leave."""
+    waiting for keys and values to leave; `core_waits`: of the machine, right after it."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     took_s: float = 0.0
     prompts_s: float = 0.0
     exposed_s: float = 0.0
+    core_waits: CoreWaits | None = None
 
 
 def columns(case: PoolsCase) -> ContestColumns:
@@ -159,10 +165,13 @@ def _contest(
             engines[name].pause_workers()
         for tokens in lengths:
             say(f"{case.answers} answers of {case.output_tokens} tokens, prompts of {tokens}")
-            turns = {name: partial(_run_alone, engine, tokens, case) for name, engine in engines.items()}
+            for engine in engines.values():
+                _run_alone(engine, tokens, case, None)
+            turns = {name: partial(_run_alone, engine, tokens, case, machine) for name, engine in engines.items()}
             runs = take_turns(turns, case.repetitions)
             rows += [
-                _row(name, configs[name], tokens, runs[name], case) | _predicted(configs[name], machine, tokens, case)
+                _row(name, configs[name], tokens, runs[name], case)
+                | _predicted(configs[name], machine, tokens, case, runs[name])
                 for name in engines
             ]
     return rows
@@ -229,12 +238,17 @@ def _send_workers(box: Box, config: ServeConfig, log: Path, stack: ExitStack) ->
     start_workers(box, 1, roles, config.join_address, log, stack, config.num_threads or 1)
 
 
-def _run_alone(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
+def _run_alone(engine: Engine, tokens: int, case: PoolsCase, machine: MeasuredMachine | None) -> _PoolRun:
+    """`machine`: waits for cores are measured, too."""
     engine.resume_workers()
     try:
-        return _run(engine, tokens, case)
+        found = _run(engine, tokens, case)
     finally:
         engine.pause_workers()
+    if machine is not None and found.itl_s:
+        turn_s = float(machine.profile.turn_s(case.answers))
+        found.core_waits = measure_core_waits(_WAITS_S, period_s=median(found.itl_s), turn_s=turn_s)
+    return found
 
 
 def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
@@ -318,11 +332,15 @@ def _row(name: str, config: ServeConfig, tokens: int, runs: Repetitions[_PoolRun
     }
 
 
-def _predicted(config: ServeConfig, machine: MeasuredMachine | None, tokens: int, case: PoolsCase) -> dict[str, Any]:
+def _predicted(
+    config: ServeConfig, machine: MeasuredMachine | None, tokens: int, case: PoolsCase, runs: Repetitions[_PoolRun]
+) -> dict[str, Any]:
     """What the simulator says."""
     if machine is None:
         return {}
-    found = predict_mix(config, machine, (case.answers, _SHORT_TOKENS, case.output_tokens), tokens)
+    waits = [each.value.core_waits for each in runs.counted if each.value.core_waits is not None]
+    answers = case.answers, _SHORT_TOKENS, case.output_tokens
+    found = predict_mix(config, machine, answers, tokens, together(waits))
     return {f"predicted_{name}": value for name, value in found.items()}
 
 

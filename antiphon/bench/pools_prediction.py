@@ -20,13 +20,13 @@ from antiphon.cost.profile import Profile, read_serving_profile
 from antiphon.models.config import load_model_spec, read_config, refuse_other_model
 from antiphon.planner.setting import Setting
 from antiphon.serve.config import ServeConfig
+from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
-from antiphon.sim.serve_results import serving_result
 from antiphon.sim.serving_options import Demand, ServingOptions
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
-from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
+from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 _CLUSTER_FILE = "this-machine.json"
 _MOST_PROMPTS = 64  # of a prediction
@@ -66,12 +66,17 @@ class MeasuredMachine:
 
 
 def predict_mix(
-    config: ServeConfig, machine: MeasuredMachine, answers: tuple[int, int, int], prompt_tokens: int
+    config: ServeConfig,
+    machine: MeasuredMachine,
+    answers: tuple[int, int, int],
+    prompt_tokens: int,
+    core_waits: CoreWaits | None = None,
 ) -> dict[str, float | None]:
     """`itl_s_p99`, `ttft_s_median` (None where there is none), and with two pools `exposed_share` of the prompts' time
     to the first token. `answers`: how many, tokens of their prompts, tokens of each; they come at time 0. Long prompts
     come one at a time: the first when all answers have begun, the next when the one before has its first token, while
-    answers run; the run is simulated anew with each. `UserError` for another model's profile."""
+    answers run; the run is simulated anew with each. Gaps between tokens count from the first long prompt on, as those
+    that are measured. `core_waits`: of the machine, beside the run. `UserError` for another model's profile."""
     phases = _phases(config, machine.cluster.groups[0].device.name)
     spec = load_model_spec(config.model)
     if machine.profile.model_config:
@@ -91,7 +96,7 @@ def predict_mix(
         phases=phases,
         model_config=read_config(config.model),
     )
-    options, sent_s = ServingOptions(hand_over=config.hand_over), list[float]()
+    options, sent_s = ServingOptions(hand_over=config.hand_over, core_waits=core_waits), list[float]()
     while True:
         demand = _demand(answers, prompt_tokens, sent_s)
         run = simulate_serving(pools_of(plan, setting, demand), demand, options)
@@ -100,10 +105,9 @@ def predict_mix(
         if len(prompts) == _MOST_PROMPTS or max(begun_s) >= max(record.finished_s or 0.0 for record in own):
             break
         sent_s.append(max(begun_s))  # what comes later changes nothing before it
-    result = serving_result(run, SloSpec())
     ttft_s = [record.ttft_s or 0.0 for record in prompts]
     found: dict[str, float | None] = {
-        "itl_s_p99": result.itl_s.get("p99"),
+        "itl_s_p99": run.log.gap_summary(after_s=sent_s[0]).get("p99") if sent_s else None,
         "ttft_s_median": median(ttft_s) if ttft_s else None,
     }
     if run.handovers is not None and ttft_s:

@@ -130,11 +130,11 @@ class ThreadSink:
         """Yield outputs until `num_requests` requests have finished. Blocks; the engine always finishes requests,
         with an error if it must."""
         while num_requests > 0:
-            os.eventfd_read(self._news)
-            while self._delivered:
-                output = self._delivered.popleft()
-                num_requests -= output.finish_reason is not None
-                yield output
+            while not self._delivered:
+                os.eventfd_read(self._news)
+            output = self._delivered.popleft()
+            num_requests -= output.finish_reason is not None
+            yield output
 
 
 Sink = AsyncSink | ThreadSink  # where outputs go; called in the engine's thread, so `deliver` must not block

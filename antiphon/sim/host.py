@@ -8,6 +8,9 @@
    the event loop writes them, the client reads them.
 
 Used where the profile has these times (`cost.profile.HostTimes`) and all of the plan is on one node, the measured one.
+Where it is not used, a simulation may be given what waits for cores were measured (`CoreWaits`): other programs and the
+system take cores now and then, and a process that is woken while all cores compute waits for the scheduler's next tick.
+A mean of these changes little; the slowest tokens of a hundred are theirs.
 Rejected: a fixed time for each request and token. What HTTP takes is small while cores are idle; a server on two cores
 has none that are.
 """
@@ -16,6 +19,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.cost.profile import HostTimes
@@ -87,6 +92,37 @@ class SharedCores:
             needed[thread.process] = thread.num_cores
         share = min(1.0, self._num_cores / max(sum(needed.values()), 1))
         return {name: share / threads_of[thread.process] for name, thread in busy.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreWaits:
+    """Measured on a machine all of whose cores compute: how often in a second of computing another program or the
+    system takes the core for longer than a tenth of a millisecond (`stalls_per_s`) and for how long each time
+    (`stalls_s`); how long a process that is woken waits for a core (`wakes_s`)."""
+
+    stalls_per_s: float
+    stalls_s: tuple[float, ...]
+    wakes_s: tuple[float, ...]
+
+
+class DrawnWaits:
+    """What of `CoreWaits` happens to a simulation. Same seed, same chance."""
+
+    def __init__(self, waits: CoreWaits, seed: int) -> None:
+        self._waits = waits
+        self._chance = np.random.default_rng(seed)
+
+    def stalled_s(self, work_s: float) -> float:
+        """What stalls add to so long a computation on one core."""
+        waits = self._waits
+        if not waits.stalls_s:
+            return 0.0
+        count = self._chance.poisson(waits.stalls_per_s * work_s)
+        return float(self._chance.choice(waits.stalls_s, count).sum()) if count else 0.0
+
+    def woken_s(self) -> float:
+        """Until a process that is woken has a core."""
+        return float(self._chance.choice(self._waits.wakes_s)) if self._waits.wakes_s else 0.0
 
 
 class ServingHost:

@@ -4,7 +4,8 @@
    chooses.
 2. Instances step (`sim.instances`); a step's tokens are delivered at its end.
 3. With two pools requests go to the decode pool, whose workers have prompts computed for them (`sim.handovers`).
-4. Where the profile has what HTTP and processes take, they share the machine's cores with the steps (`sim.host`).
+4. Where the profile has what HTTP and processes take, they share the machine's cores with the steps (`sim.host`);
+   else steps and tokens may wait for cores as it was measured (`ServingOptions.core_waits`).
 5. Failures, re-placement of experts and shifts of popularity happen at their times.
 6. All events of one moment are handled before any instance begins a step. Same seed, same run.
 
@@ -23,7 +24,7 @@ from antiphon.base.errors import UserError
 from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.handovers import SimulatedHandovers
-from antiphon.sim.host import serving_host
+from antiphon.sim.host import DrawnWaits, serving_host
 from antiphon.sim.instances import Instance, start_pool
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve_log import Record, ServeLog, ServingRun
@@ -80,6 +81,10 @@ class _ServingSimulation:
             has_client=options.client_here,
             hands_over=len(pools) > 1,
         )
+        self._waits: DrawnWaits | None = None
+        if options.core_waits is not None and self._host is None:
+            self._waits = DrawnWaits(options.core_waits, options.seed)
+        self._handed_out_s = 0.0  # until when the engine's thread and those that it wakes are late
 
     def run(self) -> ServingRun:
         self._at(float(self._demand.arrivals_s[0]), self._arrive, 0)
@@ -228,7 +233,8 @@ class _ServingSimulation:
             return
         ends = partial(self._step_ends, pool, instance, instance.version)
         if self._host is None or step.price is None:
-            self._at(step.end_s, ends)
+            stalled_s = 0.0 if self._waits is None else self._waits.stalled_s(step.end_s - self._now_s)
+            self._at(step.end_s + stalled_s, ends)
         else:
             phase, turn_s = instance.pool.phase, step.price.turn_s
             devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
@@ -259,7 +265,10 @@ class _ServingSimulation:
             if request.finish_reason is not None:
                 del self._record_of[request.request_id]
             tokens.append((record, request.finish_reason is not None))
-        if self._host is None or not tokens:
+        if self._waits is not None and tokens:  # the instance may go on; its tokens wait until the engine has a core
+            self._handed_out_s = max(self._handed_out_s, self._now_s + self._waits.woken_s())
+            self._at(self._handed_out_s, self._arrived, tokens)
+        elif self._host is None or not tokens:
             self._arrived(tokens)
         else:
             self._host.tokens(len(tokens), partial(self._arrived, tokens))
@@ -278,7 +287,7 @@ class _ServingSimulation:
                 record.finished_s = self._now_s
                 self._num_in_flight -= 1
                 self._done()
-        self._log.delivered(len(tokens), gaps)
+        self._log.delivered(self._now_s, len(tokens), gaps)
         self._open_door()
 
     # --- what else happens -----------------------------------------------------------------------------------------

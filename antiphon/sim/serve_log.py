@@ -125,13 +125,14 @@ class Replacement:
 
 class ServeLog:
     """`num_output`: tokens delivered so far. `gaps_s`, `gap_counts`: times between consecutive tokens of a request, and
-    how many such gaps. Times of `samples` ascend. `steps`: (pool, instance, step)."""
+    how many such gaps; they end at `gap_ends_s`. Times of `samples` ascend. `steps`: (pool, instance, step)."""
 
     def __init__(self, record_steps: bool) -> None:
         self.samples: list[Sample] = []
         self.steps: list[tuple[str, int, Step]] = []
         self.gaps_s: list[float] = []
         self.gap_counts: list[int] = []
+        self.gap_ends_s: list[float] = []
         self.num_steps_left_out = 0
         self.failures: list[Failure] = []
         self.replacements: list[Replacement] = []
@@ -140,14 +141,17 @@ class ServeLog:
         self._interval_s = 0.0
         self._next_s = 0.0
 
-    def delivered(self, num_tokens: int, gaps: dict[float, int]) -> None:
+    def delivered(self, now_s: float, num_tokens: int, gaps: dict[float, int]) -> None:
         """Tokens of one step; `gaps`: seconds -> how many."""
         self.num_output += num_tokens
         self.gaps_s.extend(gaps)
         self.gap_counts.extend(gaps.values())
+        self.gap_ends_s.extend([now_s] * len(gaps))
 
-    def gap_summary(self) -> dict[str, float]:
-        return summary(np.asarray(self.gaps_s), np.asarray(self.gap_counts))
+    def gap_summary(self, after_s: float = -1.0) -> dict[str, float]:
+        """Of the gaps that end after that time."""
+        counted = np.asarray(self.gap_ends_s) > after_s
+        return summary(np.asarray(self.gaps_s)[counted], np.asarray(self.gap_counts)[counted])
 
     def sample(self, now_s: float, pools: Sequence[LivePool]) -> None:
         """Look at the queues, if it is time to."""

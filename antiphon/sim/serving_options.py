@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
 from antiphon.serve.policy.handover import HandOver
+from antiphon.sim.host import CoreWaits
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 Role = Literal["attention", "experts"]
@@ -113,7 +114,8 @@ class ServingOptions:
     """`shared_prefix_tokens`: equal first tokens of all prompts, which the prefix cache can find (0: nothing is
     shared). `restart_s`: how long a killed worker is away. `rebalance_every_s`, `shift_every_s`: None: never.
     `hand_over`: when keys and values leave a prefill worker: layer by layer, or all at the end of its step.
-    `client_here`: clients are a process on the serving machine (`sim.host`)."""
+    `client_here`: clients are a process on the serving machine (`sim.host`). `core_waits`: what steps, and threads that
+    are woken, wait for cores of a machine all of whose cores compute; not with times of HTTP."""
 
     seed: int = 0
     shared_prefix_tokens: int = 0
@@ -123,6 +125,7 @@ class ServingOptions:
     shift_every_s: float | None = None
     hand_over: HandOver = "layers"
     client_here: bool = False
+    core_waits: CoreWaits | None = None
 
     def __post_init__(self) -> None:
         if self.shared_prefix_tokens < 0:

@@ -11,11 +11,13 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.base.system import python_module
 from antiphon.bench.box import box_unavailable
+from antiphon.bench.harness.core_waits import measure_core_waits, together
 from antiphon.bench.pools import PoolsCase, bench_pools, columns, verdicts
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
 from antiphon.cost.curves import Surface
 from antiphon.cost.profile import AttentionTable
 from antiphon.serve.config import ServeConfig
+from antiphon.sim.host import CoreWaits
 from tests.planner.test_profiled import profile as flat_profile
 from tests.serve.engine_harness import save_tiny_model
 from tests.sim.serving_specimens import cluster
@@ -44,6 +46,18 @@ def test_a_contest_of_unequal_sizes_is_refused(tmp_path: Path) -> None:
         bench_pools(folder, [64], PoolsCase(mbit=0.0), print)
     with pytest.raises(UserError, match=r"there is no this-machine.json beside it"):
         bench_pools(folder, [64], PoolsCase(profile=tmp_path / "profile.json"), print)
+
+
+def test_waits_for_cores_are_measured_while_all_compute() -> None:
+    """Whatever the machine does: a wake for each turn, and stalls that took no longer than there was time."""
+    found = measure_core_waits(0.4, period_s=0.01, turn_s=1e-4)
+    assert found.wakes_s
+    assert all(0 <= wake_s < 30 for wake_s in found.wakes_s)
+    assert all(1e-4 < stall_s < 30 for stall_s in found.stalls_s)
+    assert together([]) is None
+    twice = together([found, found])
+    assert twice is not None
+    assert (twice.stalls_per_s, len(twice.wakes_s)) == (found.stalls_per_s, 2 * len(found.wakes_s))
 
 
 @pytest.mark.slow
@@ -88,6 +102,8 @@ def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> Non
     assert two.prefill is not None
     at_end = predicted(replace(two, hand_over="end", prefill=replace(two.prefill, hand_over="end")))
     assert 0 < found["exposed_share"] < at_end["exposed_share"]
+    late = CoreWaits(stalls_per_s=0.0, stalls_s=(), wakes_s=(*[0.0] * 9, 0.004))  # a token in ten
+    assert predict_mix(two, machine, (4, 32, 100), 2000, late)["itl_s_p99"] >= found["itl_s_p99"] + 0.0039
     with pytest.raises(UserError, match="--profile predicts replicas and attention workers of one rank, not 1t2"):
         predicted(ServeConfig(**common, layout="colocated", attention_tp=2))  # type: ignore[arg-type]
 

@@ -1,7 +1,9 @@
 """What requests show of a grammar that broke off while a mask was computed, and whose outputs are whose."""
 
 import asyncio
+import gc
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.mask_pool import MaskJob
-from antiphon.serve.outputs import AsyncSink, TrackedRequest, TrackedRequests
+from antiphon.serve.outputs import AsyncSink, ThreadSink, TrackedRequest, TrackedRequests
 from antiphon.serve.policy.request import new_request
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until
@@ -129,3 +131,33 @@ def test_outputs_of_an_aborted_request_never_reach_the_next_one_of_its_name() ->
         sink.open("a", aborted.append)
 
     asyncio.run(talk())
+
+
+def test_a_thread_reads_all_that_comes_and_its_descriptor_goes_with_it() -> None:
+    num_open = _num_descriptors()
+    outputs = [EngineOutput(request_id=str(index % 3), token_ids=[index]) for index in range(300)]
+    last = [EngineOutput(request_id=str(index), token_ids=[], finish_reason="stop") for index in range(3)]
+    _deliver_and_read(outputs, last)
+    gc.collect()
+    assert _num_descriptors() == num_open
+
+
+def _deliver_and_read(outputs: list[EngineOutput], last: list[EngineOutput]) -> None:
+    sink = ThreadSink()
+
+    def deliver() -> None:
+        for output in [*outputs, *last]:
+            sink.deliver([output])
+
+    thread = threading.Thread(target=deliver)
+    thread.start()
+    assert list(sink.outputs(3)) == [*outputs, *last]
+    thread.join()
+    sink.deliver([outputs[0], last[0], outputs[1]])
+    sink.deliver(last[1:])
+    assert list(sink.outputs(1)) == [outputs[0], last[0]]  # delivered before they were read
+    assert list(sink.outputs(2)) == [outputs[1], *last[1:]]  # and nothing is lost in between
+
+
+def _num_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -1,5 +1,6 @@
 """Requests, steps and tokens that share a machine's cores: closed forms, and what it was before where all is free."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve
 from antiphon.cost.profile import HostTimes, MachineFacts, Profile
 from antiphon.planner.setting import Setting
-from antiphon.sim.host import ServingHost, SharedCores, Then
+from antiphon.sim.host import CoreWaits, DrawnWaits, ServingHost, SharedCores, Then
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serve_log import ServingRun
@@ -49,11 +50,17 @@ def on_one_node(of: WorkloadSpec, times: HostTimes | None, num_cores: int = 64, 
 
 
 def serve(
-    of: WorkloadSpec, where: Setting, phases: dict[str, PhasePlan], *, count: int = 40, client_here: bool = True
+    of: WorkloadSpec,
+    where: Setting,
+    phases: dict[str, PhasePlan],
+    *,
+    count: int = 40,
+    client_here: bool = True,
+    waits: CoreWaits | None = None,
 ) -> ServingRun:
     requests = draw_demand(of, num_requests=count, seed=0)
     pools = pools_of(plan(of, **phases), where, requests)
-    return simulate_serving(pools, requests, ServingOptions(client_here=client_here))
+    return simulate_serving(pools, requests, ServingOptions(client_here=client_here, core_waits=waits))
 
 
 PHASES = {
@@ -149,3 +156,39 @@ def test_a_client_needs_times_of_this_machine() -> None:
         serve(of, elsewhere, PHASES["one pool"])
     with pytest.raises(UserError, match="--client-here: no --profile is given"):
         serve(of, replace(elsewhere, profile=None), PHASES["one pool"])
+
+
+def test_waits_for_cores_are_drawn_as_often_as_measured() -> None:
+    drawn = DrawnWaits(CoreWaits(stalls_per_s=50.0, stalls_s=(1e-3, 3e-3), wakes_s=(0.0, 4e-3)), seed=1)
+    steps = [drawn.stalled_s(0.01) for _ in range(4000)]
+    assert sum(steps) == pytest.approx(4000 * 0.01 * 50.0 * 2e-3, rel=0.1)
+    assert steps.count(0.0) == pytest.approx(4000 * math.exp(-0.5), rel=0.1)
+    assert sum(drawn.woken_s() for _ in range(4000)) == pytest.approx(4000 * 2e-3, rel=0.1)
+    nothing = DrawnWaits(CoreWaits(stalls_per_s=0.0, stalls_s=(), wakes_s=()), seed=1)
+    assert nothing.stalled_s(1.0) == nothing.woken_s() == 0.0
+
+
+@pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES.keys())
+def test_tokens_that_wait_for_the_engine_come_late_and_delay_no_step(phases: dict[str, PhasePlan]) -> None:
+    of = workload(rate=0.001, sigma=0.0)
+    where = on_one_node(of, None)
+    late = CoreWaits(stalls_per_s=0.0, stalls_s=(), wakes_s=(4e-3,))
+    plain, found = (serve(of, where, phases, count=2, client_here=False, waits=waits) for waits in (None, late))
+    for one, other in zip(found.records, plain.records, strict=True):
+        assert one.ttft_s == pytest.approx((other.ttft_s or 0.0) + 4e-3)
+        assert one.tpot_s == pytest.approx(other.tpot_s)
+    sometimes = replace(late, wakes_s=(0.0, 0.0, 0.0, 4e-3))
+    found = serve(of, where, phases, count=2, client_here=False, waits=sometimes)
+    assert found.log.gap_summary()["p99"] > plain.log.gap_summary()["p99"] + 3e-3
+    assert found.log.gap_summary()["mean"] == pytest.approx(plain.log.gap_summary()["mean"], rel=0.2)
+
+
+def test_stalls_make_steps_longer() -> None:
+    of = workload(rate=0.001, sigma=0.0)
+    where = on_one_node(of, None)
+    often = CoreWaits(stalls_per_s=1000.0, stalls_s=(1e-3,), wakes_s=())
+    plain, found = (
+        serve(of, where, PHASES["one pool"], count=2, client_here=False, waits=waits) for waits in (None, often)
+    )
+    for one, other in zip(found.records, plain.records, strict=True):
+        assert (one.tpot_s or 0.0) > 1.5 * (other.tpot_s or 0.0)

@@ -237,8 +237,8 @@ def test_popularity_shifts_and_counts_follow_it() -> None:
 
 def test_percentiles_of_gaps_are_those_of_the_tokens() -> None:
     log = ServeLog(record_steps=False)
-    log.delivered(8, {0.3: 1, 0.1: 7})
-    log.delivered(2, {0.2: 2})
+    log.delivered(1.0, 8, {0.3: 1, 0.1: 7})
+    log.delivered(2.0, 2, {0.2: 2})
     each = np.array([0.1] * 7 + [0.2] * 2 + [0.3])
     assert log.gap_summary() == summary(each)
     assert log.gap_summary() == {
@@ -248,7 +248,8 @@ def test_percentiles_of_gaps_are_those_of_the_tokens() -> None:
         "p99": 0.3,
         "max": 0.3,
     }
-    assert ServeLog(record_steps=False).gap_summary() == {}
+    assert log.gap_summary(after_s=1.0) == summary(np.array([0.2, 0.2]))
+    assert log.gap_summary(after_s=2.0) == ServeLog(record_steps=False).gap_summary() == {}
 
 
 def test_samples_stay_few_and_in_order() -> None:
