@@ -42,6 +42,8 @@ while last < until:
     if news >= 0 and now >= due:
         due = now + int(period_ns)
         os.write(int(news), now.to_bytes(8, "little"))
+if news >= 0:
+    os.close(int(news))
 print(json.dumps(stalls))
 """
 
@@ -54,9 +56,10 @@ def measure_core_waits(seconds: float, *, period_s: float, turn_s: float) -> Cor
     programs: list[subprocess.Popen[bytes]] = []
     try:
         for core in cores:
-            numbers = [core, seconds, period_s * 1e9, _LEAST_NS, news if core == cores[0] else -1]
+            wakes = [news] if core == cores[0] else []
+            numbers = [core, seconds, period_s * 1e9, _LEAST_NS, *(wakes or [-1])]
             command = [sys.executable, "-S", "-E", "-c", _COMPUTE, *map(str, numbers)]
-            programs.append(subprocess.Popen(command, pass_fds=(news,), stdout=PIPE, stdin=DEVNULL))
+            programs.append(subprocess.Popen(command, pass_fds=wakes, stdout=PIPE, stdin=DEVNULL))
         os.close(news)
         news = -1
         turns = engine.turns(seconds + _PATIENCE_S)
