@@ -52,7 +52,7 @@ def measure_core_waits(seconds: float, *, period_s: float, turn_s: float) -> Cor
     """Computes on all cores of this process for so long. `UserError` if the programs do not end."""
     cores = sorted(os.sched_getaffinity(0))
     heard, news = os.pipe()
-    engine = _Engine(heard, turn_s)
+    engine = _WokenThread(heard, turn_s)
     programs: list[subprocess.Popen[bytes]] = []
     try:
         for core in cores:
@@ -92,7 +92,7 @@ def together(waits: list[CoreWaits]) -> CoreWaits | None:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _EngineTurn:
     """When a program wrote, the thread ran, its turn was over, and the caller ran: nanoseconds, monotonic clock."""
 
     sent: int
@@ -101,13 +101,13 @@ class _Turn:
     read: int = 0
 
 
-class _Engine:
+class _WokenThread:
     """A thread that is woken by what comes from `heard`, works, and wakes the one that reads its `turns`."""
 
     def __init__(self, heard: int, turn_s: float) -> None:
         self._heard = heard
         self._turn_s = turn_s
-        self._turns: deque[_Turn] = deque()
+        self._turns: deque[_EngineTurn] = deque()
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
         self._has_ended = False
         self._thread = threading.Thread(target=self._work, name="turns", daemon=True)
@@ -118,14 +118,14 @@ class _Engine:
             began, worked_s = time.monotonic_ns(), time.thread_time()
             while time.thread_time() - worked_s < self._turn_s:
                 pass
-            self._turns.append(_Turn(_STAMP.unpack(stamp)[0], began, time.monotonic_ns()))
+            self._turns.append(_EngineTurn(_STAMP.unpack(stamp)[0], began, time.monotonic_ns()))
             os.eventfd_write(self._news, 1)
         self._has_ended = True
         os.eventfd_write(self._news, 1)
 
-    def turns(self, timeout_s: float) -> list[_Turn]:
+    def turns(self, timeout_s: float) -> list[_EngineTurn]:
         """All of them, when no program writes any more."""
-        found: list[_Turn] = []
+        found: list[_EngineTurn] = []
         poll = select.poll()
         poll.register(self._news, select.POLLIN)
         while not self._has_ended or self._turns:
@@ -146,7 +146,7 @@ class _Engine:
         os.close(self._news)
 
 
-def _without(stall: tuple[int, int], turns: list[_Turn]) -> int:
+def _without(stall: tuple[int, int], turns: list[_EngineTurn]) -> int:
     """The part of a stall in which no turn was taken."""
     first, last = stall
     return last - first - sum(max(0, min(last, turn.ended) - max(first, turn.began)) for turn in turns)
