@@ -16,7 +16,9 @@ by name.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from antiphon.base.errors import UserError
 from antiphon.specs.checked import (
@@ -53,6 +55,8 @@ ONE_POOL, TWO_POOLS = "one pool for prompts and tokens", "a pool for prefill and
 MAX_MICRO_BATCHES = 64  # of a phase
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
 MAX_INSTANCES = 64
+MAX_DEGREE = 1 << 20  # of a plan, for clusters of a million devices
+Degree = Annotated[Count, Field(le=MAX_DEGREE)]
 
 
 def groups_nest(num_ranks: Any, attention_tp: Any, expert_tp: Any) -> Any:
@@ -71,12 +75,12 @@ class Parallel:
     over the same devices, and `pp` stages of such groups.
     """
 
-    attention_tp: Count = 1
-    attention_dp: Count = 1
-    expert_tp: Count = 1
-    expert_ep: Count = 1
-    expert_workers: CountFromZero = 0
-    pp: Count = 1
+    attention_tp: Degree = 1
+    attention_dp: Degree = 1
+    expert_tp: Degree = 1
+    expert_ep: Degree = 1
+    expert_workers: Annotated[CountFromZero, Field(le=MAX_DEGREE)] = 0
+    pp: Degree = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,9 +213,10 @@ class OutputLock:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _LOCK
+        self._descriptor: int | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(f"output.folder {folder}: cannot be written ({error.strerror}): name another") from error
         try:

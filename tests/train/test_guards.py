@@ -1,6 +1,7 @@
 """What guards a run: its configuration when it goes on, its folder, its disk, and signals."""
 
 import errno
+import gc
 import json
 import os
 import pty
@@ -215,6 +216,14 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert os.waitstatus_to_exitcode(ended[1]) == 0
     assert len(steps_of(tmp_path)) == 1
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output\.folder .*: cannot be written"):
+        OutputLock(tmp_path / "file" / "out")
+    gc.collect()
 
 
 def test_a_time_limit_saves_too(tmp_path: Path) -> None:
