@@ -30,6 +30,7 @@ from antiphon.base.logging import get_logger
 from antiphon.base.system import cpu_name
 from antiphon.bench.harness.contest import ContestColumns
 
+_log = get_logger("cli")
 
 DEBUG = "--debug"
 EXIT_FAILED = 1
@@ -152,7 +153,7 @@ def show(renderable: RenderableType, *, json: str | None = None) -> None:
     if json == "-":
         return
     columns = os.environ.get("COLUMNS", "")  # rich prints nothing on 0 of them
-    is_known = columns.isdecimal() and int(columns) > 0 or (not columns and sys.stdout.isatty())
+    is_known = (columns.isdecimal() and int(columns) > 0) or (not columns and sys.stdout.isatty())
     width = None if is_known else PIPE_WIDTH
     console = Console(highlight=False, width=width, soft_wrap=isinstance(renderable, str))
     console.print(renderable, markup=False)
@@ -163,9 +164,7 @@ def tell(renderable: RenderableType, *, json: str | None = None) -> None:
     try:
         show(renderable, json=json)
     except OSError as error:
-        get_logger("cli").warning(
-            "standard output cannot be written (%s): the command goes on without it", error.strerror
-        )
+        _log.warning("standard output cannot be written (%s): the command goes on without it", error.strerror)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -45,9 +45,8 @@ def _whole(value: object) -> object:
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Strict()]
-MOST = 2**63 - 1  # that arrays of numbers hold
-Count = Annotated[Whole, Field(ge=1, le=MOST)]
-CountFromZero = Annotated[Whole, Field(ge=0, le=MOST)]
+Count = Annotated[Whole, Field(ge=1)]
+CountFromZero = Annotated[Whole, Field(ge=0)]
 LARGEST = 1e30  # beyond any quantity; squares and products of a few such numbers are still numbers
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[Number, Field(gt=0)]

@@ -328,14 +328,6 @@ def test_the_installed_command_does_the_same(tmp_path: Path) -> None:
     assert ended.stderr == f"error: {tmp_path / 'none'} is missing: give a checkpoint folder in Hugging Face format\n"
 
 
-def test_a_wrong_level_of_the_log_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANTIPHON_LOG", "loud")
-    command = [sys.executable, "-m", "antiphon.cli.main", "plan", "--list"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.stderr == "error: ANTIPHON_LOG is 'loud': use one of debug, info, warning, error\n"
-    assert ended.returncode == 2
-
-
 @pytest.mark.parametrize("columns", ["0", "x", ""])
 def test_a_width_that_is_none(columns: str, antiphon: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
