@@ -243,8 +243,8 @@ void memory_that_is_none(const Backend& backend) {
     FileDescriptor unsealed(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     CHECK(ftruncate(unsealed.get(), bytes) == 0);
     expect("sealed", std::move(unsealed));
-    expect("bytes, not", MappedFile::create(PairMemory::bytes(spec) - 1).duplicate());
-    expect("bytes, not", MappedFile::create(PairMemory::bytes(spec) + 4096).duplicate());
+    expect("bytes, not", duplicate(MappedFile::create(PairMemory::bytes(spec) - 1).descriptor()));
+    expect("bytes, not", duplicate(MappedFile::create(PairMemory::bytes(spec) + 4096).descriptor()));
     expect("", FileDescriptor(open("/dev/null", O_RDWR | O_CLOEXEC)));
 }
 
