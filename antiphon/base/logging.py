@@ -21,7 +21,8 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 def get_logger(name: str) -> logging.Logger:
     """The logger of a component: pass `__name__`, or a short name such as ``"serve.engine"``.
 
-    `UserError` if `ANTIPHON_LOG` is set to something that is not a level.
+    Modules do so when they are imported, where an error would be a traceback. So a level in `ANTIPHON_LOG` that does
+    not exist is a warning, and info is taken.
     """
     _configure()
     return logging.getLogger("antiphon." + name.removeprefix("antiphon."))
@@ -49,8 +50,12 @@ class Occasional:
 @functools.cache
 def _configure() -> None:
     root = logging.getLogger("antiphon")
-    root.setLevel(parse_level(os.environ.get("ANTIPHON_LOG", "")))
     root.addHandler(_StderrHandler())
+    try:
+        root.setLevel(parse_level(os.environ.get("ANTIPHON_LOG", "")))
+    except UserError as error:
+        root.setLevel(logging.INFO)
+        root.warning("%s; info is taken", error)
 
 
 def adopt_logger(name: str, level: int) -> None:

@@ -42,6 +42,12 @@ def test_an_unknown_level_is_refused_with_the_choices() -> None:
         parse_level("loud")
 
 
+def test_an_unknown_level_does_not_end_an_import() -> None:
+    said = run(SAY, "loud")
+    assert said.returncode == 0
+    assert [line.split(" ", 1)[1].split()[0] for line in said.stderr.splitlines()] == ["WARNING", "INFO", "WARNING"]
+
+
 def test_an_application_that_configured_logging_gets_each_record_once() -> None:
     configured = "import logging\nlogging.basicConfig(format='APP %(message)s')\n" + SAY
     assert run(configured).stderr.splitlines() == ["APP ready on 8000", "APP careful"]

@@ -175,6 +175,17 @@ def test_narrow_terminals(columns: str) -> None:
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", ["doctor", "bench", "plan"])
+def test_a_log_level_that_does_not_exist_is_a_warning(command: str) -> None:
+    arguments = [sys.executable, "-m", "antiphon.cli.main", command, "--help"]
+    environment = {**os.environ, "ANTIPHON_LOG": "loud"}
+    ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0
+    line = "antiphon: ANTIPHON_LOG is 'loud': use one of debug, info, warning, error; info is taken\n"
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.endswith(line)
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +177,15 @@ def stopping(number: int, at: int) -> Callable[[TrainedStep], None]:
     return on_step
 
 
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """Tests may run under `nohup`, which a run obeys."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_behind_the_step_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     whole = finished(tmp_path / "whole")
@@ -197,6 +206,7 @@ def test_nohup_is_obeyed(tmp_path: Path) -> None:
     assert (facts["stopped_by"], facts["steps"]) == (None, 6)
 
 
+@pytest.mark.usefixtures("no_nohup")
 def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
     """Its last lines have no reader, and its terminal answers with errors."""
     file = write_run(tmp_path)

@@ -393,15 +393,18 @@ def engine_turns(
 
 def _turn(engine: AntiphonEngine, concurrency: int, attempts: Sequence[int], vocab_size: int) -> dict[str, float]:
     """On a machine where others are busy, requests may arrive so slowly that more steps are needed."""
+    reason = ""
     for steps in attempts:
         engine.running.take_spans()
         size = WorkloadSize(concurrency, min(_PROMPT_TOKENS, vocab_size), steps)
-        with suppress(UserError):  # never did all requests decode at once
+        try:
             engine.steady_decode_tokens_per_s(make_workload(size, vocab_size))
+        except UserError as error:  # never did all requests decode at once, or the engine failed
+            reason = f": {error}"
         parts = step_parts(engine.running.take_spans(), concurrency)
         if parts.get("engine"):
             return parts
     raise ResourceError(
-        f"{concurrency} requests never decoded together within {attempts[-1]} steps: other programs keep this machine "
-        f"too busy to be measured, try again later"
+        f"{concurrency} requests never decoded together within {attempts[-1]} steps{reason}; if other programs keep "
+        f"this machine busy, try again later"
     )
