@@ -14,9 +14,10 @@
 4. With `--plans` the points are layouts of `antiphon plan --pin`, and each is served as users serve a plan, over HTTP,
    on this machine or on nodes that the others join from (`bench/served_plans`).
 5. With `--rates` each rate has a plan of prefill and decode (`antiphon plan --phase both`), which is served while
-   `--requests` requests come at that rate. What `antiphon simulate --client-here` says of the plan stands beside what
-   was measured: medians of the time to the first token and per token, and tokens a second. The profile has what HTTP
-   and the client take, so the client of this benchmark is in both.
+   `--requests` requests come at that rate. The machine is profiled again after each rate; what `antiphon simulate
+   --client-here` says of the plan, as the mean of the profiles before and after, stands beside what was measured:
+   medians of the time to the first token and per token, and tokens a second. The profile has what HTTP and the client
+   take, so the client of this benchmark is in both.
 """
 
 import argparse
@@ -47,6 +48,7 @@ from antiphon.bench.served_plans import (
     make_two_phase_plan,
     nodes_in_a_box,
     profile_here,
+    promise_of,
     serve_and_measure,
     serving,
     this_machine,
@@ -308,21 +310,21 @@ def parse_rates(text: str) -> list[float]:
 
 
 def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
-    """Profile, plan both phases for each rate, serve each plan under its load; table and JSON."""
-    size = WorkloadSize(arguments.requests, arguments.input_tokens, arguments.output_tokens)
-    vocab_size = load_model_spec(arguments.model).vocab_size
+    """Profile; for each rate, plan both phases, serve the plan under its load, and profile again; table and JSON."""
+    model, size = arguments.model, WorkloadSize(arguments.requests, arguments.input_tokens, arguments.output_tokens)
+    vocab_size = load_model_spec(model).vocab_size
     rows = []
     with TemporaryDirectory(prefix="plans-") as name:
         folder = Path(name)
-        profile = arguments.profile or profile_here(arguments.model, folder / "before", quick=arguments.quick)
+        profile = arguments.profile or profile_here(model, folder / "before", quick=arguments.quick)
         cluster = json.loads((profile.parent / CLUSTER_FILE).read_text())
         case = LoadCase(
             workload=load_workload(str(write_workload(size, folder))), rates=tuple(rates), num_requests=size.concurrency
         )
         machines = this_machine(cluster)
         for rate in rates:
-            served, promised = make_two_phase_plan(arguments.model, profile, rate, size, folder)
-            with serving(machines, arguments.model, served, size, folder) as url:
+            served = make_two_phase_plan(model, profile, rate, size, folder)
+            with serving(machines, model, served, size, folder) as url:
                 peer = OpenAIPeer(url)
                 peer.start()
                 run_load(peer, case.demand(rate, 1), vocab_size, 1)  # to warm up: other prompts
@@ -333,27 +335,35 @@ def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
                     watch = CpuWatch()
                     runs.append(run_load(peer, case.demand(rate, 0), vocab_size, 2 + len(runs)))
                     shares.append(watch.foreign_share())
+            after = arguments.profile or profile_here(model, folder / f"after {rate:g}", quick=arguments.quick)
+            beside = dict.fromkeys((profile, after))
+            promised = [promise_of(served, each, rate, size.concurrency, folder) for each in beside]
             rows.append(rate_row(rate, served, promised, runs) | {"foreign_cpu_share": median(shares)})
             print(rate_line(rows[-1]), flush=True)
+            profile = after
     conclude_rates(arguments, rows)
 
 
-def rate_row(rate: float, served: ServedPlan, promised: Mapping[str, Any], runs: Sequence[LoadRun]) -> dict[str, Any]:
-    """What was promised for a rate beside the medians of what was measured, and by how much each misses.
+def rate_row(
+    rate: float, served: ServedPlan, promised: Sequence[Mapping[str, Any]], runs: Sequence[LoadRun]
+) -> dict[str, Any]:
+    """What was promised for a rate, by each profile, beside the medians of what was measured, and by how much the mean
+    of the promises misses.
 
     `UserError` if a request failed: the others would look fast."""
     if failed := [each.error for run in runs for each in run.requests if each.error]:
         raise UserError(f"{rate:g} requests/s: {len(failed)} requests failed, the first: {failed[0]}")
-    predicted = {
-        "ttft_s": promised["ttft_s"]["p50"],
-        "tpot_s": promised["tpot_s"]["p50"],
-        "tokens_per_s": promised["output_tokens_per_s"],
+    promises = {
+        "ttft_s": [each["ttft_s"]["p50"] for each in promised],
+        "tpot_s": [each["tpot_s"]["p50"] for each in promised],
+        "tokens_per_s": [each["output_tokens_per_s"] for each in promised],
     }
     measured = {
         "ttft_s": median(median(run.values("ttft_s")) for run in runs),
         "tpot_s": median(median(run.values("tpot_s")) for run in runs),
         "tokens_per_s": median(sum(len(each.token_s) for each in run.answered) / run.took_s for run in runs),
     }
+    predicted = {name: sum(values) / len(values) for name, values in promises.items()}
     pools = {"prefill": served.prefill, "decode": served}
     return {
         "rate": rate,
@@ -361,6 +371,7 @@ def rate_row(rate: float, served: ServedPlan, promised: Mapping[str, Any], runs:
         "predicted": predicted,
         "measured": measured,
         "error": {name: predicted[name] / measured[name] - 1 for name in predicted},
+        "drift": {name: max(values) / min(values) - 1 for name, values in promises.items()},
     }
 
 
@@ -371,11 +382,12 @@ def layout_of(pool: ServedPlan) -> str:
 
 
 def rate_line(row: Mapping[str, Any]) -> str:
-    """A row as a person reads it: predicted, measured, error."""
+    """A row as a person reads it: predicted, measured, error, by how much the predictions of both profiles differ."""
     parts = [f"{row['rate']:g} requests/s, {row['layout']}:"]
     for name, unit, factor in (("ttft_s", "ms", 1e3), ("tpot_s", "ms", 1e3), ("tokens_per_s", "t/s", 1.0)):
         ours, theirs = row["predicted"][name] * factor, row["measured"][name] * factor
-        parts.append(f"{name.partition('_')[0]} {ours:.2f} {unit}, {theirs:.2f} {unit} ({row['error'][name]:+.0%});")
+        misses = f"{row['error'][name]:+.0%}, drift {row['drift'][name]:.0%}"
+        parts.append(f"{name.partition('_')[0]} {ours:.2f} {unit}, {theirs:.2f} {unit} ({misses});")
     return " ".join(parts) + f" foreign {row['foreign_cpu_share']:.0%}"
 
 

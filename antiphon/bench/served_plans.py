@@ -168,19 +168,23 @@ def _run(*command: str) -> None:
         raise UserError(f"{' '.join(command)}: {found.stderr.strip().splitlines()[-1]}")
 
 
-def make_two_phase_plan(
-    model: Path, profile: Path, rate: float, size: WorkloadSize, folder: Path
-) -> tuple[ServedPlan, dict[str, Any]]:
-    """`antiphon plan --phase both` for requests of this size that come at `rate` a second, and what `antiphon simulate`
-    promises for `size.concurrency` of them, which come when those of `bench.load` do."""
+def make_two_phase_plan(model: Path, profile: Path, rate: float, size: WorkloadSize, folder: Path) -> ServedPlan:
+    """`antiphon plan --phase both` for requests of this size that come at `rate` a second."""
     workload, file = write_workload(size, folder), folder / f"{rate:g} a second.json"
     options = ["--profile", str(profile), "--workload", str(workload), "--phase", "both", "--rate", str(rate), *_LOOSE]
     _run(*ANTIPHON, "plan", str(model), "--runnable-here", *options, "--json", str(file))
-    promised = folder / "promised.json"
-    options = ["--rate", str(rate), "--requests", str(size.concurrency), "--seed", "0"]
+    return served_plan_of(read_plan(file), load_model_spec(model), file)
+
+
+def promise_of(served: ServedPlan, profile: Path, rate: float, num_requests: int, folder: Path) -> dict[str, Any]:
+    """What `antiphon simulate` says of that plan by a profile of this machine, for so many requests, which come when
+    those of `bench.load` do."""
+    file = folder / "promised.json"
+    options = ["--rate", str(rate), "--requests", str(num_requests), "--seed", "0"]
     options += ["--profile", str(profile), "--client-here"]
-    _run(*ANTIPHON, "simulate", str(file), *options, "--json", str(promised))
-    return served_plan_of(read_plan(file), load_model_spec(model), file), json.loads(promised.read_text())
+    _run(*ANTIPHON, "simulate", str(served.file), *options, "--json", str(file))
+    promise: dict[str, Any] = json.loads(file.read_text())
+    return promise
 
 
 def write_workload(size: WorkloadSize, folder: Path) -> Path:

@@ -11,7 +11,10 @@ from antiphon.serve.served_plan import ServedPlan
 from antiphon.specs.plan import Predicted
 from benchmarks.predict import parse_rates, rate_line, rate_row
 
-PROMISED: dict[str, Any] = {"ttft_s": {"p50": 0.011}, "tpot_s": {"p50": 0.0018}, "output_tokens_per_s": 30.0}
+PROMISED: list[dict[str, Any]] = [  # by the profile before, and after
+    {"ttft_s": {"p50": 0.010}, "tpot_s": {"p50": 0.0016}, "output_tokens_per_s": 30.0},
+    {"ttft_s": {"p50": 0.012}, "tpot_s": {"p50": 0.0020}, "output_tokens_per_s": 30.0},
+]
 
 
 def plan(layout: Any, **changes: Any) -> ServedPlan:
@@ -32,7 +35,8 @@ def test_a_row_says_what_was_promised_what_was_measured_and_the_error() -> None:
     assert row["layout"] == "prefill 2, decode 1+1/m2"
     assert row["measured"] == pytest.approx({"ttft_s": 0.010, "tpot_s": 0.002, "tokens_per_s": 30.0})
     assert row["error"] == pytest.approx({"ttft_s": 0.1, "tpot_s": -0.1, "tokens_per_s": 0.0})
-    assert "ttft 11.00 ms, 10.00 ms (+10%)" in rate_line(row | {"foreign_cpu_share": 0.02})
+    assert row["drift"] == pytest.approx({"ttft_s": 0.2, "tpot_s": 0.25, "tokens_per_s": 0.0})
+    assert "ttft 11.00 ms, 10.00 ms (+10%, drift 20%)" in rate_line(row | {"foreign_cpu_share": 0.02})
 
 
 def test_a_failed_request_ends_the_measurement() -> None:
