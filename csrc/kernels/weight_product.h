@@ -1,9 +1,10 @@
 // Rows against one panel group of a packed weight, the whole inner dimension, sums in float32.
 //
 // Few rows wait for memory: one pass over the whole inner dimension, prefetching a little ahead in every panel and, at
-// its end, the start of what comes next. With one or two rows a processor that executes far ahead needs no prefetch. More rows take the inner dimension in blocks (32 to 128 KiB) that stay in the
-// cache while all rows pass over them, and prefetch the next block meanwhile. Up to twice the rows of a tile of two panels
-// pass over two panels at a time: in two passes, each fetching one panel, where four panels would need three or four.
+// its end, the start of what comes next. With one or two rows a processor that executes far ahead needs no prefetch. More
+// rows take the inner dimension in blocks (32 to 128 KiB) that stay in the cache while all rows pass over them, and
+// prefetch the next block meanwhile. Up to twice the rows of a tile of two panels pass over two panels at a time: in two
+// passes, each fetching one panel, where four panels would need three or four.
 #pragma once
 
 #include "kernels/block_product.h"
