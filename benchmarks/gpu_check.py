@@ -99,7 +99,7 @@ def parts_of(device: str) -> list[GpuPart]:
 
     parity, reference = "tests/gpu/test_gpu_parity.py", "tests/kernels/test_reference.py"
     both = "colocated,1+1/m2"
-    small, shape = ("tiny", "tiny") if tiny else ("small", "qwen3-30b-4")
+    small, shape = ("tiny", "tiny") if tiny else ("small", "qwen3-30b")
     return [
         tests("kernels", "every kernel against its reference", 120, "tests/kernels/triton", reference),
         tests("graphs", "a recorded decode step against an eager one", 60, "tests/serve/test_captured_step.py"),

@@ -1,6 +1,6 @@
 """Write the yardstick: a Qwen3-MoE checkpoint with random bf16 weights in Hugging Face format.
 
-Usage: `python benchmarks/make_model.py {small,medium,tiny} DIR [--seed N]`.
+Usage: `python benchmarks/make_model.py {small,medium,qwen3-30b,tiny} DIR [--layers N] [--gguf Q4_0,Q8_0] [--seed N]`.
 
 Method
 1. Every tensor is drawn from its own generator, seeded by (seed, tensor name), so the bits depend neither on
@@ -29,9 +29,10 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from rich.progress import Progress
@@ -67,7 +68,7 @@ PRESETS = {
         num_layers=16, hidden_size=1024, num_experts=32, num_experts_per_token=4, expert_size=512,
         num_heads=16, num_kv_heads=4, head_dim=64, vocab_size=32768,
     ),
-    "qwen3-30b-4": YardstickShape(  # 4 of 48 layers of Qwen3-30B-A3B, and fewer words
+    "qwen3-30b": YardstickShape(  # 4 of 48 layers of Qwen3-30B-A3B, and fewer words
         num_layers=4, hidden_size=2048, num_experts=128, num_experts_per_token=8, expert_size=768,
         num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=32768,
     ),
@@ -259,6 +260,56 @@ def write_tokenizer(shape: YardstickShape, folder: Path) -> None:
     )
 
 
+def merged_experts(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """The tensors of one shard with all experts of a layer in one tensor a projection, as GGUF has them."""
+    merged = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in (name for name in tensors if ".experts.0." in name):
+        parts = [tensors[name.replace(".experts.0.", f".experts.{expert}.")] for expert in range(num_experts)]
+        merged[name.replace(".experts.0.", ".experts.")] = torch.stack(parts)
+    return merged
+
+
+def write_gguf(shape: YardstickShape, file: Path, kind: gguf.GGMLQuantizationType, seed: int) -> None:
+    """The same weights as one GGUF: matrices in `kind`, norms and router in float32. Holds the packed weights."""
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.QWEN3MOE])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}"])
+    writer.add_block_count(shape.num_layers)
+    writer.add_context_length(shape.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_feed_forward_length(shape.expert_size * shape.num_experts_per_token)
+    writer.add_expert_feed_forward_length(shape.expert_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_expert_count(shape.num_experts)
+    writer.add_expert_used_count(shape.num_experts_per_token)
+    tokenizer = json.loads((file.parent / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__) + list(SPECIAL_TOKENS)
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(shape.vocab_size - 1)
+    writer.add_pad_token_id(shape.vocab_size - 3)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, shape.num_layers)
+    for tensors in shards(shape, seed):
+        for name, tensor in merged_experts(tensors, shape.num_experts).items():
+            plain = tensor.dim() == 1 or name.endswith("mlp.gate.weight")
+            stored = gguf.GGMLQuantizationType.F32 if plain else kind
+            data = gguf.quants.quantize(tensor.float().numpy(), stored)
+            writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=True)
+    writer.close()
+
+
 def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -281,12 +332,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, help="as many decoder layers in place of the preset's")
+    parser.add_argument("--gguf", default="", help="also DIR/TYPE.gguf for each of these types, as Q4_0,Q8_0,BF16")
     parser.add_argument("--keep", action="store_true", help="do nothing if the folder is complete")
     options = parser.parse_args(arguments)
     if options.keep and (options.folder / LAST_WRITTEN).exists():
         print(f"{options.folder}: there already")
         return 0
-    num_parameters = make_model(PRESETS[options.preset], options.folder, options.seed)
+    shape = PRESETS[options.preset]
+    shape = replace(shape, num_layers=options.layers or shape.num_layers)
+    kinds = [gguf.GGMLQuantizationType[name] for name in options.gguf.split(",") if name]
+    num_parameters = make_model(shape, options.folder, options.seed)
+    for kind in kinds:
+        write_gguf(shape, options.folder / f"{kind.name.lower()}.gguf", kind, options.seed)
     print(f"{options.folder}: {num_parameters / 1e6:.1f} M parameters, {2 * num_parameters / 2**30:.2f} GiB")
     return 0
 

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,6 +67,23 @@ def test_tensors_are_named_as_in_published_checkpoints(folder: Path) -> None:
     assert tensors["model.layers.1.mlp.experts.7.down_proj.weight"].shape == (64, 32)
     assert tensors["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert json.loads((folder / "config.json").read_text())["num_experts"] == 8
+
+
+def test_a_gguf_has_the_same_weights_and_texts(script: ModuleType, tmp_path: Path) -> None:
+    assert script.main(["tiny", str(tmp_path), "--layers", "1", "--gguf", "BF16,Q8_0"]) == 0
+    text = "Hello, wörld! bafe dogu\n"
+    for kind, most in (("bf16", 0.0), ("q8_0", 0.02)):
+        whole = load_model_spec(tmp_path / f"{kind}.gguf")
+        assert (whole.num_layers, whole.router.num_experts) == (1, 8)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf")
+        assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tmp_path).encode(text)
+        tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / f"{kind}.gguf").tensors}
+        found = dequantize(
+            tensors["blk.0.ffn_down_exps.weight"].data, tensors["blk.0.ffn_down_exps.weight"].tensor_type
+        )
+        stored = load_file(tmp_path / "model-00002-of-00002.safetensors")
+        expected = torch.stack([stored[f"model.layers.0.mlp.experts.{e}.down_proj.weight"] for e in range(8)]).float()
+        assert (torch.from_numpy(found) - expected).abs().max() <= most
 
 
 def test_number_of_parameters_is_what_the_bounds_assume(script: ModuleType, tmp_path: Path) -> None:
