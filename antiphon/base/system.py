@@ -17,6 +17,7 @@ starts with them blocked (`ending_signals_blocked`), because it needs a moment u
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import select
@@ -33,6 +34,10 @@ from typing import IO
 
 import psutil
 
+from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
+
+_log = get_logger("base")
 _MOST = 1 << 20  # where the system sets no limit; no server has more connections
 _LONGEST_S = 86400.0  # of one call: `poll` counts milliseconds in 32 bits
 _PAUSE_S = 0.01
@@ -166,6 +171,34 @@ def replace_text(file: Path, text: str) -> None:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def one_writer(folder: Path, refusal: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Makes `folder`, `UserError` if that cannot be; within it, whoever else asks for the same is refused: `UserError`
+    with the folder and `refusal`, after `wait_s`. The lock is the kernel's, on the folder itself: it goes with the
+    process, and leaves nothing behind. Some network file systems have none; then the log says so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): make room, or name another folder") from error
+    end_s = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    raise UserError(f"{folder}: {refusal}") from None
+                time.sleep(_PAUSE_S)
+            except OSError as error:
+                _log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def resident_bytes() -> int:

@@ -6,6 +6,7 @@ import re
 from antiphon.base.errors import UserError
 
 _NOTHING = 1e-9
+_MOST_BYTES = 2.0**63  # sizes are counted in 64 bits
 _BYTE_SUFFIXES = {
     "": 1,
     "k": 10**3,
@@ -21,10 +22,13 @@ _BYTE_SUFFIXES = {
 
 def parse_bytes(text: str) -> int:
     """Read ``"2GiB"``, ``"512M"``, ``"1_000_000"`` as a number of bytes; `UserError` for anything else."""
-    match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if match is None:
         raise UserError(f"{text!r} is not a size in bytes: write for example 4GiB, 500MB or 1000000")
-    return int(float(match.group(1).replace("_", "")) * _BYTE_SUFFIXES[match.group(2) or ""])
+    num_bytes = float(match.group(1).replace("_", "")) * _BYTE_SUFFIXES[match.group(2) or ""]
+    if num_bytes >= _MOST_BYTES:
+        raise UserError(f"{text[:40]!r} is beyond what any machine has: write at most 8,000,000 TiB")
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:

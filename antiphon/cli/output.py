@@ -208,6 +208,11 @@ def run_command(command: Callable[[], object], *, debug: bool = False) -> int:
     except BrokenPipeError:  # the reader of our output is gone, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OutputError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its end
+        reason = error.strerror
+        _print_error(f"standard output cannot be written ({reason}): make room, or let it go elsewhere", debug)
+        return EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:
         code, message = _explain(error, debug)
         _print_error(message, debug)
@@ -290,6 +295,12 @@ def ready_standard_streams() -> None:
     _open_closed_descriptors()
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    elif isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        before, output = sys.stdout, io.BufferedWriter(_OutputFile(1, "wb", closefd=False))
+        before.flush()
+        sys.stdout = io.TextIOWrapper(
+            output, before.encoding, "replace", line_buffering=before.line_buffering, write_through=before.write_through
+        )
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     if sys.stderr is None or sys.stderr is sys.__stderr__:  # not what a test put there
@@ -308,6 +319,22 @@ def _open_closed_descriptors() -> None:
             os.dup2(opened, number)
             if opened != number:
                 os.close(opened)
+
+
+class OutputError(OSError):
+    """Standard output does not take what is printed, and the reader is not just gone."""
+
+
+class _OutputFile(io.FileIO):
+    """Standard output, whose errors are told from those of other files."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
 
 
 class _LossyFile(io.FileIO):

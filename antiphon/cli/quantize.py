@@ -65,7 +65,8 @@ def quantize(
 
 def _token_ids(model: Path, text: Path) -> list[int]:
     try:
-        words = text.read_text(encoding="utf-8")[:_MOST_CHARACTERS]
+        with text.open(encoding="utf-8") as file:  # which may be larger than memory
+            words = file.read(_MOST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {text} cannot be read ({error}): give a file with UTF-8 text") from error
     with TokenizerReader(model) as reader:

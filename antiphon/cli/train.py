@@ -1,5 +1,6 @@
 """`antiphon train`: train a model as a TOML file says; `antiphon export`: a checkpoint of it in Hugging Face format."""
 
+import errno
 import itertools
 import json as jsonlib
 import multiprocessing
@@ -7,8 +8,8 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from mmap import mmap
@@ -33,6 +34,7 @@ from antiphon.cli.output import (
     DEBUG,
     EXIT_INTERRUPTED,
     JsonOption,
+    OutputError,
     check_output_file,
     emit_json,
     run_command,
@@ -62,6 +64,7 @@ from antiphon.train.tokens import open_held_out, open_tokens
 from antiphon.train.trainer import TrainedStep, Trainer
 
 MOST_RANKS, RESTARTS = 256, 3
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 SHOWN_SEQUENCES = 2  # by --show-data
 ENDED_S = 3.0  # from the end of a rank to that of its process, at most
 SAVE_S = 600  # for the ranks to save in after a signal
@@ -99,6 +102,9 @@ def train(
 ) -> None:
     """Train the model that FILE describes. It goes on from the newest checkpoint in output.folder."""
     check_output_file("--timeline", timeline)
+    ends = {"--tokenize": tokenize, "--show-data": show_data, "--print-config": print_config}
+    if len(asked := [option for option, is_asked in ends.items() if is_asked]) > 1:
+        raise UserError(f"{' and '.join(asked)}: each says where to stop, leave one of them out")
     read, planned = read_config(config, changes or []), None
     if plan is not None:
         planned = read_training_plan(plan)
@@ -107,7 +113,7 @@ def train(
         print(jsonlib.dumps(read.as_table(), indent=2))
         return
     if tokenize or show_data:
-        with closing(OutputLock(Path(read.output.folder))):
+        with _room(read), closing(OutputLock(Path(read.output.folder))):
             prepare_data(read, load_model_spec(Path(read.model.path)))
             if tokenize and read.data.stream_tokens:
                 with progress("tokenizing", format_amount=format_bytes) as report:
@@ -117,11 +123,23 @@ def train(
     ranks = _ranks(nproc, planned, plan)
     allowed = tuple(allow_change or ())
     run = partial(_run, config, read, plan, planned, allowed, timeline, max_hours, json)
-    if "RANK" in os.environ or (ranks == 1 and nproc is None):
-        code = run()
-    else:
-        code = _start_ranks(read, ranks, run)
+    with _room(read):
+        code = run() if "RANK" in os.environ or (ranks == 1 and nproc is None) else _start_ranks(read, ranks, run)
     raise typer.Exit(code)
+
+
+@contextmanager
+def _room(config: TrainConfig) -> Iterator[None]:
+    """Within it, what a disk does not take is a `CheckpointError` with the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM or isinstance(error, OutputError):
+            raise
+        raise CheckpointError(
+            f"{error.filename or config.output.folder}: cannot be written ({error.strerror}): make room, or change "
+            "output.folder; the same command goes on from what is there"
+        ) from error
 
 
 def _run(
@@ -211,7 +229,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
         start_method="fork",
     )
     try:
-        elastic_launch(how, _rank)(run, ended)
+        elastic_launch(how, _rank)(config, run, ended)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
@@ -237,7 +255,7 @@ def _check_semaphores(ranks: int) -> None:
         ) from error
 
 
-def _rank(run: Callable[[], int], ended: mmap) -> None:
+def _rank(config: TrainConfig, run: Callable[[], int], ended: mmap) -> None:
     """A rank that ends with an error ends the others. After a user's mistake, or a checkpoint that cannot be written,
     they are started anew once, and return at once: they would fail in the same way. `ended`: shared by all; its first
     byte is the code of such an end, its second one more than that of a whole run."""
@@ -246,7 +264,8 @@ def _rank(run: Callable[[], int], ended: mmap) -> None:
 
     def work() -> None:
         try:
-            code = run()
+            with _room(config):
+                code = run()
             if not int(os.environ["RANK"]):
                 ended[1] = 1 + code
         except CheckpointError as error:
@@ -347,8 +366,8 @@ def export(
         written_as = FLOAT8 if dtype == "fp8" else getattr(torch, dtype)
         further = None if further_is_trained else _further_from(config, facts)
         num_bytes = write_export(stored, folder, facts["model_config"], beside, written_as, report, further)
-    emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"]["step"]})
-    show(f"{folder}: step {facts['state']['step']:,}, {format_bytes(num_bytes)}, {dtype}", json=json)
+    emit_json(json, {"folder": folder, "bytes": num_bytes, "step": facts["state"].step})
+    show(f"{folder}: step {facts['state'].step:,}, {format_bytes(num_bytes)}, {dtype}", json=json)
     show(f"Next: antiphon serve {folder}", json=json)
 
 

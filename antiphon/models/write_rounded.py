@@ -12,10 +12,8 @@ Router, embedding, head, norms and the up projection of latent attention stay as
 our own; a folder that only one program reads is of use to few.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -31,9 +29,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from antiphon.base.errors import CheckpointError, UserError
-from antiphon.base.logging import get_logger
-from antiphon.base.system import replace_text
+from antiphon.base.errors import CheckpointError, ResourceError, UserError
+from antiphon.base.system import one_writer, replace_text
 from antiphon.kernels.api import KernelBackend
 from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models.attention_half import AttentionHalf
@@ -53,7 +50,6 @@ from antiphon.models.weights import PLAIN_PURPOSES
 from antiphon.specs.model import ModelSpec
 
 Report = Callable[[float, float | None], None]
-_log = get_logger("models")
 _KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 _MADE_BY, _MADE_FROM = "antiphon.quantize", "source"
 _PIECE_BYTES = 1 << 20
@@ -93,7 +89,7 @@ def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report
         shards[checkpoint.file_of(name)].append(name)
     errors: Errors = defaultdict(RoundedError)
     weight_map: dict[str, str] = {}
-    with _written_alone(out):
+    with writing(out, "; the same command goes on from here"):
         foreign = sorted(path.name for path in out.glob("*.safetensors") if path.name not in shards)
         if foreign or out.resolve() == Path(model).resolve():
             raise UserError(f"{out} holds {foreign[0] if foreign else 'the model itself'}: give another folder")
@@ -111,44 +107,21 @@ def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report
 
 @contextmanager
 def writing(folder: Path, advice: str) -> Iterator[None]:
-    """Makes `folder`; within it, what the system refuses to write there is a `UserError` that ends with `advice`."""
+    """Makes `folder`; within it no other run writes there, and what the system refuses to write is a `ResourceError`
+    that ends with `advice`."""
 
-    def refused(reason: str) -> UserError:
-        return UserError(f"{folder} cannot be written ({reason}): make room, or give another folder{advice}")
+    def refused(reason: str) -> ResourceError:
+        return ResourceError(f"{folder} cannot be written ({reason}): make room, or give another folder{advice}")
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refused(error.strerror or str(error)) from error
-    try:
-        yield
+        with one_writer(folder, "another run writes it: wait for it, or give another folder"):
+            yield
     except SafetensorError as error:
         raise refused(str(error)) from error
     except OSError as error:
         if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
             raise  # of what is read
         raise refused(error.strerror or str(error)) from error
-
-
-@contextmanager
-def _written_alone(out: Path) -> Iterator[None]:
-    """Within it no other run writes `out`."""
-    with writing(out, "; the same command goes on from here"):
-        descriptor = os.open(out, os.O_RDONLY)
-        try:
-            _lock(descriptor, out)
-            yield
-        finally:
-            os.close(descriptor)
-
-
-def _lock(descriptor: int, out: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{out} is being written by another run: wait for it, or give another folder") from None
-    except OSError as error:  # some network file systems
-        _log.warning("%s cannot be locked (%s): start no second run in it", out, error.strerror)
 
 
 @dataclass(frozen=True)

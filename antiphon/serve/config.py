@@ -24,7 +24,7 @@ from antiphon.serve.joining import refuse_wildcard
 from antiphon.serve.placement_control import FORECASTING, Policy
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
-from antiphon.specs.checked import Count, Positive, checked
+from antiphon.specs.checked import Count, Positive, Whole, checked
 from antiphon.specs.model import KVStorage, ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
@@ -108,29 +108,29 @@ class ServeConfig:
 
     model: Path
     layout: Layout
-    num_attention: Annotated[Count, Field(le=MAX_ATTENTION_WORKERS)] = 1
+    num_attention: Annotated[Whole, Field(ge=1, le=MAX_ATTENTION_WORKERS)] = 1
     num_experts: Count = 1
-    num_instances: Annotated[Count, Field(le=MAX_INSTANCES)] = 1
+    num_instances: Annotated[Whole, Field(ge=1, le=MAX_INSTANCES)] = 1
     attention_tp: Count = 1
     expert_tp: Count = 1
     num_stages: Count = 1
-    num_micro_batches: Annotated[Count, Field(le=MAX_MICRO_BATCHES)] = 1
+    num_micro_batches: Annotated[Whole, Field(ge=1, le=MAX_MICRO_BATCHES)] = 1
     stepping: Stepping = "barrier"
     device: str = "cpu"
     dtype: str = "auto"
     kernels: str = "auto"
     graphs: Switch = "auto"
     streams: Switch = "auto"
-    max_model_len: Annotated[Count, Field(le=MAX_POSITIONS)] | None = None
+    max_model_len: Annotated[Whole, Field(ge=1, le=MAX_POSITIONS)] | None = None
     rope_scaling: str = ""
     weights: WeightFormatName = "as-stored"
     kv_bytes: Count | None = None
     kv_dtype: KVStorage = "auto"
     block_size: Annotated[Count, Field(multiple_of=16)] = 16
-    max_batch_tokens: Annotated[Count, Field(le=MAX_BATCH_TOKENS)] = 2048
+    max_batch_tokens: Annotated[Whole, Field(ge=1, le=MAX_BATCH_TOKENS)] = 2048
     max_running: Count = 256
     max_waiting: Count = 1024
-    num_threads: Annotated[Count, Field(le=MAX_THREADS)] | None = None
+    num_threads: Annotated[Whole, Field(ge=1, le=MAX_THREADS)] | None = None
     timeout_s: Annotated[Positive, Field(le=MAX_TIMEOUT_S)] = 30.0
     exchange: str = "auto"
     prefill_collectives: Collectives = "auto"

@@ -44,9 +44,10 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Strict()]
-Count = Annotated[Whole, Field(ge=1)]
-CountFromZero = Annotated[Whole, Field(ge=0)]
+Whole = Annotated[int, BeforeValidator(_whole), Strict()]  # for those with both limits of their own
+MOST = 2**53  # a float has every whole number up to here
+Count = Annotated[Whole, Field(ge=1, le=MOST)]
+CountFromZero = Annotated[Whole, Field(ge=0, le=MOST)]
 LARGEST = 1e30  # beyond any quantity; squares and products of a few such numbers are still numbers
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[Number, Field(gt=0)]
@@ -57,6 +58,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 _MAX_PATH_CHARACTERS = 200  # of a client's own names in an answer
 _MAX_SUGGESTIONS = 3
+_MOST_DIGITS = 4000
 TYPE_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
 _OBJECT, _ARRAY = TYPE_NAMES[dict], TYPE_NAMES[list]
 _DETAILS = {  # by pydantic's name of a mistake, where its words are Python's
@@ -238,6 +240,8 @@ def describe(value: object) -> str:
         return TYPE_NAMES[type(value)]
     if value is None or isinstance(value, bool):
         return _LITERALS[str(value)]
+    if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:  # Python refuses to write thousands of them
+        return f"a number of more than {_MOST_DIGITS:,} digits"
     text = repr(value[:61] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -271,7 +275,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     text, kind = read_text(path), "JSON" if path.suffix.lower() == ".json" else "TOML"
     try:
         value = json.loads(text) if kind == "JSON" else tomllib.loads(text)
-    except ValueError as error:  # of both parsers
+    except (ValueError, RecursionError) as error:  # of both parsers
         raise UserError(f"{path}: not valid {kind}: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}: an object is needed")
@@ -280,7 +284,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors put a mark of byte order in front
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): give another file") from error
     except UnicodeDecodeError as error:

@@ -29,6 +29,7 @@ from antiphon.specs.checked import (
     Number,
     Positive,
     Text,
+    Whole,
     check_version,
     describe,
     is_number,
@@ -56,7 +57,7 @@ MAX_MICRO_BATCHES = 64  # of a phase
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
 MAX_INSTANCES = 64
 MAX_DEGREE = 1 << 20  # of a plan, for clusters of a million devices
-Degree = Annotated[Count, Field(le=MAX_DEGREE)]
+Degree = Annotated[Whole, Field(ge=1, le=MAX_DEGREE)]
 
 
 def groups_nest(num_ranks: Any, attention_tp: Any, expert_tp: Any) -> Any:
@@ -79,7 +80,7 @@ class Parallel:
     attention_dp: Degree = 1
     expert_tp: Degree = 1
     expert_ep: Degree = 1
-    expert_workers: Annotated[CountFromZero, Field(le=MAX_DEGREE)] = 0
+    expert_workers: Annotated[Whole, Field(ge=0, le=MAX_DEGREE)] = 0
     pp: Degree = 1
 
 

@@ -24,6 +24,7 @@ from antiphon.specs.checked import (
     NotNegative,
     Positive,
     Text,
+    Whole,
     check_version,
     describe,
     plain,
@@ -60,7 +61,7 @@ class TrainingLayout:
     activation_wire: StorageDtype = "bfloat16"
     overlap: Literal["none", "inter", "intra"] = "intra"
     deduplicate: Flag = False
-    zero: Annotated[CountFromZero, Field(le=3)] = 1
+    zero: Annotated[Whole, Field(ge=0, le=3)] = 1
 
     def __post_init__(self) -> None:
         if self.virtual_stages > 1 and self.pipeline == 1:

@@ -86,7 +86,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         where = f"{path}: line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: {line[:60]!r} is not JSON ({error}): write one object a line") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: {line[:60]!r} is not an object: write input_tokens and output_tokens by name")

@@ -37,6 +37,7 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Group, beside
+from antiphon.specs.checked import CountFromZero, did_you_mean, read
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.device import HOST, settle
@@ -55,9 +56,9 @@ class RunState:
     """How far a run is. `num_samples`: how many were seen or left out; the next has this global number. `recent`: what
     spikes are compared with."""
 
-    step: int
-    num_samples: int
-    num_tokens: int
+    step: CountFromZero
+    num_samples: CountFromZero
+    num_tokens: CountFromZero
     recent: tuple[tuple[float, float], ...] = ()
 
 
@@ -201,24 +202,46 @@ class Saver:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint in `folder` with the lowest held-out loss; None if none was evaluated."""
-    losses = {path: read_facts(path).get("held_out_loss") for path in find_checkpoints(folder)}
-    evaluated = {path: float(loss) for path, loss in losses.items() if loss is not None}
+    losses = {path: facts.get("held_out_loss") for path, facts in _readable(folder)}
+    evaluated = {path: float(loss) for path, loss in losses.items() if isinstance(loss, int | float)}
     return min(evaluated, key=evaluated.__getitem__) if evaluated else None
-
-
-def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """`run.json`: `state`, `config` and `model_config`. `CheckpointError` if it is not a checkpoint of ours."""
-    try:
-        facts = json.loads((checkpoint / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: not a training checkpoint ({error}): name a folder step-…") from error
-    if not isinstance(facts, dict) or facts.get("version") != _VERSION:
-        raise CheckpointError(f"{checkpoint}: of another version of Antiphon: export it with that one")
-    return facts
 
 
 class _Lacks(CheckpointError):
     """It is whole, and of something else."""
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """`run.json`: `state` (a `RunState`), `config` and `model_config`. `CheckpointError` if it is not a checkpoint of
+    ours, or damaged."""
+    try:
+        facts = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint}: not a training checkpoint ({error}): name a folder step-…") from error
+    if not isinstance(facts, dict) or facts.get("version") != _VERSION:
+        raise _Lacks(f"{checkpoint}: of another version of Antiphon: export it with that one")
+    if wrong := [key for key in ("state", "config", "model_config") if not isinstance(facts.get(key), dict)]:
+        raise CheckpointError(f"{checkpoint}/run.json has no {wrong[0]}: it is damaged, take another one")
+    try:
+        return facts | {"state": read(RunState, facts["state"], f"{checkpoint}/run.json: state")}
+    except UserError as error:
+        raise CheckpointError(f"{error}: it is damaged, take another one") from error
+
+
+def _readable(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The checkpoints in `folder` whose `run.json` can be read, the oldest first; `CheckpointError` if there are some,
+    and none can, or if one is of another version."""
+    found, failure = [], None
+    for path in find_checkpoints(folder):
+        try:
+            found.append((path, read_facts(path)))
+        except _Lacks:
+            raise
+        except CheckpointError as error:
+            failure = error
+    if failure is not None and not found:
+        raise failure
+    return found
 
 
 def load(
@@ -230,7 +253,7 @@ def load(
     world = model.mesh.world
     try:
         boxes = _stored(
-            boxes_of(model, shards, optimizer, facts["state"]["step"]), checkpoint, world, new_moments=new_moments
+            boxes_of(model, shards, optimizer, facts["state"].step), checkpoint, world, new_moments=new_moments
         )
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -249,8 +272,8 @@ def load(
             "change output.folder"
         ) from error
     shards.end_step()
-    state = facts["state"]
-    return RunState(**(state | {"recent": tuple((loss, norm) for loss, norm in state.get("recent", ()))}))
+    state: RunState = facts["state"]
+    return state
 
 
 def load_newest(
@@ -337,19 +360,24 @@ _SCHEDULE = "optimizer.schedule_steps"
 
 
 class Former:
-    """The run whose newest checkpoint is in `config.output.folder`; of none, nothing is compared. `allowed`: keys, or
-    tables, that may change."""
+    """The run whose checkpoints are in `config.output.folder`, as the newest whose `run.json` can be read has it; of
+    none, nothing is compared. `allowed`: keys, or tables, that may change."""
 
     def __init__(self, config: TrainConfig, allowed: Collection[str] = ()) -> None:
         self._allowed = allowed
-        found = find_checkpoints(folder_of(config))
-        self._facts: dict[str, Any] | None = read_facts(found[-1]) if found else None
-        self._where = str(found[-1]) if found else ""
+        found = _readable(folder_of(config))[-1:]
+        self._facts: dict[str, Any] | None = found[0][1] if found else None
+        self._where = str(found[0][0]) if found else ""
 
     @property
     def step(self) -> int:
         """Steps done."""
-        return 0 if self._facts is None else int(self._facts["state"]["step"])
+        return 0 if self._facts is None else int(self._facts["state"].step)
+
+    def check_model(self, model_config: Mapping[str, Any]) -> None:
+        """`UserError` if another model was trained."""
+        if self._facts is not None and self._facts["model_config"] != model_config:
+            raise UserError(f"{self._where} is of another model: change output.folder, or remove it")
 
     @property
     def may_change_optimizer(self) -> bool:
@@ -360,6 +388,7 @@ class Former:
         """`config` with the length of its schedule; `UserError` where it would be another run."""
         if self._facts is None:
             return _with_schedule(config, config.optimizer.schedule_steps or config.steps)
+        self._check_allowed(config)
         before = config_of(self._facts["config"], f"{self._where}/run.json")
         length = before.optimizer.schedule_steps or before.steps
         before = _with_schedule(before, length)
@@ -378,6 +407,14 @@ class Former:
         self._refuse(refused)
         self._tell_of_schedule(config)
         return config
+
+    def _check_allowed(self, config: TrainConfig) -> None:
+        """`UserError` for a key that may change and does not exist."""
+        tables = asdict(config)
+        known = {*tables, "data.share"}
+        known |= {f"{name}.{key}" for name, table in tables.items() if isinstance(table, dict) for key in table}
+        if unknown := [key for key in self._allowed if key not in known]:
+            raise UserError(f"--allow-change {unknown[0]}: there is no such key{did_you_mean(unknown[0], known)}")
 
     def check_text(self, digest: str) -> None:
         """`UserError` if the ids to train on are others; `digest`: of them."""

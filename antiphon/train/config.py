@@ -43,6 +43,7 @@ from antiphon.train.config_tables import (
 )
 from antiphon.train.device import DeviceName
 
+MOST_SEQUENCES = 2**20  # of a step; more is a slip
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -88,8 +89,8 @@ class TrainConfig:
     data: DataConfig
     output: OutputConfig
     steps: Count
-    sequence_length: Annotated[Whole, Field(ge=2)]
-    batch: Count
+    sequence_length: Annotated[Count, Field(ge=2)]
+    batch: Annotated[Whole, Field(ge=1, le=MOST_SEQUENCES)]
     micro_batch: CountFromZero = 0
     seed: CountFromZero = 0
     dtype: Dtype = "float32"
@@ -221,9 +222,10 @@ def apply_change(mapping: dict[str, Any], change: str) -> None:
         if not isinstance(mapping, dict):
             raise UserError(f"--set {change}: {table} is not a table")
     try:
-        mapping[last] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        mapping[last] = value
+        found = tomllib.loads(f"value = {value}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        found = {}
+    mapping[last] = found["value"] if len(found) == 1 else value  # a second line of TOML would be another key
 
 
 _PATHS = {
@@ -243,11 +245,13 @@ def _absolute_paths(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
     def whole(text: Any) -> Any:
         if not isinstance(text, str) or not text:
             return text
+        if "\0" in text:
+            raise UserError(f"{text!r} is no path: it holds a zero byte, take it out")
         try:
             text = Template(text).substitute(variables)
         except (KeyError, ValueError) as error:
             raise UserError(f"{text}: {error} is not set: set it, or write the path out") from error
-        return str(folder / Path(text).expanduser())
+        return str(folder / os.path.expanduser(text))  # noqa: PTH111  (`Path.expanduser` raises for unknown users)
 
     tables = [(mapping.get(table), keys) for table, keys in _PATHS.items()]
     data = mapping.get("data")

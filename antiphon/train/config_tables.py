@@ -225,7 +225,7 @@ class ParallelConfig:
     tensor: Count = 1
     expert: Count = 1
     expert_tensor: Count = 1
-    zero: Annotated[CountFromZero, Field(le=3)] = 0
+    zero: Annotated[Whole, Field(ge=0, le=3)] = 0
     dispatch: Literal["all_to_all", "gather_scatter", "two_level", "auto"] = "all_to_all"
     deduplicate: Flag = True
     row_budget: NotNegative = 1.1
@@ -271,7 +271,7 @@ class CommunicationConfig:
     pipeline_experts: Flag = False
     packing: Flag = False
     timeout_s: Positive = 600.0
-    chunk_bytes: Annotated[Whole, Field(ge=_WIDEST_BYTES)] = DEFAULT_CHUNK_BYTES
+    chunk_bytes: Annotated[Count, Field(ge=_WIDEST_BYTES)] = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:
         if self.partition and self.sums == "behind":

@@ -163,7 +163,7 @@ def _json_lines(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[D
             text = _decode(file, line, first_byte)
             try:
                 record = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 number = _line_number(file, first_byte)
                 raise UserError(f"{file}: line {number:,} is not JSON ({error}): correct or exclude it") from error
             found = _of_record(record, text_key, kind)

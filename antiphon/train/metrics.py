@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ _GROUPS = {  # TensorBoard sorts by name, so its groups have numbers
 
 class Metrics:
     """Writes `FOLDER/metrics.jsonl` and shows the same on boards. Steps from `first_step` on that a
-    former run wrote after its last checkpoint are taken out again: they are made anew."""
+    former run wrote after its last checkpoint are taken out again: they are made anew. A disk that is full does not end
+    a run: lines wait in memory until there is room, and a board that fails is left alone from then on."""
 
     def __init__(self, folder: Path, first_step: int, wandb_project: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,13 +66,16 @@ class Metrics:
         _keep_before(self._path, first_step)
         boards = (_weights_and_biases(folder, wandb_project), _tensorboard(folder, first_step))
         self._boards = [each for each in boards if each is not None]
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
+        self._late = ""  # what the disk did not take yet
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Values of one step: numbers, texts, numbers by name, numbers by layer or rank, numbers by layer and expert.
         The last are a histogram a layer in TensorBoard: a curve an expert would be thousands."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        was_full = bool(self._late)
+        self._late += json.dumps({"step": step, **values}) + "\n"
+        if (reason := self._write_late()) and not was_full:
+            _log.error("%s cannot be written (%s): the run goes on, and its lines wait for room", self._path, reason)
         for name, value in values.items():
             if isinstance(value, list):
                 of = "rank" if name.startswith("rank_") else "layer"
@@ -84,33 +89,58 @@ class Metrics:
 
     def _show(self, name: str, value: Any, step: int) -> None:
         name = f"{_GROUPS.get(name.partition('/')[0], _OTHERS)}/{name}"
-        for show, _ in self._boards:
-            show(name, value, step)
+        for board in list(self._boards):
+            try:
+                board[0](name, value, step)
+            except Exception as error:  # of a library: a disk, a service
+                self._boards.remove(board)
+                _log.error("step %d: a board of curves failed (%s): the run goes on without it", step, error)
+
+    def _write_late(self) -> str:
+        """Why it could not be written; empty: it is."""
+        descriptor, rest = self._file.fileno(), self._late.encode()
+        size = os.fstat(descriptor).st_size
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError as error:
+            os.ftruncate(descriptor, size)  # to whole lines
+            return error.strerror or str(error)
+        self._late = ""
+        return ""
 
     def go_back(self, step: int) -> None:
         """Take out steps from `step` on: they are made anew."""
         self._file.close()
+        self._late = _before(self._late, step)
         _keep_before(self._path, step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
+        if reason := self._write_late():
+            _log.error("%s cannot be written (%s): lines of the last steps are lost", self._path, reason)
         self._file.close()
         for _, close in self._boards:
-            close()
+            with suppress(Exception):  # what could not be shown was said before
+                close()
 
 
 def _keep_before(file: Path, step: int) -> None:
-    if not file.exists():
-        return
+    if file.exists():
+        replace_text(file, _before(file.read_text(encoding="utf-8"), step))
+
+
+def _before(lines: str, step: int) -> str:
+    """Those of the steps before `step`."""
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in lines.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:  # a kill cut it off
             continue
         if isinstance(entry, dict) and entry.get("step", step) < step:
             kept.append(line + "\n")
-    replace_text(file, "".join(kept))
+    return "".join(kept)
 
 
 def check_boards(wandb_project: str) -> None:
@@ -230,9 +260,10 @@ class OutputLock:
             raise UserError(
                 f"output.folder {folder} is in use by {holder}: wait for it, stop it, or name another folder"
             ) from error
-        os.ftruncate(self._descriptor, 0)
         facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.write(self._descriptor, json.dumps(facts).encode())
+        with suppress(OSError):  # a full disk; then others are not told who it is
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, json.dumps(facts).encode())
 
     def close(self) -> None:
         """Let others have it; may be called again."""

@@ -12,16 +12,14 @@ out are not trained on either. Rejected: a thread beside the steps. Each of thei
 interpreter while the thread holds it.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +30,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.progress import Report, progress
-from antiphon.base.system import replace_text
+from antiphon.base.system import one_writer, python_module, replace_text
 from antiphon.base.units import format_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.specs.checked import read
@@ -40,7 +38,9 @@ from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import find_files
 from antiphon.train.encoder import ids_dtype
 from antiphon.train.tokens import (
+    IN_USE,
     NOTHING,
+    WRITER_S,
     SourceTokens,
     TokenFile,
     TokenSize,
@@ -55,8 +55,6 @@ from antiphon.train.tokens import (
 
 ROUND = 4096  # samples: in each round of them a source has as many
 _log = get_logger("train")
-_POLL_S = 0.05
-_LOCK_S = 60.0  # for the writer of a run that has just ended
 _FAILED = "failed.json"
 
 
@@ -113,10 +111,12 @@ class TokenStream:
 
     def prepare(self) -> None:
         """Write the first block of each source and the evaluation sets, unless they are there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / _FAILED).unlink(missing_ok=True)
         spec = load_model_spec(self.model)
-        with _locked(self.folder), progress("tokenizing the first block", format_amount=format_bytes) as report:
+        with (
+            one_writer(self.folder, IN_USE, WRITER_S),
+            progress("tokenizing the first block", format_amount=format_bytes) as report,
+        ):
+            (self.folder / _FAILED).unlink(missing_ok=True)
             for each in self.sources:
                 written = written_of(each.folder, each.made_from)
                 if written is None or not written.has_block(0, each.block_tokens):
@@ -135,7 +135,7 @@ class TokenStream:
 
     def write_all(self, report: Report = lambda done, total: None) -> None:
         """Write all that is not there yet, source by source in turns of a block. `report`: bytes of its files."""
-        with _locked(self.folder):
+        with one_writer(self.folder, IN_USE, WRITER_S):
             writing = [self._writing(each, report) for each in self.sources]
             while writing:
                 writing = [each for each in writing if next(each, "whole") is None]
@@ -233,7 +233,7 @@ class StreamWriter:
         self._stream = stream
         self._process: subprocess.Popen[str] | None = None
         if not stream.is_whole:
-            command = [sys.executable, "-m", "antiphon.train.token_stream"]
+            command = python_module("antiphon.train.token_stream")
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
             assert self._process.stdin is not None
             self._process.stdin.write(stream.as_text() + "\n")
@@ -244,7 +244,11 @@ class StreamWriter:
         code = None if self._process is None else self._process.poll()
         if code and not (self._stream.folder / _FAILED).exists():
             how = f"by signal {-code}" if code < 0 else f"with code {code}"
-            self._stream.say_failed(f"tokenizing beside the steps ended {how}: the same command goes on")
+            message = f"tokenizing beside the steps ended {how}: the same command goes on"
+            try:
+                self._stream.say_failed(message)
+            except OSError as error:  # of a full disk; the other ranks hear of it from this one
+                raise UserError(message) from error
 
     def close(self) -> None:
         """End the process; what it wrote stays. May be called again."""
@@ -254,26 +258,6 @@ class StreamWriter:
             if self._process.stdin is not None:
                 self._process.stdin.close()
             self._process = None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time in a folder; that of a run that has just ended may take a moment to go."""
-    descriptor, end_s = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + _LOCK_S
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() > end_s:
-                    raise UserError(
-                        f"{folder}: another run writes token ids there: stop it, or name another data.cache"
-                    ) from error
-                time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _mapped(file: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray[Any, Any]:
@@ -320,9 +304,13 @@ def main() -> int:
     threading.Thread(target=wait_for_the_end, daemon=True).start()
     try:
         _stream_of(job).write_all()
-    except UserError as error:
+    except (UserError, OSError) as error:
         folder = Path(json.loads(job)["cache"]) / "stream"
-        replace_text(folder / _FAILED, json.dumps({"message": str(error)}))
+        message = str(error)
+        if isinstance(error, OSError):
+            message = f"{error.filename or folder}: {error.strerror}: make room; the same command goes on"
+        with suppress(OSError):  # then the first rank says that this process is gone
+            replace_text(folder / _FAILED, json.dumps({"message": message}))
         return 1
     return 0
 

@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report, progress
-from antiphon.base.system import replace_text
+from antiphon.base.system import one_writer, replace_text
 from antiphon.base.units import format_bytes
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config_tables import DataConfig, SourceConfig
@@ -36,6 +36,8 @@ _BATCH_CHARACTERS = 4 << 20
 _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
 _VERSION = 3
 _EVALUATION = "evaluation"  # in the cache
+WRITER_S = 60.0  # for the writer of a run that has just ended
+IN_USE = "another run writes token ids there: stop it, or name another data.cache"
 
 
 Split = Literal["train", "held_out"]
@@ -185,7 +187,7 @@ def tokenize(
     for sources, folder in parts:
         files = [find_files(each, config.made_by) for each in sources]
         made_from = digest_of_text(config, sources, [file for of in files for file in of], tokenizer_path, seed)
-        with progress("tokenizing", format_amount=format_bytes) as report:
+        with one_writer(folder, IN_USE, WRITER_S), progress("tokenizing", format_amount=format_bytes) as report:
             for _ in tokenizing(config, sources, files, made_from, tokenizer_path, spec, folder, seed, report):
                 pass
 
@@ -442,6 +444,6 @@ def digest_of_text(
 def _read_meta(cache: Path) -> dict[str, Any]:
     try:
         meta = json.loads((cache / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return meta if isinstance(meta, dict) and meta.get("version") == _VERSION else {}

@@ -222,11 +222,9 @@ class Trainer:
                 for numbers in numbers_of_rank(self.config, self.mesh, 0)
             ]
             choose_schedules(self.model, Path(self.config.output.folder), self._passes, self._shards, batches)
-        found = checkpoint.find_checkpoints(checkpoint.folder_of(self.config))
-        if not found:
+        if not checkpoint.find_checkpoints(checkpoint.folder_of(self.config)):
             return
-        if checkpoint.read_facts(found[-1])["model_config"] != self._run.model_config:
-            raise UserError(f"{found[-1]} is of another model: change output.folder, or remove it")
+        self._run.former.check_model(self._run.model_config)
         self.state = self._load_newest()
         self._saved_step = self.state.step
 

@@ -1,16 +1,20 @@
-"""Descriptors beyond 1,023, and the limit on their number."""
+"""Descriptors beyond 1,023, and the limit on their number; folders with one writer."""
 
+import errno
+import fcntl
 import os
 import platform
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from antiphon.base import system
-from antiphon.base.system import limit, wait_ready
+from antiphon.base.errors import UserError
+from antiphon.base.system import limit, one_writer, wait_ready
 
 RAISED = """
 import os, resource, subprocess, sys, time
@@ -100,3 +104,26 @@ def test_freed_memory_is_kept_where_that_was_asked_for() -> None:
 
 def test_what_the_user_has_set_for_the_allocator_stays() -> None:
     assert not kept(MALLOC_TRIM_THRESHOLD_="100000")[0]
+
+
+def test_one_writer_of_a_folder(tmp_path: Path) -> None:
+    """The second waits a moment, is refused, and has it afterwards; nothing is left in the folder."""
+    folder = tmp_path / "a/b"
+    with one_writer(folder, "wait"):
+        with pytest.raises(UserError, match="b: wait for it"), one_writer(folder, "wait for it", 0.05):
+            pass
+        with one_writer(tmp_path / "a", "wait"):
+            pass
+    with one_writer(folder, "wait"):
+        assert list(folder.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with one_writer(tmp_path, "wait"):
+        assert "cannot be locked (No locks available): start no second run in it" in caplog.text

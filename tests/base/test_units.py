@@ -23,9 +23,15 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 EiB", "1e9", "four"])
+@pytest.mark.parametrize("text", ["", "GiB", "_", "_GiB", "-1", "1 EiB", "1e9", "four"])
 def test_other_sizes_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(UserError, match=r"is not a size in bytes: write for example 4GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["8388608TiB", "9" * 400, "9" * 5000 + "GiB"])
+def test_sizes_beyond_any_machine_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is beyond what any machine has: write at most 8,000,000 TiB"):
         parse_bytes(text)
 
 

@@ -283,6 +283,7 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
             ("export", "x", "y", "--dtype", "int4"),
             "--dtype is int4: it must be one of bfloat16, float16, float32, float64, fp8",
         ),
+        (("train", "none.toml", "--tokenize", "--print-config"), "--tokenize and --print-config: .* leave one .* out"),
         (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be at least 1"),
         (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),
         (("worker", *WORKER, "--host", ""), "--host is empty: give a value, or leave the option out"),

@@ -153,6 +153,23 @@ def test_a_full_standard_output_is_said_once_by_a_command_that_goes_on() -> None
     assert ended.stderr.count(b"standard output cannot be written (No space left on device)") == 1
 
 
+@pytest.mark.parametrize("arguments", ["plan --list", "--version", "--help"])
+def test_a_full_standard_output_is_a_line(arguments: str) -> None:
+    line = b"error: standard output cannot be written (No space left on device): make room, or let it go elsewhere\n"
+    for unbuffered in ("", "1"):
+        with Path("/dev/full").open("wb") as full:
+            ended = subprocess.run(
+                [*COMMAND, *arguments.split()],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+                stdout=full,
+                stderr=subprocess.PIPE,
+                check=False,
+                timeout=60,
+            )
+        assert (ended.returncode, ended.stderr) == (1, line)
+
+
 def test_letters_that_the_terminal_does_not_have() -> None:
     """The sign for "times" in a plan, and ASCII."""
     ascii_only = {"PYTHONIOENCODING": "ascii", "ANTIPHON_LOG": "error"}

@@ -187,7 +187,7 @@ def test_two_runs_do_not_write_one_folder(save_model: Any, tools: Any, tmp_path:
     saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
 
     def second(done: float, total: float | None) -> None:
-        with pytest.raises(UserError, match="is being written by another run"):
+        with pytest.raises(UserError, match="another run writes it: wait for it"):
             write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
 
     write_rounded(saved.folder, out, WeightRounding(experts="int4"), second)

@@ -52,6 +52,13 @@ from tests.train.harness import config_of, write_model, write_run
         ('data.evaluation=[{name="a", files=[]}]', "data.evaluation[0].files"),
         ("loss.mtp=-1", "loss.mtp is -1: it must be at least 0"),
         ("optimizer=3", "optimizer is 3: it must be an object"),
+        ("batch=1e308", "batch is 1e+308: it must be at most 1048576"),
+        ("batch=0x" + "f" * 5000, "batch is a number of more than 4,000 digits: it must be at most 1048576"),
+        ("batch=" + "[" * 50_000, "batch is '[[["),
+        ("batch=9e15", "batch is 9000000000000000.0: it must be at most 1048576"),
+        ("steps=2\nbatch=3", "steps is '2\\nbatch=3'"),
+        ('output.folder="a\\u0000b"', "'a\\x00b' is no path: it holds a zero byte"),
+        ("seed=1e30", "seed is 1e+30: it must be at most 9007199254740992"),
     ],
 )
 def test_wrong_keys_and_values(tmp_path: Path, change: str, message: str) -> None:
@@ -84,6 +91,25 @@ def test_variables_and_relative_paths(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.as_table()["optimizer"]["learning_rate"] == 1e-2
 
 
+def test_a_home_of_nobody_is_a_name_like_others(tmp_path: Path) -> None:
+    config = read_config(write_run(tmp_path), ["output.folder=~nobody-of-that-name/x"])
+    assert config.output.folder == str(tmp_path / "~nobody-of-that-name/x")
+
+
+def test_a_mark_of_byte_order_is_no_key(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_config(file).steps == 6
+
+
+def test_a_file_that_nests_without_end(tmp_path: Path) -> None:
+    for name, kind in (("x.toml", "TOML"), ("x.json", "JSON")):
+        file = tmp_path / name
+        file.write_text("a = " * (kind == "TOML") + "[" * 100_000)
+        with pytest.raises(UserError, match=rf"{name}: not valid {kind}: "):
+            read_config(file)
+
+
 def refused(tmp_path: Path, *changes: str, **model: object) -> str:
     with pytest.raises(UserError) as caught:
         Trainer(prepare(config_of(tmp_path, *changes, **model))).run()
@@ -96,6 +122,12 @@ def test_data_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("the cat\n")
     assert "sequence_length is 16: give more text" in refused(tmp_path, 'data.files=["short.txt"]', "data.held_out=0")
     assert "the model's positions end at 64" in refused(tmp_path, "sequence_length=65")
+
+
+def test_ids_have_no_place(tmp_path: Path) -> None:
+    assert "/dev/null cannot be written (File exists): make room, or name another" in refused(
+        tmp_path, "data.cache=/dev/null"
+    )
 
 
 def test_files_that_are_not_text(tmp_path: Path) -> None:

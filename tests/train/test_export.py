@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.base.system import one_writer
 from antiphon.cli import train as commands
 from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.route import choose_experts
@@ -236,6 +237,16 @@ def test_boxes_of_checkpoints_are_small(tmp_path: Path, monkeypatch: pytest.Monk
     (newest / ".metadata").write_bytes(b"no")
     with pytest.raises(CheckpointError, match=r"step-00000006: cannot be read .* damaged, take another one"):
         StoredParameters(newest, stored.spec)
+
+
+def test_two_exports_do_not_write_one_folder(tmp_path: Path) -> None:
+    Trainer(prepare(config_of(tmp_path, "steps=1"))).run()
+    with (
+        one_writer(tmp_path / "new", "wait"),
+        pytest.raises(UserError, match="new: another run writes it: wait for it"),
+    ):
+        commands.export(tmp_path / "out", tmp_path / "new")
+    commands.export(tmp_path / "out", tmp_path / "new")
 
 
 def test_blocks_of_float8() -> None:

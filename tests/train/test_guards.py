@@ -70,6 +70,14 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, change: str, message
     assert trainer.state.step == 4
 
 
+def test_a_key_that_may_change_has_to_exist(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    with pytest.raises(UserError, match=r"--allow-change optimizer\.lr_rate: there is no such key"):
+        finished(tmp_path, allowed=("optimizer.lr_rate",))
+    for known in ("optimizer", "data.files", "data.share", "overlap.schedule", "seed"):
+        finished(tmp_path, allowed=(known,))
+
+
 def test_what_is_harmless_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
     caplog.set_level("INFO")
@@ -135,6 +143,73 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
     assert "process" in (tmp_path / "lock").read_text(), "the file stays"
     OutputLock(tmp_path).close()
+
+
+def test_lines_of_metrics_wait_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk takes half a line; it is written whole once there is room, and said once."""
+    metrics, write = Metrics(tmp_path, 0), os.write
+    metrics.write(0, {"loss": 1.0})
+
+    def full(descriptor: int, content: bytes) -> int:
+        if len(content) > 5:
+            return write(descriptor, content[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as no_room:
+        no_room.setattr(os, "write", lambda descriptor, content: full(descriptor, content[:10]))
+        metrics.write(1, {"loss": 2.0})
+        metrics.write(2, {"loss": 3.0})
+    assert [step for step, _ in lines_of(tmp_path)] == [0]
+    assert caplog.text.count("metrics.jsonl cannot be written (No space left on device): the run goes on") == 1
+    metrics.write(3, {"loss": 4.0})
+    metrics.close()
+    assert lines_of(tmp_path) == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]
+
+
+def lines_of(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_what_the_disk_does_not_take_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("antiphon.train.setup.write_run_facts", full)
+    monkeypatch.setattr(commands, "keep_freed_memory", lambda: False)  # this process has other tests to run
+    with pytest.raises(CheckpointError, match=r"out: cannot be written \(No space left on device\): make room, or"):
+        commands.train(write_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not a training checkpoint"),
+        ('{"version": 2, "config": {}, "model_config": {}}', "run.json has no state: it is damaged"),
+        (
+            '{"version": 2, "config": {}, "model_config": {}, "state": {"step": "six"}}',
+            "run.json: state: step is 'six': it must be a valid integer",
+        ),
+    ],
+)
+def test_a_checkpoint_whose_facts_are_damaged_is_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, said: str
+) -> None:
+    whole = finished(tmp_path / "whole")
+    finished(tmp_path)
+    newest = tmp_path / "out/checkpoints/step-00000006"
+    (newest / "run.json").write_text(text)
+    resumed = finished(tmp_path)
+    assert same_tensors(whole.model, resumed.model)
+    assert said in caplog.text
+    assert ".step-00000006.damaged, the run goes on from" in caplog.text
+    (newest / "run.json").write_text(text)
+    assert checkpoint.best_checkpoint(newest.parent) is None, "the first one was not evaluated"
+    (newest.with_name("step-00000003") / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"step-0000000[36].*(name a folder step|damaged)"):
+        finished(tmp_path)
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_written(

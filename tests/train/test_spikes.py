@@ -116,7 +116,7 @@ def test_without_a_checkpoint_a_step_is_skipped(tmp_path: Path, bad_batch: None)
     run(tmp_path, "watch.on_spike=rollback", "output.checkpoint_every=0", "steps=37")
     assert "there is no checkpoint to go back to yet" in alarms(tmp_path)[0][1]
     state = checkpoint.read_facts(checkpoint.find_checkpoints(tmp_path / "out/checkpoints")[-1])["state"]
-    assert len(state["recent"]) == 36
+    assert len(state.recent) == 36
 
 
 def test_moments_that_begin_anew_also_after_a_roll_back(tmp_path: Path, bad_batch: None) -> None:

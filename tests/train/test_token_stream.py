@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.system import one_writer
 from antiphon.models.config import load_model_spec
 from antiphon.train import setup, token_stream
 from antiphon.train.config import TrainConfig, read_config
@@ -213,8 +214,8 @@ def test_the_writer_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.Monkey
     process.stdin.close()  # what the kernel does when the first rank is killed
     assert process.wait(PATIENCE_S) in (0, 1)
     writer.close()
-    monkeypatch.setattr(token_stream, "_LOCK_S", 0.1)
-    with token_stream._locked(stream.folder), pytest.raises(UserError, match="another run writes token ids there"):
+    monkeypatch.setattr(token_stream, "WRITER_S", 0.1)
+    with one_writer(stream.folder, "not free"), pytest.raises(UserError, match="another run writes token ids there"):
         stream.write_all()
     stream.write_all()
     assert stream.is_whole

@@ -16,6 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from antiphon.base.errors import UserError
+from antiphon.base.system import one_writer
 from antiphon.models.config import load_model_spec
 from antiphon.train import documents, tokens
 from antiphon.train.config_tables import DataConfig
@@ -216,6 +217,17 @@ def test_a_damaged_page_of_a_table(tmp_path: Path) -> None:
     data[100:400] = bytes(300)
     table.write_bytes(bytes(data))
     assert "not a Parquet file that can be read (" in refused(table)
+
+
+def test_two_runs_do_not_write_one_folder(
+    tmp_path: Path, prepared: tuple[DataConfig, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of ids may be that of several runs (`data.cache`)."""
+    monkeypatch.setattr(tokens, "WRITER_S", 0.05)
+    with one_writer(tmp_path / "cache", "wait"), pytest.raises(UserError, match="cache: another run writes token ids"):
+        run(prepared[0], tmp_path, tmp_path / "cache")
+    run(prepared[0], tmp_path, tmp_path / "cache")
+    assert bytes_of(tmp_path / "cache") == prepared[1]
 
 
 def test_no_text_at_all(tmp_path: Path) -> None:
