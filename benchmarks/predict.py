@@ -27,6 +27,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -35,7 +36,7 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.system import sigterm_exits
-from antiphon.bench.harness.contest import CpuWatch, rounds_of, wait_for_quiet
+from antiphon.bench.harness.contest import CpuWatch, Drifting, MeasuredAround, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.profile.measure import NORMAL, QUICK, step_parts
@@ -146,7 +147,7 @@ def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Poi
 def row_of(point: Point, predicted: Sequence[float], measured: Sequence[MeasuredRound]) -> dict[str, Any]:
     """What the table and the JSON say of a point; `predicted`: seconds of a token, by each profile."""
     tpot_s = median(each.tpot_s for each in measured)
-    predicted_s = sum(predicted) / len(predicted)
+    predicted_s = Drifting(predicted).mean
     return {
         "contestant": point.contestant,
         "concurrency": point.concurrency,
@@ -155,7 +156,7 @@ def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured
         "predicted_tokens_per_s": point.concurrency / predicted_s,
         "measured_tokens_per_s": median(each.tokens_per_s for each in measured),
         "error": predicted_s / tpot_s - 1,
-        "drift": max(predicted) / min(predicted) - 1,
+        "drift": Drifting(predicted).drift,
         "foreign_cpu_share": max(each.foreign_share for each in measured),
     }
 
@@ -246,12 +247,15 @@ def run(arguments: argparse.Namespace, points: Sequence[Point]) -> None:
     spec = load_model_spec(arguments.model)
     wanted = Wanted(model=arguments.model, effort=QUICK if arguments.quick else NORMAL)
     given = _engine_of(arguments.profile) if arguments.profile else None
-    with progress("measuring this machine") as report:
-        profiles = [given or measure(wanted, report)]
+
+    def measure_now() -> LocalTimes:
+        with progress("measuring this machine") as report:
+            return given or measure(wanted, report)
+
+    around = MeasuredAround(measure_now)
+    around.before()
     measured = run_grid(arguments, points)
-    if given is None:
-        with progress("measuring this machine again") as report:
-            profiles.append(measure(wanted, report))
+    profiles = around.after()
     context = arguments.input_tokens + arguments.output_tokens / 2
     rows = []
     for point in points:
@@ -270,13 +274,14 @@ def run_plans(arguments: argparse.Namespace) -> None:
     size = WorkloadSize(arguments.plans, arguments.input_tokens, arguments.output_tokens)
     with TemporaryDirectory(prefix="plans-") as name, ExitStack() as stack:
         folder = Path(name)
-        profile = arguments.profile or profile_here(arguments.model, folder / "before", quick=arguments.quick)
-        cluster = json.loads((profile.parent / CLUSTER_FILE).read_text())
+        around = profiles_in(folder, arguments)
+        cluster = json.loads((around.before().parent / CLUSTER_FILE).read_text())
         machines = this_machine(cluster)
         if arguments.mbit is not None:
             machines = stack.enter_context(nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder))
         layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
-        served = {layout: make_plan(machines, arguments.model, profile, layout, size, folder) for layout in layouts}
+        first = around.before()
+        served = {layout: make_plan(machines, arguments.model, first, layout, size, folder) for layout in layouts}
         measured: dict[PinnedLayout, list[MeasuredRound]] = {layout: [] for layout in layouts}
         for number, in_turn in enumerate(rounds_of(layouts, arguments.rounds), start=1):
             for layout in in_turn:
@@ -286,8 +291,7 @@ def run_plans(arguments: argparse.Namespace) -> None:
                 measured[layout].append(MeasuredRound(size.concurrency / rate, rate, {}, watch.foreign_share()))
                 print(f"round {number}, {layout.name}: {rate:.1f} tokens/s", flush=True)
         predicted = [served]
-        if not arguments.profile:
-            again = profile_here(arguments.model, folder / "after", quick=arguments.quick)
+        for again in around.after()[1:]:
             predicted.append(
                 {layout: make_plan(machines, arguments.model, again, layout, size, folder) for layout in layouts}
             )
@@ -296,6 +300,17 @@ def run_plans(arguments: argparse.Namespace) -> None:
         times = [found[layout].predicted.tpot_s or math.nan for found in predicted]
         rows.append(row_of(Point(layout.name, size.concurrency), times, measured[layout]))
     conclude(arguments, rows, PLANS_GOAL, {})
+
+
+def profiles_in(folder: Path, arguments: argparse.Namespace) -> MeasuredAround[Path]:
+    """The one of `--profile`, or new ones, in folders of their own."""
+    numbers = count(1)
+
+    def profile() -> Path:
+        given: Path | None = arguments.profile
+        return given or profile_here(arguments.model, folder / f"profile {next(numbers)}", quick=arguments.quick)
+
+    return MeasuredAround(profile)
 
 
 def parse_rates(text: str) -> list[float]:
@@ -316,14 +331,14 @@ def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
     rows = []
     with TemporaryDirectory(prefix="plans-") as name:
         folder = Path(name)
-        profile = arguments.profile or profile_here(model, folder / "before", quick=arguments.quick)
-        cluster = json.loads((profile.parent / CLUSTER_FILE).read_text())
+        around = profiles_in(folder, arguments)
+        cluster = json.loads((around.before().parent / CLUSTER_FILE).read_text())
         case = LoadCase(
             workload=load_workload(str(write_workload(size, folder))), rates=tuple(rates), num_requests=size.concurrency
         )
         machines = this_machine(cluster)
         for rate in rates:
-            served = make_two_phase_plan(model, profile, rate, size, folder)
+            served = make_two_phase_plan(model, around.before(), rate, size, folder)
             with serving(machines, model, served, size, folder) as url:
                 peer = OpenAIPeer(url)
                 peer.start()
@@ -335,12 +350,9 @@ def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
                     watch = CpuWatch()
                     runs.append(run_load(peer, case.demand(rate, 0), vocab_size, 2 + len(runs)))
                     shares.append(watch.foreign_share())
-            after = arguments.profile or profile_here(model, folder / f"after {rate:g}", quick=arguments.quick)
-            beside = dict.fromkeys((profile, after))
-            promised = [promise_of(served, each, rate, size.concurrency, folder) for each in beside]
+            promised = [promise_of(served, each, rate, size.concurrency, folder) for each in around.after()]
             rows.append(rate_row(rate, served, promised, runs) | {"foreign_cpu_share": median(shares)})
             print(rate_line(rows[-1]), flush=True)
-            profile = after
     conclude_rates(arguments, rows)
 
 
@@ -354,16 +366,16 @@ def rate_row(
     if failed := [each.error for run in runs for each in run.requests if each.error]:
         raise UserError(f"{rate:g} requests/s: {len(failed)} requests failed, the first: {failed[0]}")
     promises = {
-        "ttft_s": [each["ttft_s"]["p50"] for each in promised],
-        "tpot_s": [each["tpot_s"]["p50"] for each in promised],
-        "tokens_per_s": [each["output_tokens_per_s"] for each in promised],
+        "ttft_s": Drifting([each["ttft_s"]["p50"] for each in promised]),
+        "tpot_s": Drifting([each["tpot_s"]["p50"] for each in promised]),
+        "tokens_per_s": Drifting([each["output_tokens_per_s"] for each in promised]),
     }
     measured = {
         "ttft_s": median(median(run.values("ttft_s")) for run in runs),
         "tpot_s": median(median(run.values("tpot_s")) for run in runs),
         "tokens_per_s": median(sum(len(each.token_s) for each in run.answered) / run.took_s for run in runs),
     }
-    predicted = {name: sum(values) / len(values) for name, values in promises.items()}
+    predicted = {name: promise.mean for name, promise in promises.items()}
     pools = {"prefill": served.prefill, "decode": served}
     return {
         "rate": rate,
@@ -371,7 +383,7 @@ def rate_row(
         "predicted": predicted,
         "measured": measured,
         "error": {name: predicted[name] / measured[name] - 1 for name in predicted},
-        "drift": {name: max(values) / min(values) - 1 for name, values in promises.items()},
+        "drift": {name: promise.drift for name, promise in promises.items()},
     }
 
 

@@ -6,10 +6,11 @@
 2. Short prompts begin long answers. While those run, long prompts come, one at a time: the next one when the one
    before has its first token. So both engines are asked for as many prompts as they can take.
    Each engine has an untimed run first: a block of the cache that was never used costs a fault for each of its pages.
-   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped.
+   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped;
+   with `--profile here`, the model on this machine, too, before and after each run.
 3. A row for each engine and length of prompt: time between tokens of the answers, time to the first token of the long
-   prompts, tokens of both, and with `--profile` what the simulator says (`pools_prediction`). `verdicts` says in words
-   who wins at what.
+   prompts, tokens of both, and with `--profile` what the simulator says (`pools_prediction`), as the mean over what was
+   measured around the runs. `verdicts` says in words who wins at what.
 
 The answers' time between tokens is what users see stall; the prompts' time to the first token is what it costs.
 Rejected: prompts at a fixed rate. It would have to be chosen for the machine, and one of the two engines would idle.
@@ -34,7 +35,10 @@ from antiphon.bench.box import Box
 from antiphon.bench.harness.contest import (
     Cell,
     ContestColumns,
+    Drifting,
+    MeasuredAround,
     Repetitions,
+    Row,
     UpTo,
     foreign_words,
     seconds,
@@ -63,6 +67,7 @@ _FIRST_PORT = 7710  # where workers join the first engine in a box
 _HAND_OVERS: dict[HandOver, str] = {"end": "at the end", "layers": "layer by layer"}
 _WAITS_S = 2.0  # for which waits for cores are measured after a run
 _IDLE_S = 60.0  # in which aborted requests give back their blocks
+_HERE = "here"  # in place of a profile's file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,11 @@ class PoolsCase:
         typer.Option(metavar="R", show_default="one machine", help="Decode behind a link of R 10^6 bits/s, in a box."),
     ] = None
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of antiphon profile: what the simulator says, too.")
+        str | None,
+        typer.Option(
+            metavar="here|FILE",
+            help="What the simulator says, too: measured around each run, or by antiphon profile.",
+        ),
     ] = None
 
     def check(self) -> None:
@@ -94,7 +103,7 @@ class PoolsCase:
 @dataclass
 class _PoolRun:
     """One engine under one mix. `prompts_s`: how long long prompts kept coming; `exposed_s`: of their prefill, what was
-    waiting for keys and values to leave; `core_waits`: of the machine, right after it."""
+    waiting for keys and values to leave; `core_waits`: of the machine, right after it; `machines`: before and after."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -102,30 +111,44 @@ class _PoolRun:
     prompts_s: float = 0.0
     exposed_s: float = 0.0
     core_waits: CoreWaits | None = None
+    machines: tuple[MeasuredMachine, ...] = ()
 
 
 def columns(case: PoolsCase) -> ContestColumns:
     """What of the rows people see."""
 
-    def predicted(key: str, form: Callable[[str], Cell]) -> tuple[tuple[str, Cell], ...]:
-        return (("predicted", form(f"predicted_{key}")),) if case.profile is not None else ()
+    def predicted(key: str, form: Callable[[Any], str]) -> tuple[tuple[str, Cell], ...]:
+        return (("predicted", _predicted_words(key, form)),) if case.profile is not None else ()
 
-    exposed = (("exposed", share("exposed_share")), *predicted("exposed_share", share))
+    exposed = (("exposed", share("exposed_share")), *predicted("exposed_share", "{:.0%}".format))
     return ContestColumns(
         (
             ("engine", "engine"),
             ("prompts", "prompt_tokens"),
             ("between tokens, median", seconds("itl_s_median")),
             ("p99", seconds("itl_s_p99")),
-            *predicted("itl_s_p99", seconds),
+            *predicted("itl_s_p99", format_seconds),
             ("first token, median", seconds("ttft_s_median")),
-            *predicted("ttft_s_median", seconds),
+            *predicted("ttft_s_median", format_seconds),
             *(exposed if case.mbit is not None else ()),
             ("out tok/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
             ("prompt tok/s", lambda row: f"{row['prompt_tokens_per_s']:,.0f}"),
             ("foreign", foreign_words),
         )
     )
+
+
+def _predicted_words(key: str, form: Callable[[Any], str]) -> Cell:
+    """The mean of the predictions, and between what they lie if they differ."""
+
+    def words(row: Row) -> str | None:
+        mean = row.get(f"predicted_{key}")
+        if mean is None:
+            return None
+        first, last = map(form, row[f"predicted_{key}_between"])
+        return form(mean) if first == last else f"{form(mean)} ({first} to {last})"
+
+    return words
 
 
 def bench_pools(
@@ -135,10 +158,10 @@ def bench_pools(
 
     Prompts may be longer than the model's context: times hold, texts make no sense."""
     case.check()
-    machine = None if case.profile is None else MeasuredMachine.read(case.profile, case.mbit)
+    read = None if case.profile in (None, _HERE) else MeasuredMachine.read(Path(case.profile), case.mbit)
     with ExitStack() as stack:
         box = None if case.mbit is None else stack.enter_context(Box(num_nodes=2, mbit=case.mbit))
-        contest = partial(_contest, model, lengths, case, machine, box, say)
+        contest = partial(_contest, model, lengths, case, read, box, say)
         return run_beside(box, contest)
 
 
@@ -146,11 +169,16 @@ def _contest(
     model: Path,
     lengths: Sequence[int],
     case: PoolsCase,
-    machine: MeasuredMachine | None,
+    read: MeasuredMachine | None,
     box: Box | None,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
+    """`read`: the profile that was given as a file."""
     configs = _configs(model, lengths, case, box)
+
+    def measure_now() -> MeasuredMachine:
+        return read or MeasuredMachine.measured(next(iter(configs.values())), case.mbit)
+
     rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -167,11 +195,12 @@ def _contest(
             say(f"{case.answers} answers of {case.output_tokens} tokens, prompts of {tokens}")
             for engine in engines.values():
                 _run_alone(engine, tokens, case, None)
-            turns = {name: partial(_run_alone, engine, tokens, case, machine) for name, engine in engines.items()}
+            around = None if case.profile is None else MeasuredAround(measure_now)
+            turns = {name: partial(_run_alone, engine, tokens, case, around) for name, engine in engines.items()}
             runs = take_turns(turns, case.repetitions)
             rows += [
                 _row(name, configs[name], tokens, runs[name], case)
-                | _predicted(configs[name], machine, tokens, case, runs[name])
+                | _predicted(configs[name], tokens, case, runs[name])
                 for name in engines
             ]
     return rows
@@ -238,16 +267,21 @@ def _send_workers(box: Box, config: ServeConfig, log: Path, stack: ExitStack) ->
     start_workers(box, 1, roles, config.join_address, log, stack, config.num_threads or 1)
 
 
-def _run_alone(engine: Engine, tokens: int, case: PoolsCase, machine: MeasuredMachine | None) -> _PoolRun:
-    """`machine`: waits for cores are measured, too."""
+def _run_alone(
+    engine: Engine, tokens: int, case: PoolsCase, around: MeasuredAround[MeasuredMachine] | None
+) -> _PoolRun:
+    """`around`: the machine before and after it is noted, and waits for cores are measured."""
+    before = None if around is None else around.before()
     engine.resume_workers()
     try:
         found = _run(engine, tokens, case)
     finally:
         engine.pause_workers()
-    if machine is not None and found.itl_s:
-        turn_s = float(machine.profile.turn_s(case.answers))
-        found.core_waits = measure_core_waits(_WAITS_S, period_s=median(found.itl_s), turn_s=turn_s)
+    if around is not None and before is not None:
+        if found.itl_s:
+            turn_s = float(before.profile.turn_s(case.answers))
+            found.core_waits = measure_core_waits(_WAITS_S, period_s=median(found.itl_s), turn_s=turn_s)
+        found.machines = around.after()
     return found
 
 
@@ -333,15 +367,20 @@ def _row(name: str, config: ServeConfig, tokens: int, runs: Repetitions[_PoolRun
 
 
 def _predicted(
-    config: ServeConfig, machine: MeasuredMachine | None, tokens: int, case: PoolsCase, runs: Repetitions[_PoolRun]
-) -> dict[str, Any]:
-    """What the simulator says."""
-    if machine is None:
-        return {}
-    waits = [each.value.core_waits for each in runs.counted if each.value.core_waits is not None]
+    config: ServeConfig, tokens: int, case: PoolsCase, runs: Repetitions[_PoolRun]
+) -> dict[str, float | list[float] | None]:
+    """What the simulator says: the mean over the machine as it was around each run, and between what it lies."""
+    counted = [each.value for each in runs.counted]
+    machines = {id(machine): machine for run in counted for machine in run.machines}
+    waits = together([run.core_waits for run in counted if run.core_waits is not None])
     answers = case.answers, _SHORT_TOKENS, case.output_tokens
-    found = predict_mix(config, machine, answers, tokens, together(waits))
-    return {f"predicted_{name}": value for name, value in found.items()}
+    found = [predict_mix(config, machine, answers, tokens, waits) for machine in machines.values()]
+    row: dict[str, float | list[float] | None] = {}
+    for name in found[0] if found else ():
+        values = [value for each in found if (value := each[name]) is not None]
+        row[f"predicted_{name}"] = Drifting(values).mean if values else None
+        row[f"predicted_{name}_between"] = [min(values), max(values)] if values else None
+    return row
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:

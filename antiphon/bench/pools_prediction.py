@@ -1,20 +1,26 @@
 """What the simulator says of a run of `antiphon bench pools`: the same requests in the same order on the same layouts.
 
-Layouts become a plan, and steps cost what `antiphon profile` measured on this machine. Long prompts end with their
-first token: what is compared is the answers' time between tokens and the prompts' time to the first one.
+Layouts become a plan, and steps cost what was measured on this machine: by `antiphon profile`, or here, at the sizes
+that the run has. Long prompts end with their first token: what is compared is the answers' time between tokens and the
+prompts' time to the first one.
 
-Rejected: the planner's formulas. They know a steady state, and here one prompt follows the other.
+Rejected: the planner's formulas. They know a steady state, and here one prompt follows the other. `antiphon profile
+--quick` as the measurement here: a prompt of 64 tokens mostly reads weights, one of 2,048 computes, so that the second
+one's time, taken from the first one's, depends on how fast the memory is at the moment.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.base.progress import progress
+from antiphon.bench.profile.measure import QUICK
+from antiphon.bench.profile.profile import Wanted, cost_profile, measure, this_cluster
 from antiphon.bench.served_plans import HEADERS
 from antiphon.cost.profile import Profile, read_serving_profile
 from antiphon.models.config import load_model_spec, read_config, refuse_other_model
@@ -30,6 +36,7 @@ from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 _CLUSTER_FILE = "this-machine.json"
 _MOST_PROMPTS = 64  # of a prediction
+_POINT_S = 0.1  # of a measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +47,8 @@ class MeasuredMachine:
     cluster: ClusterSpec
 
     @classmethod
-    def read(cls, file: Path, mbit: float | None) -> "MeasuredMachine":
-        """`file` and the cluster beside it; with `mbit` its devices are nodes behind links of that rate. What HTTP
-        takes is left out: `bench pools` calls its engines itself."""
+    def read(cls, file: Path, mbit: float | None) -> Self:
+        """`file` and the cluster beside it; with `mbit` its devices are nodes behind links of that rate."""
         beside = file.parent / _CLUSTER_FILE
         if not beside.is_file():
             raise UserError(f"--profile {file}: there is no {_CLUSTER_FILE} beside it; antiphon profile writes both")
@@ -51,6 +57,32 @@ class MeasuredMachine:
             raise UserError(
                 f"{beside} has {len(cluster.groups)} groups of devices: give the one that antiphon profile wrote"
             )
+        return cls._of(read_serving_profile(file), cluster, mbit)
+
+    @classmethod
+    def measured(cls, config: ServeConfig, mbit: float | None) -> Self:
+        """This machine now, with a worker's threads, for answers and pieces of prompts as large as `config` lets them
+        be. Blocks for some seconds. `UserError` if the machine is at fault."""
+        spec = load_model_spec(config.model)
+        longest, piece = config.context_length(spec), config.max_batch_tokens
+        effort = replace(
+            QUICK, prompts=(64, 512, piece), later_piece=(512, longest), contexts=(64, 512), point_s=_POINT_S
+        )
+        wanted = Wanted(
+            model=config.model,
+            effort=effort,
+            threads=(config.own("attention").num_threads or 1,),
+            max_rows=config.max_running,
+            max_context=longest,
+        )
+        with progress("measuring this machine") as report:
+            times = measure(wanted, report)
+        profile = cost_profile(times, spec, "antiphon bench pools --profile here")
+        return cls._of(profile, this_cluster(times, spec), mbit)
+
+    @classmethod
+    def _of(cls, profile: Profile, cluster: ClusterSpec, mbit: float | None) -> Self:
+        """What HTTP takes is left out: `bench pools` calls its engines itself."""
         if mbit is not None:
             (group,) = cluster.groups
             rate = HEADERS * mbit * 1e6 / 8
@@ -62,7 +94,7 @@ class MeasuredMachine:
                 node_scale_out_bytes_per_s=rate,
             )
             cluster = replace(cluster, groups=(group,), efficiency=replace(cluster.efficiency, scale_out=1.0))
-        return cls(profile=replace(read_serving_profile(file), host=None), cluster=cluster)
+        return cls(profile=replace(profile, host=None), cluster=cluster)
 
 
 def predict_mix(

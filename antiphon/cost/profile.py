@@ -58,7 +58,8 @@ class ThreadTimes:
     cached token beyond, of each row. `experts_s[h]`: a layer's experts when the worker holds h of them, by all rows
     that go to any expert. `head_s`, `step_s`: per step; logits and sampling, and the rest of a step that is sent again
     and again, which finds everything in the caches.
-    `prompt_attention_s`: one layer of a prompt's first x tokens.
+    `prompt_attention_s`: one layer of a prompt's first x tokens. `per_cached_s`: what each token of a later piece adds
+    for every token before the piece; None: not measured, as in older files.
     """
 
     num_threads: int
@@ -69,6 +70,7 @@ class ThreadTimes:
     head_s: Curve
     step_s: Curve
     prompt_attention_s: Curve
+    per_cached_s: float | None = None
 
     def attention_layer_s(self, rows: float, context: float) -> float:
         beyond = max(0.0, context - self.base_context)
@@ -238,7 +240,8 @@ class MachineFacts:
 @dataclass(frozen=True, kw_only=True)
 class AttentionTable:
     """Seconds of one layer without its routed experts. Decode: `times` over (sequences, context each). Prefill: over
-    (new tokens in all, new tokens of each sequence), nothing cached. `num_threads`: cores the worker had."""
+    (new tokens in all, new tokens of each sequence), nothing cached; `per_cached_s`: what each new token adds for every
+    cached one, None where it was not measured. `num_threads`: cores the worker had."""
 
     phase: AttentionPhase
     layer: LayerKind
@@ -246,6 +249,7 @@ class AttentionTable:
     tp: Count = 1
     num_threads: Count = 1
     bound: Bound = "memory"
+    per_cached_s: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +328,13 @@ class Profile:
         return self.training
 
 
-def profiled_attention(table: AttentionTable, rows: Number, context: Number) -> Parts:
-    """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each."""
-    return _parts(table.times, rows, context, table.bound, lowest=(table.times.first[0], table.times.second[0]))
+def profiled_attention(table: AttentionTable, rows: Number, context: Number, cached: Number = 0.0) -> Parts:
+    """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each. `cached`: tokens
+    before those of a prompt; they cost nothing where the table does not have what they take."""
+    alone = _parts(table.times, rows, context, table.bound, lowest=(table.times.first[0], table.times.second[0]))
+    if not table.per_cached_s or not np.any(cached):
+        return alone
+    return alone + Parts(compute_s=np.asarray(rows) * np.asarray(cached) * table.per_cached_s)
 
 
 def profiled_experts(table: ExpertTable, rows: Number, num_held: Number) -> Parts:

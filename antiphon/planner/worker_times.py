@@ -118,9 +118,9 @@ def _measured_layer(setting: Setting, rows: StepRows, layer: LayerKind, degree: 
         if table is None:
             return None
         if total is None:
-            return profiled_attention(table, np.asarray(rows.prompt_tokens), np.asarray(rows.prompt))
+            return profiled_attention(table, np.asarray(rows.prompt_tokens), np.asarray(rows.prompt), rows.past)
         tokens = np.maximum(np.asarray(rows.prompt_tokens), 1.0)
-        of_prompts = profiled_attention(table, tokens, np.minimum(tokens, rows.prompt))
+        of_prompts = profiled_attention(table, tokens, np.minimum(tokens, rows.prompt), rows.past)
         total = total + np.where(np.asarray(rows.prompt_tokens) > 0, 1.0, 0.0) * of_prompts
     return total
 

@@ -1,7 +1,8 @@
 """What one plan's step is made of, as tables of seconds by size: the planner's own costs, evaluated on a grid once.
 
 Per layer and micro-batch of one attention worker:
-    attention(rows) at no context, TP synchronisation included
+    attention(rows) at no context, TP synchronisation included; where a profile has both, the smaller of so many
+        sequences and a prompt of so many tokens: both have these rows, and more beside them
     + decode(sequences, visible tokens each) for reading keys and values, by all rows of a sequence together
     + chunk(new tokens, cached tokens) for each piece of a prompt
 Experts by (token, expert) pairs at the fullest worker; messages by rows of the busiest sender and the fullest receiver;
@@ -173,18 +174,21 @@ def _attention(
     alone = attention_alone(setting, grid, kind, step_rows(setting, grid))
     whole, own = (each.moe_layer if layer == "moe" else each.dense_layer for each in (parts.attention, alone))
     sync_s = np.asarray(whole.total_s) - np.asarray(own.total_s)
-    alone_s = _decode_s(setting, one, kind, layer, rows, _LEAST_CONTEXT)
+    profile, tp = setting.profile, int(one.attention_tp[0])
+    has_prompts = profile is not None and profile.attention_table("prefill", layer, tp) is not None
+
+    def rows_alone(num: FloatArray, each: int = 1) -> FloatArray:
+        decoding_s = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT, each)
+        return np.minimum(decoding_s, _prefill_s(setting, one, kind, layer, num, 0.0)) if has_prompts else decoding_s
 
     def beside_rows(num: FloatArray, context: FloatArray) -> FloatArray:
-        short, full = (_decode_s(setting, one, kind, layer, num, each, queries) for each in (_LEAST_CONTEXT, context))
-        return np.maximum(full - short, 0.0)
+        return np.maximum(_decode_s(setting, one, kind, layer, num, context, queries) - rows_alone(num, queries), 0.0)
 
     def chunk(num: FloatArray, cached: Any) -> FloatArray:
-        short = _decode_s(setting, one, kind, layer, num, _LEAST_CONTEXT)
-        return np.maximum(_prefill_s(setting, one, kind, layer, num, cached) - short, 0.0)
+        return np.maximum(_prefill_s(setting, one, kind, layer, num, cached) - rows_alone(num), 0.0)
 
     return StepAttention(
-        rows=Line(rows, alone_s + sync_s),
+        rows=Line(rows, rows_alone(rows) + sync_s),
         decode=plane(rows, contexts, beside_rows),
         chunk=plane(rows, contexts, chunk),
         whole_prompt=line(rows, lambda num: chunk(num, 0.0)),
@@ -214,8 +218,8 @@ def _modelled_s(setting: Setting, kind: int, tp: int, layer: LayerKind, rows: St
 def _prefill_s(
     setting: Setting, one: Candidates, kind: int, layer: LayerKind, num: FloatArray, cached: Any
 ) -> FloatArray:
-    """The same of one prompt's next `num` tokens after `cached` ones. A profile knows whole prompts; what cached tokens
-    add is modelled."""
+    """The same of one prompt's next `num` tokens after `cached` ones. What these add is modelled where a profile does
+    not have it."""
     tp = int(one.attention_tp[0])
 
     def modelled(past: Any) -> FloatArray:
@@ -224,7 +228,8 @@ def _prefill_s(
     table = None if setting.profile is None else setting.profile.attention_table("prefill", layer, tp)
     if table is None:
         return modelled(cached)
-    return np.asarray(profiled_attention(table, num, num).total_s) + np.maximum(modelled(cached) - modelled(0.0), 0.0)
+    alone_s = np.asarray(profiled_attention(table, num, num, cached).total_s)
+    return alone_s if table.per_cached_s is not None else alone_s + np.maximum(modelled(cached) - modelled(0.0), 0.0)
 
 
 def _experts(setting: Setting, one: Candidates, grid: Candidates, pairs: FloatArray, kind: int, *, apart: bool) -> Line:

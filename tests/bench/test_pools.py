@@ -45,7 +45,7 @@ def test_a_contest_of_unequal_sizes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--mbit is 0: it must be 0.1 to 40000"):
         bench_pools(folder, [64], PoolsCase(mbit=0.0), print)
     with pytest.raises(UserError, match=r"there is no this-machine.json beside it"):
-        bench_pools(folder, [64], PoolsCase(profile=tmp_path / "profile.json"), print)
+        bench_pools(folder, [64], PoolsCase(profile=str(tmp_path / "profile.json")), print)
 
 
 def test_waits_for_cores_are_measured_while_all_compute() -> None:
@@ -60,11 +60,28 @@ def test_waits_for_cores_are_measured_while_all_compute() -> None:
     assert (twice.stalls_per_s, len(twice.wakes_s)) == (found.stalls_per_s, 2 * len(found.wakes_s))
 
 
+def test_a_prediction_is_shown_with_its_range() -> None:
+    times = {"itl_s_median": 0.1, "itl_s_p99": 0.2, "ttft_s_median": None, "foreign_cpu_share": 0.0, "quiet": True}
+    shown = row(engine="2 together", **times) | {"predicted_itl_s_p99": 0.2, "predicted_itl_s_p99_between": [0.1, 0.3]}
+    case = PoolsCase(profile="here")
+    (cells,) = columns(case).cells([shown])
+    headings = columns(case).headings
+    assert cells[headings.index("p99") + 1] == "200.00 ms (100.00 ms to 300.00 ms)"
+    assert cells[headings.index("first token, median") + 1] is None
+    (cells,) = columns(case).cells([shown | {"predicted_itl_s_p99_between": [0.2, 0.2]}])
+    assert cells[headings.index("p99") + 1] == "200.00 ms"
+
+
 @pytest.mark.slow
 def test_a_small_contest(tmp_path: Path) -> None:
+    """The machine is measured before and after each run, and both predict it."""
     folder = save_tiny_model(tmp_path / "tiny", max_position_embeddings=256).folder
-    case = PoolsCase(answers=3, output_tokens=40, repetitions=1, threads=1)
+    case = PoolsCase(answers=3, output_tokens=40, repetitions=1, threads=1, profile="here")
     rows = bench_pools(folder, [100], case, print)
+    for each in rows:
+        first, last = each["predicted_itl_s_p99_between"]
+        assert 0 < first <= each["predicted_itl_s_p99"] <= last
+        assert each["predicted_ttft_s_median"] > 0
     assert [each["engine"] for each in rows] == ["2 together", "1 > 1"]
     assert all(each["ttft_s_median"] > 0 and each["itl_s_p99"] > 0 for each in rows)
     assert len(columns(case).cells(rows)) == len(rows)

@@ -84,6 +84,11 @@ def test_a_prompt_is_one_sequence_from_its_beginning(rig: Rig) -> None:
     work = RigWork(kind="attention", rows=1, prompt_tokens=40)
     rig.run_once(work)
     assert len(rig.times_of(work).attention) == 1
+    later = RigWork(kind="attention", rows=1, prompt_tokens=16, cached_tokens=24)
+    ((sequence,),) = rig._step_of(later).micro_batches
+    assert (sequence.start, len(sequence.token_ids), len(sequence.new_blocks)) == (24, 16, 3)
+    rig.run_once(later)
+    assert len(rig.times_of(later).attention) == 1
 
 
 def test_a_process_says_what_went_wrong_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
@@ -122,6 +127,9 @@ def test_the_planner_reads_what_was_measured(measured: LocalTimes, checkpoint: P
     table = profile.attention_table("decode")
     assert table is not None
     assert float(table.times.at(1.0, 1.0)) == pytest.approx(fewest.attention_s.seconds[0])
+    prompts = profile.attention_table("prefill")
+    assert prompts is not None
+    assert prompts.per_cached_s == fewest.per_cached_s is not None
     experts = profile.expert_table()
     assert experts is not None
     num_experts, top_k = spec.router.num_experts, spec.router.top_k
@@ -151,6 +159,7 @@ def test_sizes_stay_within_the_model_and_what_is_wanted() -> None:
     assert bounded.rows == (1, 2, 4, 8, 16, 20)
     assert bounded.prompts == (32, 128, 300)
     assert bounded.contexts == (64, 300)
+    assert bounded.later_piece == (128, 172)
     assert NORMAL.bounded(256, 8192) == NORMAL
     assert NORMAL.bounded(1, 10).contexts == (5, 10)
     with pytest.raises(UserError, match="--max-rows is 0: it must be at least 1"):

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
+from antiphon.cost.curves import Surface
 from antiphon.cost.ping_pong import layer_time
+from antiphon.cost.profile import AttentionTable
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.worker_times import attention_alone, step_rows
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
@@ -25,6 +27,7 @@ from antiphon.sim.serving_options import Kill, ServingOptions, draw_demand
 from antiphon.sim.step_price import StepPricer, round_robin_s, rows_of
 from antiphon.sim.step_tables import Line, line, plane, sizes_up_to, step_tables
 from antiphon.specs.workload import LengthSpec
+from tests.planner.test_profiled import profile as measured_profile
 from tests.sim.serving_specimens import apart, plan, serve, setting, together, workload
 
 TIMES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4)
@@ -132,6 +135,28 @@ def test_tables_hold_the_planners_costs(phase: object) -> None:
         assert tables.moe.rows(rows) + tables.moe.decode_s(rows, rows * context) == pytest.approx(planned, rel=0.03)
     assert tables.moe.chunk_s(64, 0) > 0
     assert tables.moe.chunk_s(64, 512) > tables.moe.chunk_s(64, 16)
+
+
+def test_measured_steps_take_what_was_measured_of_their_parts() -> None:
+    """Decodes by their table, prompts by theirs, and both together less than the sum: their rows are read once. What a
+    few sequences take says nothing of the rows of a long prompt."""
+    decode = Surface((1.0, 10.0), (1.0, 1000.0), ((1e-3, 2e-3), (2e-3, 3e-3)))
+    prompts = Surface((10.0, 1000.0), (10.0, 1000.0), ((1.5e-3, 1.5e-3), (20e-3, 20e-3)))
+    profile = replace(
+        measured_profile(),
+        attention=(
+            AttentionTable(phase="decode", layer="moe", times=decode),
+            AttentionTable(phase="prefill", layer="moe", times=prompts, per_cached_s=1e-8),
+        ),
+    )
+    one_setting = replace(setting(workload()), profile=profile)
+    tables = step_tables(one_setting, candidate_of(one_setting, together()), most_rows=1000, most_context=1000).moe
+    assert tables.rows(10) + tables.decode_s(10, 10) == pytest.approx(2e-3)
+    assert tables.rows(10) + tables.decode_s(10, 10_000) == pytest.approx(3e-3)
+    assert tables.rows(1000) + tables.chunk_s(1000, 0) == pytest.approx(20e-3, rel=0.01)
+    assert tables.chunk_s(1000, 500) - tables.chunk_s(1000, 0) == pytest.approx(1000 * 500 * 1e-8, rel=0.02)
+    both_s = tables.rows(1000) + tables.chunk_s(990, 0) + tables.decode_s(10, 10_000)
+    assert 20e-3 < both_s < 23e-3
 
 
 # --- prices ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ Method
    (three; `take_turns`: as many as asked for) or the rounds run out (ten; `take_turns`: twice as many as asked for).
    The quiet ones count; where they are too few, as many of the least disturbed as would be enough do, and the report
    says so through their share.
-4. A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are.
+4. What a run is predicted from is measured right before and right after it, for machines drift from minute to minute;
+   the mean of both predictions counts (`MeasuredAround`, `Drifting`).
+5. A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are.
    `ContestColumns` says once which parts people see, under which heading and in which form.
 
 Rejected: the load average (a minute late, and it counts ourselves), and best-of-N alone (a two-thread product
@@ -212,6 +214,43 @@ def take_turns(
     return repeat_until_quiet(
         contestants, num_required=num_repetitions, max_rounds=2 * num_repetitions, quiet_timeout_s=quiet_timeout_s
     )
+
+
+# --- predictions from what was measured around a run
+
+
+class MeasuredAround(Generic[Value]):
+    """What `measure` says right before and right after each run. What it says after one run stands before the next."""
+
+    def __init__(self, measure: Callable[[], Value]) -> None:
+        self._measure = measure
+        self._last: Value | None = None
+
+    def before(self) -> Value:
+        """Measured now, if there was no run yet."""
+        if self._last is None:
+            self._last = self._measure()
+        return self._last
+
+    def after(self) -> tuple[Value, ...]:
+        """Of the run that just ended: before and after it. The same object both times is one."""
+        before, self._last = self.before(), self._measure()
+        return (before,) if before is self._last else (before, self._last)
+
+
+@dataclass(frozen=True)
+class Drifting:
+    """One figure as it was predicted from each of several measurements. `drift`: what they differ by, as a fraction."""
+
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def drift(self) -> float:
+        return max(self.values) / min(self.values) - 1
 
 
 # --- what a table shows of rows

@@ -40,14 +40,15 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """`rows`: requests of a micro-batch; `prompts`: tokens of a prompt; `contexts`: a short and a long one, in tokens;
-    `beside_rows`: sizes at which two workers run beside each other. Of training: `sequences` of a micro-batch,
-    `training_steps` of each, `sum_bytes` that are summed over ranks. `point_s`: time for one figure. `together`:
-    whether an engine of several workers is started, to see what each further one adds to the engine's turn.
-    `host_requests` over HTTP at each of `host_streams` at once."""
+    """`rows`: requests of a micro-batch; `prompts`: tokens of a prompt; `later_piece`: tokens of a piece of a prompt,
+    and those before it; `contexts`: a short and a long one, in tokens; `beside_rows`: sizes at which two workers run
+    beside each other. Of training: `sequences` of a micro-batch, `training_steps` of each, `sum_bytes` that are summed
+    over ranks. `point_s`: time for one figure. `together`: whether an engine of several workers is started, to see what
+    each further one adds to the engine's turn. `host_requests` over HTTP at each of `host_streams` at once."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (32, 128, 512, 2048)
+    later_piece: tuple[int, int] = (2048, 2048)
     contexts: tuple[int, int] = (64, 512)
     beside_rows: tuple[int, ...] = (1, 8, 32, 128)
     exchange_rows: tuple[int, ...] = (1, 8, 32, 128, 512)
@@ -71,10 +72,13 @@ class Effort:
         if max_context < 2:
             raise UserError(f"the model's context is {max_context}: at least 2 tokens are needed to measure")
         short = min(self.contexts[0], max_context // 2)
+        prompts = _up_to(self.prompts, max_context)
+        piece = max((each for each in prompts if each <= min(self.later_piece[0], max_context // 2)), default=0)
         return replace(
             self,
             rows=_up_to(self.rows, max_rows),
-            prompts=_up_to(self.prompts, max_context),
+            prompts=prompts,
+            later_piece=(piece, min(self.later_piece[1], max_context - piece)),
             contexts=(short, max(short + 1, min(self.contexts[1], max_context))),
             beside_rows=_up_to(self.beside_rows, max_rows),
             engine_rows=_up_to(self.engine_rows, max_rows),
@@ -90,6 +94,7 @@ NORMAL = Effort()
 QUICK = Effort(
     rows=(1, 4, 16),
     prompts=(16, 64),
+    later_piece=(64, 448),
     contexts=(16, 64),
     beside_rows=(1, 16),
     exchange_rows=(1, 32),
@@ -140,11 +145,15 @@ class Bench:
             )
         self.rows = [rows for rows in effort.rows if rows <= largest]
         self.beside_rows = [rows for rows in effort.beside_rows if rows <= largest]
+        sees_all = spec.attention.windowed_share == 0 and spec.attention.sparse is None
+        fits = effort.later_piece[0] > 0 and sum(effort.later_piece) <= self.max_tokens
+        self.later_piece = effort.later_piece if sees_all and fits else (0, 0)
 
     def open(self, handle: Child) -> None:
         """Order the model loaded; `Child.answer` waits for it."""
-        max_tokens = max(*(self.long_context(rows) * rows for rows in self.rows), *self.effort.prompts)
-        max_context = max(*self.effort.contexts, *self.effort.prompts)
+        longest = max(*self.effort.prompts, sum(self.later_piece))
+        max_tokens = max(longest, *(self.long_context(rows) * rows for rows in self.rows))
+        max_context = max(longest, *self.effort.contexts)
         handle.begin("open", self.model, self.dtype, self.kernels, max(self.rows), max_tokens, max_context)
 
     def long_context(self, rows: int) -> int:
@@ -208,6 +217,11 @@ def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
             work = RigWork(kind="experts", rows=1, num_held=held, prompt_tokens=tokens)
             by_rows[tokens] = median(bench.time(handle, work).experts)
         bench.advance()
+    per_cached_s = None
+    if (piece := bench.later_piece)[0]:
+        work = RigWork(kind="attention", rows=1, prompt_tokens=piece[0], cached_tokens=piece[1])
+        later_s = median(bench.time(handle, work).attention)
+        per_cached_s = max(0.0, later_s - prompt[piece[0]]) / (piece[0] * piece[1])
     return ThreadTimes(
         num_threads=num_threads,
         base_context=short,
@@ -217,6 +231,7 @@ def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
         head_s=curve(head),
         step_s=curve(step),
         prompt_attention_s=curve(prompt),
+        per_cached_s=per_cached_s,
     )
 
 

@@ -114,12 +114,14 @@ ALONE, APART, TOGETHER = "colocated", "1+1/m1", "2+1/m1"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What to measure. `threads`: numbers of threads of a worker; empty: all cores, and half of them."""
+    """What to measure. `threads`: numbers of threads of a worker; empty: all cores, and half of them. `max_context`:
+    None: the model's own."""
 
     model: Path
     effort: Effort
     threads: tuple[int, ...] = ()
     max_rows: int = 256
+    max_context: int | None = None
     dtype: str = "auto"
     kernels: str = "auto"
 
@@ -136,7 +138,7 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
     check_backend(wanted.kernels, resolve_device("cpu", 0), resolve_dtype(dtype))
     checkpoint = open_checkpoint(wanted.model, spec)
     weight_bytes = sum(checkpoint.stored_bytes(name) for name in checkpoint.names)
-    effort = wanted.effort.bounded(wanted.max_rows, spec.max_position)
+    effort = wanted.effort.bounded(wanted.max_rows, wanted.max_context or spec.max_position)
     done = count(1)
 
     def advance() -> None:
@@ -294,7 +296,14 @@ def _prefill_table(times: ThreadTimes) -> AttentionTable:
         for total in sizes
     )
     surface = Surface(sizes, sizes, seconds)
-    return AttentionTable(phase="prefill", layer="moe", times=surface, num_threads=times.num_threads, bound="compute")
+    return AttentionTable(
+        phase="prefill",
+        layer="moe",
+        times=surface,
+        num_threads=times.num_threads,
+        bound="compute",
+        per_cached_s=times.per_cached_s,
+    )
 
 
 def _expert_table(times: ThreadTimes, model: ModelSpec) -> ExpertTable:

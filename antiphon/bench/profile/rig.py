@@ -56,13 +56,15 @@ class RigWork:
     """One kind of work at one size. `colocated`: a whole decode step; `attention`: the same without experts;
     `experts`: all MoE layers of `rows` rows, of which the process acts as if it held `num_held` experts.
 
-    `prompt_tokens` > 0: instead of decoding, the first `prompt_tokens` of one prompt."""
+    `prompt_tokens` > 0: instead of decoding, so many tokens of one prompt, after `cached_tokens` that were computed
+    before."""
 
     kind: Literal["colocated", "attention", "experts"]
     rows: int
     context: int = 1
     num_held: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,7 @@ class Rig:
 
     def _make_step(self, work: RigWork, draw: int) -> RunStep:
         num_rows = 1 if work.prompt_tokens else work.rows
-        context = work.prompt_tokens or work.context
+        context = work.cached_tokens + work.prompt_tokens if work.prompt_tokens else work.context
         blocks_each = -(-context // BLOCK_SIZE)
         assert num_rows * blocks_each <= self._num_blocks, f"{num_rows} x {context} tokens do not fit the cache"
         generator = torch.Generator().manual_seed(draw * 10**9 + context * 1000 + num_rows)
@@ -200,7 +202,7 @@ class Rig:
         starts, sequences = [], []
         for index in range(num_rows):
             own = tuple(tokens[index].tolist())
-            start = 0 if work.prompt_tokens else context - 1
+            start = context - len(own)
             starts.append(SequenceStart(str(index), index, (own[0],) * context, context, _GREEDY, 0, ()))
             blocks = tuple(range(index * blocks_each, (index + 1) * blocks_each))
             sequences.append(SequenceStep(str(index), index, own, start, 0, blocks, True, 0, 0))
