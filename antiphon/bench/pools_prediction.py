@@ -66,7 +66,12 @@ class MeasuredMachine:
         spec = load_model_spec(config.model)
         longest, piece = config.context_length(spec), config.max_batch_tokens
         effort = replace(
-            QUICK, prompts=(64, 512, piece), later_piece=(512, longest), contexts=(64, 512), point_s=_POINT_S
+            QUICK,
+            prompts=(64, 512, piece),
+            later_piece=(512, longest),
+            contexts=(64, 512),
+            beside_rows=(),
+            point_s=_POINT_S,
         )
         wanted = Wanted(
             model=config.model,

@@ -108,7 +108,7 @@ def test_the_next_step_of_a_replica_waits_for_it(
     assert not any(ahead), "several ranks follow each step"
 
 
-def test_a_server_that_steps_freely_answers_alike(tmp_path: Path) -> None:
+def test_servers_that_step_freely_and_hand_over_answer_alike(tmp_path: Path) -> None:
     """Several answers to a prompt, stop strings and grammars."""
     model = write_checkpoint(tmp_path / "checkpoint")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
@@ -116,10 +116,12 @@ def test_a_server_that_steps_freely_answers_alike(tmp_path: Path) -> None:
     for name, options in (
         ("together", ["--layout", "colocated"]),
         ("free", ["--layout", "disaggregated", "--attention", "2", "--stepping", "free"]),
+        ("pools", ["--prefill", "1", "--decode", "1+1/m2", "--stepping", "free"]),
     ):
         (tmp_path / name).mkdir()
         with serve(model, tmp_path / name, *options) as server:
-            text = server.text(max_tokens=40)
+            prompt = "bada" * 16  # more than a block of tokens, so that it is handed over
+            text = server.text(prompt=prompt, max_tokens=40)
             stop = next(text[at : at + 3] for at in range(10, len(text)) if text[at : at + 3].isascii())
             bodies: list[dict[str, Any]] = [
                 {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 30},
@@ -127,7 +129,7 @@ def test_a_server_that_steps_freely_answers_alike(tmp_path: Path) -> None:
                 {"max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
             ]
             bodies[2]["response_format"]["json_schema"]["name"] = "letters"
-            replies = [server.complete(**body) for body in bodies]
+            replies = [server.complete(prompt=prompt, **body) for body in bodies]
             assert [reply.status_code for reply in replies] == [200] * 3, [reply.text for reply in replies]
             answers.append(
                 [
@@ -135,7 +137,9 @@ def test_a_server_that_steps_freely_answers_alike(tmp_path: Path) -> None:
                     for reply in replies
                 ]
             )
-    assert answers[0] == answers[1]
+            if name == "pools":
+                assert server.metrics()["antiphon:handovers_total"] > 0
+    assert answers[0] == answers[1] == answers[2]
     assert len(answers[0][0]) == 3
     assert answers[0][1][0][2] == "stop"
 

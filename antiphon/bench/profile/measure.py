@@ -42,9 +42,10 @@ Advance = Callable[[], None]
 class Effort:
     """`rows`: requests of a micro-batch; `prompts`: tokens of a prompt; `later_piece`: tokens of a piece of a prompt,
     and those before it; `contexts`: a short and a long one, in tokens; `beside_rows`: sizes at which two workers run
-    beside each other. Of training: `sequences` of a micro-batch, `training_steps` of each, `sum_bytes` that are summed
-    over ranks. `point_s`: time for one figure. `together`: whether an engine of several workers is started, to see what
-    each further one adds to the engine's turn. `host_requests` over HTTP at each of `host_streams` at once."""
+    beside each other, maybe none. Of training: `sequences` of a micro-batch, `training_steps` of each, `sum_bytes` that
+    are summed over ranks. `point_s`: time for one figure. `together`: whether an engine of several workers is started,
+    to see what each further one adds to the engine's turn. `host_requests` over HTTP at each of `host_streams` at once.
+    """
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (32, 128, 512, 2048)
@@ -87,7 +88,7 @@ class Effort:
 
 def _up_to(sizes: tuple[int, ...], largest: int) -> tuple[int, ...]:
     """The sizes up to `largest`, and `largest` itself if any was above."""
-    return sizes if sizes[-1] <= largest else (*(size for size in sizes if size < largest), largest)
+    return sizes if max(sizes, default=0) <= largest else (*(size for size in sizes if size < largest), largest)
 
 
 NORMAL = Effort()
@@ -269,26 +270,25 @@ def limits_of(bench: Bench) -> MachineLimits | None:
     return None
 
 
-def open_rigs(bench: Bench, crew: Children, weight_bytes: int) -> tuple[Child, Child | None, str]:
-    """One process with the model, and a second one if memory and cores allow; both load at the same time; the
-    name of their kernels."""
+def open_rigs(bench: Bench, crew: Children, weight_bytes: int) -> tuple[Child, Child, bool, str]:
+    """Two processes, of which one has the model, and the other if it is wanted and memory and cores allow; whether it
+    has; the name of their kernels."""
     needed = 1.2 * weight_bytes + _CACHE_MOST_BYTES
     free = allowance().memory.left_bytes
     if free < needed:
         raise ResourceError(
             f"{format_bytes(free)} of memory are free, measuring this model needs {format_bytes(needed)}: free some"
         )
-    first = start_rigs(crew, ["worker 0"])[0]
+    first, second = start_rigs(crew, ["worker 0", "worker 1"])
     bench.open(first)
-    second = None
-    if len(bench.cores) > 1 and free > 2 * needed:
-        second = start_rigs(crew, ["worker 1"])[0]
+    has_both = bool(bench.beside_rows) and len(bench.cores) > 1 and free > 2 * needed
+    if has_both:
         bench.open(second)
     kernels: str = first.answer()
-    if second is not None:
+    if has_both:
         second.answer()
     bench.advance()
-    return first, second, kernels
+    return first, second, has_both, kernels
 
 
 # --- where the steps of a running engine spend their time, from its workers' spans, named as in `benchmarks/predict.py`

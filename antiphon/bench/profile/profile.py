@@ -31,7 +31,6 @@ from antiphon.bench.profile.measure import (
     exchange_times,
     limits_of,
     open_rigs,
-    start_rigs,
     thread_times,
 )
 from antiphon.bench.profile.rig import PartSeconds, RigWork
@@ -150,15 +149,13 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
     watch = CpuWatch()
     notes = []
     with Children(PROCESSES) as crew:
-        first, second, kernels = open_rigs(bench, crew, weight_bytes)
+        first, second, has_both, kernels = open_rigs(bench, crew, weight_bytes)
         by_threads = tuple(thread_times(bench, first, count) for count in threads)
-        half = max(1, len(bench.cores) // 2)
-        if second is None:
+        beside = NO_SLOWDOWNS
+        if has_both:
+            beside = slowdowns(bench, first, second, max(1, len(bench.cores) // 2))
+        elif effort.beside_rows:
             notes.append("one worker only: no memory or no core for a second one, so nothing was timed beside another")
-            second = start_rigs(crew, ["worker 1"])[0]
-            beside = NO_SLOWDOWNS
-        else:
-            beside = slowdowns(bench, first, second, half)
         exchange = exchange_times(bench, first, second)
     engine = _engine_times(bench, min(by_threads, key=lambda each: each.num_threads))
     limits = limits_of(bench)
