@@ -40,8 +40,6 @@ struct SourceAddresses {
     }
 };
 
-void bind_wait_word(nanobind::module_& module);
-void bind_runtime(nanobind::module_& module);
 void bind_formats(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);  // PackedLinear and the gate that uses it
 void bind_experts(nanobind::module_& module);

@@ -51,7 +51,8 @@ class PackedExperts {
     }
 
     // gate and up are [intermediate][hidden], down is [hidden][intermediate], in the formats of these experts.
-    void set_expert(int64_t index, const SourceAddresses& gate, const SourceAddresses& up, const SourceAddresses& down) {
+    void set_expert(int64_t index, const SourceAddresses& gate, const SourceAddresses& up,
+                    const SourceAddresses& down) {
         const nb::gil_scoped_release released;
         kernels::pack_expert(weights_, index, gate.matrix(weights_.intermediate), up.matrix(weights_.intermediate),
                              down.matrix(weights_.hidden), ThreadPool::instance());
@@ -92,7 +93,8 @@ class PackedExperts {
         if (name == "silu") return kernels::Activation::silu;
         if (name == "gelu") return kernels::Activation::gelu;
         if (name == "swiglu_oai") return kernels::Activation::swiglu_oai;
-        throw std::invalid_argument("activation '" + name + "' is not known to the cpu back-end: use silu, gelu or swiglu_oai");
+        throw std::invalid_argument("activation '" + name +
+                                    "' is not known to the cpu back-end: use silu, gelu or swiglu_oai");
     }
 
     kernels::ExpertWeights weights_;
@@ -107,8 +109,9 @@ void bind_experts(nb::module_& module) {
     nb::class_<PackedExperts>(module, "PackedExperts")
         .def(nb::init<bool, const kernels::PackedFormat&, const kernels::PackedFormat&, int64_t, int64_t, int64_t,
                       const std::string&, float, float, bool, bool>(),
-             nb::arg("is_bf16"), nb::arg("gate_up"), nb::arg("down"), nb::arg("num_experts"), nb::arg("hidden"), nb::arg("intermediate"), nb::arg("activation"),
-             nb::arg("alpha"), nb::arg("limit"), nb::arg("has_bias"), nb::arg("ordered") = false)
+             nb::arg("is_bf16"), nb::arg("gate_up"), nb::arg("down"), nb::arg("num_experts"), nb::arg("hidden"),
+             nb::arg("intermediate"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"), nb::arg("has_bias"),
+             nb::arg("ordered") = false)
         .def_prop_ro("num_bytes", &PackedExperts::num_bytes)
         .def("set_expert", &PackedExperts::set_expert, nb::arg("index"), nb::arg("gate"), nb::arg("up"),
              nb::arg("down"))

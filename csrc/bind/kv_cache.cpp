@@ -45,8 +45,7 @@ struct RotaryAddresses {
 class KVCache {
   public:
     KVCache(bool is_bf16, const std::string& storage, int64_t num_layers, int64_t num_blocks, int64_t block_size,
-            int64_t num_kv_heads,
-            int64_t key_dim, int64_t value_dim)
+            int64_t num_kv_heads, int64_t key_dim, int64_t value_dim)
         : type_(element_type(is_bf16)),
           layout_{storage_named(storage), storage.empty() ? type_ : kernels::ElementType::fp32, nullptr, num_layers,
                   num_blocks, block_size, num_kv_heads, key_dim, value_dim},
@@ -141,8 +140,8 @@ void bind_kv_cache(nb::module_& module) {
              nb::arg("half"), nb::arg("interleaved"));
     nb::class_<KVCache>(module, "KVCache")
         .def(nb::init<bool, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),
-             nb::arg("is_bf16"), nb::arg("storage"), nb::arg("num_layers"),
-             nb::arg("num_blocks"), nb::arg("block_size"), nb::arg("num_kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"))
+             nb::arg("is_bf16"), nb::arg("storage"), nb::arg("num_layers"), nb::arg("num_blocks"),
+             nb::arg("block_size"), nb::arg("num_kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"))
         .def_prop_ro("num_bytes", &KVCache::num_bytes)
         .def("rotate_and_store", &KVCache::rotate_and_store, nb::arg("layer"), nb::arg("batch"), nb::arg("rotary"),
              nb::arg("qkv_address"), nb::arg("num_heads"), nb::arg("q_norm_address"), nb::arg("k_norm_address"),

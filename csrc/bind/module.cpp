@@ -10,6 +10,10 @@ namespace nb = nanobind;
 
 namespace antiphon::bind {
 
+namespace {
+
+using kernels::ThreadPool;
+
 void bind_wait_word(nb::module_& module) {
     module.def("load_u32", [](uintptr_t address) { return load_u32(pointer<const uint32_t>(address)); },
                nb::arg("address"));
@@ -23,12 +27,11 @@ void bind_wait_word(nb::module_& module) {
     module.def("store_wake_u32",
                [](uintptr_t address, uint32_t value) { store_wake_u32(pointer<uint32_t>(address), value); },
                nb::arg("address"), nb::arg("value"));
-    module.def("fetch_add_wake_u32",
-               [](uintptr_t address, uint32_t amount) { return fetch_add_wake_u32(pointer<uint32_t>(address), amount); },
-               nb::arg("address"), nb::arg("amount"));
+    module.def(
+        "fetch_add_wake_u32",
+        [](uintptr_t address, uint32_t amount) { return fetch_add_wake_u32(pointer<uint32_t>(address), amount); },
+        nb::arg("address"), nb::arg("amount"));
 }
-
-using kernels::ThreadPool;
 
 void bind_runtime(nb::module_& module) {
     module.def("isa", [] { return std::string(kernels::kernels().name); });
@@ -41,6 +44,8 @@ void bind_runtime(nb::module_& module) {
     module.def("set_spin_ns", [](int64_t spin_ns) { ThreadPool::instance().set_spin_ns(spin_ns); }, nb::arg("spin_ns"));
     module.def("release_core", [] { ThreadPool::instance().release_core(); });
 }
+
+}  // namespace
 
 }  // namespace antiphon::bind
 

@@ -139,11 +139,14 @@ void grouped_product(bool is_bf16, GroupedProduct kind, uintptr_t x, uintptr_t y
     char* matrix = pointer<char>(weight);
     for (const int64_t rows : counts) {
         if (kind == GroupedProduct::weight_gradient) {
-            calls.push_back({y_rows, 1, outputs, x_rows, inputs, 1, matrix, inputs, outputs, rows, inputs, false, false});
+            calls.push_back({y_rows, 1, outputs, x_rows, inputs, 1, matrix, inputs, outputs, rows, inputs, false,
+                             false});
         } else if (rows > 0 && kind == GroupedProduct::forward) {
-            calls.push_back({x_rows, inputs, 1, matrix, 1, inputs, y_rows, outputs, rows, inputs, outputs, false, false});
+            calls.push_back({x_rows, inputs, 1, matrix, 1, inputs, y_rows, outputs, rows, inputs, outputs, false,
+                             false});
         } else if (rows > 0) {
-            calls.push_back({y_rows, outputs, 1, matrix, inputs, 1, x_rows, inputs, rows, outputs, inputs, false, false});
+            calls.push_back({y_rows, outputs, 1, matrix, inputs, 1, x_rows, inputs, rows, outputs, inputs, false,
+                             false});
         }
         x_rows += rows * inputs * size;
         y_rows += rows * outputs * size;
@@ -228,11 +231,12 @@ void bind_training(nb::module_& module) {
         .value("FORWARD", GroupedProduct::forward)
         .value("INPUT_GRADIENT", GroupedProduct::input_gradient)
         .value("WEIGHT_GRADIENT", GroupedProduct::weight_gradient);
-    module.def("product", &product, nb::arg("is_bf16"), nb::arg("a_address"), nb::arg("a_row"), nb::arg("a_step"), nb::arg("b_address"),
-               nb::arg("b_step"), nb::arg("b_column"), nb::arg("out_address"), nb::arg("out_row"), nb::arg("num_rows"),
-               nb::arg("inner"), nb::arg("columns"), nb::arg("adds"), nb::arg("out_fp32"));
-    module.def("grouped_product", &grouped_product, nb::arg("is_bf16"), nb::arg("kind"), nb::arg("x_address"), nb::arg("y_address"),
-               nb::arg("weight_address"), nb::arg("counts"), nb::arg("inputs"), nb::arg("outputs"));
+    module.def("product", &product, nb::arg("is_bf16"), nb::arg("a_address"), nb::arg("a_row"), nb::arg("a_step"),
+               nb::arg("b_address"), nb::arg("b_step"), nb::arg("b_column"), nb::arg("out_address"), nb::arg("out_row"),
+               nb::arg("num_rows"), nb::arg("inner"), nb::arg("columns"), nb::arg("adds"), nb::arg("out_fp32"));
+    module.def("grouped_product", &grouped_product, nb::arg("is_bf16"), nb::arg("kind"), nb::arg("x_address"),
+               nb::arg("y_address"), nb::arg("weight_address"), nb::arg("counts"), nb::arg("inputs"),
+               nb::arg("outputs"));
     module.def("adamw", &adamw, nb::arg("values_address"), nb::arg("grad_address"), nb::arg("mean_address"),
                nb::arg("square_address"), nb::arg("count"), nb::arg("step"), nb::arg("scale"), nb::arg("rate"),
                nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("weight_decay"));

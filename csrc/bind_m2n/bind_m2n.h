@@ -4,14 +4,13 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "m2n/expert_split.h"
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
 #include "m2n/row_scatter.h"
@@ -26,9 +25,6 @@ inline m2n::Deadline deadline_after(double timeout_s) {
     }
     return m2n::Deadline::after_ns(static_cast<int64_t>(std::llround(timeout_s * 1e9)));
 }
-
-using Counts = nanobind::ndarray<const uint32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-using Flags = nanobind::ndarray<const bool, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
 // Runs `wait` without the GIL; a timeout's message gets the number of seconds.
 template <class Wait>
@@ -74,6 +70,20 @@ inline m2n::MessageLabel make_label(uint64_t step, const std::vector<uint32_t>& 
 template <class T>
 T* pointer_to(uintptr_t address) {
     return reinterpret_cast<T*>(address);
+}
+
+template <class Numbers>
+nanobind::tuple tuple_of(const Numbers& numbers) {
+    nanobind::list list;
+    for (const auto number : numbers) list.append(number);
+    return nanobind::tuple(list);
+}
+
+// Keeps `owned` for as long as the array that it is given to lives.
+template <class Owned>
+nanobind::capsule keeper_of(Owned owned) {
+    auto* held = new Owned(std::move(owned));
+    return nanobind::capsule(held, [](void* address) noexcept { delete static_cast<Owned*>(address); });
 }
 
 inline nanobind::bytes bytes_object(const std::vector<std::byte>& bytes) {
@@ -126,17 +136,9 @@ class ExpectedSources {
 // A step that is here, or (source, ticket) of a new attention worker, or None. Reads the inbox.
 nanobind::object arrived_object(m2n::ExpertSide& side, const m2n::ExpertSide::Arrived& arrived);
 
-void bind_m2n_errors(nanobind::module_& module);
-void bind_m2n_inbox(nanobind::module_& module);
-void bind_m2n_outbox(nanobind::module_& module);
-void bind_m2n_endpoint(nanobind::module_& module);
-void bind_m2n_exchange(nanobind::module_& module);
+void bind_m2n_endpoint(nanobind::module_& module);  // with inboxes and outboxes
+void bind_m2n_exchange(nanobind::module_& module);  // with the split of copied experts
 void bind_m2n_rank_group(nanobind::module_& module);
 void bind_m2n_streams(nanobind::module_& module);
-void bind_m2n_expert_split(nanobind::module_& module);
-void bind_m2n_libfabric(nanobind::module_& module);
-
-// As tuples (expert, worker, gain).
-nanobind::list wanted_copies(m2n::ExpertSplit& split, const Counts& counts, const Flags& open);
 
 }  // namespace antiphon::bind

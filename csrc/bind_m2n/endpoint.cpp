@@ -82,10 +82,8 @@ using Bytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>;
 
 // The array keeps the slot's memory mapped, whatever becomes of the inbox.
 Bytes payload_of(const Message& message) {
-    auto* owner = new std::shared_ptr<m2n::Landing>(message.landing);
-    nb::capsule capsule(owner, [](void* held) noexcept { delete static_cast<std::shared_ptr<m2n::Landing>*>(held); });
     const size_t shape[1] = {static_cast<size_t>(message.length)};
-    return Bytes(message.payload, 1, shape, capsule);
+    return Bytes(message.payload, 1, shape, keeper_of(message.landing));
 }
 
 const char* name_of(m2n::SourceState state) {
@@ -139,10 +137,8 @@ void send(Outbox& outbox, uint64_t step, nb::handle payload, const std::vector<u
 // The array keeps the outbox, and with it the slot's memory.
 SlotView slot(const std::shared_ptr<Outbox>& outbox, double timeout_s) {
     std::byte* payload = within(timeout_s, [&](m2n::Deadline deadline) { return outbox->slot(deadline); });
-    auto* owner = new std::shared_ptr<Outbox>(outbox);
-    nb::capsule capsule(owner, [](void* held) noexcept { delete static_cast<std::shared_ptr<Outbox>*>(held); });
     const size_t shape[1] = {static_cast<size_t>(outbox->spec().slot_bytes)};
-    return {payload, 1, shape, capsule};
+    return {payload, 1, shape, keeper_of(outbox)};
 }
 
 void wait_all_credits(const std::vector<Outbox*>& outboxes, double timeout_s) {
@@ -160,9 +156,7 @@ nb::dict counters_of(Outbox& outbox) {
     return row;
 }
 
-}  // namespace
-
-void bind_m2n_endpoint(nb::module_& module) {
+void bind_endpoint(nb::module_& module) {
     using Options = m2n::TransportOptions;
     nb::class_<Options>(module, "TransportOptions")
         .def(nb::init<>())
@@ -197,16 +191,12 @@ void bind_m2n_endpoint(nb::module_& module) {
         .def("close", &Endpoint::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
-void bind_m2n_inbox(nb::module_& module) {
+void bind_inbox(nb::module_& module) {
     nb::class_<Message>(module, "Message")
         .def_ro("source", &Message::source)
         .def_ro("step", &Message::step)
         .def_ro("participants", &Message::participants)
-        .def_prop_ro("user", [](const Message& message) {
-            nb::list words;
-            for (const uint32_t word : message.user) words.append(word);
-            return nb::tuple(words);
-        })
+        .def_prop_ro("user", [](const Message& message) { return tuple_of(message.user); })
         .def_prop_ro("payload", &payload_of, nb::rv_policy::automatic);
 
     nb::class_<Inbox>(module, "Inbox")
@@ -264,7 +254,7 @@ void bind_m2n_inbox(nb::module_& module) {
         .def("wait_histogram", [](const Inbox& inbox) { return counts_of(inbox.wait_histogram()); });
 }
 
-void bind_m2n_outbox(nb::module_& module) {
+void bind_outbox(nb::module_& module) {
     nb::class_<Outbox>(module, "Outbox")
         .def_prop_ro("peer", &Outbox::peer)
         .def_prop_ro("credits", &Outbox::credits)
@@ -296,6 +286,14 @@ void bind_m2n_outbox(nb::module_& module) {
         .def("counters", nb::overload_cast<Outbox&>(&counters_of))
         .def("credit_histogram", [](const Outbox& outbox) { return counts_of(outbox.credit_histogram()); });
     module.def("wait_all_credits", &wait_all_credits, nb::arg("outboxes"), nb::arg("timeout_s"));
+}
+
+}  // namespace
+
+void bind_m2n_endpoint(nb::module_& module) {
+    bind_inbox(module);
+    bind_outbox(module);
+    bind_endpoint(module);
 }
 
 }  // namespace antiphon::bind

@@ -20,6 +20,9 @@ namespace {
 using m2n::AttentionSide;
 using m2n::BatchKey;
 using m2n::ExpertSide;
+using m2n::ExpertSplit;
+using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, const std::string& type) {
     return {hidden, top_k, max_rows, row_type_of(type)};
@@ -27,19 +30,21 @@ m2n::RowShape row_shape(uint32_t hidden, uint32_t top_k, uint32_t max_rows, cons
 
 uintptr_t address_of(const void* data) { return reinterpret_cast<uintptr_t>(data); }
 
-template <class Numbers>
-nb::tuple tuple_of(const Numbers& numbers) {
-    nb::list list;
-    for (const auto number : numbers) list.append(number);
-    return nb::tuple(list);
-}
-
 nb::tuple requests_of(const m2n::ReceivedBatch& batch) {
     nb::list requests;
     for (const m2n::Prefetch& each : batch.prefetches) {
         requests.append(nb::make_tuple(each.source, each.layer, each.expert));
     }
     return nb::tuple(requests);
+}
+
+// As tuples (expert, worker, gain).
+nb::list wanted_copies(ExpertSplit& split, const Counts& counts, const Flags& open) {
+    nb::list tuples;
+    for (const auto& each : split.wanted_copies({counts.data(), counts.size()}, {open.data(), open.size()})) {
+        tuples.append(nb::make_tuple(each.expert, each.worker, each.gain));
+    }
+    return tuples;
 }
 
 void bind_attention(nb::module_& module) {
@@ -56,7 +61,7 @@ void bind_attention(nb::module_& module) {
         .def("place",
              [](AttentionSide& side, uint32_t version, uint32_t layer, const std::vector<std::vector<int32_t>>& owners,
                 std::vector<double> speeds, uint32_t knee, uint32_t num_workers) {
-                 side.place(version, layer, m2n::ExpertSplit(num_workers, owners, std::move(speeds), knee));
+                 side.place(version, layer, ExpertSplit(num_workers, owners, std::move(speeds), knee));
              },
              nb::arg("version"), nb::arg("layer"), nb::arg("owners"), nb::arg("speeds"), nb::arg("knee"),
              nb::arg("num_workers"))
@@ -106,6 +111,22 @@ void bind_attention(nb::module_& module) {
                  return nb::bytes(reinterpret_cast<const char*>(counts.data()), counts.size() * sizeof(uint32_t));
              })
         .def_prop_ro("bytes_sent", &AttentionSide::bytes_sent);
+}
+
+void bind_split(nb::module_& module) {
+    nb::class_<ExpertSplit>(module, "ExpertSplit")
+        .def(nb::init<uint32_t, const std::vector<std::vector<int32_t>>&, std::vector<double>, uint32_t>(),
+             nb::arg("num_workers"), nb::arg("owners"), nb::arg("speeds") = std::vector<double>(), nb::arg("knee") = 1)
+        .def("split",
+             [](ExpertSplit& split, const Counts& counts) {
+                 const auto rows = split.split({counts.data(), counts.size()});
+                 auto* copy = new uint32_t[rows.size()];
+                 std::ranges::copy(rows, copy);
+                 nb::capsule owner(copy, [](void* memory) noexcept { delete[] static_cast<uint32_t*>(memory); });
+                 return nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>(copy, {rows.size()}, owner);
+             },
+             nb::arg("counts"))
+        .def("wanted_copies", &wanted_copies, nb::arg("counts"), nb::arg("open"));
 }
 
 void bind_experts(nb::module_& module) {
@@ -164,6 +185,7 @@ nb::object arrived_object(ExpertSide& side, const ExpertSide::Arrived& arrived) 
 }
 
 void bind_m2n_exchange(nb::module_& module) {
+    bind_split(module);
     bind_attention(module);
     bind_experts(module);
     module.def(
@@ -175,31 +197,6 @@ void bind_m2n_exchange(nb::module_& module) {
     module.def("first_step_of", &BatchKey::first_of, nb::arg("epoch"));
     module.attr("INTRODUCTION") = m2n::introduction_bit;
     module.attr("MAX_ATTENTION_WORKERS") = m2n::max_attention_workers;
-}
-
-nb::list wanted_copies(m2n::ExpertSplit& split, const Counts& counts, const Flags& open) {
-    nb::list tuples;
-    for (const auto& each : split.wanted_copies({counts.data(), counts.size()}, {open.data(), open.size()})) {
-        tuples.append(nb::make_tuple(each.expert, each.worker, each.gain));
-    }
-    return tuples;
-}
-
-void bind_m2n_expert_split(nb::module_& module) {
-    using m2n::ExpertSplit;
-    nb::class_<ExpertSplit>(module, "ExpertSplit")
-        .def(nb::init<uint32_t, const std::vector<std::vector<int32_t>>&, std::vector<double>, uint32_t>(),
-             nb::arg("num_workers"), nb::arg("owners"), nb::arg("speeds") = std::vector<double>(), nb::arg("knee") = 1)
-        .def("split",
-             [](ExpertSplit& split, const Counts& counts) {
-                 const auto rows = split.split({counts.data(), counts.size()});
-                 auto* copy = new uint32_t[rows.size()];
-                 std::ranges::copy(rows, copy);
-                 nb::capsule owner(copy, [](void* memory) noexcept { delete[] static_cast<uint32_t*>(memory); });
-                 return nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>(copy, {rows.size()}, owner);
-             },
-             nb::arg("counts"))
-        .def("wanted_copies", &wanted_copies, nb::arg("counts"), nb::arg("open"));
 }
 
 }  // namespace antiphon::bind

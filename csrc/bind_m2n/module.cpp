@@ -38,12 +38,6 @@ void translate(const std::exception_ptr& pending, void*) {
     }
 }
 
-}  // namespace
-
-void bind_m2n_errors(nb::module_&) { nb::register_exception_translator(translate); }
-
-namespace {
-
 nb::dict provider_row(const m2n::LibfabricProviderInfo& provider) {
     nb::dict row;
     row["name"] = provider.name;
@@ -74,14 +68,14 @@ nb::dict info_row(const m2n::TransportOptions& options) {
     return row;
 }
 
-}  // namespace
-
-void bind_m2n_libfabric(nb::module_& module) {
+void bind_libfabric(nb::module_& module) {
     // The library that `make` fetched lies in the environment; the core, which knows no Python, looks where this says.
     const auto prefix = nb::cast<std::string>(nb::module_::import_("sys").attr("prefix"));
     setenv("ANTIPHON_LIBFABRIC_PACKAGED", (prefix + "/libfabric/lib").c_str(), 0);
     module.def("libfabric_info", &info_row, nb::arg("options") = m2n::TransportOptions{});
 }
+
+}  // namespace
 
 }  // namespace antiphon::bind
 
@@ -89,14 +83,11 @@ NB_MODULE(_m2n, module) {
     module.doc() = "Messages from M senders to N receivers, counted, with credits. See docs/m2n.md.";
     // A worker may end while one of its threads still holds an object: that is no leak worth words on the terminal.
     nanobind::set_leak_warnings(false);
-    antiphon::bind::bind_m2n_errors(module);
-    antiphon::bind::bind_m2n_inbox(module);
-    antiphon::bind::bind_m2n_outbox(module);
+    nanobind::register_exception_translator(antiphon::bind::translate);
     antiphon::bind::bind_m2n_endpoint(module);
     antiphon::bind::bind_m2n_exchange(module);
     antiphon::bind::bind_m2n_rank_group(module);
     antiphon::bind::bind_m2n_streams(module);
-    antiphon::bind::bind_m2n_expert_split(module);
-    antiphon::bind::bind_m2n_libfabric(module);
+    antiphon::bind::bind_libfabric(module);
     module.def("transports", &antiphon::m2n::transport_names);
 }

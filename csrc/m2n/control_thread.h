@@ -1,5 +1,5 @@
-// An endpoint's control connections: opened on the calling thread, then left to a thread of its own, one epoll loop that
-// serves listeners, openings, welcomed peers, a timer and orders.
+// An endpoint's control connections: opened on the calling thread, then left to a thread of its own, one epoll loop
+// that serves listeners, openings, welcomed peers, a timer and orders.
 //
 // Only that thread touches connections and calls the handler; other threads leave orders under a mutex and ring an
 // eventfd. A connection is in one of two states: opening (ServerOpening decides what may come, until a deadline) or

@@ -186,9 +186,9 @@ Welcome Endpoint::on_hello(ConnectionId connection, const Hello& hello) {
     {
         const std::lock_guard lock(mutex_);
         if (closing_) throw Error(Code::refused, "is closing");
-        // A peer that proved to know the secret may take a source over: it is the restarted peer, and the old one is dead
-        // or cut off, even if we have not noticed yet. Not before there is room for it: a hello that fails costs no peer
-        // his place.
+        // A peer that proved to know the secret may take a source over: it is the restarted peer, and the old one is
+        // dead or cut off, even if we have not noticed yet. Not before there is room for it: a hello that fails costs
+        // no peer its place.
         auto& connections = inboxes_.at(hello.inbox).connections;
         if (const auto former = connections.find(hello.source); former != connections.end()) {
             control_->hang_up(former->second);

@@ -28,7 +28,8 @@ ExpertSplit::ExpertSplit(uint32_t num_workers, const std::vector<std::vector<int
         refuse(std::to_string(speeds_.size()) + " speeds for " + std::to_string(num_workers) + " workers");
     }
     for (const double speed : speeds_) {
-        if (!(speed > 0) || speed == never) refuse("a worker's speed is " + std::to_string(speed) + ": give more than 0");
+        if (speed > 0 && speed != never) continue;
+        refuse("a worker's speed is " + std::to_string(speed) + ": give more than 0");
     }
     if (knee == 0) refuse("a knee of 0 rows: it must be at least 1");
     size_t most = 0;
@@ -64,7 +65,9 @@ std::span<const uint32_t> ExpertSplit::split(std::span<const uint32_t> counts) {
     counts_ = counts;
     place_single();
     order_ = copied_;
-    std::ranges::sort(order_, [&](uint32_t a, uint32_t b) { return counts[a] != counts[b] ? counts[a] > counts[b] : a < b; });
+    std::ranges::sort(order_, [&](uint32_t a, uint32_t b) {
+        return counts[a] != counts[b] ? counts[a] > counts[b] : a < b;
+    });
     const auto is_small = [&](uint32_t expert) { return counts[expert] < 2 * knee_; };
     const auto small = std::ranges::find_if(order_, is_small);  // and all behind it
     for (auto expert = order_.begin(); expert != small; ++expert) pour(*expert, counts[*expert]);
@@ -74,7 +77,9 @@ std::span<const uint32_t> ExpertSplit::split(std::span<const uint32_t> counts) {
     const double enough = settled * (sum / num_workers_);
     for (int round = 1; round < max_rounds; ++round) {
         double moved = 0;
-        for (auto expert = order_.begin(); expert != small; ++expert) moved = std::max(moved, pour(*expert, counts[*expert]));
+        for (auto expert = order_.begin(); expert != small; ++expert) {
+            moved = std::max(moved, pour(*expert, counts[*expert]));
+        }
         if (!(moved > enough)) break;
     }
     for (auto expert = order_.begin(); expert != small; ++expert) make_whole(*expert, counts[*expert]);

@@ -161,7 +161,8 @@ class LibfabricDomain {
     bool may_sleep() const;  // false: look at the queue first
 
     // `access`: FI_WRITE for what we write from, FI_REMOTE_WRITE for what peers write to. `lane`: the endpoint that
-    // will use it. `device`: whose memory it is (FI_HMEM_CUDA); none: the host's. Error(system): the registration failed.
+    // will use it. `device`: whose memory it is (FI_HMEM_CUDA); none: the host's. Error(system): the registration
+    // failed.
     MemoryRegion register_memory(void* memory, uint64_t num_bytes, uint64_t access, Lane lane,
                                  const StreamDevice* device = nullptr);
     bool takes_device_memory() const { return (info_->caps & FI_HMEM) != 0; }

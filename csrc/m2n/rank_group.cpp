@@ -340,8 +340,9 @@ void RankGroup::post(uint32_t exchange, uint32_t peer, std::span<const Part> pie
     uint64_t length = 0;
     for (const Part& piece : pieces) length += piece.bytes;
     if (length > chunk_bytes_) {
-        throw Error(Code::invalid, std::to_string(length) + " bytes for " + peers_[peer]->peer() + ", whose slots hold " +
-                                       std::to_string(chunk_bytes_) + ": make the group with larger slots");
+        throw Error(Code::invalid, std::to_string(length) + " bytes for " + peers_[peer]->peer() +
+                                       ", whose slots hold " + std::to_string(chunk_bytes_) +
+                                       ": make the group with larger slots");
     }
     usable_ = false;
     std::byte* slot = slot_of(peer, deadline);

@@ -58,8 +58,8 @@ class RankGroup {
     void all_to_all(const std::byte* in, std::byte* out, std::span<const uint64_t> bytes_to,
                     std::span<const uint64_t> bytes_from, Deadline deadline);
     // Messages of one pair at a time, for collectives that do something else in between. All ranks open the same
-    // exchanges in the same order; in each, a rank posts at most one message to each peer, of one slot at most. It takes
-    // each of them and releases it; a slot that is not released is missing when a later message needs it.
+    // exchanges in the same order; in each, a rank posts at most one message to each peer, of one slot at most. It
+    // takes each of them and releases it; a slot that is not released is missing when a later message needs it.
     uint32_t open_exchange();
     void post(uint32_t exchange, uint32_t peer, std::span<const Part> pieces, Deadline deadline);
     Part take(uint32_t exchange, uint32_t peer, Deadline deadline);

@@ -85,7 +85,8 @@ std::vector<uint32_t> RowScatter::take_counts() {
 // Among the copies that still take rows: one on a worker that the row visits anyway, else the one that takes most.
 void RowScatter::choose_copies(const ExpertSplit& split, std::span<uint32_t> left, const int32_t* ids, uint32_t row) {
     int32_t* workers = worker_of_.data() + size_t{row} * shape_.top_k;
-    const auto visits = [&](int32_t worker) { return std::find(workers, workers + shape_.top_k, worker) != workers + shape_.top_k; };
+    const int32_t* end = workers + shape_.top_k;
+    const auto visits = [&](int32_t worker) { return std::find(workers, workers + shape_.top_k, worker) != end; };
     for (uint32_t k = 0; k < shape_.top_k; ++k) {
         if (workers[k] >= 0) continue;
         const auto expert = static_cast<uint32_t>(ids[k]);
@@ -96,7 +97,8 @@ void RowScatter::choose_copies(const ExpertSplit& split, std::span<uint32_t> lef
             if (takes[copy] == 0) continue;
             const bool here = visits(owners[copy]);
             const bool best_here = takes[best] > 0 && visits(owners[best]);
-            if (takes[best] == 0 || (here && !best_here) || (here == best_here && takes[copy] > takes[best])) best = copy;
+            const bool takes_more = takes[copy] > takes[best];
+            if (takes[best] == 0 || (here && !best_here) || (here == best_here && takes_more)) best = copy;
         }
         --takes[best];
         workers[k] = owners[best];

@@ -88,8 +88,8 @@ class RowScatter {
     // The placement of a layer. Error(invalid): it was not placed.
     ExpertSplit& split_of(uint32_t layer);
 
-    // Decides where every choice goes and lists the rows of each worker. Error(invalid): a layer that was not placed, an
-    // id that is no expert.
+    // Decides where every choice goes and lists the rows of each worker. Error(invalid): a layer that was not placed,
+    // an id that is no expert.
     void plan(uint32_t layer, const int32_t* ids, uint32_t count, std::vector<std::vector<uint32_t>>& rows_of);
 
     // Writes one worker's message of the micro-batch that was planned last into `payload`

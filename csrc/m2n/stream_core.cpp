@@ -257,11 +257,12 @@ std::optional<ReceivedBatch> ExpertStream::collect(std::span<const Step> steps) 
 
 uint32_t ExpertStream::reply(StreamHandle stream, const ReceivedBatch& batch, const std::byte* partials,
                              ComputeTimes times, double timeout_s) {
-    const uint32_t number = core_.submit(stream, [this, batch = ReceivedBatch(batch), partials, times, timeout_s]() mutable {
+    auto call = [this, batch = ReceivedBatch(batch), partials, times, timeout_s]() mutable {
         ComputeTimes computed = times;
         if (computed.end_ns == 0) computed.end_ns = monotonic_ns();
         patiently(timeout_s, [&](Deadline deadline) { side_.reply(batch, partials, computed, deadline); });
-    });
+    };
+    const uint32_t number = core_.submit(stream, std::move(call));
     busy_until_[next_stage_] = number;
     next_stage_ = (next_stage_ + 1) % stages_.size();
     return number;

@@ -8,8 +8,8 @@
 //
 // Calls are made in the order in which they were submitted, each once its gate is passed. A call that fails raises its
 // flag all the same, so that no stream is left waiting. What was submitted behind it is dropped, and the error comes up
-// at the next `check`, until `begin`. Nothing here depends on the device or on the submitting thread, so that thread may
-// block on the device while streams wait.
+// at the next `check`, until `begin`. Nothing here depends on the device or on the submitting thread, so that thread
+// may block on the device while streams wait.
 //
 // A stream cannot wake a thread. So the core looks for its word without a pause for a short time, then sleeps between
 // looks, in naps that grow with the time already waited: a wait is found over late by a sixteenth of itself at most.
@@ -21,14 +21,15 @@
 //
 // Attention: the stream fills host memory with rows and choices, `dispatch` sends them once it has; `combine` makes the
 // stream wait until the sums are in host memory. Numbers of rows are the caller's, values only the core reads. Experts:
-// `next` and `collect` hand the caller a batch as soon as it is here; `reply` sends the sums once the stream has made them, while
-// the caller receives the next. Memory given to a call must stay as it is until the call is over.
+// `next` and `collect` hand the caller a batch as soon as it is here; `reply` sends the sums once the stream has made
+// them, while the caller receives the next. Memory given to a call must stay as it is until the call is over.
 //
 // `stages`: the device's memory, or host memory that it reads by itself. Received rows are copied there, because a slot
 // belongs to the next message once the reply has left, while the device may still be behind.
 //
 // Calls under way refer to their end and to its memory. So the end of an object is the end of its core, which serves
-// nothing else: what is under way is interrupted, what waits is dropped, and the thread has ended before the object has.
+// nothing else: what is under way is interrupted, what waits is dropped, and the thread has ended before the object
+// has.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +69,8 @@ class StreamCore {
     void block(StreamHandle stream, uint32_t number) { device_->wait(stream, over_, number); }
     bool is_over(uint32_t number) const { return over_.reached(number); }
     // Made at once and in short tries, between calls that wait for their stream; the caller's thread waits. `call`
-    // returns whether it is over; `slice` bounds one try, and one that ends before waits for the rest of it. Throws what it throws, or as `check`.
+    // returns whether it is over; `slice` bounds one try, and one that ends before waits for the rest of it. Throws
+    // what it throws, or as `check`.
     void run(std::function<bool(Deadline slice)> call);
     // Until all calls are over; false: not in time. The ends of the library are the caller's then, until `submit`.
     bool wait_idle(int64_t timeout_ns);

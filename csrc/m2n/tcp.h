@@ -1,10 +1,9 @@
 // The tcp back-end: what the pairs of one endpoint share, and the two ends of a pair.
 //
-// The hub: readiness of their sockets, the two bells, and tokens that wait for their
-// connection.
+// The hub: readiness of their sockets, the two bells, and tokens that wait for their connection.
 //
-// Three epoll sets, level-triggered, each within the next. `urgent` holds what no thread may sleep through: the knock, and
-// every connection for which bytes are queued. `arrivals` holds the landings (and links, to hear that a peer has
+// Three epoll sets, level-triggered, each within the next. `urgent` holds what no thread may sleep through: the knock,
+// and every connection for which bytes are queued. `arrivals` holds the landings (and links, to hear that a peer has
 // closed), `everything` the links, for credits. Who waits for data sleeps on the second and is not woken by credits;
 // who waits for credits sleeps on the third, because its peer may need us to read before it can go on. Rejected: one
 // set whose waiter sorts out what it was woken for; every credit then costs a process that waits for data a switch.

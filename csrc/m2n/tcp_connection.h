@@ -9,9 +9,9 @@
 // while both processes compute. They are asked for explicitly instead of left to the kernel's own growth, because that
 // begins small and grows only while the receiver reads, which is when it is not needed.
 //
-// Sending without copying: through a pipe, the kernel's way to hand pages from a process to a socket. It earns its place
-// because the engine composes every message in its slot: a prefill's rows leave over a network card without the copy
-// into the kernel, and over loopback 9% more bytes a second arrive (8 x 8 of 256 KiB).
+// Sending without copying: through a pipe, the kernel's way to hand pages from a process to a socket. It earns its
+// place because the engine composes every message in its slot: a prefill's rows leave over a network card without the
+// copy into the kernel, and over loopback 9% more bytes a second arrive (8 x 8 of 256 KiB).
 //
 // The kernel keeps referring to the pages until the peer's process has read them, so only memory that is not changed
 // before its credit is back may be sent like this: a slot in which the message was composed. (A retransmission after

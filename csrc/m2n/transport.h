@@ -38,7 +38,7 @@ struct PairSpec {
     uint64_t slot_bytes = 0;  // payload bytes a slot has room for
     Incarnation incarnation = 0;
     uint32_t sources = 1;  // of the inbox
-    std::shared_ptr<StreamDevice> device{};  // receiver: in whose memory slots lie, of a transport that can; or host memory
+    std::shared_ptr<StreamDevice> device{};  // receiver: in whose memory slots lie, where the transport can; none: host
 };
 
 // Bytes from one slot's header to the next one's.
@@ -118,7 +118,8 @@ struct Lacking {
     EndId end = any_end;
 };
 
-// Until `look`, which takes in what has happened, lacks nothing; false at the deadline. `look` throws what ends the wait.
+// Until `look`, which takes in what has happened, lacks nothing; false at the deadline. `look` throws what ends the
+// wait.
 template <class Look>
 bool wait_for(Transport& transport, Event event, Patience& patience, Deadline deadline, Look&& look) {
     for (;;) {
