@@ -218,7 +218,7 @@ def test_a_checked_round_looks_between_arrival_and_release() -> None:
         def produce(self, step: int) -> None:
             calls.append("produce")
 
-        def check(self, step: int) -> None:
+        def compare(self, step: int) -> None:
             calls.append("check")
 
     phases = [RoundPhase(name, lambda step, name=name: calls.append(name)) for name in (SEND, WAIT, RELEASE)]  # type: ignore[misc]

@@ -34,7 +34,7 @@ from antiphon.base.units import format_bytes
 from antiphon.bench.harness.children import Children, programs
 from antiphon.bench.harness.contest import ContestColumns, Repetitions, Row, foreign_words, seconds, take_turns, times
 from antiphon.bench.m2n.cases import M2nContestant, by_processes, check_memory, largest, under_mpiexec
-from antiphon.bench.m2n.rounds import MemberProcess, MemberSeat, RoundTraffic
+from antiphon.bench.m2n.rounds import MemberSeat, RoundTraffic, member_of
 
 BLOCK_S, MAX_BLOCK_S = 0.3, 3.0
 MIN_ROUNDS, WANTED_ROUNDS, MAX_ROUNDS = 5, 50, 10_000
@@ -126,7 +126,7 @@ class ProcessGroup:
         kind, options = self.contestant.kind, dict(self.contestant.options)
         starter = under_mpiexec(_ONE_THREAD) if kind == "mpi" else programs(_ONE_THREAD)
         try:
-            made = [partial(MemberProcess, kind, options, seat) for seat in self._seats]
+            made = [partial(member_of, kind, options, seat) for seat in self._seats]
             self._children.start([str(seat) for seat in self._seats], made, starter)
             self._children.introduce()
         except BaseException:

@@ -37,7 +37,7 @@ class GlooProcessGroup(Member):
         super().__init__(seat, options)
         self._store: Store | None = None
 
-    def open(self) -> bytes:
+    def introduction(self) -> bytes:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as ours; the host's name may lead anywhere
         if self.seat.rank > 0:
@@ -87,7 +87,7 @@ class GlooMember(GlooProcessGroup):
         self._receives: list[dist.Work | None] = []
         self._ack_receives: list[dist.Work | None] = []
 
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
         self._received = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.incoming]
         self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.outgoing]
@@ -150,7 +150,7 @@ class GlooAllToAllMember(GlooProcessGroup):
         self._data = _AllToAllBuffers([], [])
         self._acks = _AllToAllBuffers([], [])
 
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
         sent, received = [0] * self.seat.num_seats, [0] * self.seat.num_seats
         for flow in self.outgoing:

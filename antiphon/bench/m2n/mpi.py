@@ -32,13 +32,13 @@ class MpiMember(Member):
         self._acks: list[MPI.Prequest] = []
         self._ack_receives: list[MPI.Prequest] = []
 
-    def open(self) -> bytes:
+    def introduction(self) -> bytes:
         size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
         if (size, rank) != (self.seat.num_seats, self.seat.rank):
             raise UserError(f"rank {rank} of {size} has the seat of rank {self.seat.rank} of {self.seat.num_seats}")
         return b""  # `mpiexec` has connected all ranks, and mpi4py ends MPI with the process
 
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         for request in (*self._receives, *self._sends, *self._acks, *self._ack_receives):
             request.Free()
         world = MPI.COMM_WORLD

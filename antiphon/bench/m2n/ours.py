@@ -59,7 +59,7 @@ class AntiphonMember(Member):
         self._pieces: list[Bytes] = []  # of one payload, one for each receiver
         self._arrived: list[Bytes] = []
 
-    def open(self) -> bytes:
+    def introduction(self) -> bytes:
         seat = self.seat
         self._endpoint = _m2n.Endpoint(
             str(seat),
@@ -86,7 +86,7 @@ class AntiphonMember(Member):
         if self._inbox is not None:
             self._inbox.wait_connected(self._inbox.sources, seat.timeout_s)
 
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
         lengths = [0 if self._in_place else flow.num_bytes for flow in self.outgoing]
         self._pieces = np.split(np.zeros(sum(lengths), np.uint8), np.cumsum(lengths)[:-1]) if lengths else []
@@ -97,7 +97,7 @@ class AntiphonMember(Member):
             self._wait_for_credits_call(),
         )
 
-    def check(self, step: int) -> None:
+    def compare(self, step: int) -> None:
         assert self._inbox is not None, "only a receiver waits"
         messages = {message.source: message for message in self._inbox.messages(step)}
         for source, flow in enumerate(self.incoming):
@@ -180,7 +180,7 @@ class MemcpyMember(Member):
         self._sources: list[Bytes] = []
         self._copies: list[tuple[Bytes, Bytes]] = []
 
-    def open(self) -> bytes:
+    def introduction(self) -> bytes:
         if self.seat.rank > 0:
             return b""
         self._descriptor = os.memfd_create("antiphon-bench")
@@ -194,7 +194,7 @@ class MemcpyMember(Member):
         self._shared = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
         self._counter_address = self._shared.ctypes.data
 
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self._flows = traffic.flows()
         self._deals_whole = traffic.is_balanced and len(self._flows) % self.seat.num_seats == 0
         self._arrived, offset = [], _COUNTER_BYTES
@@ -214,7 +214,7 @@ class MemcpyMember(Member):
             whole = pattern(flow.num_bytes, step, flow.source, flow.destination)
             source[:] = whole[self._piece(number)]
 
-    def check(self, step: int) -> None:
+    def compare(self, step: int) -> None:
         for flow, arrived in zip(self._flows, self._arrived, strict=True):
             check_pattern(arrived, flow.num_bytes, step, flow.source, flow.destination)
 

@@ -153,8 +153,9 @@ def phases_of_pairs(
 class Member(ABC):
     """One process's part of a contestant, called from one thread. No wait is longer than `MemberSeat.timeout_s`.
 
-    Each message is sent from a buffer and received into one: `prepare` sets `sent` and `received`, for each of
-    `outgoing` and of `incoming`. A member whose bytes are elsewhere says so by methods of its own."""
+    Each message is sent from a buffer and received into one: `make_phases` sets `sent` and `received`, for each of
+    `outgoing` and of `incoming`. A member whose bytes are elsewhere says so by methods of its own. The benchmark calls
+    `introduction`, `connect`, `prepare`, `check`, `run` and `close` (`harness.children`)."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
         self.seat = seat
@@ -162,16 +163,18 @@ class Member(ABC):
         self.outgoing: list[Flow] = []
         self.sent: Sequence[Bytes] = ()
         self.received: Sequence[Bytes] = ()
+        self._phases: Sequence[RoundPhase] = ()
+        self._touched = False
 
-    def open(self) -> bytes:
+    def introduction(self) -> bytes:
         """Set up what needs no peer; return what the others need to reach this process."""
         return b""
 
     def connect(self, introductions: Sequence[bytes]) -> None:  # noqa: B027 -- most have nothing to do
-        """Reach the others. `introductions[rank]` is what that rank's `open` returned."""
+        """Reach the others. `introductions[rank]` is what that rank's `introduction` returned."""
 
     @abstractmethod
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         """Make buffers for rounds of `traffic`; return the parts of a round, in order."""
 
     def set_flows(self, traffic: RoundTraffic) -> None:
@@ -182,7 +185,7 @@ class Member(ABC):
         for data, flow in zip(self.payloads(), self.outgoing, strict=True):
             data[:] = pattern(flow.num_bytes, step, flow.source, flow.destination)
 
-    def check(self, step: int) -> None:
+    def compare(self, step: int) -> None:
         """After `WAIT` of a checked round: `WrongData` if any byte is not what its sender's pattern says."""
         for data, flow in zip(self.received, self.incoming, strict=True):
             check_pattern(data, flow.num_bytes, step, flow.source, flow.destination)
@@ -197,6 +200,25 @@ class Member(ABC):
 
     def close(self) -> None:  # noqa: B027 -- most have nothing to do
         """Let go of what does not end with the process."""
+
+    def prepare(self, traffic: RoundTraffic) -> None:
+        """Make ready for rounds of `traffic`."""
+        self._touched = traffic.touched
+        self._phases = self.make_phases(traffic)
+        if self._touched:
+            self._phases = with_reading(self, self._phases)
+
+    def check(self, step: int) -> None:
+        """One round whose every byte is compared."""
+        checked_round(self, self._phases, step)
+
+    def run(self, first_step: int, num_warm: int, num_rounds: int) -> tuple[list[str], bytes]:
+        """`num_warm` rounds that do not count, then `num_rounds` that do: the phases' names, and int64 [rounds,
+        phases + 1] nanoseconds of the monotonic clock: the start, then the end of each phase."""
+        before = partial(write_anew, self) if self._touched else None
+        marks = timed_rounds(self._phases, first_step, num_warm + num_rounds, before)
+        del marks[: num_warm * (len(self._phases) + 1)]
+        return [phase.name for phase in self._phases], marks.tobytes()
 
 
 # --- what messages hold while they are checked
@@ -253,40 +275,11 @@ MEMBERS = {
 }
 
 
-class MemberProcess:
-    """One process of a contestant, which the benchmark calls (`harness.children`). `kind` names its implementation,
-    which has `options` of its own."""
-
-    def __init__(self, kind: str, options: Mapping[str, str], seat: MemberSeat) -> None:
-        module, name = MEMBERS[kind].split(".")
-        self._member: Member = getattr(importlib.import_module(f"{__package__}.{module}"), name)(seat, options)
-        self._phases: Sequence[RoundPhase] = ()
-        self._touched = False
-        self.connect = self._member.connect
-        self.close = self._member.close
-
-    def introduction(self) -> bytes:
-        """What the others need to reach this process."""
-        return self._member.open()
-
-    def prepare(self, traffic: RoundTraffic) -> None:
-        """Make buffers for rounds of `traffic`."""
-        self._touched = traffic.touched
-        self._phases = self._member.prepare(traffic)
-        if self._touched:
-            self._phases = with_reading(self._member, self._phases)
-
-    def check(self, step: int) -> None:
-        """One round whose every byte is compared."""
-        checked_round(self._member, self._phases, step)
-
-    def run(self, first_step: int, num_warm: int, num_rounds: int) -> tuple[list[str], bytes]:
-        """`num_warm` rounds that do not count, then `num_rounds` that do: the phases' names, and int64 [rounds,
-        phases + 1] nanoseconds of the monotonic clock: the start, then the end of each phase."""
-        before = partial(write_anew, self._member) if self._touched else None
-        marks = timed_rounds(self._phases, first_step, num_warm + num_rounds, before)
-        del marks[: num_warm * (len(self._phases) + 1)]
-        return [phase.name for phase in self._phases], marks.tobytes()
+def member_of(kind: str, options: Mapping[str, str], seat: MemberSeat) -> Member:
+    """The member of a contestant in this process. `kind` names its implementation, which has `options` of its own."""
+    module, name = MEMBERS[kind].split(".")
+    made: Member = getattr(importlib.import_module(f"{__package__}.{module}"), name)(seat, options)
+    return made
 
 
 def checked_round(member: Member, phases: Sequence[RoundPhase], step: int) -> None:
@@ -295,7 +288,7 @@ def checked_round(member: Member, phases: Sequence[RoundPhase], step: int) -> No
     for phase in phases:
         phase.run(step)
         if phase.name == WAIT:
-            member.check(step)
+            member.compare(step)
 
 
 def write_anew(member: Member, step: int) -> None:

@@ -46,7 +46,7 @@ class UcxMember(Member):
         self._sends: list[ucx.UCXRequest] = []
         self._ack_receives: list[ucx.UCXRequest] = []
 
-    def open(self) -> bytes:
+    def introduction(self) -> bytes:
         return bytes(self._worker.address.tobytes())
 
     def connect(self, introductions: Sequence[bytes]) -> None:
@@ -58,7 +58,7 @@ class UcxMember(Member):
             # Without UCX's error handling, which would rule out shared memory: the benchmark itself sees who dies.
             self._endpoints[peer] = ucx.UCXEndpoint.create_from_worker_address(self._worker, address, False)
 
-    def prepare(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
+    def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
         self._incoming = [_Message(flow, self._endpoints[flow.source]) for flow in self.incoming]
         self._outgoing = [_Message(flow, self._endpoints[flow.destination]) for flow in self.outgoing]
