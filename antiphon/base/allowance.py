@@ -77,12 +77,12 @@ class Allowance:
 
 def allowance(root: Path = _ROOT) -> Allowance:
     """What this process may use, from `/proc` and `/sys` below `root`; raises nothing."""
-    groups = _groups_once(root) if root == _ROOT else _Groups.read(root)
-    cpus, cores_from = _cpus(groups.cpuset)
-    quota = groups.quota if groups.quota is not None and groups.quota < len(cpus) else None
+    quota, quota_of, cpuset, memory_groups = _groups_once(root) if root == _ROOT else _groups(root)
+    cpus, cores_from = _cpus(cpuset)
+    quota = quota if quota is not None and quota < len(cpus) else None
     if quota is not None:
-        cores_from = f"a quota of {quota:.4g} cores in {groups.quota_of}"
-    return Allowance(cpus=cpus, quota=quota, cores_from=cores_from, _root=root, _memory_groups=groups.memory)
+        cores_from = f"a quota of {quota:.4g} cores in {quota_of}"
+    return Allowance(cpus=cpus, quota=quota, cores_from=cores_from, _root=root, _memory_groups=memory_groups)
 
 
 def share_of_threads(num_processes: int = 1) -> int:
@@ -97,31 +97,19 @@ def share_of_threads(num_processes: int = 1) -> int:
     return int(first)
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """The control groups of this process. `memory`: the folders of those that may limit it, its own first."""
-
-    quota: float | None
-    quota_of: str
-    cpuset: frozenset[int]
-    memory: tuple[Path, ...]
-
-    @staticmethod
-    def read(root: Path) -> "_Groups":
-        levels = {controller: list(_levels(root, controller)) for controller in _CONTROLLERS}
-        quotas = [(_quota(folder), folder) for name in (_UNIFIED, "cpu") for folder in levels[name]]
-        found = [(quota, f"control group {folder}") for quota, folder in quotas if quota is not None]
-        quota, quota_of = min(found, default=(None, ""))
-        sets = [_cpuset(folder) for name in (_UNIFIED, "cpuset") for folder in levels[name]]
-        return _Groups(
-            quota=quota,
-            quota_of=quota_of,
-            cpuset=frozenset.intersection(*filter(None, sets)) if any(sets) else frozenset(),
-            memory=(*levels[_UNIFIED], *_accounted(levels["memory"])),
-        )
+def _groups(root: Path) -> tuple[float | None, str, frozenset[int], tuple[Path, ...]]:
+    """(quota, the group that sets it, cores of its `cpuset`, folders of the groups that may limit memory, its own
+    first) of this process."""
+    levels = {controller: list(_levels(root, controller)) for controller in _CONTROLLERS}
+    quotas = [(_quota(folder), folder) for name in (_UNIFIED, "cpu") for folder in levels[name]]
+    found = [(quota, f"control group {folder}") for quota, folder in quotas if quota is not None]
+    quota, quota_of = min(found, default=(None, ""))
+    sets = [_cpuset(folder) for name in (_UNIFIED, "cpuset") for folder in levels[name]]
+    cpuset = frozenset.intersection(*filter(None, sets)) if any(sets) else frozenset[int]()
+    return quota, quota_of, cpuset, (*levels[_UNIFIED], *_accounted(levels["memory"]))
 
 
-_groups_once = functools.cache(_Groups.read)
+_groups_once = functools.cache(_groups)
 
 
 # --- where the groups are ---------------------------------------------------------------------------------------------

@@ -23,23 +23,6 @@ LINE_INTERVAL_S = 5.0
 Report = Callable[[float, float | None], None]
 
 
-class _Display:
-    """What the two ways to show progress have in common."""
-
-    def __init__(
-        self,
-        description: str,
-        format_amount: Callable[[float], str],
-        stream: TextIO,
-        clock: Callable[[], float],
-    ) -> None:
-        self._description = description
-        self._format_amount = format_amount
-        self._stream = stream
-        self._clock = clock
-        self._start_s = clock()
-
-
 def format_count(amount: float) -> str:
     """``12345`` -> ``"12,345"``: the default way to print amounts."""
     return f"{amount:,.0f}"
@@ -55,69 +38,69 @@ def progress(
 ) -> Iterator[Report]:
     """Yield `report(done, total)`; shows on `stream` (default: standard error). Call it from one thread only."""
     target = sys.stderr if stream is None else stream
-    kind = _Bar if target.isatty() else _Lines
-    display = kind(description, format_amount, target, clock)
-    try:
-        yield display.report
-    except BaseException:
-        display.close(finished=False)
-        raise
-    display.close(finished=True)
+    show = _bar if target.isatty() else _lines
+    with show(description, format_amount, target, clock) as report:
+        yield report
 
 
-class _Bar(_Display):
+@contextmanager
+def _bar(
+    description: str, format_amount: Callable[[float], str], stream: TextIO, clock: Callable[[], float]
+) -> Iterator[Report]:
     """A rich bar that appears with the first report after `SILENT_S` and vanishes at the end."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    start_s = clock()
+    bar: Progress | None = None
+    task = TaskID(0)
 
-    _bar: Progress | None = None
-    _task = TaskID(0)
+    def report(done: float, total: float | None) -> None:
+        nonlocal bar, task
+        if bar is None:
+            if clock() - start_s < SILENT_S:
+                return
+            bar = Progress(*columns, console=Console(file=stream), transient=True)
+            task = bar.add_task(description, amount="")
+            bar.start()
+        bar.update(task, completed=done, total=total, amount=_amount(done, total, format_amount))
 
-    def report(self, done: float, total: float | None) -> None:
-        if self._bar is None and self._clock() - self._start_s < SILENT_S:
-            return
-        if self._bar is None:
-            self._bar = self._start()
-        amount = _amount(done, total, self._format_amount)
-        self._bar.update(self._task, completed=done, total=total, amount=amount)
-
-    def _start(self) -> Progress:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        bar = Progress(*columns, console=Console(file=self._stream), transient=True)
-        self._task = bar.add_task(self._description, amount="")
-        bar.start()
-        return bar
-
-    def close(self, *, finished: bool) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
-class _Lines(_Display):
+@contextmanager
+def _lines(
+    description: str, format_amount: Callable[[float], str], stream: TextIO, clock: Callable[[], float]
+) -> Iterator[Report]:
     """A plain line with the first report after `SILENT_S`, then every `LINE_INTERVAL_S`, and one at the end."""
+    start_s = clock()
+    next_line_s, outcome = start_s + SILENT_S, "stopped after"
+    has_begun = False
 
-    _next_line_s = 0.0
-    _num_lines = 0
+    def write(text: str) -> None:
+        print(f"{description}: {text}", file=stream, flush=True)
 
-    def report(self, done: float, total: float | None) -> None:
-        now_s = self._clock()
-        if now_s < max(self._start_s + SILENT_S, self._next_line_s):
-            return
-        self._next_line_s = now_s + LINE_INTERVAL_S
-        self._print(_amount(done, total, self._format_amount))
+    def report(done: float, total: float | None) -> None:
+        nonlocal next_line_s, has_begun
+        now_s = clock()
+        if now_s >= next_line_s:
+            next_line_s, has_begun = now_s + LINE_INTERVAL_S, True
+            write(_amount(done, total, format_amount))
 
-    def close(self, *, finished: bool) -> None:
-        if self._num_lines:
-            outcome = "done in" if finished else "stopped after"
-            self._print(f"{outcome} {self._clock() - self._start_s:.1f} s")
-
-    def _print(self, text: str) -> None:
-        self._num_lines += 1
-        print(f"{self._description}: {text}", file=self._stream, flush=True)
+    try:
+        yield report
+        outcome = "done in"
+    finally:
+        if has_begun:
+            write(f"{outcome} {clock() - start_s:.1f} s")
 
 
 def _amount(done: float, total: float | None, format_amount: Callable[[float], str]) -> str:

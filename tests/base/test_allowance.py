@@ -237,7 +237,7 @@ def test_limits_of_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limi
 def test_threads_are_what_a_user_says_or_an_even_share(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, processes: int, threads: int
 ) -> None:
-    monkeypatch.setattr(module, "_groups_once", lambda _: module._Groups(None, "", frozenset(), ()))
+    monkeypatch.setattr(module, "_groups_once", lambda _: (None, "", frozenset(), ()))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
