@@ -11,9 +11,9 @@ Needs Linux, root and iproute2. The guide is docs/box.md. From Python: `from ant
 """
 
 import argparse
-import os
+import math
+import multiprocessing.connection
 import re
-import selectors
 import shlex
 import signal
 import subprocess
@@ -21,7 +21,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
+from threading import Thread
 from types import FrameType
 from typing import BinaryIO
 
@@ -63,33 +64,16 @@ class RunInterrupted(BaseException):
         self.exit_code = 128 + number
 
 
-@dataclass(kw_only=True)
-class Rank:
-    """A running rank, and what it has printed of its current line on either stream."""
-
-    plan: RankPlan
-    process: NodeProcess
-    partial: dict[BinaryIO, bytearray] = field(default_factory=dict)
-
-
 class Supervision:
-    """Relays what ranks print and decides when all end, and with which code."""
+    """Decides when all ranks end, and with which code."""
 
-    def __init__(self, ranks: Sequence[Rank], *, until: int | None, timeout_s: float | None) -> None:
+    def __init__(self, running: dict[NodeProcess, RankPlan], *, until: int | None, timeout_s: float | None) -> None:
         self.exit_code = 0
-        self._running = {rank.plan.rank: rank for rank in ranks}
+        self._running = running
         self._until = until
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        self._kill_at: float | None = None
-        self._selector = selectors.DefaultSelector()
-        for rank in ranks:
-            self._selector.register(rank.process.fileno(), selectors.EVENT_READ, (rank, None))
-            for stream in (rank.process.stdout, rank.process.stderr):
-                assert stream is not None
-                rank.partial[stream] = bytearray()
-                os.set_blocking(stream.fileno(), False)
-                self._selector.register(stream, selectors.EVENT_READ, (rank, stream))
+        self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._is_ending = False
 
     def wait(self) -> int:
         """Until every rank has ended; the exit code of the run."""
@@ -97,87 +81,51 @@ class Supervision:
             try:
                 self._step()
             except RunInterrupted as interruption:
-                if self._kill_at is not None:
+                if self._is_ending:
                     raise  # a second time: no more patience
                 self._end(interruption.exit_code, "interrupted")
         return self.exit_code
 
     def _step(self) -> None:
-        now = time.monotonic()
-        if self._kill_at is not None and now >= self._kill_at:
-            for rank in self._running.values():
-                rank.process.kill()
-            self._kill_at = now + GRACE_S
-        elif self._kill_at is None and self._deadline is not None and now >= self._deadline:
-            names = ", ".join(str(rank) for rank in self._running)
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0 and self._is_ending:
+            for process in self._running:
+                process.kill()
+            self._deadline = time.monotonic() + GRACE_S
+        elif left_s <= 0:
+            names = ", ".join(str(plan.rank) for plan in self._running.values())
             self._end(TIMED_OUT, f"ranks {names} had not ended within {self._timeout_s:g} s")
-        wake_at = self._kill_at if self._kill_at is not None else self._deadline
-        for key, _ in self._selector.select(None if wake_at is None else max(0.0, wake_at - time.monotonic())):
-            rank, stream = key.data
-            if key.fileobj not in self._selector.get_map():
-                continue  # the end of its process came in the same batch
-            if stream is not None:
-                self._relay(rank, stream)
-            else:
-                self._selector.unregister(key.fileobj)
-                self._ended(rank)
+        else:
+            for process in multiprocessing.connection.wait(list(self._running), None if left_s == math.inf else left_s):
+                assert isinstance(process, NodeProcess)
+                self._ended(process)
 
-    def _relay(self, rank: Rank, stream: BinaryIO) -> bool:
-        """Print the whole lines that have come, and at the end of the stream the rest. False: nothing is there now."""
-        try:
-            data = os.read(stream.fileno(), 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(stream)
-            self._flush(rank, stream)
-            return False
-        partial = rank.partial[stream]
-        *lines, rest = (partial + data).split(b"\n")
-        partial[:] = rest
-        self._print(rank, stream, lines)
-        if len(partial) > MAX_LINE_BYTES:
-            self._flush(rank, stream)
-        return True
-
-    def _flush(self, rank: Rank, stream: BinaryIO) -> None:
-        if rank.partial[stream]:
-            self._print(rank, stream, [bytes(rank.partial[stream])])
-            rank.partial[stream].clear()
-
-    @staticmethod
-    def _print(rank: Rank, stream: BinaryIO, lines: Sequence[bytes | bytearray]) -> None:
-        target = sys.stdout.buffer if stream is rank.process.stdout else sys.stderr.buffer
-        target.writelines(b"[%d] %s\n" % (rank.plan.rank, line) for line in lines)
-        target.flush()
-
-    def _ended(self, rank: Rank) -> None:
-        code = rank.process.wait(0.0)
-        for stream in rank.partial:
-            if stream in self._selector.get_map():
-                # Children that it left may hold the stream open and go on: its end need not come. A pipe holds 64 KiB.
-                for _ in range(2):
-                    if not self._relay(rank, stream):
-                        break
-                self._flush(rank, stream)
-        del self._running[rank.plan.rank]
-        if self._kill_at is not None:
+    def _ended(self, process: NodeProcess) -> None:
+        code, plan = process.wait(0.0), self._running.pop(process)
+        if self._is_ending:
             return
         if code != 0:
             words = f"exit code {code}" if code > 0 else signal_name(-code)
-            where = f"rank {rank.plan.rank} (node {rank.plan.node})"
+            where = f"rank {plan.rank} (node {plan.node})"
             self._end(code if code > 0 else 128 - code, f"{where} ended with {words}")
-        elif self._until is not None and all(other.plan.node != self._until for other in self._running.values()):
+        elif self._until is not None and all(other.node != self._until for other in self._running.values()):
             self._end(0, "")
 
     def _end(self, exit_code: int, why: str) -> None:
         """Ask the others to end; `_step` insists after a while."""
-        self.exit_code = exit_code
-        self._kill_at = time.monotonic() + GRACE_S
+        self.exit_code, self._is_ending = exit_code, True
+        self._deadline = time.monotonic() + GRACE_S
         if why:
             say(f"{why}; ending {len(self._running)} other ranks" if self._running else why)
-        for rank in self._running.values():
-            rank.process.terminate()
+        for process in self._running:
+            process.terminate()
+
+
+def relay(rank: int, stream: BinaryIO, target: BinaryIO) -> None:
+    """Print the stream's lines behind the number of the rank, until it ends. A very long line comes in parts."""
+    for line in iter(partial(stream.readline, MAX_LINE_BYTES), b""):
+        target.write(b"[%d] %s\n" % (rank, line.removesuffix(b"\n")))
+        target.flush()
 
 
 def signal_name(number: int) -> str:
@@ -221,13 +169,19 @@ def run_ranks(arguments: argparse.Namespace, plans: Sequence[RankPlan]) -> int:
         delay_us=arguments.delay_us,
         loss=arguments.loss,
     )
+    running, relays = {}, []
     with box:
-        ranks = []
         for plan in plans:
             pipe = subprocess.PIPE
             process = box.start(plan.node, plan.args, env=plan.env, stdout=pipe, stderr=pipe)
-            ranks.append(Rank(plan=plan, process=process))
-        return Supervision(ranks, until=arguments.until, timeout_s=arguments.timeout).wait()
+            running[process] = plan
+            for stream, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+                relays.append(Thread(target=relay, args=(plan.rank, stream, target), daemon=True))
+                relays[-1].start()
+        exit_code = Supervision(running, until=arguments.until, timeout_s=arguments.timeout).wait()
+    for each in relays:
+        each.join(GRACE_S)  # their streams end with the box
+    return exit_code
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:

@@ -29,10 +29,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,8 +48,9 @@ MAX_STALL_S = 0.25
 MAX_GROWTH_BYTES = 64 * 2**20
 MAX_P99_S = 0.1
 MAX_MIXES_GROWTH_BYTES = 100 * 2**20
-_WARM_UP_BODIES = 200  # per sender, before memory is read for the first time
+_WARM_UP_BODIES = 800  # before memory is read for the first time
 _PATIENCE_S = 120.0
+_SENDING_S = 3600.0
 _SENDER_NICENESS = 10
 
 
@@ -99,22 +99,19 @@ class Findings:
 
 def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
     """Send `num_bodies` to the server at `url`, whose process is `pid`. Blocks until all are answered."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    warm = context.Barrier(NUM_SENDERS + 1)
-    senders = [
-        context.Process(target=_send, args=(url, seed + first, num_bodies, warm, results), daemon=True)
-        for first in range(NUM_SENDERS)
-    ]
+    numbers, num_warm = range(seed, seed + num_bodies), min(_WARM_UP_BODIES, num_bodies // 4)
     findings = Findings()
-    with _watched(url, findings, senders):
-        warm.wait(_PATIENCE_S * 4)
+    with _watched(url, findings, NUM_SENDERS) as senders:
+
+        def send(part: range) -> None:
+            shares = [part[first::NUM_SENDERS] for first in range(NUM_SENDERS)]
+            for statuses, failures in senders.map(_send, [url] * NUM_SENDERS, shares, timeout=_SENDING_S):
+                findings.statuses.update(statuses)
+                findings.failures += failures
+
+        send(numbers[:num_warm])
         before = resident_bytes(pid)
-        warm.wait(_PATIENCE_S)
-        for _ in senders:
-            statuses, failures = results.get(timeout=3600)
-            findings.statuses.update(statuses)
-            findings.failures += failures
+        send(numbers[num_warm:])
     findings.failures = findings.failures[:20]
     findings.growth_bytes = resident_bytes(pid) - before
     return findings
@@ -122,12 +119,9 @@ def fuzz(url: str, pid: int, num_bodies: int, seed: int) -> Findings:
 
 def run_mix(url: str, pid: int, requests: list[Request]) -> Findings:
     """Send `requests` at once. Blocks until all are answered."""
-    context = multiprocessing.get_context("spawn")
-    answers: Any = context.Queue()
-    sender = context.Process(target=_send_at_once, args=(url, requests, answers), daemon=True)
     findings, before = Findings(), resident_bytes(pid)
-    with _watched(url, findings, [sender]):
-        for status, text in answers.get(timeout=3600):
+    with _watched(url, findings, num_senders=1) as senders:
+        for status, text in senders.submit(_send_at_once, url, requests).result(_SENDING_S):
             findings.statuses[status] += 1
             if status == 0 or status >= 500:
                 findings.failures.append(f"{status} {text}")
@@ -136,18 +130,17 @@ def run_mix(url: str, pid: int, requests: list[Request]) -> Findings:
 
 
 @contextmanager
-def _watched(url: str, findings: Findings, senders: list[SpawnProcess]) -> Iterator[None]:
-    """The senders and the probe, started. After the block: the probe's times, and whether the server is well."""
+def _watched(url: str, findings: Findings, num_senders: int) -> Iterator[ProcessPoolExecutor]:
+    """Niced processes to send from, beside the probe. After the block: its times, and whether the server is well."""
     context = multiprocessing.get_context("spawn")
     waits_s, stop = context.Queue(), context.Event()
     probe = context.Process(target=_probe, args=(url, stop, waits_s), daemon=True)
-    for process in (probe, *senders):
-        process.start()
-    yield
+    probe.start()
+    with ProcessPoolExecutor(num_senders, context, os.nice, (_SENDER_NICENESS,)) as senders:
+        yield senders
     stop.set()
     findings.waits_s = waits_s.get(timeout=_PATIENCE_S)
-    for process in (probe, *senders):
-        process.join(_PATIENCE_S)
+    probe.join(_PATIENCE_S)
     findings.well = _is_well(url)
 
 
@@ -170,9 +163,7 @@ def run_mixes(url: str, pid: int, seed: int, wanted: str = "") -> list[str]:
     return problems
 
 
-def _send_at_once(url: str, requests: list[Request], answers: Any) -> None:
-    os.nice(_SENDER_NICENESS)
-
+def _send_at_once(url: str, requests: list[Request]) -> list[tuple[int, str]]:
     def send(request: Request) -> tuple[int, str]:
         path, body = request
         with httpx.Client(timeout=_PATIENCE_S * 5) as http:
@@ -180,7 +171,7 @@ def _send_at_once(url: str, requests: list[Request], answers: Any) -> None:
             return status, text[:200]
 
     with ThreadPoolExecutor(len(requests)) as threads:
-        answers.put(list(threads.map(send, requests)))
+        return list(threads.map(send, requests))
 
 
 def resident_bytes(pid: int) -> int:
@@ -223,23 +214,18 @@ def _probe(url: str, stop: Any, results: Any) -> None:
     results.put(waits_s)
 
 
-def _send(url: str, first: int, num_bodies: int, warm: Any, results: Any) -> None:
+def _send(url: str, numbers: range) -> tuple[Counter[int], list[str]]:
+    """Send the bodies of these seeds, one after the other; how often each status came, and failures."""
     statuses: Counter[int] = Counter()
     failures: list[str] = []
-    os.nice(_SENDER_NICENESS)
-    numbers = range(first, first + num_bodies, NUM_SENDERS)
-    num_warm = min(_WARM_UP_BODIES, len(numbers) // 4)
     with httpx.Client(timeout=_PATIENCE_S, trust_env=False) as http:
-        for position, number in enumerate(numbers):
-            if position == num_warm:
-                warm.wait(_PATIENCE_S * 4)
-                warm.wait(_PATIENCE_S)
+        for number in numbers:
             path, content = random_body(random.Random(number))
             status, text = _ask(http, url + path, content)
             statuses[status] += 1
             if status == 0 or status >= 500:
                 failures.append(f"body {number} to {path}: {status} {text[:200]}")
-    results.put((statuses, failures))
+    return statuses, failures
 
 
 def _ask(http: httpx.Client, url: str, content: bytes) -> tuple[int, str]:

@@ -251,16 +251,8 @@ def markdown(outcomes: list[PartOutcome], device: str) -> str:
         if each.rows:
             lines += ["", f"## {each.name}", "", *table(each.rows)]
         if each.last_lines:
-            lines += [
-                "",
-                f"## {each.name}: {each.outcome}",
-                "",
-                f"`{each.command}`",
-                "",
-                "```",
-                *each.last_lines,
-                "```",
-            ]
+            lines += ["", f"## {each.name}: {each.outcome}", "", f"`{each.command}`"]
+            lines += ["", "```", *each.last_lines, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -293,13 +285,9 @@ def check(parts: Sequence[GpuPart], out: Path, minutes: float, device: str) -> l
         outcome = run_part(part, out, deadline_s)
         outcomes.append(outcome)
         print(f"{outcome.name}: {outcome.outcome}{f' ({outcome.reason})' if outcome.reason else ''}", flush=True)
-        result = {
-            "bench": "gpu_check",
-            "commit": commit(),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine,
-        }
-        result["parts"] = [asdict(each) for each in outcomes]
+        command = " ".join(["python", *sys.argv])
+        result = {"bench": "gpu_check", "commit": commit(), "command": command, "machine": machine}
+        result |= {"parts": [asdict(each) for each in outcomes]}
         (out / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         (out / "gpu_check.md").write_text(markdown(outcomes, device), encoding="utf-8")
     return outcomes

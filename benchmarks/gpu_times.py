@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,12 @@ def measure_limits(device: torch.device, sizes: TimedSizes) -> Row:
     return {"copy_bytes_per_s": 2 * sizes.copy_bytes / copy_s, "product_flops_per_s": 2 * side**3 / product_s}
 
 
-def check_equal(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2, msg=lambda m: f"{name}: {m}")
+def timed(name: str, calls: Sequence[Callable[[], torch.Tensor]], device: torch.device) -> Row:
+    """Times of ours and of PyTorch's call, which must agree."""
+    found, expected = (call().float() for call in calls)
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2, msg=lambda m: f"{name}: {m}")
+    ours_s, theirs_s = (seconds_of(call, device) for call in calls)
+    return {"us": ours_s * 1e6, "PyTorch us": theirs_s * 1e6, "PyTorch / ours": theirs_s / ours_s}
 
 
 def gate_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes) -> list[Row]:
@@ -102,13 +106,10 @@ def gate_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes) -> 
     rows = []
     for count in sizes.rows[:-1]:
         x_TH = torch.randn(count, sizes.hidden, device=ours.device).to(ours.dtype)
-        weights = [each.gate(x_TH, pack, None, router)[1] for each, pack in zip((ours, theirs), packed, strict=True)]
-        check_equal("gate", weights[0], weights[1])
-        times = [
-            seconds_of(lambda b=b, p=p, x=x_TH: b.gate(x, p, None, router), ours.device)
-            for b, p in zip((ours, theirs), packed, strict=True)
+        calls = [
+            lambda b=b, p=p, x=x_TH: b.gate(x, p, None, router)[1] for b, p in zip((ours, theirs), packed, strict=True)
         ]
-        rows.append({"kernel": "gate with its product", "rows": count, **beside(times)})
+        rows.append({"kernel": "gate with its product", "rows": count, **timed("gate", calls, ours.device)})
     return rows
 
 
@@ -130,20 +131,16 @@ def expert_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes, l
             lambda b=b, p=p, x=x_TH, i=ids_TK, w=weights_TK: b.grouped_ffn(x, i, w, p)
             for b, p in zip((ours, theirs), packed, strict=True)
         ]
-        check_equal("experts", calls[0](), calls[1]())
-        times = [seconds_of(call, ours.device) for call in calls]
+        times = timed("experts", calls, ours.device)
+        seconds = times["us"] / 1e6
         touched = int(ids_TK.unique().numel())
         flops = 6 * count * sizes.top_k * sizes.hidden * sizes.intermediate
-        rows.append(
-            {
-                "kernel": "experts",
-                "rows": count,
-                **beside(times),
-                "TFLOP/s": flops / times[0] / 1e12,
-                "of product": flops / times[0] / limits["product_flops_per_s"],
-                "of copy": touched * expert_bytes / times[0] / limits["copy_bytes_per_s"],
-            }
-        )
+        rates = {
+            "TFLOP/s": flops / seconds / 1e12,
+            "of product": flops / seconds / limits["product_flops_per_s"],
+            "of copy": touched * expert_bytes / seconds / limits["copy_bytes_per_s"],
+        }
+        rows.append({"kernel": "experts", "rows": count, **times, **rates})
     return rows
 
 
@@ -170,13 +167,10 @@ def attention_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes
             )
             for b, c in zip((ours, theirs), caches, strict=True)
         ]
-        check_equal("attention", calls[0](), calls[1]())
-        times = [seconds_of(call, ours.device) for call in calls]
+        times = timed("attention", calls, ours.device)
         read = count * sizes.context * 2 * sizes.kv_heads * sizes.head_dim * ours.dtype.itemsize
-        of_copy = read / times[0] / limits["copy_bytes_per_s"]
-        rows.append(
-            {"kernel": f"decode attention, {sizes.context} keys", "rows": count, **beside(times), "of copy": of_copy}
-        )
+        of_copy = read / (times["us"] / 1e6) / limits["copy_bytes_per_s"]
+        rows.append({"kernel": f"decode attention, {sizes.context} keys", "rows": count, **times, "of copy": of_copy})
     return rows
 
 
@@ -189,10 +183,6 @@ def fill(caches: list[Any], spec: KVCacheSpec, tables: list[list[int]], dtype: t
         moved = values.roll(2 * number)  # whole elements
         for cache in caches:
             cache.write_tokens(0, torch.tensor(table, dtype=torch.int32), 0, num_tokens, heads, moved)
-
-
-def beside(times: list[float]) -> Row:
-    return {"us": times[0] * 1e6, "PyTorch us": times[1] * 1e6, "PyTorch / ours": times[1] / times[0]}
 
 
 @torch.inference_mode()

@@ -35,6 +35,7 @@ from antiphon.kernels.api import AttentionBatch, ExpertFormats, ExpertShape, Hea
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.cpu_weights import CpuExperts
 from antiphon.kernels.quantized import WeightFormat, quantize
+from antiphon.models.batch import make_attention_batch
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, EXPERTS_PER_CALL = 1024, 512, 64, 4
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
@@ -42,6 +43,7 @@ READ_BYTES, NUM_READS = 16 << 20, 16
 SETTLE_S = 0.01  # the other library's threads spin for a while after its last region
 EXPERT_ROWS = (256, 64, 32, 24, 20, 16, 13, 12, 11, 10, 8, 7, 6, 4, 2, 1)
 STATES_APART = 1.25  # between the slow and the fast tenth of the reads, if they are of two states
+LINEAR_SIZES = ((64, 1024, 1024), (512, 1024, 1536), (512, 1024, 1024), (2048, 2048, 2048), (512, 4096, 4096))
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 4, 64, 16
 
 
@@ -190,13 +192,7 @@ def bench_formats(backend: CpuBackend, repeat: int, console: Console) -> None:
 def bench_linear(backend: CpuBackend, repeat: int, console: Console) -> None:
     """GFLOP/s of warm products."""
     table = Table("rows x in x out", "ours GFLOP/s", "PyTorch GFLOP/s", title="linear; best / median")
-    for rows, inner, outer in (
-        (64, 1024, 1024),
-        (512, 1024, 1536),
-        (512, 1024, 1024),
-        (2048, 2048, 2048),
-        (512, 4096, 4096),
-    ):
+    for rows, inner, outer in LINEAR_SIZES:
         x, weight = torch.randn(rows, inner).bfloat16(), (torch.randn(outer, inner) * inner**-0.5).bfloat16()
         packed = backend.pack_linear(weight)
         check(backend.linear(x, packed), F.linear(x, weight))
@@ -220,19 +216,12 @@ def filled_cache(backend: CpuBackend, num_sequences: int, context: int, query_le
         key_dim=HEAD_DIM, value_dim=HEAD_DIM,
     )  # fmt: skip
     cache = backend.new_kv_cache(spec)
-    tables = torch.randperm(num_sequences * blocks).int().view(num_sequences, blocks)
+    tables = torch.randperm(num_sequences * blocks).view(num_sequences, blocks)
     rotary = RotaryTable(cos=torch.ones(context, 0), sin=torch.zeros(context, 0), interleaved=False)
-    positions = torch.arange(context).repeat(num_sequences).int()
 
     def batch_of(length: int) -> AttentionBatch:
-        starts = torch.arange(num_sequences + 1).int() * length
-        chosen = positions.view(num_sequences, context)[:, context - length :]
-        slots = tables.gather(1, (chosen // BLOCK_SIZE).long()) * BLOCK_SIZE + chosen % BLOCK_SIZE
-        return AttentionBatch(
-            positions_T=chosen.flatten().contiguous(), slots_T=slots.flatten().int().contiguous(), query_starts=starts,
-            context_lens_S=torch.full((num_sequences,), context, dtype=torch.int32), block_tables_SB=tables,
-            query_lens=(length,) * num_sequences, context_lens=(context,) * num_sequences,
-        )  # fmt: skip
+        lengths, contexts = [length] * num_sequences, [context] * num_sequences
+        return make_attention_batch(lengths, contexts, tables.tolist(), BLOCK_SIZE, "cpu")
 
     qkv = torch.randn(num_sequences * context, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).bfloat16()
     q = backend.rotate_and_store(qkv, cache, 0, batch_of(context), HeadRows(num_heads=NUM_HEADS, rotary=rotary))

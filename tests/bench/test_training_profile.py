@@ -11,9 +11,10 @@ from antiphon.bench.profile.measure import QUICK
 from antiphon.bench.profile.profile import training_profile
 from antiphon.bench.profile.training import WantedTraining, few_layers, measure_training
 from antiphon.cost.profile import read_profile
+from antiphon.cost.training.measured import machine_of_ranks
+from antiphon.cost.training.setup import trained_in
 from antiphon.models.config import load_model_spec
-from antiphon.train.planned_run import predict_step
-from antiphon.train.ranks import sizes_of
+from antiphon.planner.training import plan_training
 from tests.train.harness import config_of, write_model
 
 LENGTH = 16
@@ -21,7 +22,7 @@ BRIEF = replace(QUICK, sequences=(1, 2), sum_bytes=(1 << 10, 1 << 16), training_
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_in_every_form_and_predict_runs(tmp_path: Path) -> None:
+def test_two_ranks_are_measured_in_every_form_and_a_plan_is_made_from_that(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     model = Path(config.model.path)
     wanted = WantedTraining(model=model, effort=BRIEF, sequence_length=LENGTH, ranks=(1, 2))
@@ -36,12 +37,19 @@ def test_two_ranks_are_measured_in_every_form_and_predict_runs(tmp_path: Path) -
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(asdict(profile)))
     assert read_profile(file) == profile
-    for ranks, changes in ((1, ()), (2, ()), (2, ("parallel.sequence=2", "parallel.expert=2"))):
-        changed = config_of(tmp_path / "changed", *changes)
-        spec = load_model_spec(model)
-        found = predict_step(spec, changed, sizes_of(changed, spec, ranks), profile)
-        assert 0 < found.step_s < 60
-        assert 0 < found.mfu < 1
+    plan = plan_training(
+        load_model_spec(model),
+        machine_of_ranks(profile, LENGTH),
+        sequence_length=LENGTH,
+        global_batch=4,
+        precision=trained_in("float32", zero=1),
+        compress=False,
+        deduplicate=True,
+        overlap="none",
+        profile=profile,
+    )
+    assert 0 < plan.predicted.iteration_s < 60
+    assert 0 < plan.predicted.mfu < 1
 
 
 def test_layers_of_each_kind_stand_for_all(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def measured_step(
     work_s = num_micro_batches * (forward_s + backward_s + head_s / pipeline)
     sends_s = _sends(training, setup, tables, num_micro_batches)
     sync_s = _sync(training, setup, tables, layers, num_micro_batches)
-    update_s = _owned(training, setup, layers) * np.asarray(tables.update[training.optimizer].at(ranks))
+    update_s = _owned(training, setup, layers) * np.asarray(tables.update["adamw"].at(ranks))
     waiting_s = num_micro_batches * waits_s
     busy_s = np.maximum(path_s, work_s)
     parts = Parts(

@@ -116,7 +116,7 @@ class TrainingSetup:
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """What is trained on what: the same for all candidates of a search. `batch`: sequences per iteration. `profile`:
-    of the machine, whose training tables then take the rooflines' place; `optimizer`: which of its updates."""
+    of the machine, whose training tables then take the rooflines' place."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -124,7 +124,6 @@ class Training:
     sequence_length: int
     batch: int
     profile: Profile | None = None
-    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "batch"):
