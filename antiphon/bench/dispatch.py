@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -97,8 +96,8 @@ def bench_dispatch(chosen: DispatchOptions, report: Report) -> list[dict[str, An
     for number, top_k in enumerate(counts):
         report(number, len(counts))
         with TemporaryDirectory(prefix="antiphon-bench-dispatch-") as folder, Children() as ranks:
-            ranks.start_ranks(chosen.ranks, partial(DispatchRank, chosen, top_k, f"{folder}/store"))
-            rows += ranks.ask("measure")[0]
+            ranks.start_ranks(chosen.ranks)
+            rows += ranks.ask(measure_rank, chosen, top_k, f"{folder}/store")[0]
     report(len(counts), len(counts))
     return rows
 
@@ -140,40 +139,34 @@ def there_and_back(dispatcher: Dispatcher, experts: tuple[int, int], inputs: _In
     return out_TH.detach(), grad_x, grad_weights
 
 
-class DispatchRank:
-    """One rank."""
-
-    def __init__(self, case: DispatchOptions, top_k: int, store: str, rank: int) -> None:
-        self._case, self._top_k, self._store, self._rank = case, top_k, store, rank
-
-    def measure(self) -> list[dict[str, Any]]:
-        case = self._case
-        join_gloo(self._store, self._rank, case.ranks, CASE_TIMEOUT_S)
-        mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), self._rank, CASE_TIMEOUT_S)
-        group, inputs = mesh.group("expert"), _drawn(case, self._top_k, self._rank)
-        ways = dispatchers_over(group, case.num_experts)
-        expected = there_and_back(Dispatcher(case.num_experts), (0, case.num_experts), inputs)
+def measure_rank(rank: int, case: DispatchOptions, top_k: int, store: str) -> list[dict[str, Any]]:
+    """One rank's part; the rows, of which all ranks have the same."""
+    join_gloo(store, rank, case.ranks, CASE_TIMEOUT_S)
+    mesh = connect(Sizes(world_size=case.ranks, expert=case.ranks), rank, CASE_TIMEOUT_S)
+    group, inputs = mesh.group("expert"), _drawn(case, top_k, rank)
+    ways = dispatchers_over(group, case.num_experts)
+    expected = there_and_back(Dispatcher(case.num_experts), (0, case.num_experts), inputs)
+    for name, way in ways.items():
+        check_equal(name, case.dtype, there_and_back(*way, inputs), expected)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    waited, sent = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
+    for round_number in range(case.rounds + 1):
         for name, way in ways.items():
-            check_equal(name, case.dtype, there_and_back(*way, inputs), expected)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        waited, sent = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
-        for round_number in range(case.rounds + 1):
-            for name, way in ways.items():
-                mesh.ledger.take()
-                dist.barrier()
-                began_s = time.perf_counter()
-                there_and_back(*way, inputs)
-                slowest = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
-                counted = mesh.ledger.take()
-                dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                if round_number:
-                    times[name].append(float(slowest))
-                    waited[name] += sum(counted.waited_s.values()) / case.rounds
-                    sent[name] = sum(number for key, number in counted.sent_bytes.items() if _carries_rows(key))
-        mean_sent = torch.tensor([float(sent[name]) for name in ways], dtype=torch.float64)
-        dist.all_reduce(mean_sent)
-        dist.destroy_process_group()
-        return list(_rows(case, self._top_k, times, waited, (mean_sent / case.ranks).tolist()))
+            mesh.ledger.take()
+            dist.barrier()
+            began_s = time.perf_counter()
+            there_and_back(*way, inputs)
+            slowest = torch.tensor([time.perf_counter() - began_s], dtype=torch.float64)
+            counted = mesh.ledger.take()
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if round_number:
+                times[name].append(float(slowest))
+                waited[name] += sum(counted.waited_s.values()) / case.rounds
+                sent[name] = sum(number for key, number in counted.sent_bytes.items() if _carries_rows(key))
+    mean_sent = torch.tensor([float(sent[name]) for name in ways], dtype=torch.float64)
+    dist.all_reduce(mean_sent)
+    dist.destroy_process_group()
+    return list(_rows(case, top_k, times, waited, (mean_sent / case.ranks).tolist()))
 
 
 def _carries_rows(name: str) -> bool:

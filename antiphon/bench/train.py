@@ -21,7 +21,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -401,22 +400,15 @@ def rows_on_ranks(case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
     environment |= {"LOCAL_WORLD_SIZE": str(case.ranks), "GROUP_RANK": "0"}
     with Children() as ranks:
-        ranks.start_ranks(case.ranks, partial(StepRank, case, workplace), environment)
-        found: list[dict[str, Any]] = ranks.ask("rows", timeout_s=_DAY_S)[0]
+        ranks.start_ranks(case.ranks, environment=environment)
+        found: list[dict[str, Any]] = ranks.ask(_rows_of_rank, case, workplace, timeout_s=_DAY_S)[0]
     return found
 
 
-class StepRank:
-    """One rank of a case. The first one says what it does."""
-
-    def __init__(self, case: TrainingCase, workplace: Path, rank: int) -> None:
-        self._case, self._workplace, self._rank = case, workplace, rank
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-
-    def rows(self) -> list[dict[str, Any]]:
-        case = self._case
-        if self._rank:
-            return StepComparison(case, lambda text: None, lambda done, total: None).run(self._workplace)
-        with progress(f"timing training steps on {case.ranks} ranks") as report:
-            comparison = StepComparison(case, lambda text: print(text, file=sys.stderr), report)
-            return comparison.run(self._workplace)
+def _rows_of_rank(rank: int, case: TrainingCase, workplace: Path) -> list[dict[str, Any]]:
+    """One rank's part in a case. The first one says what it does."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if rank:
+        return StepComparison(case, lambda text: None, lambda done, total: None).run(workplace)
+    with progress(f"timing training steps on {case.ranks} ranks") as report:
+        return StepComparison(case, lambda text: print(text, file=sys.stderr), report).run(workplace)

@@ -105,10 +105,14 @@ def m2n(
     check_count("--rounds", rounds, MOST_ROUNDS)
     check_count("--repetitions", repetitions, MOST_TURNS)
     check_timeout("--timeout", timeout)
-    settings = m2n_contest.Settings(
-        num_rounds=rounds or 0, num_repetitions=repetitions, timeout_s=timeout, record=timeline is not None
+    rows, recordings = m2n_contest.bench_m2n(
+        contestants,
+        chosen,
+        num_rounds=rounds or 0,
+        num_repetitions=repetitions,
+        timeout_s=timeout,
+        record=timeline is not None,
     )
-    rows, recordings = m2n_contest.bench_m2n(contestants, chosen, settings)
     show_rows("m2n", m2n_contest.COLUMNS, rows, json)
     if timeline is not None:
         with whole_file("--timeline", timeline) as partial:

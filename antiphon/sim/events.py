@@ -2,7 +2,7 @@
 
 1. `EventGraph.add` names an activity, its work, its resource (`track`) and what it waits for.
 2. Events are taken in order of time; all events of one moment are handled before any resource starts something new.
-3. A free resource asks its `Discipline` what to serve; a `Shared` resource serves all at once, each at its rate.
+3. A resource is a `Discipline`, which chooses what to serve when it is free, or `Shared` by all, each at its rate.
 4. Times are only added and compared: integers (nanoseconds) stay exact, floats round once per addition.
 
 Rejected: SimPy (a dependency, slower, and same-time order depends on process code); a fixed time step (not exact).
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from antiphon.base.errors import UserError
 from antiphon.sim.gantt import Bar
-from antiphon.sim.resources import Activity, Discipline, Exclusive, Shared
+from antiphon.sim.resources import Activity, Discipline, Shared
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class EventGraph:
 
     def __init__(self) -> None:
         self._activities: list[Activity] = []
-        self._servers: dict[str, Exclusive | Shared] = {}
+        self._servers: dict[str, Discipline | Shared] = {}
         self._has_run = False
 
     def resource(self, track: str, discipline: Discipline | Shared | None = None) -> str:
         """Declare a resource; undeclared ones are first come, first served. Returns `track`."""
         if track in self._servers:
             raise UserError(f"resource {track!r} is declared already: declare it once, before its first activity")
-        self._servers[track] = discipline if isinstance(discipline, Shared) else Exclusive(discipline or Discipline())
+        self._servers[track] = discipline or Discipline()
         return track
 
     def add(
@@ -138,7 +138,7 @@ class _State:
 
 
 class _Simulation:
-    def __init__(self, activities: tuple[Activity, ...], servers: dict[str, Exclusive | Shared]) -> None:
+    def __init__(self, activities: tuple[Activity, ...], servers: dict[str, Discipline | Shared]) -> None:
         self._activities = activities
         self._servers = list(servers.values())
         numbers = {track: number for number, track in enumerate(servers)}

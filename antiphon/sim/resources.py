@@ -1,9 +1,9 @@
 """Activities of an event simulation, and the resources that serve them: one activity at a time, or all at shared rates.
 
-1. The core tells a server (`Exclusive` or `Shared`) of arrivals and asks it to `dispatch`; the server answers what
+1. The core tells a server (a `Discipline` or `Shared`) of arrivals and asks it to `dispatch`; the server answers what
    started, and when to wake it. A version number makes wake-ups of the past worthless.
-2. An exclusive one asks its `Discipline` for the next `Slice` whenever it is free: a whole activity, or a piece of one
-   where work is cut into chunks. First come first served, given order, priority; nothing is interrupted.
+2. A `Discipline` chooses the next `Slice` whenever it is free: a whole activity, or a piece of one where work is cut
+   into chunks. First come first served, given order, priority; nothing is interrupted.
 3. All ties fall to the activity that was added first, so that a simulation has one outcome.
 
 Rejected: generator processes as in SimPy, whose order of same-time events depends on how the processes were written;
@@ -56,11 +56,14 @@ class Slice:
 
 
 class Discipline:
-    """Which activity is next; this one: first come, first served, whole activities. Stateful: one object serves one
-    resource in one run."""
+    """A resource that serves one slice at a time, and which is next; this one: first come, first served, whole
+    activities. Stateful: one object serves one resource in one run."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, float, int, float]] = []  # (urgency, arrival, index, remaining_s), a heap
+        self._running: Slice | None = None
+        self._start_s: float = 0
+        self._version = 0
 
     def register(self, index: int, activity: Activity) -> None:
         """The activity will arrive at some time; called in the order in which activities were added."""
@@ -78,6 +81,23 @@ class Discipline:
 
     def served(self, now_s: float, done: Slice) -> None:
         """The slice was served in full."""
+
+    def dispatch(self, now_s: float) -> tuple[list[int], float | None, int]:
+        """(activities that start now, when to wake it next, the version to wake it with)."""
+        chosen = None if self._running is not None else self.next_slice(now_s)
+        if chosen is None:
+            return [], None, 0
+        self._running, self._start_s = chosen, now_s
+        self._version += 1
+        return [chosen.activity], now_s + chosen.duration_s, self._version
+
+    def wake(self, now_s: float, version: int) -> list[tuple[Slice, float]]:
+        """Slices whose work ends now, each with its start; none if the wake-up is out of date."""
+        if version != self._version or self._running is None:
+            return []
+        done, self._running = self._running, None
+        self.served(now_s, done)
+        return [(done, self._start_s)]
 
     def _urgency(self, activity: Activity) -> float:
         return 0.0
@@ -112,41 +132,8 @@ class InOrder(Discipline):
         heapq.heappush(self._waiting, (0.0, 0.0, index, activity.duration_s))
 
 
-class Exclusive:
-    """One slice at a time, chosen by `discipline`."""
-
-    def __init__(self, discipline: Discipline) -> None:
-        self._discipline = discipline
-        self._running: Slice | None = None
-        self._start_s: float = 0
-        self._version = 0
-
-    def register(self, index: int, activity: Activity) -> None:
-        self._discipline.register(index, activity)
-
-    def arrive(self, now_s: float, index: int, activity: Activity) -> None:
-        self._discipline.arrive(now_s, index, activity)
-
-    def dispatch(self, now_s: float) -> tuple[list[int], float | None, int]:
-        """(activities that start now, when to wake it next, the version to wake it with)."""
-        chosen = None if self._running is not None else self._discipline.next_slice(now_s)
-        if chosen is None:
-            return [], None, 0
-        self._running, self._start_s = chosen, now_s
-        self._version += 1
-        return [chosen.activity], now_s + chosen.duration_s, self._version
-
-    def wake(self, now_s: float, version: int) -> list[tuple[Slice, float]]:
-        """Slices whose work ends now, each with its start; none if the wake-up is out of date."""
-        if version != self._version or self._running is None:
-            return []
-        done, self._running = self._running, None
-        self._discipline.served(now_s, done)
-        return [(done, self._start_s)]
-
-
 class Shared:
-    """All that arrived run at once; methods as of `Exclusive`. `rate_of` maps their kinds to rates; 1 is the rate of
+    """All that arrived run at once; methods as of `Discipline`. `rate_of` maps their kinds to rates; 1 is the rate of
     one that runs alone.
 
     Two transfers that share a link fairly have rates (1/2, 1/2); measured rates may add up to more than 1 when one

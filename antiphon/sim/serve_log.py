@@ -14,7 +14,7 @@ second or a day; bars of every layer, for `--pipeline` shows one step from insid
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +103,11 @@ class Sample:
     pools: tuple[PoolSample, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A worker was away from `time_s` to `until_s`; `num_moved` requests left it."""
-
-    worker: str
-    time_s: float
-    until_s: float
-    num_moved: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replacement:
-    """Experts of an instance moved."""
-
-    pool: str
-    instance: int
-    time_s: float
-    move: Move
-
-
 class ServeLog:
     """`num_output`: tokens delivered so far. `gaps_s`, `gap_counts`: times between consecutive tokens of a request, and
-    how many such gaps; they end at `gap_ends_s`. Times of `samples` ascend. `steps`: (pool, instance, step)."""
+    how many such gaps; they end at `gap_ends_s`. Times of `samples` ascend. `steps`: (pool, instance, step). Rows of
+    the result: `failures`: which worker was away, from when to when, and how many requests left it; `replacements`:
+    which instance moved its experts, when, and the `Move`."""
 
     def __init__(self, record_steps: bool) -> None:
         self.samples: list[Sample] = []
@@ -134,8 +116,8 @@ class ServeLog:
         self.gap_counts: list[int] = []
         self.gap_ends_s: list[float] = []
         self.num_steps_left_out = 0
-        self.failures: list[Failure] = []
-        self.replacements: list[Replacement] = []
+        self.failures: list[dict[str, Any]] = []
+        self.replacements: list[dict[str, Any]] = []
         self.num_output = 0
         self._record_steps = record_steps
         self._interval_s = 0.0
@@ -191,10 +173,10 @@ class ServeLog:
 
     def failure(self, kill: Kill, pool: Pool, time_s: float, until_s: float, num_moved: int) -> None:
         name = pool.name_of(kill.role, kill.worker)
-        self.failures.append(Failure(worker=name, time_s=time_s, until_s=until_s, num_moved=num_moved))
+        self.failures.append({"worker": name, "time_s": time_s, "until_s": until_s, "num_moved": num_moved})
 
     def move(self, pool: Pool, instance: int, time_s: float, move: Move) -> None:
-        self.replacements.append(Replacement(pool=pool.name, instance=instance, time_s=time_s, move=move))
+        self.replacements.append({"pool": pool.name, "instance": instance, "time_s": time_s, "move": asdict(move)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,11 +209,11 @@ def _events(run: ServingRun) -> Iterator[dict[str, Any]]:
         yield from _step(step, pids[pool, instance])
     pools = {live.pool.prefix: live.pool for live in run.pools}
     for failure in run.log.failures:
-        yield _down(failure.worker, failure.time_s, failure.until_s, pools, pids)
-    for replacement in run.log.replacements:
-        place = {"pid": pids[replacement.pool, replacement.instance], "tid": _EXPERTS_TRACK}
-        arguments = {"experts": replacement.move.num_moved, "pause_s": replacement.move.pause_s}
-        yield {"ph": "i", "s": "p", "name": "experts move", "ts": replacement.time_s * 1e6, **place, "args": arguments}
+        yield _down(failure["worker"], failure["time_s"], failure["until_s"], pools, pids)
+    for each in run.log.replacements:
+        place = {"pid": pids[each["pool"], each["instance"]], "tid": _EXPERTS_TRACK}
+        arguments = {"experts": each["move"]["num_moved"], "pause_s": each["move"]["pause_s"]}
+        yield {"ph": "i", "s": "p", "name": "experts move", "ts": each["time_s"] * 1e6, **place, "args": arguments}
     for sample in run.log.samples:
         for live, one in zip(run.pools, sample.pools, strict=True):
             name = live.pool.name

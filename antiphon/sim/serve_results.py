@@ -7,7 +7,7 @@ served and both its TTFT and its TPOT are within the targets; goodput is the rat
 Rejected: discarding the first and last requests by number. How many those are depends on the batch.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -121,8 +121,8 @@ def serving_result(run: ServingRun, slo: SloSpec, *, num_cut: int = 0) -> Servin
         ttft_at_percentile_s=_at(ttft, slo.percentile),
         tpot_at_percentile_s=_at(tpot, slo.percentile),
         pools=tuple(_pool_result(run, index, live) for index, live in enumerate(run.pools)),
-        failures=tuple(asdict(failure) for failure in run.log.failures),
-        replacements=tuple(asdict(replacement) for replacement in run.log.replacements),
+        failures=tuple(run.log.failures),
+        replacements=tuple(run.log.replacements),
         series=_series(run),
         first_refusal=refused[0].refused if refused else "",
         handovers=_handovers(run),

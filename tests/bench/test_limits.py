@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from antiphon.bench.harness import limits
-from antiphon.bench.harness.limits import DecoderSizes, MachineLimits, ThreadLimits
+from antiphon.bench.harness.limits import DecoderSizes, MachineLimits
 from antiphon.models.config import model_spec
 from antiphon.specs.model import LatentSpec
 
@@ -43,9 +43,7 @@ def with_router(sizes: DecoderSizes, num_experts: int, top_k: int) -> DecoderSiz
 
 @pytest.fixture
 def machine() -> MachineLimits:
-    one = ThreadLimits(num_threads=1, read_bytes_per_s=11.6e9, gemm_flops_per_s=836e9)
-    two = ThreadLimits(num_threads=2, read_bytes_per_s=23.4e9, gemm_flops_per_s=1435e9)
-    return MachineLimits(per_threads=(one, two))
+    return MachineLimits(read_by_threads={1: 11.6e9, 2: 23.4e9}, gemm_by_threads={1: 836e9, 2: 1435e9})
 
 
 @pytest.mark.parametrize(
@@ -119,10 +117,8 @@ def test_prefill_attention_equals_a_sum_over_positions(sizes: DecoderSizes) -> N
 
 
 def test_combined_bound_is_the_slower_of_both(sizes: DecoderSizes) -> None:
-    slow_memory = MachineLimits(per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e9, gemm_flops_per_s=1e15),))
-    slow_compute = MachineLimits(
-        per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e15, gemm_flops_per_s=1e9),)
-    )
+    slow_memory = MachineLimits(read_by_threads={1: 1e9}, gemm_by_threads={1: 1e15})
+    slow_compute = MachineLimits(read_by_threads={1: 1e15}, gemm_by_threads={1: 1e9})
     for machine, binding in (
         (slow_memory, limits.memory_bound_tokens_per_s),
         (slow_compute, limits.compute_bound_tokens_per_s),

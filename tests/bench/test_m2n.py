@@ -32,7 +32,6 @@ from antiphon.bench.m2n.contest import (
     COLUMNS,
     ProcessGroup,
     RoundBlock,
-    Settings,
     Track,
     bench_m2n,
     elapsed_s,
@@ -388,8 +387,9 @@ def test_a_failing_process_is_named_with_its_reason() -> None:
 def test_a_run_reports_ratios_and_writes_a_trace(tmp_path: Path, forked_members: None) -> None:
     names = ["gloo", "memcpy"]
     traffic = RoundTraffic(num_senders=2, receiver_bytes=(4096,) * 2)
-    settings = Settings(num_rounds=6, num_repetitions=1, quiet_timeout_s=0.0, record=True)
-    (gloo, memcpy), recordings = bench_m2n(contestants(names), [traffic], settings)
+    (gloo, memcpy), recordings = bench_m2n(
+        contestants(names), [traffic], num_rounds=6, num_repetitions=1, quiet_timeout_s=0.0, record=True
+    )
     assert (gloo["transport"], gloo["senders"], gloo["receivers"], gloo["message_bytes"]) == ("gloo", 2, 2, 4096)
     assert gloo["ratio_to_gloo_median"] == 1.0
     assert memcpy["ratio_to_memcpy_median"] == 1.0

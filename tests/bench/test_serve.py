@@ -19,7 +19,7 @@ import typer
 
 from antiphon.base.errors import ResourceError
 from antiphon.bench import serve
-from antiphon.bench.harness.limits import MachineLimits, ThreadLimits, as_kept
+from antiphon.bench.harness.limits import MachineLimits, as_kept
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, bench_serve
 from antiphon.bench.serving_peers import EngineProcess, Peer, vllm_peer
@@ -51,7 +51,7 @@ def model(checkpoint: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = MachineLimits(per_threads=(ThreadLimits(num_threads=1, read_bytes_per_s=1e9, gemm_flops_per_s=1e9),))
+    limits = MachineLimits(read_by_threads={1: 1e9}, gemm_by_threads={1: 1e9})
     monkeypatch.setattr(serve, "measure_limits", lambda device: limits)
     monkeypatch.setattr("antiphon.bench.harness.contest.wait_for_quiet", lambda *args, **options: True)
 

@@ -207,10 +207,10 @@ def test_failures_lose_no_request(kind: str, role: str, worker: int, pool: int, 
     assert_conserved(run)
     assert run.end_s >= quiet.end_s * 0.98
     (failure,) = run.log.failures
-    assert failure.until_s == pytest.approx(kill.time_s + 0.2)
+    assert failure["until_s"] == pytest.approx(kill.time_s + 0.2)
     if role == "attention" and when == 0.5 and pool + 1 == len(phases):
-        assert failure.num_moved > 0
-        assert sum(record.num_losses for record in run.records) == failure.num_moved
+        assert failure["num_moved"] > 0
+        assert sum(record.num_losses for record in run.records) == failure["num_moved"]
         computed, quietly = (sum(live.totals.num_rows for live in found.pools) for found in (run, quiet))
         assert computed > quietly or kind == "elsewhere"
 
@@ -285,10 +285,12 @@ def test_moving_experts_helps_where_popularity_shifts() -> None:
     assert_conserved(moving)
     assert moving.log.replacements
     for replacement in moving.log.replacements:
-        move = replacement.move
-        assert move.busiest_after < move.busiest_before
-        assert (move.num_moved > 0) == (move.pause_s > 0), "other shares of the copies that are there need no move"
-    assert any(replacement.move.num_moved > 0 for replacement in moving.log.replacements)
+        move = replacement["move"]
+        assert move["busiest_after"] < move["busiest_before"]
+        assert (move["num_moved"] > 0) == (move["pause_s"] > 0), (
+            "other shares of copies that are there need no move"
+        )
+    assert any(replacement["move"]["num_moved"] > 0 for replacement in moving.log.replacements)
     balanced = [result_of(run).pools[0].expert_balancedness for run in (still, moving)]
     assert balanced[0] < balanced[1] <= 1
 

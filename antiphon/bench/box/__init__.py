@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import ResourceError, UserError
 
 from . import topology
-from .keeper import BoxError, BoxUnavailable, Keeper, NodeProcess, Stream, box_unavailable, close_all, open_stream
+from .keeper import BoxError, Keeper, NodeProcess, Stream, box_unavailable, close_all, open_stream
 from .topology import LinkShape
 
-__all__ = ["Box", "BoxError", "BoxUnavailable", "LinkCounters", "NodeProcess", "box_unavailable"]
+__all__ = ["Box", "BoxError", "LinkCounters", "NodeProcess", "box_unavailable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Box:
     `priority`: packets marked IP_TOS 0x10 go ahead of others. `delay_us`, `loss`: of what each node sends; they need
     the kernel's sch_netem. `near_mbit`: rate of a second link of each node, to the others of its `num_near` neighbours
     (nodes 0 to `num_near` - 1, and so on), as devices of one server have. Nothing is made before the `with` statement;
-    that raises BoxUnavailable where this machine cannot, and BoxError when the kernel refuses. Methods may be called
+    that raises ResourceError where this machine cannot, and BoxError when the kernel refuses. Methods may be called
     from any thread.
     """
 
@@ -74,7 +74,7 @@ class Box:
 
     def __enter__(self) -> Self:
         if reason := box_unavailable(netem=self._shapes[0].needs_netem):
-            raise BoxUnavailable(reason)
+            raise ResourceError(reason)
         with ExitStack() as stack:
             stack.enter_context(self._keeper)
             self._build()
@@ -190,7 +190,7 @@ class Box:
 
     def _reshape(self, node: int, shape: LinkShape) -> None:
         if shape.needs_netem and (reason := box_unavailable(netem=True)):
-            raise BoxUnavailable(reason)
+            raise ResourceError(reason)
         port = topology.SWITCH_PORT.format(node)
         self._keeper.configure(node, "tc", topology.reshaping(topology.NODE_DEVICE, shape, sends=True))
         self._keeper.configure(None, "tc", topology.reshaping(port, shape, sends=False))

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import UserError
 
 from . import topology
 
@@ -34,10 +34,6 @@ TOOL_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 class BoxError(RuntimeError):
     """A box could not do what was asked, or is gone. The message says what the kernel or the tool said."""
-
-
-class BoxUnavailable(ResourceError):
-    """This machine cannot hold a box; the message is that of `box_unavailable`."""
 
 
 class Keeper:

@@ -1,4 +1,5 @@
-"""A child's end of `children`: makes one object, then answers calls of its methods until the parent hangs up.
+"""A child's end of `children`: makes one object, then answers calls of its methods until the parent hangs up. A call
+may also name a function, which is given the object.
 
     python -m antiphon.bench.harness.child SOCKET NUMBER      # `mpi` in place of the number: the rank of mpiexec
 
@@ -17,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -60,7 +62,7 @@ def answer_calls(socket: str, number: int) -> None:
         target = _answer(connection, lambda: _callable(make)(*arguments), keep=True)
         while True:
             method, arguments = connection.recv()
-            answer = _answer(connection, lambda: getattr(target, method)(*arguments))  # noqa: B023
+            answer = _answer(connection, lambda: _method(target, method)(*arguments))  # noqa: B023
             if isinstance(answer, Iterator):
                 _go_on(connection, answer)
     except (EOFError, OSError):
@@ -68,6 +70,11 @@ def answer_calls(socket: str, number: int) -> None:
     finally:
         if hasattr(target, "close"):
             target.close()
+
+
+def _method(target: Any, method: str | Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(target, method) if isinstance(method, str) else partial(method, target)
+    return found
 
 
 def _callable(make: Any) -> Callable[..., Any]:

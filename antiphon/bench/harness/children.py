@@ -59,6 +59,8 @@ class Handle(Protocol):
 
 Starter = Callable[[str, int, IO[bytes]], Sequence[Handle]]
 """(path of the socket, how many, the log of what they print) -> the processes, by number."""
+Method = str | Callable[..., Any]
+"""A method of the child's object by name, or a function that can be pickled and is given the object first."""
 
 
 class ChildFailed(UserError):
@@ -80,7 +82,7 @@ class Child:
     def pid(self) -> int:
         return self.handle.pid
 
-    def begin(self, method: str, *arguments: Any) -> None:
+    def begin(self, method: Method, *arguments: Any) -> None:
         """Call a method whose answer will be taken later."""
         try:
             self.connection.send((method, arguments))
@@ -91,7 +93,7 @@ class Child:
         """The answer to the last call; blocks."""
         return self._family.collect([self], timeout_s)[0]
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def ask(self, method: Method, *arguments: Any) -> Any:
         self.begin(method, *arguments)
         return self.answer()
 
@@ -146,13 +148,14 @@ class Children:
         return started
 
     def start_ranks(
-        self, count: int, make: Callable[[int], Any], environment: Mapping[str, str] | None = None
+        self, count: int, make: Callable[[int], Any] = int, environment: Mapping[str, str] | None = None
     ) -> list[Child]:
-        """Forks, named by their ranks; each makes its object with `make`, which is given its rank."""
+        """Forks, named by their ranks; each makes its object with `make`, which is given its rank. Without one the
+        object is the rank itself, for calls of functions."""
         made = [partial(make, rank) for rank in range(count)]
         return self.start([f"rank[{rank}]" for rank in range(count)], made, forked(environment))
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float = ANSWER_S) -> list[Any]:
+    def ask(self, method: Method, *arguments: Any, timeout_s: float = ANSWER_S) -> list[Any]:
         """All children's answers to one call."""
         for each in self._children:
             each.begin(method, *arguments)

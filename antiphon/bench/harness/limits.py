@@ -38,29 +38,21 @@ BYTES_PER_ELEMENT = 2  # bf16 weights and KV cache
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadLimits:
-    """What `num_threads` threads together reached."""
-
-    num_threads: int
-    read_bytes_per_s: float
-    gemm_flops_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class MachineLimits:
-    """Measured limits, one entry per number of threads, ascending."""
+    """What was reached, by the number of threads that worked together."""
 
-    per_threads: tuple[ThreadLimits, ...]
+    read_by_threads: dict[int, float]
+    gemm_by_threads: dict[int, float]
 
     @property
     def read_bytes_per_s(self) -> float:
         """The best read bandwidth at any number of threads."""
-        return max(limits.read_bytes_per_s for limits in self.per_threads)
+        return max(self.read_by_threads.values())
 
     @property
     def gemm_flops_per_s(self) -> float:
         """The best matrix product at any number of threads (a multiply-add counts as two operations)."""
-        return max(limits.gemm_flops_per_s for limits in self.per_threads)
+        return max(self.gemm_by_threads.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +143,18 @@ def measure_machine_limits(num_threads: int | None = None, num_passes: int = 7) 
     try:
         torch.set_num_threads(1)
         factors = _fastest_factors(GEMM_SIZE)
-        return MachineLimits(per_threads=tuple(_measure(words, factors, count, num_passes) for count in counts))
+        read, gemm = {}, {}
+        for count in counts:
+            torch.set_num_threads(count)
+            read[count] = READ_BUFFER_BYTES / _best_time_s(words.sum, num_passes)
+            gemm[count] = _flops_per_s(factors, num_passes)
+        return MachineLimits(read_by_threads=read, gemm_by_threads=gemm)
     finally:
         torch.set_num_threads(before)
 
 
 def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
-    """The same of an accelerator ("cuda"), which has no threads to count: one entry with 0 of them."""
+    """The same of an accelerator ("cuda"), which has no threads to count: it is with 0 of them."""
     words = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
     factors = _square_pair(GEMM_SIZE, torch.bfloat16, device)
 
@@ -167,12 +164,10 @@ def measure_device_limits(device: str, num_passes: int = 7) -> MachineLimits:
     def multiply() -> None:
         (factors[0] @ factors[1])[0, 0].item()
 
-    limits = ThreadLimits(
-        num_threads=0,
-        read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(read, num_passes),
-        gemm_flops_per_s=2 * GEMM_SIZE**3 / _best_time_s(multiply, num_passes),
+    return MachineLimits(
+        read_by_threads={0: READ_BUFFER_BYTES / _best_time_s(read, num_passes)},
+        gemm_by_threads={0: 2 * GEMM_SIZE**3 / _best_time_s(multiply, num_passes)},
     )
-    return MachineLimits(per_threads=(limits,))
 
 
 def measure_gemm_flops_per_s(dtype: torch.dtype, num_passes: int = 5) -> float:
@@ -206,15 +201,6 @@ def _affordable(size: int, flops_per_s: float) -> int:
     while size > _PROBE_SIZE and 2 * size**3 > GEMM_PATIENCE_S * flops_per_s:
         size //= 2
     return size
-
-
-def _measure(words: torch.Tensor, factors: torch.Tensor, num_threads: int, num_passes: int) -> ThreadLimits:
-    torch.set_num_threads(num_threads)
-    return ThreadLimits(
-        num_threads=num_threads,
-        read_bytes_per_s=READ_BUFFER_BYTES / _best_time_s(words.sum, num_passes),
-        gemm_flops_per_s=_flops_per_s(factors, num_passes),
-    )
 
 
 def _best_time_s(action: Callable[[], object], num_passes: int) -> float:

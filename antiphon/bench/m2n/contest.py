@@ -44,17 +44,6 @@ _NUM_RECORDED = 20
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """`num_rounds` of a block, 0: as many as take `BLOCK_S`. `timeout_s` bounds each wait of a contestant's process."""
-
-    num_rounds: int = 0
-    num_repetitions: int = 5
-    quiet_timeout_s: float = 5.0
-    timeout_s: float = 30.0
-    record: bool = False
-
-
 # --- the processes of one contestant
 
 
@@ -174,25 +163,34 @@ class ProcessGroup:
 
 
 def bench_m2n(
-    contestants: Sequence[M2nContestant], cases: Sequence[RoundTraffic], settings: Settings
+    contestants: Sequence[M2nContestant],
+    cases: Sequence[RoundTraffic],
+    *,
+    num_rounds: int = 0,
+    num_repetitions: int = 5,
+    quiet_timeout_s: float = 5.0,
+    timeout_s: float = 30.0,
+    record: bool = False,
 ) -> tuple[list[dict[str, Any]], list[Recording]]:
-    """Rows of every case, and a few rounds of each if they are wanted. `ChildFailed`, `PeerLost` or `PeerTimeout` names
+    """Rows of every case, and with `record` a few rounds of each. `num_rounds`: of a block; 0: as many as take
+    `BLOCK_S`. `timeout_s` bounds each wait of a contestant's process. `ChildFailed`, `PeerLost` or `PeerTimeout` names
     the contestant and its process."""
     check_memory(cases, len(contestants))
     rows: list[dict[str, Any]] = []
     recordings: list[Recording] = []
     for group_cases in by_processes(cases):
         with ExitStack() as stack:
-            groups = _start(stack, contestants, largest(group_cases), settings)
+            groups = _start(stack, contestants, largest(group_cases), timeout_s)
             for traffic in group_cases:
-                rows += make_rows(traffic, contestants, _measure(groups, traffic, settings))
-                if settings.record:
+                blocks = _measure(groups, traffic, num_rounds, num_repetitions, quiet_timeout_s)
+                rows += make_rows(traffic, contestants, blocks)
+                if record:
                     recordings += [_record(group, traffic) for group in groups]
     return rows, recordings
 
 
 def _start(
-    stack: ExitStack, contestants: Sequence[M2nContestant], traffic: RoundTraffic, settings: Settings
+    stack: ExitStack, contestants: Sequence[M2nContestant], traffic: RoundTraffic, timeout_s: float
 ) -> list[ProcessGroup]:
     """All processes, which end with `stack`. One contestant after the other: starting takes all cores."""
     groups = []
@@ -200,27 +198,30 @@ def _start(
     with progress(f"starting {len(contestants)} contestants, {shape}") as report:
         for number, contestant in enumerate(contestants):
             report(number, len(contestants))
-            groups.append(stack.enter_context(ProcessGroup(contestant, traffic, settings.timeout_s)))
+            groups.append(stack.enter_context(ProcessGroup(contestant, traffic, timeout_s)))
     return groups
 
 
 def _measure(
-    groups: Sequence[ProcessGroup], traffic: RoundTraffic, settings: Settings
+    groups: Sequence[ProcessGroup],
+    traffic: RoundTraffic,
+    num_rounds: int,
+    num_repetitions: int,
+    quiet_timeout_s: float,
 ) -> dict[str, Repetitions[RoundBlock]]:
     """Blocks of every contestant, by its name."""
     with progress(str(traffic)) as report:
         done, turns = count(1), {}
 
         def advance() -> None:
-            report(next(done), len(groups) * (2 * settings.num_repetitions + 1))
+            report(next(done), len(groups) * (2 * num_repetitions + 1))
 
         for group in groups:
             group.prepare(traffic)
             group.check(_NUM_CHECKED)
-            num_rounds = settings.num_rounds or _rounds_a_block(group)
-            turns[group.contestant.name] = partial(_block, group, num_rounds, advance)
+            turns[group.contestant.name] = partial(_block, group, num_rounds or _rounds_a_block(group), advance)
             advance()
-        blocks = take_turns(turns, settings.num_repetitions, quiet_timeout_s=settings.quiet_timeout_s)
+        blocks = take_turns(turns, num_repetitions, quiet_timeout_s=quiet_timeout_s)
         for group in groups:
             group.check(1)
     return blocks

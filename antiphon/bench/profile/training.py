@@ -65,25 +65,20 @@ class TrainingSeconds:
     message: list[float] = field(default_factory=list)
 
 
-class TrainingRank:
-    """What is called in each rank's process (`harness.children`)."""
-
-    def time_training(
-        self, wanted: "WantedTraining", store: str, rank: int, ranks: int, degrees: list[int]
-    ) -> TrainingSeconds:
-        """Join a gloo group over loopback and time the trainer's parts; layers are shared by groups of each of
-        `degrees` ranks. Rank 0's answer counts, and it keeps the store, a file. Ranks have the threads that `antiphon
-        train --nproc` gives them. Groups are ended all together: PyTorch would name a new one like one that ended, and
-        find its addresses in the store."""
-        torch.set_num_threads(share_of_threads(ranks))
-        native_rows.share_threads()
+def time_training(rank: int, wanted: "WantedTraining", store: str, ranks: int, degrees: list[int]) -> TrainingSeconds:
+    """What a rank's process does (`harness.children`): join a gloo group over loopback and time the trainer's parts;
+    layers are shared by groups of each of `degrees` ranks. Rank 0's answer counts, and it keeps the store, a file.
+    Ranks have the threads that `antiphon train --nproc` gives them. Groups are ended all together: PyTorch would name
+    a new one like one that ended, and find its addresses in the store."""
+    torch.set_num_threads(share_of_threads(ranks))
+    native_rows.share_threads()
+    if ranks > 1:
+        join_gloo(store, rank, ranks, _TIMEOUT_S)
+    try:
+        return _time_all(wanted, few_layers(load_model_spec(wanted.model)), rank, ranks, degrees)
+    finally:
         if ranks > 1:
-            join_gloo(store, rank, ranks, _TIMEOUT_S)
-        try:
-            return _time_all(wanted, few_layers(load_model_spec(wanted.model)), rank, ranks, degrees)
-        finally:
-            if ranks > 1:
-                dist.destroy_process_group()
+            dist.destroy_process_group()
 
 
 def few_layers(spec: ModelSpec) -> ModelSpec:
@@ -295,8 +290,9 @@ def measure_training(wanted: WantedTraining, report: Report) -> TrainingTables:
     with Children("the profiler's process") as crew:
         handles: list[Child] = []
         for number, ranks in enumerate(counts):
-            names = [f"rank {rank}" for rank in range(len(handles), ranks)]
-            handles += crew.start(names, [TrainingRank] * len(names), programs()) if names else []
+            more = range(len(handles), ranks)
+            made = [partial(int, rank) for rank in more]
+            handles += crew.start([f"rank {rank}" for rank in more], made, programs()) if made else []
             degrees = [each for each in counts if 1 < each <= min(limits.values()) and ranks % each == 0]
             found[ranks] = _measure(wanted, crew, handles[:ranks], degrees)
             report(number + 1, len(counts))
@@ -306,8 +302,8 @@ def measure_training(wanted: WantedTraining, report: Report) -> TrainingTables:
 def _measure(wanted: WantedTraining, crew: Children, handles: Sequence[Child], degrees: list[int]) -> TrainingSeconds:
     """Rank 0's answer."""
     with tempfile.TemporaryDirectory() as folder:
-        for rank, handle in enumerate(handles):
-            handle.begin("time_training", wanted, f"{folder}/store", rank, len(handles), degrees)
+        for handle in handles:
+            handle.begin(time_training, wanted, f"{folder}/store", len(handles), degrees)
         answers: list[TrainingSeconds] = crew.collect(handles, ANSWER_TIMEOUT_S)
         return answers[0]
 

@@ -34,7 +34,7 @@ Rejected: full recomputation or none, the usual switch. The cheap options save m
 and with memory to spare making things again costs time for nothing.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -141,20 +141,14 @@ def total_width(activations: tuple[SavedActivation, ...], which: Literal["all", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recomputed:
-    """What backward makes again in one layer: computation, and communication."""
-
-    computation: Parts = field(default_factory=Parts)
-    communication: Parts = field(default_factory=Parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option(Recomputed):
+class Option:
     """One thing to make again, in one layer. `after`: options this one builds on, whose tensors are gone when it is
     chosen."""
 
     name: str
     saved_bytes: Number
+    computation: Parts = field(default_factory=Parts)
+    communication: Parts = field(default_factory=Parts)
     after: tuple[str, ...] = ()
 
 
@@ -200,10 +194,7 @@ def activations_of(case: LayerSizes) -> tuple[SavedActivation, ...]:
         wider = {"ffn_in": shape.top_k * shape.degree, "fc2_out": shape.top_k * shape.degree}
     exchanged = 0.0 if setup.attention == "tensor" else shape.value
     wider["attn_a2a"] = np.where(np.asarray(shape.degree) > 1, exchanged, 0.0)
-    return tuple(
-        SavedActivation(name=item.name, width=wider.get(item.name, item.width), kept=item.kept, needed=item.needed)
-        for item in found
-    )
+    return tuple(replace(item, width=wider.get(item.name, item.width)) for item in found)
 
 
 def needed_bytes(case: LayerSizes) -> Number:
@@ -231,12 +222,14 @@ def seconds(option: Option, *, overlaps: bool, overlap: float) -> Number:
 
 @dataclass(frozen=True, kw_only=True)
 class Rematerialized:
-    """By candidate: options taken (`taken[option, candidate]`), bytes saved and work repeated in one layer."""
+    """By candidate: options taken (`taken[option, candidate]`), bytes saved in one layer, computation and communication
+    that its backward repeats."""
 
     names: tuple[str, ...]
     taken: NDArray[np.bool_]
     saved_bytes: FloatArray
-    recomputed: Recomputed
+    computation: Parts
+    communication: Parts
 
     def chosen(self, index: int) -> tuple[str, ...]:
         """Names of what candidate `index` makes again."""
@@ -274,21 +267,14 @@ def choose(
         short = (np.sum(saved * taken, axis=0) < target) & np.isfinite(np.min(price, axis=0))
         for index in range(len(available)):
             taken[index] |= short & (best == index)
+    shares = list(zip(available, taken.astype(np.float64), strict=True))
     return Rematerialized(
         names=tuple(names),
         taken=taken,
         saved_bytes=np.sum(saved * taken, axis=0),
-        recomputed=_together(available, taken),
+        computation=sum((share * option.computation for option, share in shares), Parts()),
+        communication=sum((share * option.communication for option, share in shares), Parts()),
     )
-
-
-def _together(available: tuple[Option, ...], taken: NDArray[np.bool_]) -> Recomputed:
-    computation, communication = Parts(), Parts()
-    for option, chosen in zip(available, taken, strict=True):
-        share = chosen.astype(np.float64)
-        computation = computation + share * option.computation
-        communication = communication + share * option.communication
-    return Recomputed(computation=computation, communication=communication)
 
 
 def fit_memory(

@@ -58,7 +58,6 @@ from antiphon.cost.training.memory import (
 )
 from antiphon.cost.training.operators import Communication, LayerOperators, gather, layer_operators
 from antiphon.cost.training.rematerialize import (
-    Recomputed,
     Rematerialize,
     Rematerialized,
     fit_memory,
@@ -114,12 +113,11 @@ class PassTime:
 
 
 def layer_time(
-    operators: LayerOperators, level: OverlapLevel, overlap: float, recomputed: Recomputed | None = None
+    operators: LayerOperators, level: OverlapLevel, overlap: float, again: Parts = Parts(), resent: Parts = Parts()
 ) -> tuple[PassTime, PassTime]:
     """Forward and backward of one micro-batch. `overlap`: fraction of what can be hidden that really is
-    (`EfficiencySpec.overlap`)."""
-    again = Recomputed() if recomputed is None else recomputed
-    return _forward(operators, level, overlap), _backward(operators, level, overlap, again)
+    (`EfficiencySpec.overlap`). `again`, `resent`: computation and communication that backward repeats."""
+    return _forward(operators, level, overlap), _backward(operators, level, overlap, again, resent)
 
 
 def _forward(operators: LayerOperators, level: OverlapLevel, overlap: float) -> PassTime:
@@ -135,21 +133,20 @@ def _forward(operators: LayerOperators, level: OverlapLevel, overlap: float) -> 
     return _pass(operators, computation, left, fused, level, overlap)
 
 
-def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, recomputed: Recomputed) -> PassTime:
+def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, again: Parts, resent: Parts) -> PassTime:
     products = operators.products.values()
     weights = sum((product.weight_gradient for product in products), Parts())
     inputs = {name: product.input_gradient for name, product in operators.products.items()}
     rest = sum((kernel.backward for kernel in operators.kernels.values()), Parts())
     needed = weights + sum(inputs.values(), Parts())
-    again = recomputed.computation
     if level != "none":
         again = beside_products(again, needed.compute_s, overlap)
     computation = needed + rest + again
-    items = operators.communications | {"again": Communication(time=recomputed.communication, fuses_with="")}
+    items = operators.communications | {"again": Communication(time=resent, fuses_with="")}
     left = {name: item.time for name, item in items.items()}
     if level != "none":
         left = _left_together(items, weights.total_s + again.total_s, overlap)
-    return _pass(operators, computation, left, inputs, level, overlap, recomputed.communication)
+    return _pass(operators, computation, left, inputs, level, overlap, resent)
 
 
 def _left_together(items: dict[str, Communication], independent_s: Number, overlap: float) -> dict[str, Parts]:
@@ -168,7 +165,7 @@ def _pass(
     products: dict[str, Parts],
     level: OverlapLevel,
     overlap: float,
-    again: Parts | None = None,
+    resent: Parts = Parts(),
 ) -> PassTime:
     """The pass, each communication that is left fused with its product where `level` says so."""
     exposed = Parts()
@@ -177,12 +174,8 @@ def _pass(
         if level == "intra" and item is not None:
             time = hidden_behind(time, products[item.fuses_with].total_s, overlap)
         exposed = exposed + time
-    communication = sum((item.time for item in operators.communications.values()), Parts())
-    return PassTime(
-        computation=computation,
-        communication=communication if again is None else communication + again,
-        exposed=exposed,
-    )
+    communication = sum((item.time for item in operators.communications.values()), resent)
+    return PassTime(computation=computation, communication=communication, exposed=exposed)
 
 
 # --- one iteration
@@ -219,7 +212,7 @@ def estimate_step(training: Training, setup: TrainingSetup, rematerialize: Remat
 def _layers_of(case: LayerCase, layers: StageLayers, choice: Rematerialized) -> list[tuple[Number, PassTime, PassTime]]:
     """How many layers of each kind a rank of the fullest stage has, and one's passes for one micro-batch."""
     level, overlap = case.setup.overlap, case.network.overlap
-    moe = layer_time(layer_operators(case), level, overlap, choice.recomputed)
+    moe = layer_time(layer_operators(case), level, overlap, choice.computation, choice.communication)
     if case.model.num_moe_layers == case.model.num_layers:
         return [(layers.num_moe, *moe)]
     dense = layer_time(layer_operators(case, moe_layer=False), level, overlap)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from antiphon.cost.parts import Parts
 from antiphon.cost.training.operators import Communication, Kernel, LayerOperators, Product
-from antiphon.cost.training.rematerialize import Recomputed
 from antiphon.cost.training.step import (
     computation_to_communication,
     fused_speedup,
@@ -66,14 +65,14 @@ def test_levels_by_hand() -> None:
 
 
 def test_products_made_again_hide_communication_too() -> None:
-    again = Recomputed(computation=Parts(compute_s=1.0), communication=Parts(scale_up_s=1.0))
-    _, backward = layer_time(layer(5.0, 3.0, 4.0), "inter", 1.0, again)
+    again, resent = Parts(compute_s=1.0), Parts(scale_up_s=1.0)
+    _, backward = layer_time(layer(5.0, 3.0, 4.0), "inter", 1.0, again, resent)
     assert float(backward.total.total_s) == pytest.approx(5 + 3 + 2 + 1 + (4 + 1 - 4))
 
 
 def test_memory_bound_kernels_made_again_run_beside_products() -> None:
     """Of 7 s of memory traffic 5 hide behind the products' arithmetic, half of them at overlap 0.5."""
-    again = Recomputed(computation=Parts(memory_s=7.0, fixed_s=0.5))
+    again = Parts(memory_s=7.0, fixed_s=0.5)
     operators = layer(5.0, 3.0, 0.0)
     for level, overlap, left in (("none", 1.0, 7.5), ("inter", 1.0, 2.5), ("inter", 0.5, 5.0)):
         _, backward = layer_time(operators, level, overlap, again)

@@ -88,7 +88,7 @@ def test_the_cheapest_first_until_the_target() -> None:
         ("dear", "cheap", "after"),
     ]
     assert choice.saved_bytes.tolist() == [0, 10, 20, 30, 30]
-    spent = choice.recomputed.computation.memory_s
+    spent = choice.computation.memory_s
     assert np.allclose(spent, [0, 1, 11, 11.1, 11.1])
 
 
