@@ -142,13 +142,20 @@ def _wait_all(works: Sequence[dist.Work | None]) -> None:
 # experts. Every rank takes part in both, also those with nothing to send.
 
 
+_Buffers = tuple[Tensor, Tensor, list[int], list[int]]
+"""What `all_to_all_single` takes: received and sent bytes, and how many of each by rank."""
+
+
+def _buffers(sent: list[int], received: list[int]) -> _Buffers:
+    return torch.zeros(sum(received), dtype=torch.uint8), torch.zeros(sum(sent), dtype=torch.uint8), received, sent
+
+
 class GlooAllToAllMember(GlooProcessGroup):
     """Any process of the contestant: all do the same."""
 
     def __init__(self, seat: MemberSeat, options: Mapping[str, str]) -> None:
         super().__init__(seat, options)
-        self._data = _AllToAllBuffers([], [])
-        self._acks = _AllToAllBuffers([], [])
+        self._data, self._acks = _buffers([], []), _buffers([], [])
 
     def make_phases(self, traffic: RoundTraffic) -> Sequence[RoundPhase]:
         self.set_flows(traffic)
@@ -157,33 +164,16 @@ class GlooAllToAllMember(GlooProcessGroup):
             sent[flow.destination] = flow.num_bytes
         for flow in self.incoming:
             received[flow.source] = flow.num_bytes
-        self._data = _AllToAllBuffers(sent, received)
-        self.sent = as_bytes([self._data.sent_to(flow.destination) for flow in self.outgoing])
-        self.received = as_bytes([self._data.received_from(flow.source) for flow in self.incoming])
+        self._data = _buffers(sent, received)
+        from_ranks, to_ranks = self._data[0].split(received), self._data[1].split(sent)
+        self.sent = as_bytes([to_ranks[flow.destination] for flow in self.outgoing])
+        self.received = as_bytes([from_ranks[flow.source] for flow in self.incoming])
         # Acknowledgements go the other way.
-        self._acks = _AllToAllBuffers([ACK_BYTES * (n > 0) for n in received], [ACK_BYTES * (n > 0) for n in sent])
+        self._acks = _buffers([ACK_BYTES * (n > 0) for n in received], [ACK_BYTES * (n > 0) for n in sent])
         return [RoundPhase(WAIT, self._exchange_data), RoundPhase(RELEASE, self._exchange_acks)]
 
     def _exchange_data(self, step: int) -> None:
-        self._data.run()
+        dist.all_to_all_single(*self._data)
 
     def _exchange_acks(self, step: int) -> None:
-        self._acks.run()
-
-
-class _AllToAllBuffers:
-    """Buffers of one collective; counts are bytes by rank."""
-
-    def __init__(self, sent: list[int], received: list[int]) -> None:
-        self._num_sent, self._num_received = sent, received
-        self._sent = torch.zeros(sum(sent), dtype=torch.uint8)
-        self._received = torch.zeros(sum(received), dtype=torch.uint8)
-
-    def sent_to(self, rank: int) -> Tensor:
-        return self._sent[sum(self._num_sent[:rank]) :][: self._num_sent[rank]]
-
-    def received_from(self, rank: int) -> Tensor:
-        return self._received[sum(self._num_received[:rank]) :][: self._num_received[rank]]
-
-    def run(self) -> None:
-        dist.all_to_all_single(self._received, self._sent, self._num_received, self._num_sent)
+        dist.all_to_all_single(*self._acks)
