@@ -165,7 +165,7 @@ class GlooAllToAllMember(GlooProcessGroup):
         for flow in self.incoming:
             received[flow.source] = flow.num_bytes
         self._data = _buffers(sent, received)
-        from_ranks, to_ranks = self._data[0].split(received), self._data[1].split(sent)
+        from_ranks, to_ranks = torch.split(self._data[0], received), torch.split(self._data[1], sent)
         self.sent = as_bytes([to_ranks[flow.destination] for flow in self.outgoing])
         self.received = as_bytes([from_ranks[flow.source] for flow in self.incoming])
         # Acknowledgements go the other way.
