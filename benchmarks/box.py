@@ -33,6 +33,7 @@ from antiphon.bench.box.topology import RankPlan, plan_ranks
 GRACE_S = 5.0
 TIMED_OUT = 124
 MAX_LINE_BYTES = 1 << 16
+INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
 def parse_node_command(text: str, num_nodes: int) -> dict[int, list[str]]:
@@ -79,6 +80,7 @@ class Supervision:
         """Until every rank has ended; the exit code of the run."""
         while self._running:
             try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
                 self._step()
             except RunInterrupted as interruption:
                 if self._is_ending:
@@ -96,7 +98,8 @@ class Supervision:
             names = ", ".join(str(plan.rank) for plan in self._running.values())
             self._end(TIMED_OUT, f"ranks {names} had not ended within {self._timeout_s:g} s")
         else:
-            for process in multiprocessing.connection.wait(list(self._running), None if left_s == math.inf else left_s):
+            # Not for ever: a signal that comes just before it sleeps does not wake it.
+            for process in multiprocessing.connection.wait(list(self._running), min(left_s, 0.5)):
                 assert isinstance(process, NodeProcess)
                 self._ended(process)
 
@@ -175,6 +178,8 @@ def run_ranks(arguments: argparse.Namespace, plans: Sequence[RankPlan]) -> int:
             pipe = subprocess.PIPE
             process = box.start(plan.node, plan.args, env=plan.env, stdout=pipe, stderr=pipe)
             running[process] = plan
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)  # until all is watched; relays take none
+        for process, plan in running.items():
             for stream, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
                 relays.append(Thread(target=relay, args=(plan.rank, stream, target), daemon=True))
                 relays[-1].start()
@@ -209,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason := box_unavailable(netem=arguments.delay_us > 0 or arguments.loss > 0):
             say(reason)
             return 1
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTIONS:
             signal.signal(number, on_signal)
         return run_ranks(arguments, plans)
     except UserError as error:

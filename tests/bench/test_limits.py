@@ -153,7 +153,7 @@ def test_measurement_restores_threads_and_covers_them(monkeypatch: pytest.Monkey
     monkeypatch.setattr(limits, "GEMM_SIZE", 32)
     before = torch.get_num_threads()
     measured = limits.measure_machine_limits(num_threads=3, num_passes=1)
-    assert [entry.num_threads for entry in measured.per_threads] == [1, 2, 3]
+    assert list(measured.read_by_threads) == list(measured.gemm_by_threads) == [1, 2, 3]
     assert measured.read_bytes_per_s > 0
     assert measured.gemm_flops_per_s > 0
     assert torch.get_num_threads() == before
