@@ -131,9 +131,8 @@ def bench_experts(backend: CpuBackend, repeat: int, console: Console) -> None:
             own = [sample for sample, of in zip(samples, states, strict=True) if sample[0] == num_rows and of == state]
             if not own:
                 continue
-            read_s, ours_s, theirs_s = (
-                (min(times), statistics.median(times)) for times in list(zip(*own, strict=True))[1:]
-            )
+            _, *times = zip(*own, strict=True)
+            read_s, ours_s, theirs_s = ((min(each), statistics.median(each)) for each in times)
             least_s = [max(work / READ_BYTES * seconds, work * num_rows / peak) for seconds in read_s]
             roofline = " / ".join(f"{least / seconds:.0%}" for least, seconds in zip(least_s, ours_s, strict=True))
             table.add_row(str(num_rows), str(len(own)), rates(work, ours_s), rates(work, theirs_s),
@@ -172,9 +171,7 @@ def bench_formats(backend: CpuBackend, repeat: int, console: Console) -> None:
         ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).view(num_calls, 1, -1).repeat(1, num_rows, 1)
         weights = torch.full((num_rows, EXPERTS_PER_CALL), 0.25)
 
-        def run(
-            number: int, experts: CpuExperts, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights
-        ) -> Tensor:
+        def run(number: int, experts: CpuExperts, x=x, ids=ids, weights=weights) -> Tensor:  # type: ignore[no-untyped-def]
             return backend.grouped_ffn(x, ids[number % num_calls], weights, experts)
 
         calls = {name: partial(run, experts=experts) for name, experts in held.items()}
@@ -195,14 +192,9 @@ def bench_linear(backend: CpuBackend, repeat: int, console: Console) -> None:
     for rows, inner, outer in LINEAR_SIZES:
         x, weight = torch.randn(rows, inner).bfloat16(), (torch.randn(outer, inner) * inner**-0.5).bfloat16()
         packed = backend.pack_linear(weight)
-        check(backend.linear(x, packed), F.linear(x, weight))
-        seconds = interleaved(
-            {
-                "ours": lambda _, x=x, packed=packed: backend.linear(x, packed),
-                "theirs": lambda _, x=x, weight=weight: F.linear(x, weight),
-            },
-            repeat,
-        )
+        ours, theirs = partial(backend.linear, x, packed), partial(F.linear, x, weight)
+        check(ours(), theirs())
+        seconds = interleaved({"ours": lambda _, call=ours: call(), "theirs": lambda _, call=theirs: call()}, repeat)
         work = 2.0 * rows * inner * outer
         table.add_row(f"{rows} x {inner} x {outer}", rates(work, seconds["ours"]), rates(work, seconds["theirs"]))
     console.print(table)
@@ -260,11 +252,20 @@ def bench_attention(backend: CpuBackend, repeat: int, console: Console, *, prefi
     console.print(table)
 
 
+CASES: dict[str, Callable[[CpuBackend, int, Console], None]] = {
+    "experts": bench_experts,
+    "formats": bench_formats,
+    "linear": bench_linear,
+    "decode": partial(bench_attention, prefill=False),
+    "prefill": partial(bench_attention, prefill=True),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=share_of_threads())
     parser.add_argument("--repeat", type=int, default=64)
-    parser.add_argument("--only", default="experts,formats,linear,decode,prefill")
+    parser.add_argument("--only", default=",".join(CASES))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     _native.set_num_threads(arguments.threads)
@@ -273,16 +274,9 @@ def main() -> None:
     console.print(f"{arguments.threads} threads, instruction set {_native.isa()}")
     backend = CpuBackend(torch.bfloat16)
     for name in arguments.only.split(","):
-        if name == "experts":
-            bench_experts(backend, arguments.repeat, console)
-        elif name == "formats":
-            bench_formats(backend, arguments.repeat, console)
-        elif name == "linear":
-            bench_linear(backend, arguments.repeat, console)
-        elif name in {"decode", "prefill"}:
-            bench_attention(backend, arguments.repeat, console, prefill=name == "prefill")
-        else:
-            parser.error(f"--only {name!r} is not one of experts, formats, linear, decode, prefill")
+        if name not in CASES:
+            parser.error(f"--only {name!r} is not one of {', '.join(CASES)}")
+        CASES[name](backend, arguments.repeat, console)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def write_weights(shape: YardstickShape, folder: Path, seed: int) -> int:
 def syllable_merges(num_merges: int) -> list[tuple[str, str]]:
     """BPE merges that build syllables, then the same after a space, then words of two syllables, then of three."""
     syllables = [c + v for c, v in itertools.product("bcdfghjklmnpqrstvwxz", "aeiou")]
-    pairs = [(a, b) for a, b in itertools.product(syllables, syllables)]
+    pairs = list(itertools.product(syllables, syllables))
     ordered = itertools.chain(
         ((s[0], s[1]) for s in syllables),
         (("Ġ", s) for s in syllables),
