@@ -287,9 +287,7 @@ def test_moving_experts_helps_where_popularity_shifts() -> None:
     for replacement in moving.log.replacements:
         move = replacement["move"]
         assert move["busiest_after"] < move["busiest_before"]
-        assert (move["num_moved"] > 0) == (move["pause_s"] > 0), (
-            "other shares of copies that are there need no move"
-        )
+        assert (move["num_moved"] > 0) == (move["pause_s"] > 0), "other shares of copies that are there need no move"
     assert any(replacement["move"]["num_moved"] > 0 for replacement in moving.log.replacements)
     balanced = [result_of(run).pools[0].expert_balancedness for run in (still, moving)]
     assert balanced[0] < balanced[1] <= 1
