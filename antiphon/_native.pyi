@@ -427,15 +427,7 @@ def causal_gradient(
     grad_k_address: int,
     grad_v_address: int,
 ) -> None: ...
-def choose_rows(
-    logits_address: int,
-    num_rows: int,
-    width: int,
-    stride: int,
-    temperatures_address: int,
-    uniforms_address: int,
-    ids_address: int,
-) -> None: ...
+def choose_rows(logits_address: int, num_rows: int, width: int, stride: int, choices: bytes) -> list[int]: ...
 
 class CallList:
     def __init__(self) -> None: ...

@@ -268,8 +268,16 @@ def parse_contestant(text: str) -> LocalChoice:
 def greedy_outputs(
     engine: Engine, prompts: Sequence[list[int]], output_tokens: int, who: object
 ) -> Iterator[EngineOutput]:
-    """All prompts at once, each continued by this many tokens. `UserError`, which begins with `who`, if one fails."""
-    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    """`outputs_of` each prompt's likeliest tokens, this many."""
+    yield from outputs_of(
+        engine, prompts, SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True), who
+    )
+
+
+def outputs_of(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, who: object
+) -> Iterator[EngineOutput]:
+    """All prompts at once. `UserError`, which begins with `who`, if one fails."""
     sink = ThreadSink()
     for index, prompt in enumerate(prompts):
         engine.submit_to(sink, str(index), prompt, params)

@@ -26,12 +26,13 @@ from typer import Option
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds
-from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, greedy_outputs, make_workload
+from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, make_workload, outputs_of
 from antiphon.models.config import load_model_spec
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.worker.spans import STEP, Spans
+from antiphon.specs.sampling import SamplingParams
 
 _EDGE_TOKENS = 4  # of a request before the window, and behind it
 _ENGINE_METHODS: tuple[tuple[type, str, str], ...] = (
@@ -58,6 +59,20 @@ class StepCostCase:
     output_tokens: Annotated[int, Option(metavar="N", help="Tokens of a request."), UpTo(65_536)] = 96
     rounds: Annotated[int, Option(metavar="N", help="Windows of each number of requests."), UpTo(1000)] = 3
     layout: Annotated[str, Option(metavar="L", help="As bench serve has it, of one attention worker.")] = "colocated"
+    temperature: Annotated[float, Option(metavar="T", help="Of draws; 0: the likeliest token.")] = 0.0
+    top_p: Annotated[float, Option("--top-p", metavar="P", help="Of draws; 1: off.")] = 1.0
+    presence_penalty: Annotated[float, Option("--presence-penalty", metavar="N", help="Of tokens seen.")] = 0.0
+
+    def params(self) -> SamplingParams:
+        """Those of all requests. `UserError` for what no request may ask for."""
+        return SamplingParams(
+            max_tokens=self.output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            presence_penalty=self.presence_penalty,
+            seed=0,
+            ignore_eos=True,
+        )
 
     def check(self, model: Path) -> None:
         """`UserError` for what the model or a window does not hold."""
@@ -68,6 +83,7 @@ class StepCostCase:
             )
         if self.output_tokens < 4 * _EDGE_TOKENS:
             raise UserError(f"--output-tokens is {self.output_tokens}: a window needs at least {4 * _EDGE_TOKENS}")
+        self.params()
 
 
 COLUMNS = ContestColumns(
@@ -105,23 +121,23 @@ def bench_step(
             say(f"{count} requests")
             size = WorkloadSize(count, case.input_tokens, case.output_tokens)
             prompts = make_workload(size, vocab_size).prompts
-            windows = [_window(engine, prompts, case.output_tokens, engine_clock) for _ in range(case.rounds)]
+            windows = [_window(engine, prompts, case.params(), engine_clock) for _ in range(case.rounds)]
             rows.append({"requests": count} | {key: median(each[key] for each in windows) for key in windows[0]})
     return rows
 
 
 def _window(
-    engine: AntiphonEngine, prompts: list[list[int]], output_tokens: int, engine_clock: "_EngineClock"
+    engine: AntiphonEngine, prompts: list[list[int]], params: SamplingParams, engine_clock: "_EngineClock"
 ) -> dict[str, float]:
     """Figures of the steps between the time when all requests decode and the end of the first."""
     counts: Counter[str] = Counter()
     begun: tuple[Spans, dict[str, int]] | None = None
     ended: tuple[Spans, dict[str, int]] | None = None
-    for output in greedy_outputs(engine.running, prompts, output_tokens, engine.name):
+    for output in outputs_of(engine.running, prompts, params, engine.name):
         counts[output.request_id] += len(output.token_ids)
         if begun is None and len(counts) == len(prompts) and min(counts.values()) >= _EDGE_TOKENS:
             begun = _snapshot(engine, engine_clock)
-        elif begun is not None and ended is None and max(counts.values()) >= output_tokens - _EDGE_TOKENS:
+        elif begun is not None and ended is None and max(counts.values()) >= params.max_tokens - _EDGE_TOKENS:
             ended = _snapshot(engine, engine_clock)
     if begun is None or ended is None:
         raise ResourceError(f"{len(prompts)} requests never decoded together: raise --output-tokens")

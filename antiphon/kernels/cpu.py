@@ -9,7 +9,7 @@ more than a small kernel).
 Letters as in `antiphon.kernels.api`; O output width, I inner width of a plain linear.
 """
 
-from collections.abc import Sequence
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from antiphon.kernels.reference import FLOATS, ReferenceBackend
 from antiphon.specs.model import RouterSpec
 
 PANEL_WIDTH = 16
+ROW_CHOICE = Struct("=ddqqqqfffff4x")
+"""`RowChoice` of csrc/kernels/operations.h: uniform; top-p; addresses of int64 token ids and of float32 counts, and how
+many; top-k; temperature, 0 for the largest logit; min-p; repetition, frequency and presence penalties."""
 
 
 class CpuKVCache:
@@ -366,27 +369,14 @@ class CpuBackend:
         _native.argmax_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), ids.data_ptr())
         return ids
 
-    def choose_rows(self, logits_TV: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
-        """A token of each row of float32 logits, int64 [T]: drawn with its uniform from the softmax of logits over
-        temperature; where that is 0 the first largest."""
+    def choose_rows(self, logits_TV: Tensor, choices: bytes) -> list[int]:
+        """A token of each row of float32 logits, as `choices` say: a `ROW_CHOICE` for each row, one after the other."""
         if logits_TV.dtype != torch.float32 or logits_TV.stride(-1) != 1:
             raise ValueError(f"logits must be float32 with consecutive columns, got {logits_TV.dtype}")
         num_rows, width = logits_TV.shape
-        if not len(temperatures) == len(uniforms) == num_rows:
-            raise ValueError(f"{num_rows} rows, {len(temperatures)} temperatures and {len(uniforms)} uniforms")
-        temperatures_T = torch.tensor(temperatures, dtype=torch.float32)
-        uniforms_T = torch.tensor(uniforms, dtype=torch.float64)
-        ids = torch.empty(num_rows, dtype=torch.int64)
-        _native.choose_rows(
-            logits_TV.data_ptr(),
-            num_rows,
-            width,
-            logits_TV.stride(0),
-            temperatures_T.data_ptr(),
-            uniforms_T.data_ptr(),
-            ids.data_ptr(),
-        )
-        return ids
+        if len(choices) != num_rows * ROW_CHOICE.size:
+            raise ValueError(f"{num_rows} rows and {len(choices)} bytes of choices: a row has {ROW_CHOICE.size}")
+        return _native.choose_rows(logits_TV.data_ptr(), num_rows, width, logits_TV.stride(0), choices)
 
     def _inputs(self, x: Tensor, weight: CpuLinear) -> Tensor:
         """x as rows in the order of the weight's columns."""

@@ -1,6 +1,8 @@
 #include "bind/bind.h"
 
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "base/huge_buffer.h"
@@ -172,12 +174,20 @@ void argmax_rows(uintptr_t logits, int64_t num_rows, int64_t width, int64_t stri
                                                             pointer<int64_t>(ids)});
 }
 
-void choose_rows(uintptr_t logits, int64_t num_rows, int64_t width, int64_t stride, uintptr_t temperatures,
-                 uintptr_t uniforms, uintptr_t ids) {
-    const nb::gil_scoped_release released;
-    kernels::perform(ElementType::fp32, kernels::ChooseCall{pointer<const float>(logits), num_rows, width, stride,
-                                                            pointer<const float>(temperatures),
-                                                            pointer<const double>(uniforms), pointer<int64_t>(ids)});
+nb::list choose_rows(uintptr_t logits, int64_t num_rows, int64_t width, int64_t stride, const nb::bytes& choices) {
+    if (choices.size() != static_cast<size_t>(num_rows) * sizeof(kernels::RowChoice)) {
+        throw std::invalid_argument("choices must be " + std::to_string(sizeof(kernels::RowChoice)) + " bytes a row");
+    }
+    std::vector<int64_t> ids(static_cast<size_t>(num_rows));
+    const auto* rows = static_cast<const kernels::RowChoice*>(choices.data());
+    {
+        const nb::gil_scoped_release released;
+        kernels::perform(ElementType::fp32, kernels::ChooseCall{pointer<const float>(logits), num_rows, width, stride,
+                                                                rows, ids.data()});
+    }
+    nb::list chosen;
+    for (const int64_t id : ids) chosen.append(id);
+    return chosen;
 }
 
 }  // namespace
@@ -194,7 +204,7 @@ void bind_rows(nb::module_& module) {
     module.def("argmax_rows", &argmax_rows, nb::arg("logits_address"), nb::arg("num_rows"), nb::arg("width"),
                nb::arg("stride"), nb::arg("ids_address"));
     module.def("choose_rows", &choose_rows, nb::arg("logits_address"), nb::arg("num_rows"), nb::arg("width"),
-               nb::arg("stride"), nb::arg("temperatures_address"), nb::arg("uniforms_address"), nb::arg("ids_address"));
+               nb::arg("stride"), nb::arg("choices"));
 }
 
 }  // namespace antiphon::bind

@@ -147,14 +147,29 @@ struct ArgmaxCall {
     int64_t* ids;  // [rows]
 };
 
+// How the token of a row is chosen. `ROW_CHOICE` of antiphon/kernels/cpu.py has the same fields.
+struct RowChoice {
+    double uniform;  // in [0, 1)
+    double top_p;    // 1: off
+    const int64_t* token_ids;  // distinct; other tokens have no penalty
+    const float* counts;       // how often each was generated; 0: it is in the prompt only
+    int64_t num_counts;
+    int64_t top_k;      // 0 or less: off
+    float temperature;  // 0: the largest logit
+    float min_p;
+    float repetition;
+    float frequency;
+    float presence;
+    float unused;
+};
+
 struct ChooseCall {
     const float* logits;  // [rows][width]
     int64_t num_rows;
     int64_t width;
     int64_t stride;
-    const float* temperatures;  // [rows], 0: the largest logit
-    const double* uniforms;     // [rows], in [0, 1)
-    int64_t* ids;               // [rows]
+    const RowChoice* rows;
+    int64_t* ids;  // [rows]
 };
 
 // One instruction set's kernels for one element type.

@@ -1,10 +1,15 @@
 """Norms, the greedy choice and draws."""
 
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor
 
 from antiphon.kernels.cpu import CpuBackend
+from antiphon.serve.worker.row_sampler import RowOperations
+from antiphon.serve.worker.sampling import RowDraw, TokenCounts, choose_tokens
+from antiphon.specs.sampling import SamplingParams
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -62,11 +67,14 @@ def test_argmax_takes_the_first_of_equals(isa: str) -> None:
     assert CpuBackend(torch.float32).argmax_rows(logits).tolist() == [0, 16384, 0]
 
 
+def choose(logits: Tensor, rows: list[RowDraw]) -> list[int]:
+    return RowOperations.of(CpuBackend(torch.float32)).choose(logits, rows)
+
+
 def drawn(logits: Tensor, temperature: float, uniforms: list[float]) -> list[int]:
     """One row, with one uniform after the other."""
-    rows = logits.expand(len(uniforms), -1)
-    chosen: list[int] = CpuBackend(torch.float32).choose_rows(rows, [temperature] * len(uniforms), uniforms).tolist()
-    return chosen
+    params = SamplingParams(temperature=temperature)
+    return choose(logits.expand(len(uniforms), -1), [RowDraw(params, uniform) for uniform in uniforms])
 
 
 @pytest.mark.parametrize(("width", "temperature"), [(1, 1.0), (17, 0.7), (512, 1.0), (513, 2.5), (40000, 0.9)])
@@ -92,20 +100,79 @@ def test_nothing_improbable_is_drawn(isa: str) -> None:
     assert (tokens[0], tokens[-1]) == (3, 1999)
 
 
+def rows_of_every_kind(width: int, random: torch.Generator) -> Tensor:
+    """Spread wide and little, tied, all equal, masked but for some or for one, with values that overflow."""
+    normal = torch.randn((8, width), generator=random)
+    masked = normal.masked_fill(torch.rand((8, width), generator=random) < 0.9, -torch.inf)
+    single = torch.full((2, width), -torch.inf)
+    single[0, width // 2], single[1, -1] = 1.0, -1e30
+    huge = torch.cat([3e38 * normal[:1].sign(), 1e30 * normal[:1]])
+    spread = [normal * scale for scale in (0.0, 1e-7, 0.01, 3.0, 30.0)]
+    return torch.cat([*spread, (3.0 * normal).round(), (3.0 * normal).bfloat16().float(), masked, single, huge])
+
+
+def rows_to_choose(count: int, width: int, random: Random) -> list[RowDraw]:
+    rows = []
+    for _ in range(count):
+        params = SamplingParams(
+            temperature=random.choice([0.0, 0.05, 0.7, 1.0, 2.5]),
+            top_k=random.choice([-1, 0, 0, 1, 2, 50, width - 1, width, 10**6]),
+            top_p=random.choice([1.0, 1.0 - 2.0**-53, 0.95, 0.95, 0.5, 0.01, 1e-300]),
+            min_p=random.choice([0.0, 0.0, 1e-30, 0.05, 1.0]),
+            presence_penalty=random.choice([0.0, 0.5, -2.0]),
+            frequency_penalty=random.choice([0.0, 0.7]),
+            repetition_penalty=random.choice([1.0, 1.3, 0.8]),
+        )
+        counted = TokenCounts() if random.random() < 0.5 else None
+        if counted is not None:
+            counted.add_prompt([random.randrange(width) for _ in range(20)])
+            for _ in range(20):
+                counted.add_output(random.randrange(width))
+        uniform = random.choice([0.0, 1.0 - 2.0**-53, *(random.random() for _ in range(6))])
+        rows.append(RowDraw(params, uniform, counted))
+    return rows
+
+
+@pytest.mark.parametrize("width", [1, 2, 17, 511, 512, 513, 1537, 4099])
+def test_tokens_are_those_of_the_reference(isa: str, width: int) -> None:
+    """Token for token: filters, penalties, draws."""
+    logits, random = rows_of_every_kind(width, torch.Generator().manual_seed(width)), Random(width)
+    for _ in range(3):
+        rows = rows_to_choose(len(logits), width, random)
+        assert choose(logits, rows) == choose_tokens(logits, rows)
+
+
+def test_tokens_of_a_large_vocabulary_are_those_of_the_reference(num_threads: int) -> None:
+    random = torch.Generator().manual_seed(4)
+    logits = torch.randn((9, 151936), generator=random) * torch.tensor([0.0, 1.0, 3.0]).repeat(3).unsqueeze(1)
+    rows = [
+        RowDraw(SamplingParams(top_p=top_p, top_k=top_k), uniform)
+        for top_p, top_k in ((0.95, 0), (0.9, 1000), (1.0, 100_000))
+        for uniform in (0.1, 0.6, 0.999999)
+    ]
+    assert choose(logits, rows) == choose_tokens(logits, rows)
+    assert [choose(logits[row : row + 1], [each])[0] for row, each in enumerate(rows)] == choose(logits, rows)
+
+
 def test_greedy_rows_and_rows_without_mass_get_the_largest(isa: str, num_threads: int) -> None:
     torch.manual_seed(0)
-    backend, logits = CpuBackend(torch.float32), torch.randn(5, 20000)
+    logits = torch.randn(6, 20000)
     logits[1] = float("-inf")
     logits[2, 7] = float("nan")
     logits[4, 9] = 90.0
-    temperatures, uniforms = [0.0, 1.0, 1.0, 0.6, 0.01], [0.5, 0.5, 0.5, 0.25, 0.9]
-    together = backend.choose_rows(logits, temperatures, uniforms)
+    logits[5, 11] = float("inf")
+    params = [SamplingParams(temperature=t, top_p=0.9) for t in (0.0, 1.0, 1.0, 0.6, 0.01, 1.0)]
+    rows = [RowDraw(each, uniform) for each, uniform in zip(params, [0.5, 0.5, 0.5, 0.25, 0.9, 0.5], strict=True)]
+    together = choose(logits, rows)
     assert together[0] == logits[0].argmax()
     assert together[1] == 0
-    assert together[4] == 9
-    for row in (0, 1, 3, 4):
-        alone = backend.choose_rows(logits[row : row + 1], temperatures[row : row + 1], uniforms[row : row + 1])
-        assert alone == together[row], "a row's token does not depend on its neighbours"
-    assert 0 <= int(together[2]) < 20000
-    with pytest.raises(ValueError, match="5 rows, 5 temperatures and 2 uniforms"):
-        backend.choose_rows(logits, temperatures, uniforms[:2])
+    assert together[2] == logits[2].nan_to_num(-torch.inf).argmax()
+    assert (together[4], together[5]) == (9, 11)
+    for row, each in enumerate(rows):
+        assert choose(logits[row : row + 1], [each]) == together[row : row + 1], "its neighbours do not matter"
+
+
+def test_choices_must_be_as_many_as_rows() -> None:
+    packed = RowDraw(SamplingParams(), 0.5).packed()
+    with pytest.raises(ValueError, match="3 rows and 144 bytes of choices: a row has 72"):
+        CpuBackend(torch.float32).choose_rows(torch.zeros(3, 5), 2 * packed)

@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from antiphon.base.errors import UserError
+from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker import decode_steps
 from antiphon.serve.worker.decode_steps import CapturedSteps
 from antiphon.serve.worker.messages import RunStep, Sampled
-from antiphon.serve.worker.row_sampler import RowSampler
+from antiphon.serve.worker.row_sampler import RowOperations, RowSampler
 from antiphon.serve.worker.sampling import (
     Draws,
     RowDraw,
     counter_uniform,
     draw_on_device,
-    draw_tokens,
-    filtered_probabilities,
 )
 from antiphon.specs.sampling import SamplingParams
 from tests.models.conftest import load_decoder
@@ -184,7 +183,7 @@ def test_other_steps_do_not_qualify(folder: Path) -> None:
         assert worker.steps.run(changed) is None
 
 
-def test_draws_on_the_device_are_those_of_the_normal_path() -> None:
+def test_draws_on_the_device_are_those_of_the_native_kernel() -> None:
     torch.manual_seed(1)
     logits = torch.randn(64, 1000) * 3
     params = [
@@ -194,18 +193,8 @@ def test_draws_on_the_device_are_those_of_the_normal_path() -> None:
         for p, m in ((1.0, 0.0), (0.7, 0.0), (0.9, 0.05), (1.0, 0.3))
     ]
     rows = [RowDraw(each, counter_uniform(9, index)) for index, each in enumerate(params)]
-    settings = [
-        [1.0 if p.greedy else p.temperature for p in params],
-        *([getattr(p, n) for p in params] for n in ("top_k", "top_p", "min_p")),
-    ]
-    expected = draw_tokens(filtered_probabilities(logits, *settings), [row.uniform for row in rows])
-    greedy = torch.tensor([p.greedy for p in params])
-    expected = torch.where(greedy, logits.argmax(1), expected)
-    numbers = [torch.tensor(each, dtype=torch.float64) for each in (settings[0], settings[2], settings[3])]
-    uniforms = torch.tensor([row.uniform for row in rows], dtype=torch.float64)
-    ranks = torch.tensor([row.last_rank(1000) for row in rows], dtype=torch.int32)
-    draws = Draws(numbers[0], ranks, numbers[1], numbers[2], uniforms, greedy.int())
-    assert torch.equal(draw_on_device(logits, draws), expected)
+    expected = RowOperations.of(CpuBackend(torch.float32)).choose(logits, rows)
+    assert draw_on_device(logits, Draws.of(rows, 1000, logits.device)).tolist() == expected
 
 
 def test_the_text_is_that_of_the_normal_path(tiny_model: TinyModel) -> None:

@@ -12,12 +12,15 @@ from torch import Tensor
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.serve.worker.row_sampler import RowOperations, prompt_logprobs, sample_tokens, token_logprobs
 from antiphon.serve.worker.sampling import (
+    Draws,
     GrammarMask,
+    RowDraw,
     SamplingState,
     counter_uniform,
     draw_tokens,
     edit_logits,
-    filtered_probabilities,
+    filter_weights,
+    token_weights,
 )
 from antiphon.specs.sampling import SamplingParams
 
@@ -43,6 +46,17 @@ def packed(allowed: list[set[int]], vocab_size: int = VOCAB) -> Tensor:
         for token in tokens:
             row[token // 32] |= 1 << (token % 32)
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities of one row, zero for tokens that are left out."""
+    draws = Draws.of([RowDraw(params, 0.0)], len(logits), logits.device)
+    weights = filter_weights(token_weights(logits.unsqueeze(0), draws.temperatures_R), draws)[0]
+    return weights / weights.sum()
+
+
+def uniforms_of(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 # ---- the naive definition -------------------------------------------------------------------------------------------
@@ -128,10 +142,8 @@ def test_a_batch_does_what_the_definition_says_row_by_row(rows: list[Any], seed:
         if params.greedy:
             assert edited[row, token] == edited[row].max()
         else:
-            one = edited[row : row + 1]
-            probs = filtered_probabilities(one, [params.temperature], [params.top_k], [params.top_p], [params.min_p])
             naive = naive_probabilities(edited[row].tolist(), params)
-            assert (probs[0] / probs[0].sum()).tolist() == pytest.approx(naive, rel=1e-3, abs=1e-6)
+            assert filtered(edited[row], params).tolist() == pytest.approx(naive, rel=1e-3, abs=1e-6)
             target = counter_uniform(states[row].seed, output_indices[row])
             assert sum(naive[:token]) - 1e-5 <= target <= sum(naive[: token + 1]) + 1e-5
             assert naive[token] > 0
@@ -224,36 +236,20 @@ def test_distinct_seeds_say_distinct_things_and_one_seed_says_one() -> None:
 def kept(
     logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 1.0
 ) -> set[int]:
-    probs = filtered_probabilities(torch.tensor([logits]), [temperature], [top_k], [top_p], [min_p])
-    return set(probs[0].nonzero().flatten().tolist())
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return set(filtered(torch.tensor(logits), params).nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 8.0])
-def test_what_is_not_sorted_changes_no_bit(scale: float) -> None:
-    """Against all values in order, float64 sums from the largest on. Without a scale all are equal, and sums end where
-    their last bits decide."""
+def test_weights_are_probabilities(scale: float) -> None:
+    """Whole numbers, with a sum that float64 holds, in the proportions of a softmax."""
     logits = random_logits(24, 1000, 3) * scale
-    logits[5] = torch.nan
-    settings = [(0, 0.5, 0.0), (0, 0.95, 0.0), (0, 0.999, 0.0), (50, 0.9, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.1)] * 4
-    probs = torch.softmax(logits / 0.7, dim=-1)
-    found = filtered_probabilities(
-        logits,
-        [0.7] * 24,
-        [each[0] for each in settings],
-        [each[1] for each in settings],
-        [each[2] for each in settings],
-    )
-    for row, (top_k, top_p, min_p) in enumerate(settings):
-        ordered = probs[row].sort(descending=True).values
-        threshold = ordered[0] * torch.tensor(min_p)
-        if top_k:
-            threshold = torch.maximum(threshold, ordered[top_k - 1])
-        mass = (ordered * (ordered >= threshold)).cumsum(0, dtype=torch.float64)
-        if top_p < 1.0:
-            num_short = int((mass < top_p * mass[-1]).sum())
-            threshold = torch.maximum(threshold, ordered[num_short])
-        expected = probs[row] * (probs[row] >= threshold)
-        assert torch.equal(found[row].view(torch.int32), expected.view(torch.int32)), (row, settings[row])
+    weights = token_weights(logits, torch.full((24,), 0.7, dtype=torch.float64))
+    assert torch.equal(weights, weights.round())
+    assert float(weights.double().sum(1).max()) <= 2.0**53
+    expected = torch.softmax(logits.double() / 0.7, dim=1)
+    found = weights.double() / weights.double().sum(1, keepdim=True)
+    torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-12)
 
 
 def test_ties_with_the_last_token_kept_are_kept() -> None:
@@ -285,17 +281,17 @@ def test_masked_rows_draw_only_what_is_left() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 31, 511, 512, 513, 1025])
 def test_the_draw_reaches_the_first_and_the_last_token(vocab_size: int) -> None:
     probs = torch.full((2, vocab_size), 1.0 / vocab_size)
-    assert draw_tokens(probs, [0.0, 1.0 - 2.0**-53]).tolist() == [0, vocab_size - 1]
+    assert draw_tokens(probs, uniforms_of(0.0, 1.0 - 2.0**-53)).tolist() == [0, vocab_size - 1]
     probs[:, -1] = 0.0
     expected = [0, vocab_size - 2] if vocab_size > 1 else [-1, -1]
-    assert draw_tokens(probs, [0.0, 1.0 - 2.0**-53]).tolist() == expected
+    assert draw_tokens(probs, uniforms_of(0.0, 1.0 - 2.0**-53)).tolist() == expected
 
 
 def test_zero_probability_is_never_drawn() -> None:
     probs = torch.zeros(1, 2000)
     probs[0, 700:1400:7] = 1e-3
     for step in range(300):
-        (token,) = draw_tokens(probs, [step / 300]).tolist()
+        (token,) = draw_tokens(probs, uniforms_of(step / 300)).tolist()
         assert probs[0, token] > 0
 
 
@@ -315,7 +311,7 @@ def test_plain_greedy_is_one_argmax_and_nothing_else() -> None:
 
 
 def test_native_draws_stand_beside_filtered_edited_and_greedy_rows() -> None:
-    """Each row as if it were alone; those without filters as the native draw has it, the others as ever."""
+    """Each row as if it were alone, with the token that PyTorch finds; edits are made once, natively or before."""
     native = RowOperations.of(CpuBackend(torch.float32))
     states = [
         state(temperature=0.8, seed=1),
@@ -323,8 +319,10 @@ def test_native_draws_stand_beside_filtered_edited_and_greedy_rows() -> None:
         state(temperature=0.0),
         state(temperature=1.3, logit_bias={3: 5.0}, seed=4),
         state(temperature=0.8, top_p=0.7, seed=5),
+        state([5, 7, 7, 9], temperature=0.9, frequency_penalty=1.0, repetition_penalty=1.2, seed=6),
+        state([5, 7, 7, 9], temperature=0.0, presence_penalty=2.0, repetition_penalty=0.5),
     ]
-    logits, indices = random_logits(5), [3, 1, 4, 1, 5]
+    logits, indices = random_logits(7), [3, 1, 4, 1, 5, 3, 3]
     together = sample_tokens(logits, states, indices, operations=native).token_ids
     alone = [
         sample_tokens(logits[row : row + 1], [each], [index], operations=native).token_ids[0]
@@ -332,7 +330,10 @@ def test_native_draws_stand_beside_filtered_edited_and_greedy_rows() -> None:
     ]
     assert together == alone
     plain = sample_tokens(logits, states, indices).token_ids
-    assert together == plain, "PyTorch's draws, but where a uniform lies within rounding of a border"
+    assert together == plain
+    unbiased = [0, 1, 2, 4, 5, 6]  # now penalties are not made beforehand
+    some = sample_tokens(logits[unbiased], [states[row] for row in unbiased], [indices[row] for row in unbiased])
+    assert some.token_ids == [plain[row] for row in unbiased]
 
 
 def test_equal_logits_go_to_the_lowest_token() -> None:

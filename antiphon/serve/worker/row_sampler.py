@@ -1,11 +1,10 @@
 """From a step's rows of logits to its tokens: which rows need logits, whose state applies, what is reported.
 
-1. If no row is edited, filtered or reported, one operation is all: the argmax, or a draw (`RowOperations`, where a
-   back-end may have native ones).
-2. Otherwise copy the logits and apply each request's edits (`sampling.py`).
-3. Greedy rows take the argmax; the others are filtered and drawn with the uniform that belongs to their
-   (seed, output index). A row of which nothing is allowed (all minus infinity) falls back to the argmax.
-4. Log-probabilities are of the raw logits (`token_logprobs`).
+1. If a row is edited by more than penalties, copy the logits and apply each request's edits (`sampling.py`).
+2. One operation chooses the tokens (`RowOperations`, where a back-end may have native ones). Greedy rows take the
+   argmax; the others are filtered and drawn with the uniform that belongs to their (seed, output index). A row of which
+   nothing is allowed (all minus infinity) falls back to the argmax. Rows that were not copied get their penalties here.
+3. Log-probabilities are of the raw logits (`token_logprobs`).
 
 All steps work on each row by itself, so the token does not depend on the batch. Ties in an argmax go to the lowest id.
 
@@ -22,22 +21,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from antiphon.kernels.api import KernelBackend
+from antiphon.kernels.cpu import CpuBackend
 from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.sampling import (
     GrammarMask,
     RowDraw,
     SamplingState,
+    choose_tokens,
     counter_uniform,
-    draw_tokens,
     edit_logits,
-    filtered_probabilities,
-    is_filtered,
 )
 from antiphon.specs.sampling import PackedLogprobs
 
 ArgmaxRows = Callable[[Tensor], Tensor]
-ChooseRows = Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]  # logits, temperatures, uniforms
+ChooseRows = Callable[[Tensor, Sequence[RowDraw]], list[int]]
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float32]
 _ROWS_AT_ONCE = 256  # whose log-probabilities are reported
@@ -86,15 +84,26 @@ def argmax_of_rows(logits_RV: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowOperations:
-    """What a back-end does with whole rows of logits. `choose` draws from rows without filters, and takes the argmax
-    where the temperature is 0; None: they are drawn as filtered ones are. Which way a row takes depends on it alone."""
+    """What a back-end does with whole rows of logits. `choose` is for rows that are not all greedy."""
 
     argmax: ArgmaxRows = argmax_of_rows
-    choose: ChooseRows | None = None
+    choose: ChooseRows = choose_tokens
 
     @staticmethod
     def of(backend: KernelBackend) -> "RowOperations":
-        return RowOperations(getattr(backend, "argmax_rows", argmax_of_rows), getattr(backend, "choose_rows", None))
+        if not isinstance(backend, CpuBackend):
+            return RowOperations()
+        choose = backend.choose_rows
+        return RowOperations(
+            backend.argmax_rows, lambda logits_RV, rows: choose(logits_RV, b"".join([row.packed() for row in rows]))
+        )
+
+    def tokens(self, logits_RV: Tensor, rows: Sequence[RowDraw]) -> list[int]:
+        """Step 2."""
+        if all(row.takes_largest for row in rows):
+            largest: list[int] = self.argmax(logits_RV).tolist()
+            return largest
+        return self.choose(logits_RV, rows)
 
 
 class RowSampler:
@@ -116,7 +125,7 @@ class RowSampler:
             num_prompt=start.num_prompt,
         )
         self._plain.discard(start.request_id)
-        if state.plain_greedy and not start.params.min_tokens:
+        if state.only_drawn and start.params.greedy and not start.params.min_tokens:
             self._plain.add(start.request_id)
         if start.params.prompt_logprobs is not None:
             self._prompts[start.request_id] = tuple(start.token_ids[: start.num_prompt])
@@ -134,8 +143,7 @@ class RowSampler:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
         draws = self.draws(steps, bitmasks) if len(steps) == logits_RV.shape[0] else None
         if draws is not None:
-            chosen_R = self._plainly_chosen(logits_RV, draws)
-            tokens = _choose(logits_RV, draws, self._operations) if chosen_R is None else chosen_R.tolist()
+            tokens = self._operations.tokens(logits_RV, draws)
             return [Sampled(step.request_id, token) for step, token in zip(steps, tokens, strict=True)]
         prompt_reports: dict[str, list[PackedLogprobs]] = {}
         sampling: list[SequenceStep] = []
@@ -176,16 +184,6 @@ class RowSampler:
         if bitmasks and any(step.request_id in bitmasks for step in steps):
             return None
         return found
-
-    def _plainly_chosen(self, logits_RV: Tensor, draws: list[RowDraw]) -> Tensor | None:
-        """Step 1. None if a row is filtered, or drawn where the back-end draws none."""
-        choose, drawn = self._operations.choose, [draw.params for draw in draws if not draw.params.greedy]
-        if not drawn:
-            return self._operations.argmax(logits_RV)
-        if choose is None or any(is_filtered(params, logits_RV.shape[1]) for params in drawn):
-            return None
-        temperatures = [0.0 if draw.params.greedy else draw.params.temperature for draw in draws]
-        return choose(logits_RV, temperatures, [draw.uniform for draw in draws])
 
     def _choose(
         self, logits_RV: Tensor, sampling: list[SequenceStep], rows: list[int], bitmasks: dict[str, bytes]
@@ -235,24 +233,17 @@ def sample_tokens(
     assert len(states) == len(output_indices) == logits_RV.shape[0], "one state and one output index for each row"
     if not states:
         return SampledTokens([], None)
-    if _all_plain_greedy(states, output_indices, grammar):
-        return SampledTokens(operations.argmax(logits_RV).tolist(), None)
-    edited_RV = logits_RV.clone()
-    edit_logits(edited_RV, states, output_indices, grammar)
-    draws = [_draw(state, index) for state, index in zip(states, output_indices, strict=True)]
-    token_ids = _choose(edited_RV, draws, operations)
+    rows = list(zip(states, output_indices, strict=True))
+    is_edited = grammar is not None and len(grammar.rows) > 0
+    if is_edited or any(state.has_edits or state.bans_stop_ids(index) for state, index in rows):
+        edited_RV = logits_RV.clone()
+        edit_logits(edited_RV, states, output_indices, grammar)
+        draws = [_draw(state, index) for state, index in rows]
+    else:
+        edited_RV = logits_RV
+        draws = [_draw(state, index)._replace(counted=state.counted) for state, index in rows]
+    token_ids = operations.tokens(edited_RV, draws)
     return SampledTokens(token_ids, _report(logits_RV, states, token_ids))
-
-
-def _all_plain_greedy(
-    states: Sequence[SamplingState], output_indices: Sequence[int], grammar: GrammarMask | None
-) -> bool:
-    if grammar is not None and len(grammar.rows):
-        return False
-    return all(
-        state.plain_greedy and not state.bans_stop_ids(index)
-        for state, index in zip(states, output_indices, strict=True)
-    )
 
 
 def _draw(state: SamplingState, output_index: int) -> RowDraw:
@@ -260,43 +251,10 @@ def _draw(state: SamplingState, output_index: int) -> RowDraw:
     return RowDraw(params, 0.0 if params.greedy else counter_uniform(state.seed, output_index))
 
 
-def _choose(edited_RV: Tensor, draws: Sequence[RowDraw], operations: RowOperations) -> list[int]:
-    """Step 3."""
-    token_ids: list[int] = [-1] * len(draws)
-    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy]
-    if operations.choose is not None:
-        plain = [row for row in drawn if not is_filtered(draws[row].params, edited_RV.shape[1])]
-        if plain:
-            temperatures = [draws[row].params.temperature for row in plain]
-            uniforms = [draws[row].uniform for row in plain]
-            chosen = operations.choose(edited_RV[plain], temperatures, uniforms).tolist()
-            for row, token_id in zip(plain, chosen, strict=True):
-                token_ids[row] = token_id
-        drawn = [row for row in drawn if token_ids[row] < 0]
-    if drawn:
-        logits_NV = edited_RV if len(drawn) == len(draws) else edited_RV[drawn]
-        params = [draws[row].params for row in drawn]
-        probs_NV = filtered_probabilities(
-            logits_NV,
-            [p.temperature for p in params],
-            [p.top_k for p in params],
-            [p.top_p for p in params],
-            [p.min_p for p in params],
-        )
-        uniforms = [draws[row].uniform for row in drawn]
-        for row, token_id in zip(drawn, draw_tokens(probs_NV, uniforms).tolist(), strict=True):
-            token_ids[row] = token_id
-    others = [row for row, token_id in enumerate(token_ids) if token_id < 0]
-    if others:
-        for row, token_id in zip(others, operations.argmax(edited_RV[others]).tolist(), strict=True):
-            token_ids[row] = token_id
-    return token_ids
-
-
 def _report(
     logits_RV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
 ) -> list[PackedLogprobs | None] | None:
-    """Step 4."""
+    """Step 3."""
     wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
     if not wanted:
         return None

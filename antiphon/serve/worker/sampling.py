@@ -1,46 +1,46 @@
-"""What a request's parameters do to its logits, and the draw: edits, filters, one uniform.
+"""What a request's parameters do to its logits, and the draw: edits, weights, filters, one uniform.
 
 `SamplingState` is what is remembered of one request: parameters, seed, token counts if penalties need them. Counts are
 kept as a list of distinct tokens with a count each, not as a row of the vocabulary: 152k counters for each of 256
 requests would be 156 MB touched at random, the tokens of a conversation are a few thousand. They live in host memory,
-where the tokens come from, and go to the device with each penalised batch. A token is counted when its position first
-appears as *input* of a step (or at the start), never when it is sampled. So a step that is sent again after a failure
-counts nothing twice.
+where the tokens come from. A token is counted when its position first appears as *input* of a step (or at the start),
+never when it is sampled. So a step that is sent again after a failure counts nothing twice.
 
-Every filter is a *threshold on the probability*. They are found in the order min-p, top-k, top-p, each on what the
-earlier ones left (vLLM's order); tokens tied with the last one kept are kept too. The draw puts one uniform through the
-inverse CDF, in order of token id. Both depend on the values of the row alone, never on how a sort happened to order
-ties. So a row gives the same token whatever batch, layout or restart it is computed in.
-
-The thresholds need the row's values in order, not the order of its tokens. NumPy sorts bare float32 values with
-vector instructions, 30 times as fast as `torch.sort`, which carries indices along (152k values on one AVX-512 core:
-0.35 ms against 11 ms); other devices sort with torch. Values that are too small to be kept are not sorted at all.
+The tokens of a row have *weights*, whole numbers in proportion to their probabilities: 2^q exp(x / t - max), rounded,
+with a q that keeps the sum of all below 2^53. So a sum of weights is exact in float64, in any order. Every filter is a
+*threshold on the weight*. They are found in the order min-p, top-k, top-p, each on what the earlier ones left (vLLM's
+order); tokens tied with the last one kept are kept too. The draw puts one uniform through the inverse CDF, in order of
+token id. The exponential is written out, each product and sum rounded by itself. So a row of logits gives the same
+token whatever batch, layout, restart or instruction set it is computed in; and `choose_tokens`, which PyTorch computes
+on any device, the same as the native kernel (`csrc/kernels/draw.h`). What a token of 152k loses by rounding is at most
+2^-36 of the likeliest one.
 
 Randomness is counter-based: one 53-bit uniform per (seed, output index), by SplitMix64 (Steele, Lea, Flood 2014).
-Rejected: `torch.multinomial` with generators (the token would depend on batch mates and on every draw before), and
-Gumbel noise per vocabulary entry (152k hashes a token).
+Rejected: `torch.multinomial` with generators (the token would depend on batch mates and on every draw before), Gumbel
+noise per vocabulary entry (152k hashes a token), and probabilities (each library's exponential has other last bits, and
+each order of sums, so tokens at the edge of top-p differ).
 
 R rows   V vocabulary   C segments of the vocabulary   S tokens of a segment
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from antiphon.kernels.cpu import ROW_CHOICE
 from antiphon.specs.sampling import SamplingParams
 
 _BITS_PER_WORD = 32
 _SEGMENT = 512
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_MARGIN = 1e-9  # more than two orders of a sum of float64 differ by
-
-Floats = NDArray[np.float32]
+_MASS_BITS = 53  # whole numbers that float64 holds
+_SERIES = [float(np.float32(1) / np.float32(divisor)) for divisor in (720, 120, 24, 6, 2, 1, 1)]  # of the exponential
 
 
 class TokenCounts:
@@ -48,39 +48,22 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._index_of: dict[int, int] = {}
-        self._ids = torch.empty(64, dtype=torch.int64)
-        self._counts = torch.zeros(64)
-
-    @property
-    def ids(self) -> Tensor:
-        return self._ids[: len(self._index_of)]
-
-    @property
-    def counts(self) -> Tensor:
-        """float32, 0 for tokens that are only in the prompt."""
-        return self._counts[: len(self._index_of)]
+        self.ids = array("q")
+        self.counts = array("f")  # 0 for tokens that are only in the prompt
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
-        distinct = [token for token in dict.fromkeys(token_ids) if token not in self._index_of]
-        first, end = len(self._index_of), len(self._index_of) + len(distinct)
-        self._reserve(end)
-        self._ids[first:end] = torch.tensor(distinct, dtype=torch.int64)
-        self._index_of.update(zip(distinct, range(first, end), strict=True))
+        for token_id in token_ids:
+            self._place_of(token_id)
 
     def add_output(self, token_id: int) -> None:
-        index = self._index_of.get(token_id)
-        if index is None:
-            index = self._index_of[token_id] = len(self._index_of)
-            self._reserve(index + 1)
-            self._ids[index] = token_id
-        self._counts[index] += 1
+        self.counts[self._place_of(token_id)] += 1
 
-    def _reserve(self, size: int) -> None:
-        missing = size - len(self._ids)
-        if missing > 0:
-            grow = max(missing, len(self._ids))
-            self._ids = torch.cat([self._ids, torch.empty(grow, dtype=torch.int64)])
-            self._counts = torch.cat([self._counts, torch.zeros(grow)])
+    def _place_of(self, token_id: int) -> int:
+        place = self._index_of.setdefault(token_id, len(self.ids))
+        if place == len(self.ids):
+            self.ids.append(token_id)
+            self.counts.append(0.0)
+        return place
 
 
 class SamplingState:
@@ -99,9 +82,8 @@ class SamplingState:
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
         self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64)
-        has_edits = bool(self.penalised or params.logit_bias or params.allowed_token_ids or params.bad_words)
-        self.only_drawn = not has_edits and params.logprobs is None
-        self.plain_greedy = params.greedy and self.only_drawn
+        self.has_edits = bool(params.logit_bias or params.allowed_token_ids or params.bad_words)  # and no penalties
+        self.only_drawn = not (self.has_edits or self.penalised) and params.logprobs is None
         self.token_counts = TokenCounts()
         self._tail: list[int] = []  # the output's last tokens, as many as the longest bad word has before its own last
         self._tail_length = max(map(len, params.bad_words), default=1) - 1
@@ -120,6 +102,11 @@ class SamplingState:
             self._tail = [*self._tail, *new_ids][-self._tail_length :]
         self._num_seen = max(self._num_seen, start + len(token_ids))
 
+    @property
+    def counted(self) -> TokenCounts | None:
+        """The tokens that have penalties now."""
+        return self.token_counts if self.penalised and self.token_counts.ids else None
+
     def banned_ids(self) -> set[int]:
         """Tokens that would complete one of the bad words."""
         return {
@@ -131,11 +118,6 @@ class SamplingState:
     def bans_stop_ids(self, output_index: int) -> bool:
         """Whether output token `output_index` (0 is the first) must not end the request."""
         return output_index < self.params.min_tokens and bool(self.stop_ids)
-
-
-def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether some tokens are left out of its draws for being improbable."""
-    return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +143,7 @@ def edit_logits(
     Rows without an edit are not touched; each edit is one gather and one scatter over the concerned (row, token) pairs.
     """
     _add_bias(logits_RV, states)
-    _apply_penalties(logits_RV, states)
+    _apply_penalties(logits_RV, [(state.params, state.token_counts) for state in states])
     _keep_allowed(logits_RV, states)
     if grammar is not None and len(grammar.rows):
         _apply_grammar(logits_RV, grammar)
@@ -179,15 +161,15 @@ def _add_bias(logits_RV: Tensor, states: Sequence[SamplingState]) -> None:
     logits_RV[pairs] += values
 
 
-def _apply_penalties(logits_RV: Tensor, states: Sequence[SamplingState]) -> None:
-    rows = [row for row, state in enumerate(states) if state.penalised and len(state.token_counts.ids)]
+def _apply_penalties(logits_RV: Tensor, rows_R: Sequence[tuple[SamplingParams, TokenCounts]]) -> None:
+    rows = [row for row, (_, counted) in enumerate(rows_R) if len(counted.ids)]
     if not rows:
         return
     device = logits_RV.device
-    ids = [states[row].token_counts.ids for row in rows]
+    ids = [torch.tensor(rows_R[row][1].ids) for row in rows]
     pairs = _row_of_each(rows, ids, device)
-    counts = torch.cat([states[row].token_counts.counts for row in rows]).to(device)
-    params = [states[row].params for row in rows]
+    counts = torch.cat([torch.tensor(rows_R[row][1].counts) for row in rows]).to(device)
+    params = [rows_R[row][0] for row in rows]
     lengths = torch.tensor([len(tokens) for tokens in ids])
     per_row = torch.tensor([(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params])
     repetition, frequency, presence = per_row.repeat_interleave(lengths, dim=0).to(device).unbind(1)
@@ -252,95 +234,37 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def filtered_probabilities(
-    logits_RV: Tensor,
-    temperatures: Sequence[float],
-    top_ks: Sequence[int],
-    top_ps: Sequence[float],
-    min_ps: Sequence[float],
-) -> Tensor:
-    """Probabilities [R, V], zero where filtered, not renormalised. `top_ks` 0 or -1: off. NaN rows: nothing allowed."""
-    device = logits_RV.device
-    temperature_R = torch.tensor(temperatures, device=device).unsqueeze(1)
-    probs_RV = torch.softmax(logits_RV / temperature_R, dim=-1)
-    vocab_size = logits_RV.shape[1]
-    rows = [
-        row
-        for row, (top_k, top_p, min_p) in enumerate(zip(top_ks, top_ps, min_ps, strict=True))
-        if 0 < top_k < vocab_size or top_p < 1.0 or min_p > 0.0
-    ]
-    if not rows:
-        return probs_RV
-    if device.type == "cpu":
-        for row in rows:
-            _filter_row(probs_RV[row].numpy(), top_ks[row], top_ps[row], min_ps[row])
-        return probs_RV
-    select = slice(None) if len(rows) == len(top_ks) else torch.tensor(rows, device=device)
-    picked_RV = probs_RV[select]
-    min_p_R = torch.tensor([min_ps[row] for row in rows], device=device)
-    threshold_R = picked_RV.amax(dim=1) * min_p_R
-    if any(0 < top_ks[row] < vocab_size or top_ps[row] < 1.0 for row in rows):
-        last_ranks = [min(top_ks[row], vocab_size) if top_ks[row] > 0 else vocab_size for row in rows]
-        last_rank_R = torch.tensor(last_ranks, device=device) - 1
-        top_p_R = torch.tensor([top_ps[row] for row in rows], dtype=torch.float64, device=device)
-        sorted_RV = picked_RV.sort(dim=1, descending=True).values
-        threshold_R = _raise_thresholds(threshold_R, sorted_RV, last_rank_R, top_p_R)
-    probs_RV[select] = picked_RV * (picked_RV >= threshold_R.unsqueeze(1))
-    return probs_RV
-
-
-def _filter_row(probs_V: Floats, top_k: int, top_p: float, min_p: float) -> None:
-    """The same in place, for a row in host memory."""
-    threshold = probs_V.max() * np.float32(min_p)
-    if 0 < top_k < len(probs_V):
-        last = len(probs_V) - top_k
-        threshold = np.maximum(threshold, np.partition(probs_V, last)[last])
-    if top_p < 1.0:
-        threshold = np.maximum(threshold, _nucleus_end(probs_V, threshold, top_p))
-    probs_V *= probs_V >= threshold
-
-
-def _nucleus_end(probs_V: Floats, threshold: np.float32, top_p: float) -> np.float32:
-    """The last of the largest probabilities that make up `top_p` of those from `threshold` on.
-
-    All probabilities below `cut` are less than half of what top-p leaves out, so they are behind that end and need not
-    be sorted, only summed. Their sum may differ in its last bits from that of the sorted ones: where these could
-    decide, all are sorted."""
-    cut = np.float32(0.5 * (1.0 - top_p) / len(probs_V))
-    for lowest in (cut, threshold) if threshold == 0.0 else (threshold,):
-        chosen = np.flatnonzero(probs_V >= lowest)
-        if not len(chosen):
-            break  # nothing is allowed
-        are_few = 2 * len(chosen) < len(probs_V)
-        ordered = np.sort(probs_V[chosen] if are_few else probs_V)[::-1][: len(chosen)]
-        mass = np.cumsum(ordered.astype(np.float64))
-        total, margin = (mass[-1], 0.0) if lowest == threshold else (probs_V.sum(dtype=np.float64), _MARGIN)
-        wanted = top_p * total
-        first, last = np.searchsorted(mass, (wanted * (1.0 - margin), wanted * (1.0 + margin)))
-        if first == last < len(ordered):
-            return np.float32(ordered[first])
-    return threshold
-
-
-def _raise_thresholds(threshold_R: Tensor, sorted_RV: Tensor, last_rank_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Top-k, then top-p of what is left. `last_rank_R`: index of the k-th value, the last index where top-k is off."""
-    kth_R = sorted_RV.gather(1, last_rank_R.unsqueeze(1)).squeeze(1)
-    threshold_R = torch.maximum(threshold_R, kth_R)
-    mass_RV = (sorted_RV * (sorted_RV >= threshold_R.unsqueeze(1))).cumsum(1, dtype=torch.float64)
-    num_short_R = (mass_RV < top_p_R.unsqueeze(1) * mass_RV[:, -1:]).sum(1)
-    nucleus_R = sorted_RV.gather(1, num_short_R.clamp(max=sorted_RV.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    return torch.where(top_p_R < 1.0, torch.maximum(threshold_R, nucleus_R), threshold_R)
-
-
 class RowDraw(NamedTuple):
-    """How one row is drawn, where nothing edits its logits."""
+    """How the token of one row is chosen. `counted`: the tokens that have penalties, if the logits are without them."""
 
     params: SamplingParams
     uniform: float
+    counted: TokenCounts | None = None
+
+    @property
+    def takes_largest(self) -> bool:
+        """The token is that of the largest logit."""
+        return self.params.greedy and self.counted is None
 
     def last_rank(self, vocab_size: int) -> int:
         """The place of the last value that top-k keeps, counted from 0."""
         return (min(self.params.top_k, vocab_size) if self.params.top_k > 0 else vocab_size) - 1
+
+    def is_filtered(self, vocab_size: int) -> bool:
+        """Whether some tokens are left out for being improbable."""
+        params = self.params
+        return params.top_p < 1.0 or params.min_p > 0.0 or 0 < params.top_k < vocab_size
+
+    def packed(self) -> bytes:
+        """A `ROW_CHOICE`, good until the next token is counted."""
+        params, counted = self.params, self.counted
+        ids, num_ids = (0, 0) if counted is None else counted.ids.buffer_info()
+        counts, _ = (0, 0) if counted is None else counted.counts.buffer_info()
+        return ROW_CHOICE.pack(
+            *(self.uniform, params.top_p, ids, counts, num_ids, params.top_k),
+            *(0.0 if params.greedy else params.temperature, params.min_p),
+            *(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
+        )
 
 
 class Draws(NamedTuple):
@@ -353,35 +277,85 @@ class Draws(NamedTuple):
     uniforms_R: Tensor
     greedy_R: Tensor
 
+    @staticmethod
+    def of(rows: Sequence[RowDraw], vocab_size: int, device: torch.device) -> "Draws":
+        params = [row.params for row in rows]
+        numbers = [(1.0 if p.greedy else p.temperature, p.top_p, p.min_p) for p in params]
+        temperatures_R, top_ps_R, min_ps_R = torch.tensor(numbers, dtype=torch.float64).T.to(device)
+        uniforms_R = torch.tensor([row.uniform for row in rows], dtype=torch.float64).to(device)
+        integers = [(row.last_rank(vocab_size), row.params.greedy) for row in rows]
+        last_ranks_R, greedy_R = torch.tensor(integers, dtype=torch.int32).T.to(device)
+        return Draws(temperatures_R, last_ranks_R, top_ps_R, min_ps_R, uniforms_R, greedy_R)
 
-def draw_on_device(logits_RV: Tensor, draws: Draws) -> Tensor:
-    """Token ids int64 [R]: the argmax of greedy rows, of the others what `filtered_probabilities` and `draw_tokens`
-    make of them, value by value. Asks the host nothing, so every row pays for the filters."""
+
+def choose_tokens(logits_RV: Tensor, rows: Sequence[RowDraw]) -> list[int]:
+    """The token of each row of float32 logits. The reference of `CpuBackend.choose_rows`, which says the same for all
+    rows without NaN, and what other back-ends do."""
+    if any(row.counted is not None for row in rows):
+        logits_RV = logits_RV.clone()
+        _apply_penalties(logits_RV, [(row.params, row.counted or TokenCounts()) for row in rows])
+    vocab_size = logits_RV.shape[1]
+    filters = any(row.is_filtered(vocab_size) for row in rows)
+    token_ids: list[int] = draw_on_device(
+        logits_RV, Draws.of(rows, vocab_size, logits_RV.device), filters=filters
+    ).tolist()
+    return token_ids
+
+
+def draw_on_device(logits_RV: Tensor, draws: Draws, *, filters: bool = True) -> Tensor:
+    """Token ids int64 [R]: the argmax of greedy rows, and of those of which nothing is allowed. Asks the host nothing,
+    so every row pays for `filters`, if one has any."""
     best_R = logits_RV.argmax(dim=-1)
-    probs_RV = torch.softmax(logits_RV / draws.temperatures_R.float().unsqueeze(1), dim=-1)
-    threshold_R = probs_RV.amax(dim=1) * draws.min_ps_R.float()
-    sorted_RV = probs_RV.sort(dim=1, descending=True).values
-    threshold_R = _raise_thresholds(threshold_R, sorted_RV, draws.last_ranks_R.long(), draws.top_ps_R)
-    drawn_R = draw_tokens(probs_RV * (probs_RV >= threshold_R.unsqueeze(1)), draws.uniforms_R)
+    weights_RV = token_weights(logits_RV, draws.temperatures_R)
+    if filters:
+        weights_RV = filter_weights(weights_RV, draws)
+    drawn_R = draw_tokens(weights_RV, draws.uniforms_R)
     return torch.where((draws.greedy_R != 0) | (drawn_R < 0), best_R, drawn_R)
 
 
-def draw_tokens(probs_RV: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
+def token_weights(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
+    """Whole numbers [R, V], float32, in proportion to softmax(logits / temperature); NaN in rows that have one. The
+    exponential: x = n ln 2 + r with |r| <= ln(2) / 2, and e^r by its Taylor series to degree 6."""
+    x_RV = logits_RV / temperatures_R.float().unsqueeze(1)
+    x_RV = (x_RV - x_RV.amax(dim=1, keepdim=True)).clamp(min=-88.0)
+    n_RV = torch.round(x_RV * 1.44269504088896341)
+    r_RV = x_RV - n_RV * 0.693145751953125
+    r_RV = r_RV - n_RV * 1.42860682030941723e-6
+    e_RV = torch.full_like(r_RV, _SERIES[0])
+    for factor in _SERIES[1:]:
+        e_RV = e_RV * r_RV + factor
+    power_RV = ((n_RV.int() + 127) << 23).view(torch.float32)
+    scale = 2.0 ** (_MASS_BITS - (logits_RV.shape[1] - 1).bit_length())
+    return torch.round(e_RV * power_RV * scale)
+
+
+def filter_weights(weights_RV: Tensor, draws: Draws) -> Tensor:
+    """The same with zeros for tokens that a filter leaves out."""
+    threshold_R = weights_RV.amax(dim=1) * draws.min_ps_R.float()
+    sorted_RV = weights_RV.sort(dim=1, descending=True).values
+    kth_R = sorted_RV.gather(1, draws.last_ranks_R.long().unsqueeze(1)).squeeze(1)
+    threshold_R = torch.maximum(threshold_R, kth_R)
+    mass_RV = (sorted_RV * (sorted_RV >= threshold_R.unsqueeze(1))).cumsum(1, dtype=torch.float64)
+    num_short_R = (mass_RV < draws.top_ps_R.unsqueeze(1) * mass_RV[:, -1:]).sum(1)
+    nucleus_R = sorted_RV.gather(1, num_short_R.clamp(max=sorted_RV.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    threshold_R = torch.where(draws.top_ps_R < 1.0, torch.maximum(threshold_R, nucleus_R), threshold_R)
+    return weights_RV * (weights_RV >= threshold_R.unsqueeze(1))
+
+
+def draw_tokens(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     """Token ids int64 [R]: where the running sum of each row first exceeds uniform x total. -1 for rows without mass.
 
-    Two levels, sums of segments and then one segment, so that nothing of length V is scanned one by one. A token of
-    probability zero is never drawn: within the segment we stop at the latest where its sum is complete."""
-    num_rows, vocab_size = probs_RV.shape
-    padded_RV = torch.nn.functional.pad(probs_RV, (0, -vocab_size % _SEGMENT))
+    Two levels, sums of segments and then one segment, so that nothing of length V is scanned one by one. A token that
+    weighs nothing is never drawn: within the segment we stop at the latest where its sum is complete."""
+    num_rows, vocab_size = weights_RV.shape
+    padded_RV = torch.nn.functional.pad(weights_RV, (0, -vocab_size % _SEGMENT))
     segments_RCS = padded_RV.view(num_rows, -1, _SEGMENT)
-    ends_RC = segments_RCS.sum(-1).double().cumsum(1)
+    ends_RC = segments_RCS.sum(-1, dtype=torch.float64).cumsum(1)
     total_R = ends_RC[:, -1:]
-    if not isinstance(uniforms, Tensor):
-        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=probs_RV.device)
-    target_R = uniforms.unsqueeze(1) * total_R
+    target_R = uniforms_R.unsqueeze(1) * total_R
     segment_R = ((ends_RC <= target_R) & (ends_RC < total_R)).sum(1, keepdim=True)
     before_R = torch.where(segment_R > 0, ends_RC.gather(1, (segment_R - 1).clamp(min=0)), 0.0)
-    rows = torch.arange(num_rows, device=probs_RV.device)
+    rows = torch.arange(num_rows, device=weights_RV.device)
     sums_RS = segments_RCS[rows, segment_R.squeeze(1).clamp(max=segments_RCS.shape[1] - 1)].double().cumsum(1)
     offset_R = ((sums_RS <= target_R - before_R) & (sums_RS < sums_RS[:, -1:])).sum(1)
     tokens_R = segment_R.squeeze(1) * _SEGMENT + offset_R
