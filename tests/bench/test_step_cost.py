@@ -22,10 +22,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("step") / "model").folder
 
 
-@pytest.mark.parametrize("layout", ["colocated", pytest.param("1+1/m2", marks=pytest.mark.slow)])
-def test_a_row_for_each_number_of_requests(folder: Path, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "draws"),
+    [
+        ("colocated", ["--temperature", "1", "--top-p", "0.9", "--presence-penalty", "0.5"]),
+        pytest.param("1+1/m2", [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_row_for_each_number_of_requests(folder: Path, layout: str, draws: list[str], tmp_path: Path) -> None:
     poll, report = Fleet.poll, tmp_path / "rows.json"
     options = ["--concurrency", "1,3", "--rounds", "1", "--output-tokens", "80", "--threads", "1", "--layout", layout]
+    options += draws
     done = CliRunner().invoke(app, ["step", str(folder), *options, "--json", str(report)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     rows = json.loads(report.read_text())["rows"]
@@ -52,6 +59,9 @@ def test_what_cannot_be_measured_is_refused(folder: Path) -> None:
         (["--layout", "sideways"], "is no contestant"),
         (["--threads", "0"], "--threads is 0"),
         (["--rounds", "0"], "--rounds is 0"),
+        (["--top-p", "0"], "top_p is 0.0: it must be above 0 and at most 1"),
+        (["--temperature", "101"], "temperature is 101.0: it must be between 0 and 100"),
+        (["--presence-penalty", "3"], "presence_penalty is 3.0: it must be between -2 and 2"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             CliRunner().invoke(app, ["step", str(folder), *options], catch_exceptions=False)
