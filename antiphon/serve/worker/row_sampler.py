@@ -125,7 +125,7 @@ class RowSampler:
             num_prompt=start.num_prompt,
         )
         self._plain.discard(start.request_id)
-        if state.only_drawn and start.params.greedy and not start.params.min_tokens:
+        if state.only_drawn and start.params.greedy and not (state.penalised or start.params.min_tokens):
             self._plain.add(start.request_id)
         if start.params.prompt_logprobs is not None:
             self._prompts[start.request_id] = tuple(start.token_ids[: start.num_prompt])
@@ -141,7 +141,7 @@ class RowSampler:
 
     def sample(self, logits_RV: Tensor, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[Sampled]:
         """Next tokens and log-probabilities. `logits_RV` has the rows `rows_with_logits` named, in that order."""
-        draws = self.draws(steps, bitmasks) if len(steps) == logits_RV.shape[0] else None
+        draws = self.draws(steps, bitmasks, penalties=True) if len(steps) == logits_RV.shape[0] else None
         if draws is not None:
             tokens = self._operations.tokens(logits_RV, draws)
             return [Sampled(step.request_id, token) for step, token in zip(steps, tokens, strict=True)]
@@ -169,9 +169,12 @@ class RowSampler:
             result.append(Sampled(request_id, token_id, logprob, prompt_reports.get(request_id)))
         return result
 
-    def draws(self, steps: list[SequenceStep], bitmasks: dict[str, bytes]) -> list[RowDraw] | None:
-        """How the rows of these steps are drawn, one each, if neither edits nor reports concern any of them: then their
-        states need not learn of tokens. Else None, and `sample` must be asked."""
+    def draws(
+        self, steps: list[SequenceStep], bitmasks: dict[str, bytes], *, penalties: bool = False
+    ) -> list[RowDraw] | None:
+        """How the rows of these steps are drawn, one each, if neither edits nor reports concern any of them; of edits
+        only `penalties`, if allowed. Their states have learnt then what they must. Else None: `sample` must be asked.
+        """
         found: list[RowDraw] = []
         for step in steps:
             state = self._states[step.request_id]
@@ -180,6 +183,10 @@ class RowSampler:
                 return None
             if params.min_tokens and state.bans_stop_ids(index):
                 return None
+            if state.penalised:
+                if not penalties:
+                    return None
+                state.observe(step.start, step.token_ids)
             found.append(_draw(state, index))
         if bitmasks and any(step.request_id in bitmasks for step in steps):
             return None
@@ -238,17 +245,17 @@ def sample_tokens(
     if is_edited or any(state.has_edits or state.bans_stop_ids(index) for state, index in rows):
         edited_RV = logits_RV.clone()
         edit_logits(edited_RV, states, output_indices, grammar)
-        draws = [_draw(state, index) for state, index in rows]
+        draws = [_draw(state, index)._replace(counted=None) for state, index in rows]
     else:
         edited_RV = logits_RV
-        draws = [_draw(state, index)._replace(counted=state.counted) for state, index in rows]
+        draws = [_draw(state, index) for state, index in rows]
     token_ids = operations.tokens(edited_RV, draws)
     return SampledTokens(token_ids, _report(logits_RV, states, token_ids))
 
 
 def _draw(state: SamplingState, output_index: int) -> RowDraw:
     params = state.params
-    return RowDraw(params, 0.0 if params.greedy else counter_uniform(state.seed, output_index))
+    return RowDraw(params, 0.0 if params.greedy else counter_uniform(state.seed, output_index), state.counted)
 
 
 def _report(

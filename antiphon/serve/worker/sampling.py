@@ -83,7 +83,7 @@ class SamplingState:
         )
         self.allowed_ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64)
         self.has_edits = bool(params.logit_bias or params.allowed_token_ids or params.bad_words)  # and no penalties
-        self.only_drawn = not (self.has_edits or self.penalised) and params.logprobs is None
+        self.only_drawn = not self.has_edits and params.logprobs is None  # with penalties, if there are any
         self.token_counts = TokenCounts()
         self._tail: list[int] = []  # the output's last tokens, as many as the longest bad word has before its own last
         self._tail_length = max(map(len, params.bad_words), default=1) - 1
