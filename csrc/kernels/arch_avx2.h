@@ -76,6 +76,16 @@ struct Avx2 {
         return {keep_half(x.lo, lane, first, end, other.lo),
                 keep_half(x.hi, _mm256_add_epi32(lane, _mm256_set1_epi32(8)), first, end, other.hi)};
     }
+    static ANTIPHON_INLINE int store_between(float* p, F x, float first, float end) {
+        float lanes[16];
+        store(lanes, x);
+        int stored = 0;
+        for (const float lane : lanes) {
+            p[stored] = lane;
+            stored += lane >= first && lane < end;
+        }
+        return stored;
+    }
     static ANTIPHON_INLINE float reduce_add(F a) {
         const __m256 eight = _mm256_add_ps(a.lo, a.hi);
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

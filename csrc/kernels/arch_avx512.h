@@ -55,6 +55,12 @@ struct Avx512Base {
         const __mmask16 keep = static_cast<__mmask16>(((1u << end) - 1u) & ~((1u << first) - 1u));
         return _mm512_mask_blend_ps(keep, other, x);
     }
+    static ANTIPHON_INLINE int store_between(float* p, F x, float first, float end) {
+        const __mmask16 from_first = _mm512_cmp_ps_mask(x, set1(first), _CMP_GE_OQ);
+        const __mmask16 kept = _mm512_mask_cmp_ps_mask(from_first, x, set1(end), _CMP_LT_OQ);
+        store(p, _mm512_maskz_compress_ps(kept, x));
+        return __builtin_popcount(kept);
+    }
     static ANTIPHON_INLINE float reduce_add(F a) {
         const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), high_half(a));
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -114,6 +114,15 @@ struct Plain {
         ANTIPHON_LANES other.v[i] = i >= first && i < end ? x.v[i] : other.v[i];
         return other;
     }
+    // Stores the lanes that lie in [first, end) one after the other, and returns how many; all 16 places may be written.
+    static ANTIPHON_INLINE int store_between(float* p, F x, float first, float end) {
+        int stored = 0;
+        ANTIPHON_LANES {
+            p[stored] = x.v[i];
+            stored += x.v[i] >= first && x.v[i] < end;
+        }
+        return stored;
+    }
     static ANTIPHON_INLINE float reduce_add(F a) {
         for (int width = 8; width > 0; width /= 2) {
             for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];

@@ -5,13 +5,13 @@
 // 2. Weights: w = round(2^q exp(x / t - max x / t)), whole numbers with q = 53 - log2(width), the logarithm rounded up. A sum
 //    of them is exact in float64, in any order.
 // 3. Filters: the least weight that min-p, top-k and top-p keep, each of what those before it left. Ties are kept. The
-//    weight with which a sum from the largest on is complete is found by radix: the bucket of a weight is its next bits.
+//    weight with which a sum from the largest on is complete is found by halving the bits of floats.
 // 4. One uniform through the inverse of the running sum of what is left, in order of token id.
 //
 // `choose_tokens` in antiphon/serve/worker/sampling.py is the reference. Its tokens are the same for every instruction set:
 // the exponential multiplies and adds in two steps. A row without mass (NaN, or nothing but -inf) gets its largest logit.
-// Rejected: sorting, whole or of candidates (32,768 weights that all stay take five times as long); float32 sums, whose order
-// would decide which token is the last one kept.
+// Rejected: sorting; sums of buckets of exponents, whose additions wait for each other (twice as long, docs/log.md);
+// float32 sums, whose order would decide which token is the last one kept.
 #pragma once
 
 #include <bit>
@@ -25,8 +25,8 @@ namespace antiphon::kernels {
 
 constexpr int64_t draw_segment = 512;
 constexpr int mass_bits = 53;  // a sum of all weights at most
-constexpr int radix_copies = 4;  // of a bucket: neighbouring weights often fall into the same one
-constexpr int64_t most_radix_buckets = 1024;
+constexpr int turns_between_selections = 2;
+constexpr int64_t few_candidates = 128;
 
 // Functions without vectors are templates too: each instruction set compiles its own.
 
@@ -60,83 +60,65 @@ void weigh(const float* logits, int64_t width, float temperature, float largest,
     });
 }
 
-// The sum of all weights that are not below `low`. NaN if one is.
-template <class V>
+// Eight weights, as numbers that add up exactly.
+using Weights8 = float __attribute__((vector_size(32)));
+using Masses8 = double __attribute__((vector_size(64)));
+
+// The sum of all weights that are not below `low`, or how many they are. NaN if one is.
+template <class V, bool counts = false>
 double sum_from(const float* weights, int64_t width, float low) {
-    constexpr int lanes = panel_width;
-    double sums[lanes] = {};
+    Masses8 sums[2] = {};
+    const auto add = [&](const float* from, Masses8& sum) {
+        Weights8 eight;
+        std::memcpy(&eight, from, sizeof(eight));
+        const Weights8 worth = counts ? Weights8{} + 1.0f : eight;
+        sum += __builtin_convertvector(eight < low ? Weights8{} : worth, Masses8);
+    };
     int64_t i = 0;
-    for (; i + lanes <= width; i += lanes) {
-        for (int n = 0; n < lanes; ++n) sums[n] += weights[i + n] < low ? 0.0 : static_cast<double>(weights[i + n]);
+    for (; i + 16 <= width; i += 16) {
+        add(weights + i, sums[0]);
+        add(weights + i + 8, sums[1]);
     }
     double sum = 0.0;
-    for (; i < width; ++i) sum += weights[i] < low ? 0.0 : static_cast<double>(weights[i]);
-    for (const double lane : sums) sum += lane;
+    for (; i < width; ++i) sum += weights[i] < low ? 0.0 : counts ? 1.0 : static_cast<double>(weights[i]);
+    for (int lane = 0; lane < 8; ++lane) sum += sums[0][lane] + sums[1][lane];
     return sum;
 }
 
-// What is looked for among weights: `above` are as many, or as much, as those of higher buckets.
-struct RadixSearch {
-    float low;      // smaller ones do not count
-    double wanted;  // how many, or how much, from the largest on
-    double above = 0.0;
-};
-
-// Leaves in `members` those in whose bucket the search ends, and returns how many. Level 0 takes the exponent and 4 bits of
-// the fraction, level 1 the next 10, level 2 the last 9: all weights of a bucket are equal. 0: not even all are enough.
-template <class V, int level, bool counts>
-int64_t search_buckets(RadixSearch& search, const float* from, int64_t count, float* members, double* sums) {
-    constexpr int shift = level == 0 ? 19 : level == 1 ? 9 : 0;
-    constexpr uint32_t below_one = (127 << 4) - 1;  // of level 0: bucket 1 begins with the weight 1
-    constexpr int64_t num_buckets = level == 0 ? mass_bits * 16 + 2 : level == 1 ? 1024 : 512;
-    static_assert(num_buckets <= most_radix_buckets, "sums have room for that many");
-    const float low = search.low;
-    const auto bucket_of = [low](float weight) -> int64_t {
-        const uint32_t bits = std::bit_cast<uint32_t>(weight) >> shift;
-        if constexpr (level == 0) return weight < low ? 0 : bits - below_one;
-        return bits & (num_buckets - 1);
-    };
-    std::memset(sums, 0, static_cast<size_t>(num_buckets * radix_copies) * sizeof(double));
-    for (int64_t i = 0; i < count; ++i) {
-        sums[bucket_of(from[i]) * radix_copies + i % radix_copies] += counts ? 1.0 : static_cast<double>(from[i]);
-    }
-    const auto sum_of = [sums](int64_t bucket) {
-        const double* copies = sums + bucket * radix_copies;
-        return copies[0] + copies[1] + copies[2] + copies[3];
-    };
-    if constexpr (level == 0 && !counts) {
-        double total = 0.0;
-        for (int64_t bucket = 1; bucket < num_buckets; ++bucket) total += sum_of(bucket);
-        search.wanted *= total;
-    }
-    int64_t bucket = num_buckets - 1;
-    for (; bucket > 0; --bucket) {
-        const double sum = sum_of(bucket);
-        if (sum > 0.0 && search.above + sum >= search.wanted) break;
-        search.above += sum;
-    }
-    if (level == 0 && bucket == 0) return 0;
+// Copies the weights in [first, end), and returns how many. `to` may be `weights`, and has room for 16 more than it gets.
+template <class V>
+int64_t select(const float* weights, int64_t width, float first, float end, float* to) {
     int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const float weight = from[i];
-        members[kept] = weight;
-        kept += bucket_of(weight) == bucket;
-    }
+    for_lanes(width, [&](int64_t i, int lanes) {
+        const auto x = V::keep_lanes(load_lanes<V>(weights + i, lanes), 0, lanes, V::set1(end));
+        kept += V::store_between(to + kept, x, first, end);
+    });
     return kept;
 }
 
 // `low`, or the weight with which those of at least `low`, from the largest on, are `wanted` in number, or `wanted` of their
-// sum if not `counts`.
+// sum if not `counts`. `largest`: of all. Positive floats are ordered as their bits are, so these are halved; candidates
+// become fewer meanwhile.
 template <class V, bool counts>
-float raise_threshold(const float* weights, int64_t width, float low, double wanted) {
-    float* members = Scratch::get<float>(ScratchUse::activations, static_cast<size_t>(width));
-    double* sums = Scratch::get<double>(ScratchUse::sums, most_radix_buckets * radix_copies);
-    RadixSearch search{low > 1.0f ? low : 1.0f, wanted};  // a weight of 0 is not worth a look
-    int64_t count = search_buckets<V, 0, counts>(search, weights, width, members, sums);
-    if (count == 0) return low;
-    count = search_buckets<V, 1, counts>(search, members, count, members, sums);
-    search_buckets<V, 2, counts>(search, members, count, members, sums);
-    return members[0];
+float raise_threshold(const float* weights, int64_t width, float low, float largest, double wanted) {
+    uint32_t first = std::bit_cast<uint32_t>(low > 1.0f ? low : 1.0f);  // smaller ones weigh nothing
+    uint32_t end = std::bit_cast<uint32_t>(largest) + 1;
+    const auto sum = [&](uint32_t from) { return sum_from<V, counts>(weights, width, std::bit_cast<float>(from)); };
+    const double all = sum(first);
+    if (!counts) wanted *= all;
+    if (all < wanted) return low;
+    float* candidates = Scratch::get<float>(ScratchUse::activations, static_cast<size_t>(width) + panel_width);
+    double above = 0.0;  // of those that are no candidates any more
+    for (int turn = 1; end - first > 1; ++turn) {
+        const uint32_t middle = first + (end - first) / 2;
+        (above + sum(middle) >= wanted ? first : end) = middle;
+        if (turn % turns_between_selections == 0 && width > few_candidates) {
+            above += sum(end);
+            width = select<V>(weights, width, std::bit_cast<float>(first), std::bit_cast<float>(end), candidates);
+            weights = candidates;
+        }
+    }
+    return std::bit_cast<float>(first);
 }
 
 // The first token at which the running sum of weights that are not below `low` exceeds `target`, which is less than their sum.
@@ -171,9 +153,9 @@ int64_t choose_token(const float* logits, int64_t width, const RowChoice& row) {
     if (!(total > 0.0)) return best.index;
     float low = scale * row.min_p;
     if (row.top_k > 0 && row.top_k < width) {
-        low = raise_threshold<V, true>(weights, width, low, static_cast<double>(row.top_k));
+        low = raise_threshold<V, true>(weights, width, low, scale, static_cast<double>(row.top_k));
     }
-    if (row.top_p < 1.0) low = raise_threshold<V, false>(weights, width, low, row.top_p);
+    if (row.top_p < 1.0) low = raise_threshold<V, false>(weights, width, low, scale, row.top_p);
     const double left = low > 0.0f ? sum_from<V>(weights, width, low) : total;
     return draw_from<V>(weights, width, low, row.uniform * left);
 }

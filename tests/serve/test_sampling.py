@@ -249,7 +249,7 @@ def test_weights_are_probabilities(scale: float) -> None:
     assert float(weights.double().sum(1).max()) <= 2.0**53
     expected = torch.softmax(logits.double() / 0.7, dim=1)
     found = weights.double() / weights.double().sum(1, keepdim=True)
-    torch.testing.assert_close(found, expected, rtol=3e-6, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=3e-5, atol=1e-12)
 
 
 def test_ties_with_the_last_token_kept_are_kept() -> None:
