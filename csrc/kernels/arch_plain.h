@@ -114,7 +114,7 @@ struct Plain {
         ANTIPHON_LANES other.v[i] = i >= first && i < end ? x.v[i] : other.v[i];
         return other;
     }
-    // Stores the lanes that lie in [first, end) one after the other, and returns how many; all 16 places may be written.
+    // Stores the lanes in [first, end) one after the other, and returns how many; all 16 places may be written.
     static ANTIPHON_INLINE int store_between(float* p, F x, float first, float end) {
         int stored = 0;
         ANTIPHON_LANES {

@@ -2,16 +2,16 @@
 // softmax(logits / temperature).
 //
 // 1. Penalties, on a copy of the row.
-// 2. Weights: w = round(2^q exp(x / t - max x / t)), whole numbers with q = 53 - log2(width), the logarithm rounded up. A sum
-//    of them is exact in float64, in any order.
+// 2. Weights: w = round(2^q exp(x / t - max x / t)), whole numbers with q = 53 - log2(width), the logarithm rounded up.
+//    A sum of them is exact in float64, in any order.
 // 3. Filters: the least weight that min-p, top-k and top-p keep, each of what those before it left. Ties are kept. The
 //    weight with which a sum from the largest on is complete is found by halving the bits of floats.
 // 4. One uniform through the inverse of the running sum of what is left, in order of token id.
 //
-// `choose_tokens` in antiphon/serve/worker/sampling.py is the reference. Its tokens are the same for every instruction set:
-// the exponential multiplies and adds in two steps. A row without mass (NaN, or nothing but -inf) gets its largest logit.
-// Rejected: sorting; sums of buckets of exponents, whose additions wait for each other (twice as long, docs/log.md);
-// float32 sums, whose order would decide which token is the last one kept.
+// `choose_tokens` in antiphon/serve/worker/sampling.py is the reference. Its tokens are those of every instruction set:
+// the exponential multiplies and adds in two steps. A row without mass (NaN, or nothing but -inf) gets its largest
+// logit. Rejected: sorting; sums of buckets of exponents, whose additions wait for each other (twice as long,
+// docs/log.md); float32 sums, whose order would decide which token is the last one kept.
 #pragma once
 
 #include <bit>
@@ -85,7 +85,7 @@ double sum_from(const float* weights, int64_t width, float low) {
     return sum;
 }
 
-// Copies the weights in [first, end), and returns how many. `to` may be `weights`, and has room for 16 more than it gets.
+// Copies the weights in [first, end), and returns how many. `to` may be `weights`, and has room for 16 more.
 template <class V>
 int64_t select(const float* weights, int64_t width, float first, float end, float* to) {
     int64_t kept = 0;
@@ -96,9 +96,9 @@ int64_t select(const float* weights, int64_t width, float first, float end, floa
     return kept;
 }
 
-// `low`, or the weight with which those of at least `low`, from the largest on, are `wanted` in number, or `wanted` of their
-// sum if not `counts`. `largest`: of all. Positive floats are ordered as their bits are, so these are halved; candidates
-// become fewer meanwhile.
+// `low`, or the weight with which those of at least `low`, from the largest on, are `wanted` in number, or `wanted` of
+// their sum if not `counts`. `largest`: of all. Positive floats are ordered as their bits are, so these are halved;
+// candidates become fewer meanwhile.
 template <class V, bool counts>
 float raise_threshold(const float* weights, int64_t width, float low, float largest, double wanted) {
     uint32_t first = std::bit_cast<uint32_t>(low > 1.0f ? low : 1.0f);  // smaller ones weigh nothing
@@ -121,7 +121,8 @@ float raise_threshold(const float* weights, int64_t width, float low, float larg
     return std::bit_cast<float>(first);
 }
 
-// The first token at which the running sum of weights that are not below `low` exceeds `target`, which is less than their sum.
+// The first token at which the running sum of weights that are not below `low` exceeds `target`, which is less than
+// all of them.
 template <class V>
 int64_t draw_from(const float* weights, int64_t width, float low, double target) {
     double before = 0.0;
