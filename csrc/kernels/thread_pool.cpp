@@ -22,16 +22,22 @@ constexpr int spins_before_yield = 512;
 #if defined(__linux__)
 int current_core() { return sched_getcpu(); }
 
-// Leaves the current thread every core it may use but one.
-void avoid_core(int core) {
-    cpu_set_t set;
-    if (core < 0 || pthread_getaffinity_np(pthread_self(), sizeof(set), &set) != 0) return;
+cpu_set_t allowed_cores;  // of the thread that spawned the workers
+
+void note_allowed_cores() {
+    if (pthread_getaffinity_np(pthread_self(), sizeof(allowed_cores), &allowed_cores) != 0) CPU_ZERO(&allowed_cores);
+}
+
+// Leaves a worker every allowed core but one.
+void avoid_core(std::thread::native_handle_type worker, int core) {
+    cpu_set_t set = allowed_cores;
     CPU_CLR(core, &set);
-    if (CPU_COUNT(&set) > 0) pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+    if (CPU_COUNT(&set) > 0) pthread_setaffinity_np(worker, sizeof(set), &set);
 }
 #else
 int current_core() { return -1; }
-void avoid_core(int) {}
+void note_allowed_cores() {}
+void avoid_core(std::thread::native_handle_type, int) {}
 #endif
 
 }  // namespace
@@ -54,6 +60,7 @@ void ThreadPool::after_fork_in_child() {
     ThreadPool& pool = instance();
     new (&pool.owner_) std::mutex();
     pool.spawned_ = 1;
+    pool.workers_.clear();
     pool.gate_.store(0);
     pool.sleepers_.store(0);
 }
@@ -76,19 +83,29 @@ void ThreadPool::release_core() {
 void ThreadPool::stop() {
     generation_.fetch_add(1);
     spawned_ = 1;
+    workers_.clear();
     store_wake_u32(&epoch_, epoch_ + 1);
 }
 
 void ThreadPool::spawn() {
     const uint32_t generation = generation_.load();
+    note_allowed_cores();
     for (; spawned_ < wanted_; ++spawned_) {
-        std::thread(&ThreadPool::worker, this, spawned_, generation, epoch_, current_core()).detach();
+        std::thread worker(&ThreadPool::worker, this, spawned_, generation, epoch_);
+        workers_.push_back(worker.native_handle());
+        worker.detach();
     }
+    avoided_core_ = -1;
 }
 
-void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch, int caller_core) {
-    // A woken thread is often put on its waker's core, which is busy: it would wait for a time slice there.
-    avoid_core(caller_core);
+void ThreadPool::keep_off_callers_core() {
+    const int core = current_core();
+    if (core == avoided_core_) return;
+    avoided_core_ = core;
+    for (const auto worker : workers_) avoid_core(worker, core);
+}
+
+void ThreadPool::worker(int thread, uint32_t generation, uint32_t seen_epoch) {
     while (true) {
         const bool sleeps_now = thread == 1 && core_released_.load(std::memory_order_relaxed);
         const int64_t spin_ns = sleeps_now ? 0 : spin_ns_.load(std::memory_order_relaxed);
@@ -109,6 +126,7 @@ void ThreadPool::run(int64_t num_items, Order order, Entry entry, void* region) 
     if (num_items <= 0) return;
     if (wanted_ == 1 || num_items == 1 || works_alone || !owner_.try_lock()) return entry(region, -1, num_items);
     if (spawned_ < wanted_) spawn();
+    keep_off_callers_core();
     entry_ = entry;
     region_ = region;
     num_items_ = num_items;

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <thread>
+#include <vector>
 
 namespace antiphon::kernels {
 
@@ -86,11 +88,16 @@ class ThreadPool {
     int64_t take_next(int64_t num_items);
     void spawn();
     void stop();
-    void worker(int thread, uint32_t generation, uint32_t seen_epoch, int caller_core);
+    // A woken worker is often put on its waker's core, or the system moves the caller to a worker's: one would wait there
+    // for a time slice of the other.
+    void keep_off_callers_core();
+    void worker(int thread, uint32_t generation, uint32_t seen_epoch);
     static void after_fork_in_child();
 
     int wanted_ = 1;
     int spawned_ = 1;
+    std::vector<std::thread::native_handle_type> workers_;
+    int avoided_core_ = -1;  // that of the last region's caller: workers stay off it
     std::mutex owner_;  // held by the thread that runs a region; a second caller works alone
     std::atomic<int64_t> spin_ns_{150'000};
     std::atomic<bool> core_released_{false};

@@ -155,3 +155,21 @@ def test_one_spinning_worker_sleeps_at_once_until_the_next_kernel() -> None:
     finally:
         _native.set_spin_ns(150_000)
         _native.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity of threads")
+def test_workers_leave_the_core_of_a_caller_that_moves() -> None:
+    before, others, allowed = _native.num_threads(), thread_ids(), os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("needs two cores")
+    _native.set_num_threads(2)
+    try:
+        expected = product(2)
+        (worker,) = thread_ids() - others
+        for core in (*sorted(allowed), min(allowed)):
+            os.sched_setaffinity(0, {core})
+            assert torch.equal(product(2), expected)
+            assert os.sched_getaffinity(int(worker)) == allowed - {core}
+    finally:
+        os.sched_setaffinity(0, allowed)
+        _native.set_num_threads(before)
