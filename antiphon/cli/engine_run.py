@@ -240,7 +240,7 @@ def plan_lines(served: ServedPlan, machine: str) -> str:
     if predicted.tokens_per_s:
         promises.append(f"{predicted.tokens_per_s:,.0f} tokens/s")
     said = f"predicts {' and '.join(promises)}" if promises else "predicts nothing"
-    notes = list(served.notes)
+    notes = [*served.notes, *(() if served.prefill is None else served.prefill.notes)]
     if others := [device for device in served.devices if device not in machine]:
         notes.append(f"planned for {', '.join(others)}: what it predicts is not of this machine")
     return "\n".join([f"  plan      {served.file}: {said}", *(f"            {note}" for note in notes)])

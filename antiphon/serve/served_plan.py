@@ -8,7 +8,8 @@ and the text of a layout (`parse_layout`).
    prefill phase as well, that becomes a pool of workers for prompts
 2. its parallel sizes are ones the engine has: stages where attention and experts share devices, experts whole on one
    worker or on each of its ranks
-3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker
+3. its expert fractions become owners; its batch becomes the limit of running requests per attention worker, its
+   `step_tokens` that of rows of a step
 
 What the engine does differently without being wrong (rows are split by load, whatever the fractions) is a note, which
 the caller shows. Rejected: running the nearest thing to a plan that cannot be run. The prediction beside it would then
@@ -25,7 +26,7 @@ prefill and decode are apart there are two layouts. Rejected: every option once 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from antiphon.base.errors import UserError
 from antiphon.comm.two_level.levels import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
-from antiphon.serve.config import Layout, ServeConfig
+from antiphon.serve.config import MAX_BATCH_TOKENS, Layout, ServeConfig
 from antiphon.specs.cluster import NodeGroup, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -143,7 +144,13 @@ def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
             f"{file} plans {phases} only: serving needs a phase that decodes, plan with --phase decode, both or serve"
         )
     check_planned_for(spec, plan.model_config, plan.model, file)
-    served = _served_phase(plan, phase, spec, file)
+    served = replace(_served_phase(plan, phase, spec, file), max_batch_tokens=phase.step_tokens or 0)
+    for what, rows in (("batch", served.max_running), ("step_tokens", served.max_batch_tokens)):
+        if rows > MAX_BATCH_TOKENS:
+            raise UserError(
+                f"{file} has a {what} of {rows:,} on each attention worker: a step has at most {MAX_BATCH_TOKENS:,} "
+                "rows, plan with a smaller one (--pin batch=N)"
+            )
     prefill = plan.phases.get("prefill")
     if prefill is None:
         return served
@@ -173,8 +180,11 @@ def _served_phase(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> 
 def _prefill_pool(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
     """A prefill phase's batch counts tokens: rows of a step, not requests."""
     served = _served_phase(plan, phase, spec, file)
-    running = min(served.max_running, _MOST_PREFILLS)
-    return replace(served, max_running=running, max_batch_tokens=max(served.max_running, MIN_BATCH_TOKENS))
+    running, rows = min(served.max_running, _MOST_PREFILLS), max(served.max_running, MIN_BATCH_TOKENS)
+    notes = served.notes
+    if rows > MAX_BATCH_TOKENS:
+        notes += (f"passes of {rows:,} tokens in the plan; here a step has at most {MAX_BATCH_TOKENS:,}",)
+    return replace(served, max_running=running, max_batch_tokens=min(rows, MAX_BATCH_TOKENS), notes=notes)
 
 
 def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None:
@@ -294,7 +304,7 @@ def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement
     sizes = phase.parallel
     num_workers = sizes.expert_workers if phase.layout == "disaggregated" else sizes.expert_ep
     if idle := set(range(num_workers)) - {worker for workers in owners for worker in workers}:
-        raise UserError(f"{file}: expert workers {sorted(idle)} hold no expert: use at most {len(owners)} workers")
+        raise UserError(f"{file}: expert workers [{_first(idle)}] hold no expert: use at most {len(owners)} workers")
     try:
         return ExpertPlacement(num_workers, dict.fromkeys(spec.expert_layers, owners))
     except UserError as error:
@@ -333,8 +343,14 @@ def _uneven_replicas(phase: PhasePlan) -> tuple[str, ...]:
     ]
     if not uneven:
         return ()
-    first = ", ".join(map(str, uneven[:5])) + (", …" if len(uneven) > 5 else "")
-    return (f"experts {first} have uneven fractions in the plan; here rows are split by the load of each step",)
+    return (
+        f"experts {_first(uneven)} have uneven fractions in the plan; here rows are split by the load of each step",
+    )
+
+
+def _first(numbers: Collection[int]) -> str:
+    """The first five of them; there may be thousands."""
+    return ", ".join(map(str, sorted(numbers)[:5])) + (", …" if len(numbers) > 5 else "")
 
 
 def _num_owners(shares: tuple[tuple[int, float], ...]) -> int:

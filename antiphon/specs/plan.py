@@ -269,8 +269,8 @@ def _shares(workers: Any, expert: str, num_workers: int) -> tuple[tuple[int, flo
     if not isinstance(workers, Mapping):
         raise UserError(f"{expert} is {describe(workers)}: it must be an object with a key for each of its workers")
     for worker, share in workers.items():
-        if not worker.isdecimal() or str(int(worker)) != worker or int(worker) >= num_workers:
-            raise UserError(f"{expert}: worker {worker!r} does not exist: use 0 to {num_workers - 1}")
+        if not worker.isdecimal() or len(worker) > 9 or str(int(worker)) != worker or int(worker) >= num_workers:
+            raise UserError(f"{expert}: worker {worker[:20]!r} does not exist: use 0 to {num_workers - 1}")
         if not is_number(share) or share <= 0:
             raise UserError(f"{expert}: the share of worker {worker} is {describe(share)}: it must be a number above 0")
     if abs(sum(workers.values()) - 1) > FRACTION_TOLERANCE:

@@ -128,6 +128,19 @@ def test_a_plan_with_both_phases_is_served_by_two_pools() -> None:
     assert served.prefill.max_running == 256
 
 
+def test_the_rows_of_a_plans_steps_are_obeyed() -> None:
+    served = served_plan_of(replace(plan(TOGETHER), phases={"serve": replace(TOGETHER, step_tokens=512)}), SPEC, FILE)
+    assert served.max_batch_tokens == 512
+
+
+def test_passes_longer_than_a_step_may_be_are_cut_and_said() -> None:
+    phases = {"decode": APART, "prefill": replace(TOGETHER, num_instances=3, batch=3 << 20)}
+    served = served_plan_of(replace(plan(APART), phases=phases), SPEC, FILE)
+    assert served.prefill is not None
+    assert served.prefill.max_batch_tokens == 1 << 20
+    assert served.prefill.notes[-1] == "passes of 3,145,728 tokens in the plan; here a step has at most 1,048,576"
+
+
 def over(num_nodes: int, devices_per_node: int, phase: PhasePlan) -> tuple[int, int, int]:
     """Who joins if this is served on such nodes."""
     core = device("this-core", kind="cpu", scale_up_domain=devices_per_node)
@@ -240,6 +253,16 @@ REFUSED: list[tuple[Plan, str]] = [
         "plan.json: expert workers [2] hold no expert: use at most 5 workers",
     ),
     (plan(replace(APART, micro_batches=65)), "plan.json has 65 micro-batches: it must be 1 to 64"),
+    (
+        plan(replace(APART, batch=3 << 21)),
+        "plan.json has a batch of 2,097,152 on each attention worker: a step has at most 1,048,576 rows, plan with a "
+        "smaller one (--pin batch=N)",
+    ),
+    (
+        plan(replace(APART, step_tokens=1 << 21)),
+        "plan.json has a step_tokens of 2,097,152 on each attention worker: a step has at most 1,048,576 rows, plan "
+        "with a smaller one (--pin batch=N)",
+    ),
     (plan(replace(APART, batch=0)), "plan.json has a batch of 0: it must be at least 1"),
     (
         plan(whole(expert_ep=2)),
