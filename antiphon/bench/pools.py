@@ -102,13 +102,15 @@ class PoolsCase:
 
 @dataclass
 class _PoolRun:
-    """One engine under one mix. `prompts_s`: how long long prompts kept coming; `exposed_s`: of their prefill, what was
+    """One engine under one mix. `prompts_s`: how long long prompts kept coming; `engine_share`: of a core, what the
+    engine's threads used; `exposed_s`: of their prefill, what was
     waiting for keys and values to leave; `core_waits`: of the machine, right after it; `machines`: before and after."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     took_s: float = 0.0
     prompts_s: float = 0.0
+    engine_share: float = 0.0
     exposed_s: float = 0.0
     core_waits: CoreWaits | None = None
     machines: tuple[MeasuredMachine, ...] = ()
@@ -177,7 +179,7 @@ def _contest(
     configs = _configs(model, lengths, case, box)
 
     def measure_now() -> MeasuredMachine:
-        return read or MeasuredMachine.measured(next(iter(configs.values())), case.mbit)
+        return read or MeasuredMachine.measured(list(configs.values()), case.mbit)
 
     rows = []
     with ExitStack() as stack:
@@ -196,7 +198,10 @@ def _contest(
             for engine in engines.values():
                 _run_alone(engine, tokens, case, None)
             around = None if case.profile is None else MeasuredAround(measure_now)
-            turns = {name: partial(_run_alone, engine, tokens, case, around) for name, engine in engines.items()}
+            turns = {
+                name: partial(_run_alone, engine, tokens, case, around, is_beside=_plans_ahead(configs[name]))
+                for name, engine in engines.items()
+            }
             runs = take_turns(turns, case.repetitions)
             rows += [
                 _row(name, configs[name], tokens, runs[name], case)
@@ -259,6 +264,11 @@ def _sized(config: ServeConfig, model: Path, case: PoolsCase) -> ServeConfig:
     return replace(config, kv_bytes=kv_bytes, prefill=pool)
 
 
+def _plans_ahead(config: ServeConfig) -> bool:
+    """The engine's work for a step is beside the worker's, in the pool that decodes."""
+    return config.layout == "colocated" and config.attention_ranks == 1
+
+
 def _send_workers(box: Box, config: ServeConfig, log: Path, stack: ExitStack) -> None:
     """Start what joins the engine of `config` from node 1; it waits until that listens."""
     role = "attention" if config.joined_experts else "replica"
@@ -268,9 +278,15 @@ def _send_workers(box: Box, config: ServeConfig, log: Path, stack: ExitStack) ->
 
 
 def _run_alone(
-    engine: Engine, tokens: int, case: PoolsCase, around: MeasuredAround[MeasuredMachine] | None
+    engine: Engine,
+    tokens: int,
+    case: PoolsCase,
+    around: MeasuredAround[MeasuredMachine] | None,
+    *,
+    is_beside: bool = False,
 ) -> _PoolRun:
-    """`around`: the machine before and after it is noted, and waits for cores are measured."""
+    """`around`: the machine before and after it is noted, and waits for cores are measured. `is_beside`: the engine
+    plans steps while others run."""
     before = None if around is None else around.before()
     engine.resume_workers()
     try:
@@ -279,8 +295,9 @@ def _run_alone(
         engine.pause_workers()
     if around is not None and before is not None:
         if found.itl_s:
-            turn_s = float(before.profile.turn_s(case.answers))
-            found.core_waits = measure_core_waits(_WAITS_S, period_s=median(found.itl_s), turn_s=turn_s)
+            period_s = median(found.itl_s)
+            turn_s = found.engine_share * period_s if is_beside else float(before.profile.turn_s(case.answers))
+            found.core_waits = measure_core_waits(_WAITS_S, period_s=period_s, turn_s=turn_s, is_beside=is_beside)
         found.machines = around.after()
     return found
 
@@ -295,6 +312,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
     for index in range(case.answers):
         engine.submit_to(sink, f"answer-{index}", _fresh_prompt(engine, _SHORT_TOKENS), _greedy(case.output_tokens))
     started_s = first_long_s = time.perf_counter()
+    used_s = time.process_time()
     for output in sink.outputs(1 << 62):
         now_s = time.perf_counter()
         if output.error is not None:
@@ -315,6 +333,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             sent_s[long_id] = now_s
             engine.submit_to(sink, long_id, _fresh_prompt(engine, tokens), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
+    found.engine_share = (time.process_time() - used_s) / found.took_s
     found.prompts_s = time.perf_counter() - first_long_s
     found.exposed_s = engine.stats().handovers.exposed_s - exposed_s
     _end_all(engine)

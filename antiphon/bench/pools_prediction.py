@@ -26,11 +26,13 @@ from antiphon.cost.profile import Profile, read_serving_profile
 from antiphon.models.config import load_model_spec, read_config, refuse_other_model
 from antiphon.planner.setting import Setting
 from antiphon.serve.config import ServeConfig
+from antiphon.serve.policy.request import rows_for_cost
 from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serving_options import Demand, ServingOptions
 from antiphon.specs.cluster import ClusterSpec, load_cluster
+from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
@@ -60,17 +62,24 @@ class MeasuredMachine:
         return cls._of(read_serving_profile(file), cluster, mbit)
 
     @classmethod
-    def measured(cls, config: ServeConfig, mbit: float | None) -> Self:
-        """This machine now, with a worker's threads, for answers and pieces of prompts as large as `config` lets them
-        be. Blocks for some seconds. `UserError` if the machine is at fault."""
+    def measured(cls, configs: Sequence[ServeConfig], mbit: float | None) -> Self:
+        """This machine now, for servers with the same limits: with a worker's threads, as many answers as there may be,
+        the first piece of a prompt and one in its middle. Blocks for some seconds. `UserError` if the machine is at
+        fault."""
+        config = configs[0]
         spec = load_model_spec(config.model)
-        longest, piece = config.context_length(spec), config.max_batch_tokens
+        longest, ratio = config.context_length(spec), context_tokens_per_row(spec)
+        first, middle = (
+            max(64, min(longest, int(rows_for_cost(start, config.max_batch_tokens, ratio))))
+            for start in (0, longest // 2)
+        )
         effort = replace(
             QUICK,
-            prompts=(64, 512, piece),
-            later_piece=(512, longest),
+            prompts=tuple(sorted({64, middle, first // 2, first})),
+            later_piece=(middle, longest // 2),
             contexts=(64, 512),
             beside_rows=(),
+            in_turn=all(pool.layout == "colocated" for each in configs for pool in each.pools),
             point_s=_POINT_S,
         )
         wanted = Wanted(

@@ -4,7 +4,8 @@
 2. The first of them wakes a thread of this process after each `period_s`, as a worker's result wakes the engine. That
    computes for `turn_s`, and wakes the one that called, as the engine wakes who reads its outputs. How late both run is
    a wake.
-3. What these threads take from a program is no stall: who asks has the engine's turns in the steps' times.
+3. What these threads take from a program is a stall where the engine works beside the steps (`is_beside`). Else it is
+   none: who asks has the engine's turns in the steps' times.
 
 Rejected: the operating system's own counts (`schedstat`). They give sums, and here the slowest hundredth matters; what
 a hypervisor takes is not in them at all.
@@ -48,7 +49,7 @@ print(json.dumps(stalls))
 """
 
 
-def measure_core_waits(seconds: float, *, period_s: float, turn_s: float) -> CoreWaits:
+def measure_core_waits(seconds: float, *, period_s: float, turn_s: float, is_beside: bool = False) -> CoreWaits:
     """Computes on all cores of this process for so long. `UserError` if the programs do not end."""
     cores = sorted(os.sched_getaffinity(0))
     heard, news = os.pipe()
@@ -71,7 +72,7 @@ def measure_core_waits(seconds: float, *, period_s: float, turn_s: float) -> Cor
         if news >= 0:
             os.close(news)
         engine.close()
-    left_s = [_without(stall, turns) * 1e-9 for each in stalls for stall in each]
+    left_s = [_without(stall, [] if is_beside else turns) * 1e-9 for each in stalls for stall in each]
     counted_s = tuple(stall_s for stall_s in left_s if stall_s > _LEAST_NS * 1e-9)
     return CoreWaits(
         stalls_per_s=len(counted_s) / (seconds * len(cores)),

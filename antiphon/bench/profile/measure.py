@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Self
+from typing import Literal, Self
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError, UserError
@@ -44,8 +44,8 @@ class Effort:
     and those before it; `contexts`: a short and a long one, in tokens; `beside_rows`: sizes at which two workers run
     beside each other, maybe none. Of training: `sequences` of a micro-batch, `training_steps` of each, `sum_bytes` that
     are summed over ranks. `point_s`: time for one figure. `together`: whether an engine of several workers is started,
-    to see what each further one adds to the engine's turn. `host_requests` over HTTP at each of `host_streams` at once.
-    """
+    to see what each further one adds to the engine's turn. `in_turn`: workers have attention and all experts, whatever
+    their threads. `host_requests` over HTTP at each of `host_streams` at once."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (32, 128, 512, 2048)
@@ -65,6 +65,7 @@ class Effort:
     host_streams: tuple[int, ...] = (1, 8, 32)
     limit_passes: int = 3
     together: bool = True
+    in_turn: bool = False
 
     def bounded(self, max_rows: int, max_context: int) -> Self:
         """The same within what is wanted and what the model's context allows. `UserError` where nothing is left."""
@@ -177,7 +178,7 @@ class Bench:
     def held_counts(self, num_threads: int) -> list[int]:
         """All experts on one worker, a half, a quarter. A worker with all of several cores is alone and holds all."""
         num_experts = self.spec.router.num_experts
-        if num_threads == len(self.cores) > 1:
+        if num_threads == len(self.cores) > 1 or self.effort.in_turn:
             return [num_experts]
         return sorted({num_experts, -(-num_experts // 2), -(-num_experts // 4)})
 
@@ -191,15 +192,16 @@ def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
     """One worker with this many threads and no other worker beside it. With all cores it is the colocated worker, whose
     attention and experts take turns in the caches; with fewer, each is timed alone, as when the other is somewhere
     else."""
-    everything = num_threads == len(bench.cores)
+    everything = num_threads == len(bench.cores) or bench.effort.in_turn
     handle.ask("settle", num_threads, bench.cores[:num_threads])
     effort, spec = bench.effort, bench.spec
     short = effort.contexts[0]
     all_held = spec.router.num_experts
+    kind: Literal["colocated", "attention"] = "colocated" if everything else "attention"
     attention, per_context, head, step = {}, {}, {}, {}
     experts: dict[int, dict[int, float]] = {held: {} for held in bench.held_counts(num_threads)}
     for rows in bench.rows:
-        near = bench.time(handle, RigWork(kind="colocated" if everything else "attention", rows=rows, context=short))
+        near = bench.time(handle, RigWork(kind=kind, rows=rows, context=short))
         long = bench.long_context(rows)
         far = bench.time(handle, RigWork(kind="attention", rows=rows, context=long))
         alone = near if not everything else bench.time(handle, RigWork(kind="attention", rows=rows, context=short))
@@ -212,15 +214,16 @@ def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
         bench.advance()
     prompt = {}
     for tokens in effort.prompts:
-        work = RigWork(kind="attention", rows=1, prompt_tokens=tokens)
-        prompt[tokens] = median(bench.time(handle, work).attention)
+        both = bench.time(handle, RigWork(kind=kind, rows=1, prompt_tokens=tokens))
+        prompt[tokens] = median(both.attention)
         for held, by_rows in experts.items() if tokens > max(bench.rows) else ():
             work = RigWork(kind="experts", rows=1, num_held=held, prompt_tokens=tokens)
-            by_rows[tokens] = median(bench.time(handle, work).experts)
+            in_turn = everything and held == all_held
+            by_rows[tokens] = median((both if in_turn else bench.time(handle, work)).experts)
         bench.advance()
     per_cached_s = None
     if (piece := bench.later_piece)[0]:
-        work = RigWork(kind="attention", rows=1, prompt_tokens=piece[0], cached_tokens=piece[1])
+        work = RigWork(kind=kind, rows=1, prompt_tokens=piece[0], cached_tokens=piece[1])
         later_s = median(bench.time(handle, work).attention)
         per_cached_s = max(0.0, later_s - prompt[piece[0]]) / (piece[0] * piece[1])
     return ThreadTimes(
