@@ -6,6 +6,7 @@ is read.
 
 import atexit
 import gc
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -81,7 +82,15 @@ def main() -> None:
         _check_working_folder()
         return app(arguments, prog_name="antiphon", standalone_mode=False)
 
-    sys.exit(run_command(run, debug=DEBUG in sys.argv[1:]))
+    code = run_command(run, debug=DEBUG in sys.argv[1:])
+    atexit.register(_let_interrupts_end)
+    sys.exit(code)
+
+
+def _let_interrupts_end() -> None:
+    """All is done. Ctrl-C ends what is left, which libraries do at the end, without their tracebacks."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _check_working_folder() -> None:

@@ -267,7 +267,7 @@ def changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]
                 raise UserError(f"--model-set {text!r}: {section} is {brief(place)}, not a section with keys")
         try:
             place[last] = json.loads(written)
-        except ValueError:
+        except (ValueError, RecursionError):
             place[last] = written.strip()
     return dict(result)
 

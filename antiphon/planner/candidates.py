@@ -39,6 +39,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import (
     LAYOUTS,
     MAX_ATTENTION_WORKERS,
+    MAX_BATCH,
     MAX_MICRO_BATCHES,
     DeviceUse,
     Layout,
@@ -63,7 +64,6 @@ PIN_NAMES = {
     "batch": "batch",
 }
 SHORT_NAMES = {"tp": "attention.tp", "dp": "attention.dp", "ep": "experts.ep"}
-MOST_PINNED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +273,8 @@ def pinned_numbers(texts: Sequence[str], known: Collection[str], short: Mapping[
         name = short.get(name.strip(), name.strip())
         if name not in known:
             raise UserError(f"--pin {text!r}: {name!r} is none of {', '.join(known)}")
-        if not (written.strip().isdecimal() and 1 <= int(written) <= MOST_PINNED):
-            raise UserError(f"--pin {text!r}: write a whole number from 1 to {MOST_PINNED:,}, for example {name}=4")
+        if not (written.strip().isdecimal() and 1 <= int(written) <= MAX_BATCH):
+            raise UserError(f"--pin {text!r}: write a whole number from 1 to {MAX_BATCH:,}, for example {name}=4")
         if name in found:
             raise UserError(f"--pin {text!r}: {name} is given twice: leave one of them out")
         found[name] = int(written)

@@ -102,7 +102,8 @@ def _decode_at(setting: Setting, candidates: Candidates, instances: IntArray) ->
         each = mean_in_flight(in_flight, lengths.tail_z) / tpot_s
         used, too_few = used_instances(setting, tokens, each, instances)
         tokens_per_s = np.where(too_few, each * used, tokens)
-    load = tokens_per_s / (capacity * used)
+    with np.errstate(invalid="ignore"):  # nan where nothing can be run
+        load = tokens_per_s / (capacity * used)
     wait_s = place_wait_s(in_flight, load, lengths.output * tpot_s)
     known = {} if workload.requests_per_s is None else {"queueing_s": wait_s}
     why_not = np.where(too_slow, TPOT, np.where(too_few, RATE, 0))

@@ -158,7 +158,7 @@ def _config(name: PhaseName, phase: PhasePlan, setting: Setting, demand: Demand,
     longest = np.sort(blocks_of(demand.input_tokens + demand.output_tokens, BLOCK_SIZE))[::-1][:max_running]
     most, allowed = setting.model.max_position, setting.workload.max_length
     return SchedulerConfig(
-        num_blocks=min(total_blocks, int(longest.sum()) + reserved + max_running),
+        num_blocks=min(total_blocks, int(longest.sum()) + reserved + len(longest)),
         block_size=BLOCK_SIZE,
         max_model_len=most if allowed is None else min(most, allowed),
         max_batch_tokens=per_worker if name == "prefill" else max(SchedulerConfig.max_batch_tokens, per_worker),

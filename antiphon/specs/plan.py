@@ -57,6 +57,7 @@ MAX_MICRO_BATCHES = 64  # of a phase
 MAX_ATTENTION_WORKERS = 64  # a batch names its participants in the bits of one word
 MAX_INSTANCES = 64
 MAX_DEGREE = 1 << 20  # of a plan, for clusters of a million devices
+MAX_BATCH = 10**9  # more is a slip of the finger
 Degree = Annotated[Whole, Field(ge=1, le=MAX_DEGREE)]
 
 
@@ -143,9 +144,9 @@ class PhasePlan:
 
     layout: Layout
     parallel: Parallel
-    num_instances: Count = 1
+    num_instances: Degree = 1
     micro_batches: Count
-    batch: Count
+    batch: Annotated[Whole, Field(ge=1, le=MAX_BATCH)]
     step_tokens: Count | None = None
     two_batches: Flag = False
     collectives: Collectives = "auto"

@@ -32,12 +32,12 @@ from antiphon.base.errors import UserError
 from antiphon.specs.catalog import LISTED, shipped_file
 from antiphon.specs.checked import (
     Count,
-    CountFromZero,
     NotNegative,
     Number,
     Positive,
     Share,
     Text,
+    Whole,
     checked,
     describe,
     is_number,
@@ -47,6 +47,8 @@ from antiphon.specs.checked import (
     read_mapping,
     read_text,
 )
+
+MOST_DRAFTS = 1000  # rates of so many are written out
 
 LENGTHS = ("input_tokens", "output_tokens")
 
@@ -196,7 +198,7 @@ class WorkloadSpec:
     max_batch: Count | None = None
     max_length: Count | None = None
     prefix_hit: Annotated[NotNegative, Field(lt=1)] = 0.0
-    draft_tokens: CountFromZero = 0
+    draft_tokens: Annotated[Whole, Field(ge=0, le=MOST_DRAFTS)] = 0
     accept_rate: Share = 0.0
     accept_rates: tuple[Share, ...] = ()
     source: str = ""

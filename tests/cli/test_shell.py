@@ -248,6 +248,27 @@ def test_an_interrupt_while_modules_load_is_not_swallowed(tmp_path: Path) -> Non
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
+def test_an_interrupt_at_the_end_shows_no_library(tmp_path: Path) -> None:
+    """Libraries take themselves apart at the end; an impatient second Ctrl-C is not their traceback."""
+    program = (
+        "import atexit, os, signal, sys, time\n"
+        "from antiphon.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(9)))\n"
+        "sys.argv = ['antiphon', '--version']\n"
+        "main.main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
+
+
 def test_interrupts_are_back_to_normal_once_a_command_is_loaded(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     group: Any = lazy_group({"go": CommandPlace("antiphon.cli.doctor", "doctor", "x")})
