@@ -261,8 +261,7 @@ def test_an_interrupt_at_the_end_shows_no_library(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         check=False,
         timeout=60,
     )
