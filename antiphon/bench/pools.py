@@ -48,7 +48,6 @@ from antiphon.bench.harness.contest import (
 from antiphon.bench.harness.core_waits import measure_core_waits, together
 from antiphon.bench.harness.processes import PATIENCE_S, SECRET, check_mbit, require_box, run_beside, start_workers
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
-from antiphon.cost.kv_blocks import blocks_of, kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
@@ -58,6 +57,7 @@ from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.served_plan import parse_layout
 from antiphon.sim.host import CoreWaits
+from antiphon.specs.counts import blocks_of, kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 
 _SHORT_TOKENS = 32  # of the prompts whose answers are timed

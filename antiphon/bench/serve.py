@@ -36,7 +36,6 @@ from antiphon.bench.harness.limits import (
     prefill_bound_tokens_per_s,
 )
 from antiphon.bench.serving_peers import Peer, PeerError, RunResult, Workload, run_result, steady_rate
-from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.models.load import open_checkpoint
 from antiphon.planner.local_prediction import LocalChoice
@@ -47,6 +46,7 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.served_plan import parse_layout
 from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 
 Say = Callable[[str], None]

@@ -20,7 +20,6 @@ from antiphon.bench.profile.profile import THIS_CORE
 from antiphon.cli.commands import given_options
 from antiphon.cli.options import SIZES, CapacityOptions, WorkerOptions
 from antiphon.cli.output import show, table, whole_file
-from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.kernels.select import resolve_dtype
 from antiphon.models.checkpoint_folder import weights_folder
 from antiphon.models.config import load_model_spec
@@ -32,6 +31,7 @@ from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.prepare import PreparedEngine
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
 from antiphon.serve.timeline import TimelineSummary, summarise, write_trace
+from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import Collectives, read_plan
 

@@ -5,7 +5,7 @@ their bytes; and what is left for keys and values, in the engine's own blocks.
 2. Key/value heads are copied where there are fewer of them than devices.
 3. Latent attention's down-projections and its cache are on every device, for all heads read the same latent row.
 4. `memory_reserve` of the device is kept from weights and cache (activations, workspace, runtime).
-5. What is left becomes blocks; sequences are admitted by `cost.kv_blocks`, which the serving engine calls too.
+5. What is left becomes blocks; sequences are admitted by `specs.counts`, which the serving engine calls too.
 
 Rejected: dividing parameter counts by tp. It is too small for the first three, and for DeepSeek-V3 by a lot. Rejected:
 MegaScale-Infer eq. 8 and MixServe eq. 8 as the limit; they are here for comparison. The first counts no blocks and no
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.cost.kv_blocks import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
 from antiphon.cost.parts import Number, row_bytes_of
+from antiphon.specs.counts import admitted_sequences, blocks_in_budget, blocks_of, reserved_blocks
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec, PrecisionSpec
 
 

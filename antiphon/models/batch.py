@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.kernels.api import AttentionBatch
+from antiphon.specs.counts import blocks_of
 
 Ints = npt.NDArray[np.int32]
 

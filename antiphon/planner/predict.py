@@ -25,7 +25,6 @@ from dataclasses import replace
 import numpy as np
 
 from antiphon.base.errors import UserError
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.cost.memory import kv_bytes_per_token, tokens_of_state
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
@@ -37,6 +36,7 @@ from antiphon.planner.room import BLOCK_SIZE, weight_bytes, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts, group_of, step_parts
 from antiphon.planner.table import CandidateTable
+from antiphon.specs.counts import blocks_of
 from antiphon.specs.plan import LAYOUTS, Collectives, DeviceUse, Layout, PhaseName, PhasePlan, Predicted
 
 

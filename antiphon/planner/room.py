@@ -10,7 +10,7 @@ Rejected: dividing device counts. Three workers of 3 devices do not fit on a nod
 
 Memory, by the serving engine's own admission:
 
-1. Weights by role; what they and the reserve leave becomes KV blocks (`cost.memory`, `cost.kv_blocks`).
+1. Weights by role; what they and the reserve leave becomes KV blocks (`cost.memory`, `specs.counts`).
 2. Sequences are admitted as the engine admits them, at the length they grow to; a micro-batch gets an m-th of them.
 3. The activations of one micro-batch must fit into the reserve, on the attention side, on the experts', or,
    colocated, both.

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import msgspec
 
 from antiphon.base.logging import get_logger
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.outputs import TrackedRequests
@@ -51,6 +50,7 @@ from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker_process import WorkerName, WorkerProcess
 from antiphon.serve.workforce import Workforce
+from antiphon.specs.counts import blocks_of
 
 _log = get_logger("engine")
 _MAX_FAILURES = 2  # steps with a prompt that may fail before its hand-over does

@@ -30,7 +30,6 @@ from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_seconds
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.cost.ping_pong import layer_time
 from antiphon.kernels.api import AttentionBatch, HeadRows, KernelBackend, KVCache
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
@@ -44,6 +43,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.prepare import num_kv_blocks
 from antiphon.serve.worker.endpoints import exchange_shape
 from antiphon.serve.worker.messages import Role
+from antiphon.specs.counts import blocks_of
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import contiguous_placement
 

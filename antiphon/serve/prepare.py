@@ -14,7 +14,6 @@ import torch
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
-from antiphon.cost.kv_blocks import blocks_in_budget, blocks_of, kv_cache_block_bytes
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
 from antiphon.kernels.select import check_backend, free_memory_bytes, resolve_device, resolve_dtype
 from antiphon.models.checkpoint_folder import model_folder, model_name
@@ -28,7 +27,14 @@ from antiphon.serve.joining import exchange_secret
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.serve.worker.messages import Role
 from antiphon.serve.worker_process import WorkerName
-from antiphon.specs.counts import context_tokens_per_row, count_parameters, logprob_row_cost
+from antiphon.specs.counts import (
+    blocks_in_budget,
+    blocks_of,
+    context_tokens_per_row,
+    count_parameters,
+    kv_cache_block_bytes,
+    logprob_row_cost,
+)
 from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.placement import ExpertPlacement
 

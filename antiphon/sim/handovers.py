@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.engine_api import HandoverCounts
 from antiphon.serve.policy.handover import (
     MAX_LOST,
@@ -34,6 +33,7 @@ from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, pref
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.instances import Instance, LivePool
 from antiphon.sim.serving_options import ServingOptions
+from antiphon.specs.counts import blocks_of
 
 _LAYOUT = "simulated"
 At = Callable[..., None]  # (seconds, handler, *arguments)

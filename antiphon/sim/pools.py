@@ -23,7 +23,6 @@ from typing import Literal, get_args
 import numpy as np
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.cost.kv_blocks import blocks_of, reserved_blocks
 from antiphon.cost.memory import kv_blocks, kv_bytes_per_token, tokens_of_state
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
@@ -31,7 +30,7 @@ from antiphon.planner.room import BLOCK_SIZE, cache_bytes
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.serving_options import Demand, Kill, Role
-from antiphon.specs.counts import context_tokens_per_row
+from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks
 from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 
 Prefill = Literal["mixed", "elsewhere"]

@@ -1,4 +1,4 @@
-"""Exact counts that follow from a `ModelSpec`: parameters by part, floating-point operations per token.
+"""Exact counts that follow from a `ModelSpec`: parameters by part, floating-point operations per token, blocks of KV.
 
 Nothing here is estimated. A parameter is an element of a checkpoint's tensor; a FLOP is a multiplication or an
 addition of a matrix product, so a matrix with P elements costs 2 P per row (norms, rotation, softmax and activations
@@ -10,14 +10,23 @@ Latent attention (DeepSeek-V2, section 2.1) has two orders of the same products,
 One row costs the same projections either way (the up-projection is applied to the query and the output, or to the row);
 what differs is the work per token of context: `score_flops_absorbed` against `score_flops_expanded`.
 
-Rejected: counting by building the model on torch's meta device; it takes seconds and needs torch.
+KV memory is counted in blocks. A block holds `block_size` tokens of one sequence over all layers; admission leaves a
+reserve free for running sequences to grow into. The serving engine admits by these functions with integers, and the
+planner counts with arrays: so they are written with operators alone.
+
+Rejected: counting by building the model on torch's meta device; it takes seconds and needs torch. Bytes per token times
+tokens for KV memory: sequences then fit that the engine, rounding up to blocks and keeping its reserve, never admits;
+planners elsewhere over-predicted throughput several times by that.
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
+from antiphon.specs.model import KV_SCALE_BYTES, AttentionSpec, KVStorage, LatentSpec, ModelSpec
 
 GATED_MATRICES = 3  # gate, up, down: the feed-forwards of all supported families are gated
+Counts = TypeVar("Counts", bound=Any)
+"""Whole numbers: an `int`, or an array of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,3 +230,40 @@ def context_tokens_per_row(model: ModelSpec) -> float:
     rest = flops_per_token(model, 0, with_head=False)
     per_token = flops_per_token(model, 1, with_head=False) - rest
     return rest / (per_token * ((1 - model.attention.windowed_share) or 1.0))
+
+
+def kv_cache_block_bytes(spec: ModelSpec, block_size: int, bytes_per_element: int, storage: KVStorage = "auto") -> int:
+    """Bytes of one KV block over all layers: keys and values of all KV heads, or latent rows (which hold both). In 8
+    bits an element is a byte and every key and value has a scale."""
+    if storage == "auto":
+        return block_size * spec.kv_bytes_per_token(bytes_per_element)
+    attention = spec.attention
+    rows = 2 * attention.num_kv_heads if attention.latent is None else 1
+    return block_size * (spec.kv_bytes_per_token(1) + spec.num_caching_layers * rows * KV_SCALE_BYTES)
+
+
+def blocks_of(num_tokens: Counts, block_size: int) -> Counts:
+    """Blocks that a sequence of `num_tokens` occupies: the last one may be partly filled."""
+    num_blocks: Counts = -(-num_tokens // block_size)
+    return num_blocks
+
+
+def blocks_in_budget(budget_bytes: Counts, block_bytes: Any) -> Counts:
+    """Whole blocks that fit in a KV budget."""
+    num_blocks: Counts = budget_bytes // block_bytes
+    return num_blocks
+
+
+def reserved_blocks(num_blocks: Counts) -> Counts:
+    """Blocks that admission leaves free while other sequences run: 1% of all, at least one."""
+    reserved: Counts = num_blocks // 100 + (num_blocks < 100)
+    return reserved
+
+
+def admitted_sequences(num_blocks: Counts, blocks_per_sequence: Any, num_reserved: Any) -> Counts:
+    """Sequences of equal length that are admitted side by side. The first needs no reserve; where it is the only one
+    that fits the reserve does not keep it out."""
+    beside: Any = (num_blocks - num_reserved) // blocks_per_sequence
+    alone: Any = num_blocks // blocks_per_sequence
+    admitted: Counts = beside * (beside > 0) + (alone > 0) * (beside <= 0)
+    return admitted

@@ -7,13 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cost.kv_blocks import (
-    admitted_sequences,
-    blocks_in_budget,
-    blocks_of,
-    kv_cache_block_bytes,
-    reserved_blocks,
-)
 from antiphon.cost.memory import (
     attention_activation_bytes,
     attention_weight_bytes,
@@ -27,7 +20,14 @@ from antiphon.cost.memory import (
 from antiphon.kernels.api import KVCacheSpec
 from antiphon.serve.policy.request import SchedulerConfig, new_request
 from antiphon.serve.policy.scheduler import Scheduler
-from antiphon.specs.counts import count_parameters
+from antiphon.specs.counts import (
+    admitted_sequences,
+    blocks_in_budget,
+    blocks_of,
+    count_parameters,
+    kv_cache_block_bytes,
+    reserved_blocks,
+)
 from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.sampling import SamplingParams
 from tests.cost.specimens import deepseek_v3, mixtral_8x22b, tiny_model

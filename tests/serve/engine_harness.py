@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
@@ -25,6 +24,7 @@ from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.prepare import prepare
 from antiphon.serve.served_plan import parse_layout
 from antiphon.serve.worker_process import WorkerName
+from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until
 

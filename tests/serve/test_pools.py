@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.cost.kv_blocks import kv_cache_block_bytes
 from antiphon.models.config import load_model_spec
 from antiphon.serve import prepare as prepare_module
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.prepare import prepare
 from antiphon.serve.worker_process import WorkerName
-from antiphon.specs.counts import count_parameters
+from antiphon.specs.counts import count_parameters, kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (
     GREEDY,

@@ -37,7 +37,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.request import (
     Request,
@@ -48,6 +47,7 @@ from antiphon.serve.policy.request import (
     chunk_cost,
     rows_for_cost,
 )
+from antiphon.specs.counts import blocks_of
 
 _NUM_SHARING = 8  # waiting requests that have a share; those behind them take what is left
 

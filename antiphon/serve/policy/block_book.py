@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
+from antiphon.specs.counts import blocks_of
 
 _DIGEST_BYTES = 32
 _LAST_SLOT_TOKENS = 4  # of the express lane

@@ -23,8 +23,8 @@ from math import sqrt
 from typing import NamedTuple
 
 from antiphon.base.errors import UserError
-from antiphon.cost.kv_blocks import reserved_blocks
 from antiphon.serve.engine_api import FinishReason, RequestTooLong
+from antiphon.specs.counts import reserved_blocks
 from antiphon.specs.sampling import SamplingParams
 
 PENDING = -1  # in the place of a token that the step before samples: its worker knows it first

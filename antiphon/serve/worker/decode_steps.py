@@ -44,7 +44,6 @@ from torch import Tensor
 
 from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.api import AttentionExchange
-from antiphon.cost.kv_blocks import blocks_of
 from antiphon.kernels.api import AttentionBatch, KVCache
 from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.noted_calls import CannotNote, NotedCalls
@@ -57,6 +56,7 @@ from antiphon.serve.worker.messages import RunStep, Sampled
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.sampling import Draws, RowDraw, draw_on_device
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, INPUTS, SAMPLE, SpanRecorder
+from antiphon.specs.counts import blocks_of
 
 _log = get_logger("worker")
 _cuda: Any = torch.cuda  # its classes have no types
