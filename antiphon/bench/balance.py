@@ -54,7 +54,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
 from antiphon.serve.placement_control import POLICIES
-from antiphon.serve.worker.routing import RoutingReplay
+from antiphon.serve.worker.exchange import RoutingReplay
 from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, NAMES, STEP, Spans
 from antiphon.serve.worker_process import WorkerName
 

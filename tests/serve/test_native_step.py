@@ -14,9 +14,8 @@ from antiphon.models.noted_half import NotedHalf
 from antiphon.serve.policy.request import PENDING, SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AttentionRunner
 from antiphon.serve.worker.decode_steps import NativeSteps, native_steps
-from antiphon.serve.worker.exchange import LocalExperts, StepExchange
+from antiphon.serve.worker.exchange import LocalExperts, RowRouting, StepExchange
 from antiphon.serve.worker.messages import RunStep, Sampled
-from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, INPUTS, SAMPLE, STEP, SpanRecorder
 from antiphon.serve.worker.stages import AllLayers

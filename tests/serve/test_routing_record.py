@@ -15,7 +15,7 @@ from antiphon.serve.launch import build_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.policy.request import SequenceStep
 from antiphon.serve.prepare import prepare
-from antiphon.serve.worker.routing import RoutingReplay, RowRouting
+from antiphon.serve.worker.exchange import RoutingReplay, RowRouting
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,

@@ -9,8 +9,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.worker.attention import AttentionRunner
-from antiphon.serve.worker.exchange import StepExchange
-from antiphon.serve.worker.routing import RowRouting
+from antiphon.serve.worker.exchange import RowRouting, StepExchange
 from antiphon.serve.worker.spans import SpanRecorder
 from tests.serve.engine_harness import GREEDY, Run, TinyModel, complete, config, kill, random_prompts, running
 from tests.waiting import wait_until

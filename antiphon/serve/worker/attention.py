@@ -28,10 +28,9 @@ from antiphon.models.batch import BlockTables
 from antiphon.serve.policy.request import PENDING, SequenceStep
 from antiphon.serve.worker.decode_steps import DecodeSteps
 from antiphon.serve.worker.endpoints import hear_leader
-from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.exchange import RowRouting, StepExchange
 from antiphon.serve.worker.kv_transfer import KVSender
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
-from antiphon.serve.worker.routing import RowRouting
 from antiphon.serve.worker.spans import ATTENTION, HAND_OVER, INPUTS, SAMPLE, STEP, SpanRecorder
 from antiphon.serve.worker.stages import AllLayers, MicroBatch
 

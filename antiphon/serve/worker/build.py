@@ -39,7 +39,15 @@ from antiphon.serve.worker.attention import AttentionRanks, AttentionRunner
 from antiphon.serve.worker.counting_recorder import CountingRecorder
 from antiphon.serve.worker.decode_steps import CapturedSteps, DecodeSteps, native_steps
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
-from antiphon.serve.worker.exchange import BlockExchange, LeadersExperts, LocalExperts, OffloadingExchange, StepExchange
+from antiphon.serve.worker.exchange import (
+    BlockExchange,
+    LeadersExperts,
+    LocalExperts,
+    OffloadingExchange,
+    RoutingReplay,
+    RowRouting,
+    StepExchange,
+)
 from antiphon.serve.worker.experts import ExpertCounters, ExpertMoves, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.hybrid import (
     HybridStepExchange,
@@ -52,7 +60,6 @@ from antiphon.serve.worker.hybrid import (
 from antiphon.serve.worker.kv_transfer import KVLinks, KVSender, Say, cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure
 from antiphon.serve.worker.prefetch import Prefetcher, PrefetchingExchange
-from antiphon.serve.worker.routing import RoutingReplay, RowRouting
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.side_by_side import SharedExchange, SideBySide
 from antiphon.serve.worker.spans import SpanRecorder

@@ -38,9 +38,8 @@ from antiphon.comm.m2n.api import CopyingExchange
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, Phases, Prefetch, needs_phase_two
 from antiphon.serve.engine_api import PrefetchCounts
-from antiphon.serve.worker.exchange import StepExchange
+from antiphon.serve.worker.exchange import Choices, Forecast, StepExchange
 from antiphon.serve.worker.messages import RunStep
-from antiphon.serve.worker.routing import Choices, Forecast
 from antiphon.serve.worker.spans import PREDICT
 from antiphon.specs.placement import ExpertPlacement
 
