@@ -107,14 +107,15 @@ class HandoverCounts(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolState:
-    """One pool now. `num_arriving`: requests that a decode worker has admitted and whose keys and values are computed
-    or on their way."""
+class ShownPool:
+    """The workers for one phase, where prefill and decode are apart. `num_requests_arriving`: those that a decode
+    worker has admitted and whose keys and values are computed or on their way."""
 
-    num_running: int
-    num_waiting: int
-    num_arriving: int
-    kv_usage_ratio: float
+    name: str
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_arriving: int
+    kv_cache_usage_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class EngineStats:
     workers: dict[str, str] = field(default_factory=dict)  # all, by name: "ready", or why not
     events: tuple[ShownEvent, ...] = ()  # the newest, oldest first
     handovers: HandoverCounts = field(default_factory=HandoverCounts)
-    pools: dict[str, PoolState] = field(default_factory=dict)  # empty unless prefill and decode are apart
+    pools: tuple[ShownPool, ...] = ()  # empty unless prefill and decode are apart
 
 
 class AsyncEngine(Protocol):

@@ -317,11 +317,11 @@ class Handovers:
         self._kill_silent()
         homeless: list[Request] = []
         while events := self._book.take_events():
-            for event in events:
-                if event.kind == "withdraw":
-                    self._withdraw(event.handover)
-                elif (arrival := self._arrivals.pop(event.handover.number, None)) is not None:
-                    if event.kind == "ready":
+            for kind, handover in events:
+                if kind == "withdraw":
+                    self._withdraw(handover)
+                elif (arrival := self._arrivals.pop(handover.number, None)) is not None:
+                    if kind == "ready":
                         self._arrive(arrival)
                     else:
                         homeless += self._give_up(arrival)

@@ -79,11 +79,8 @@ def _load_ray() -> Any:
     return ray
 
 
-class WorkerEnd(msgspec.Struct, frozen=True):
-    """How a worker ended: its exit code, negative for a signal, and the last lines it wrote to standard error."""
-
-    code: int
-    last_lines: list[str]
+# How a worker ended: its exit code, negative for a signal, and the last lines it wrote to standard error.
+WorkerEnd = tuple[int, list[str]]
 
 
 class WorkerActor:
@@ -110,7 +107,7 @@ class WorkerActor:
                 sys.stderr.flush()
                 last_lines.append(text.rstrip())
             code = worker.wait()
-        return msgspec.json.encode(WorkerEnd(code, list(last_lines)))
+        return msgspec.json.encode((code, list(last_lines)))
 
 
 @dataclass(frozen=True, kw_only=True)

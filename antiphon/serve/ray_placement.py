@@ -41,7 +41,7 @@ from antiphon.serve.ray_cluster import (
     WorkerEnd,
     WorkerNeeds,
 )
-from antiphon.serve.worker.joined import JoinOrder, TetheredJob
+from antiphon.serve.worker.joined import JoinOrder
 
 SIDES: tuple[Side, Side] = ("attention", "experts")
 Placed = tuple[Side, str]  # a worker that has a node: its side and the node
@@ -213,7 +213,7 @@ class RayPlacement:
             num_threads=self._needs.num_cpus,
             patience_s=self._start_timeout_s / _MAX_FAILURES,
         )
-        job = msgspec.json.encode(TetheredJob(order=order, secret=self._secret))
+        job = msgspec.json.encode((order, self._secret))
         place.actors = [self._cluster.start_worker(place.node, self._needs, job) for _ in range(place.num_ranks)]
         place.started = False
         place.placed_s = time.monotonic()
@@ -282,14 +282,14 @@ class RayPlacement:
 
     def _on_end(self, place: _Place, actor: RunningActor) -> None:
         try:
-            end = msgspec.json.decode(self._cluster.answer(actor.ended), type=WorkerEnd)
+            code, last_lines = msgspec.json.decode(self._cluster.answer(actor.ended), type=WorkerEnd)
         except ResourceError as error:
             self._give_up(place, str(error))
             return
-        if end.code < 0:
-            self._give_up(place, f"killed by {signal.Signals(-end.code).name}")
+        if code < 0:
+            self._give_up(place, f"killed by {signal.Signals(-code).name}")
         else:
-            self._give_up(place, ": ".join([f"exit code {end.code}", *(end.last_lines[-1:] if end.code else [])]))
+            self._give_up(place, ": ".join([f"exit code {code}", *(last_lines[-1:] if code else [])]))
 
     def _give_up(self, place: _Place, reason: str, *, fatal: bool = False) -> None:
         """End the actors; place the worker again at once, or after a pause if it has failed before."""

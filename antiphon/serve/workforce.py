@@ -14,7 +14,7 @@ import msgspec
 
 from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
-from antiphon.serve.engine_api import EngineStats, PoolState
+from antiphon.serve.engine_api import EngineStats, ShownPool
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.placement_control import PlacementControl
@@ -253,20 +253,22 @@ class Workforce:
             raise UserError(f"{worker} is the only worker left that takes requests: add another one first")
         return found
 
-    def _pools(self) -> dict[str, PoolState]:
-        """Of each pool, where prefill and decode are apart."""
-        found = {}
+    def _pools(self) -> tuple[ShownPool, ...]:
+        """Both, where prefill and decode are apart."""
+        found = []
         for name, groups in (("prefill", self.prefill_groups), ("decode", self.other_groups)):
             schedulers = [each for group in groups for each in group.schedulers.values()]
             pools = [each.book.pool for each in schedulers]
             if self.prefill_groups:
-                found[name] = PoolState(
-                    num_running=sum(each.num_running - each.num_arriving for each in schedulers),
-                    num_waiting=sum(each.num_waiting for each in schedulers),
-                    num_arriving=sum(each.num_arriving for each in schedulers),
-                    kv_usage_ratio=sum(pool.num_used for pool in pools) / sum(pool.num_blocks for pool in pools),
+                shown = ShownPool(
+                    name=name,
+                    num_requests_running=sum(each.num_running - each.num_arriving for each in schedulers),
+                    num_requests_waiting=sum(each.num_waiting for each in schedulers),
+                    num_requests_arriving=sum(each.num_arriving for each in schedulers),
+                    kv_cache_usage_ratio=sum(pool.num_used for pool in pools) / sum(pool.num_blocks for pool in pools),
                 )
-        return found
+                found.append(shown)
+        return tuple(found)
 
     def _status(self) -> str:
         """Which workers are missing and why, in words."""

@@ -211,16 +211,16 @@ class SimulatedHandovers:
         for target in sorted(again):
             self._admit(now_s, target)
         while events := self._book.take_events():
-            for event in events:
-                number = event.handover.number
+            for kind, handover in events:
+                number = handover.number
                 if (found := self._underway.get(number)) is None:
                     continue  # its target is gone
-                if event.kind == "withdraw":
+                if kind == "withdraw":
                     self._stop(found)
                     self._at(now_s + 2 * self._prefill.pool.latency_s, self.drained, number, found.target)
                     continue
                 del self._underway[number]
-                if event.kind == "ready":
+                if kind == "ready":
                     self._arrive(found)
                 else:
                     self._give_up(now_s, found)

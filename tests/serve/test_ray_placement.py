@@ -45,11 +45,12 @@ class Placed:
 
     node: str
     needs: WorkerNeeds
-    job: TetheredJob
+    order: JoinOrder
+    secret: bytes
     seat: RunningActor
 
     def end(self, code: int, *last_lines: str) -> None:
-        self.seat.ended.set_result(msgspec.json.encode(WorkerEnd(code, list(last_lines))))
+        self.seat.ended.set_result(msgspec.json.encode((code, list(last_lines))))
 
 
 @dataclass
@@ -83,7 +84,7 @@ class PretendedCluster(RayCluster):
         seat = RunningActor(actor=None, started=Future(), ended=Future())
         if self.starts:
             seat.started.set_result(("host", 1))
-        self.placed.append(Placed(node, needs, msgspec.json.decode(job, type=TetheredJob), seat))
+        self.placed.append(Placed(node, needs, *msgspec.json.decode(job, type=TetheredJob), seat))
         return seat
 
     def kill(self, seat: RunningActor) -> None:
@@ -119,11 +120,11 @@ def test_every_worker_gets_an_order_and_the_engine_a_door(caplog: pytest.LogCapt
     with caplog.at_level("DEBUG"), place(cluster, num_attention=1, num_experts=2) as placement:
         config = placement.config
         assert (config.joined_attention, config.joined_experts, config.num_workers) == (1, 2, 0)
-        orders = [placed.job.order for placed in cluster.placed]
+        orders = [placed.order for placed in cluster.placed]
         assert [order.role for order in orders] == ["attention", "experts", "experts"]
         assert {order.address for order in orders} == {config.join_address}
         assert {order.model for order in orders} == {str(Path("model").resolve())}
-        assert {placed.job.secret for placed in cluster.placed} == {config.join_secret}
+        assert {placed.secret for placed in cluster.placed} == {config.join_secret}
         assert orders[0].host != orders[1].host == orders[2].host
         assert placement.nodes()["attention[0]"] != placement.nodes()["experts[1]"] == placement.nodes()["experts[0]"]
         placement.check()
@@ -143,7 +144,7 @@ def test_both_pools_are_placed() -> None:
         assert config.prefill is not None
         assert (config.joined_attention, config.joined_experts, config.prefill.joined_attention) == (1, 1, 2)
         assert config.num_workers == 0
-        roles = [placed.job.order.role for placed in cluster.placed]
+        roles = [placed.order.role for placed in cluster.placed]
         assert sorted(roles) == ["attention", "experts", "replica", "replica"]
     with pytest.raises(UserError, match="same numbers of ranks"):
         place(cluster, pool="decode", prefill=asked(layout="colocated", attention_tp=2, pool="prefill"))
@@ -153,7 +154,7 @@ def test_threads_are_as_many_as_fit() -> None:
     cluster = PretendedCluster({"a": 8, "b": 6})
     with place(cluster, num_attention=1, num_experts=2, num_threads=None):
         assert {placed.needs.num_cpus for placed in cluster.placed} == {4}
-        assert {placed.job.order.num_threads for placed in cluster.placed} == {4}
+        assert {placed.order.num_threads for placed in cluster.placed} == {4}
 
 
 def test_who_ends_is_placed_again_and_on_another_node_if_its_own_is_gone() -> None:
@@ -178,7 +179,7 @@ def test_who_ends_is_placed_again_and_on_another_node_if_its_own_is_gone() -> No
 def test_ranks_of_a_worker_sit_on_one_node_and_are_placed_again_together() -> None:
     cluster = PretendedCluster({"a": 2, "b": 3, "c": 2})
     with place(cluster, attention_tp=2, expert_tp=3, num_attention=1) as placement:
-        assert [placed.job.order.role for placed in cluster.placed] == ["attention"] * 2 + ["experts"] * 3
+        assert [placed.order.role for placed in cluster.placed] == ["attention"] * 2 + ["experts"] * 3
         assert {placed.needs.num_cpus for placed in cluster.placed} == {1}
         node = placement.nodes()["attention[0]"]
         assert placement.nodes()["experts[0]"] == "b" != node
@@ -213,7 +214,7 @@ def test_replicas_and_instances_spread_over_the_nodes(changes: dict[str, Any], e
         config = placement.config
         roles: dict[str, list[str]] = {node: [] for node in cluster.cpus}
         for placed in cluster.placed:
-            roles[placed.node].append(placed.job.order.role)
+            roles[placed.node].append(placed.order.role)
         assert roles == expected
         assert len(placement.nodes()) == len(placement._places)
         assert config.joined_attention == config.num_attention
@@ -343,7 +344,7 @@ class Door:
 
     def job(self, **changes: Any) -> bytes:
         order = replace_struct(JoinOrder(address=self.address, role="experts", num_threads=1, patience_s=5.0), changes)
-        return msgspec.json.encode(TetheredJob(order=order, secret=SECRET))
+        return msgspec.json.encode((order, SECRET))
 
 
 def replace_struct(order: JoinOrder, changes: dict[str, Any]) -> JoinOrder:
@@ -376,7 +377,7 @@ def test_a_seat_runs_a_worker_and_tells_how_it_ended(door: Door) -> None:
     assert worker.is_running()
     worker.kill()
     thread.join(20.0)
-    assert ends == [WorkerEnd(-signal.SIGKILL, [])]
+    assert ends == [(-signal.SIGKILL, [])]
 
 
 def test_a_worker_ends_in_order_when_the_engine_hangs_up(door: Door) -> None:
@@ -384,7 +385,7 @@ def test_a_worker_ends_in_order_when_the_engine_hangs_up(door: Door) -> None:
     wait_until(lambda: len(door.came) == 1, "the worker has joined")
     door.came[0].channel.hang_up()
     thread.join(20.0)
-    assert ends == [WorkerEnd(0, [])]
+    assert ends == [(0, [])]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 
 from antiphon import __version__
 from antiphon.serve.api.metrics import ServerMetrics
-from antiphon.serve.engine_api import AsyncEngine, EngineStats, ShownEvent
+from antiphon.serve.engine_api import AsyncEngine, EngineStats, ShownEvent, ShownPool
 from antiphon.serve.worker.spans import (
     ATTENTION,
     COMBINE,
@@ -71,16 +71,6 @@ class Now(BaseModel):
     num_preemptions: int
     num_worker_restarts: int
     num_placement_changes: int
-
-
-class ShownPool(BaseModel):
-    """The workers for one phase, where prefill and decode are apart."""
-
-    name: str
-    num_requests_running: int
-    num_requests_waiting: int
-    num_requests_arriving: int = Field(description="Admitted; keys and values are computed or on their way.")
-    kv_cache_usage_ratio: float
 
 
 class ShownHandovers(BaseModel):
@@ -254,7 +244,7 @@ class Dashboard:
             healthy=stats.healthy,
             workers=[WorkerState(name=name, state=state) for name, state in stats.workers.items()],
             now=_now(stats, has_expert_workers=info.num_experts_workers > 0),
-            pools=_pools(stats),
+            pools=list(stats.pools),
             handovers=_handovers(stats),
             history=History(ago_s=[round(now_s - row["taken_s"], 2) for row in self._history], **series),
             last_steps=steps,
@@ -277,19 +267,6 @@ def _now(stats: EngineStats, *, has_expert_workers: bool) -> Now:
         num_worker_restarts=stats.num_worker_restarts,
         num_placement_changes=stats.placement_changes,
     )
-
-
-def _pools(stats: EngineStats) -> list[ShownPool]:
-    return [
-        ShownPool(
-            name=name,
-            num_requests_running=pool.num_running,
-            num_requests_waiting=pool.num_waiting,
-            num_requests_arriving=pool.num_arriving,
-            kv_cache_usage_ratio=pool.kv_usage_ratio,
-        )
-        for name, pool in stats.pools.items()
-    ]
 
 
 def _handovers(stats: EngineStats) -> ShownHandovers | None:

@@ -199,11 +199,11 @@ def _pools(stats: EngineStats) -> Iterable[Metric]:
         return
     requests = GaugeMetricFamily("antiphon:pool_requests", "Requests of a pool", labels=["pool", "state"])
     usage = GaugeMetricFamily("antiphon:pool_kv_cache_usage_ratio", "Share of KV blocks in use", labels=["pool"])
-    for name, pool in stats.pools.items():
-        requests.add_metric([name, "running"], pool.num_running)
-        requests.add_metric([name, "waiting"], pool.num_waiting)
-        requests.add_metric([name, "arriving"], pool.num_arriving)
-        usage.add_metric([name], pool.kv_usage_ratio)
+    for pool in stats.pools:
+        requests.add_metric([pool.name, "running"], pool.num_requests_running)
+        requests.add_metric([pool.name, "waiting"], pool.num_requests_waiting)
+        requests.add_metric([pool.name, "arriving"], pool.num_requests_arriving)
+        usage.add_metric([pool.name], pool.kv_cache_usage_ratio)
     yield from (requests, usage)
     counts = stats.handovers
     for kind, text, value in (

@@ -26,13 +26,12 @@ from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
-    JsonObjectFormat,
     JsonSchemaDescription,
     NumLogprobs,
     Penalty,
+    PlainFormat,
     PositiveCount,
     StopField,
-    TextFormat,
 )
 from antiphon.serve.api.settings import InputLimits
 
@@ -159,7 +158,7 @@ class ResponseSchemaFormat(JsonSchemaDescription):
 
 
 class ResponseText(RequestModel):
-    format: Annotated[TextFormat | JsonObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 

@@ -13,6 +13,7 @@ from antiphon.serve.api.answer_json import Encoded
 from antiphon.serve.api.errors import ApiError
 
 BATCH_BYTES = 64 * 1024
+SLOW_READER = "slow_reader"  # the code of the error
 _Result = TypeVar("_Result")
 _PATIENCE_S = 10.0  # for one batch to be sent, when more is ready
 
@@ -47,16 +48,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class SlowReader(ApiError):
+def _slow_reader(num_bytes: int, limit_bytes: int) -> ApiError:
     """More waits for the client than the server keeps for one."""
-
-    def __init__(self, num_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            408,
-            f"the answer is read too slowly: {num_bytes} bytes wait to be sent and the limit is {limit_bytes}; read"
-            " faster, or ask for fewer answers or logprobs",
-            code="slow_reader",
-        )
+    return ApiError(
+        408,
+        f"the answer is read too slowly: {num_bytes} bytes wait to be sent and the limit is {limit_bytes}; read"
+        " faster, or ask for fewer answers or logprobs",
+        code=SLOW_READER,
+    )
 
 
 class WholeAnswer(Response):
@@ -110,23 +109,23 @@ class Outbox:
 
     async def room(self) -> None:
         """Wait until most of it is sent, before an event that is ready earlier than any client could read: one of many
-        about a prompt. `SlowReader` after ten seconds."""
+        about a prompt. `ApiError` 408 after ten seconds."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 while self._num_bytes > BATCH_BYTES:
                     self._sent.clear()
                     await self._sent.wait()
         except TimeoutError:
-            raise SlowReader(self._num_bytes, BATCH_BYTES) from None
+            raise _slow_reader(self._num_bytes, BATCH_BYTES) from None
 
     async def put(self, event: bytes) -> None:
-        """Add an event; `SlowReader` when it does not fit. A single event fits whatever its size. Does not wait for
+        """Add an event; `ApiError` 408 when it does not fit. A single event fits whatever its size. Does not wait for
         the client, but lets `deliver` run when much has come at once and nothing holds it up."""
         if self._num_bytes > BATCH_BYTES and not self._sending:
             await asyncio.sleep(0)
         num_bytes = self._num_bytes + len(event)
         if self._events and num_bytes > self._limit_bytes:
-            raise SlowReader(num_bytes, self._limit_bytes)
+            raise _slow_reader(num_bytes, self._limit_bytes)
         self._append(event)
 
     def finish(self, last: bytes) -> None:

@@ -29,7 +29,6 @@ from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    JsonObjectFormat,
     JsonSchemaFormat,
 )
 from antiphon.serve.api.settings import too_long
@@ -342,10 +341,10 @@ def _answer_format(request: GenerationRequest) -> tuple[_Grammar | None, str]:
     """What makes the grammar of the answer, None for any text, and the parameter that asks for it."""
     asked: list[tuple[str, Callable[[Any], str], Any]] = []
     formatted, described = request.response_format, request.structured_outputs
-    if isinstance(formatted, JsonObjectFormat):
-        asked.append(("response_format", json_grammar, _ANY_JSON_OBJECT))
-    elif isinstance(formatted, JsonSchemaFormat):
+    if isinstance(formatted, JsonSchemaFormat):
         asked.append(("response_format", json_grammar, formatted.json_schema.schema_))
+    elif formatted is not None and formatted.type == "json_object":
+        asked.append(("response_format", json_grammar, _ANY_JSON_OBJECT))
     if described is not None:
         asked += [
             ("structured_outputs.json", json_grammar, described.json_),
@@ -424,7 +423,7 @@ async def compile_grammar(
         making = partial(reading.grammar, _spelling(context), answer)
         return await _compiled(context.grammars.compile(making, client), param)
     assert answer is not None
-    if isinstance(request.response_format, JsonObjectFormat):
+    if request.response_format is not None and request.response_format.type == "json_object":
         return context.grammars.json_object()
     what = "the JSON schema" if isinstance(answer, partial) and answer.func is json_grammar else "the grammar"
     return await _compiled(context.grammars.compile(answer, client, what), param)

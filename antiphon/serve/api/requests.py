@@ -133,12 +133,10 @@ class StreamOptions(RequestModel):
     include_obfuscation: OnlyFalse | None = Field(None, description="Events are never padded.")
 
 
-class TextFormat(RequestModel):
-    type: Literal["text"]
+class PlainFormat(RequestModel):
+    """Any text, or any JSON object."""
 
-
-class JsonObjectFormat(RequestModel):
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchemaDescription(RequestModel):
@@ -153,7 +151,7 @@ class JsonSchemaFormat(RequestModel):
     json_schema: JsonSchemaDescription
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 Pattern = Annotated[str, Field(max_length=64 * 1024)]

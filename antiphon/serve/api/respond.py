@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -35,7 +35,7 @@ from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.api.outbox import BATCH_BYTES, ClientGone, Outbox, SlowReader, WholeAnswer, until_disconnect
+from antiphon.serve.api.outbox import BATCH_BYTES, SLOW_READER, ClientGone, Outbox, WholeAnswer, until_disconnect
 from antiphon.serve.api.parameters import answer_too_large
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.text.answer_fields import CallPiece
@@ -169,26 +169,9 @@ def raise_failure(delta: ChoiceDelta) -> None:
         raise ApiError(500, message, code="engine_error")
 
 
-class StreamedEvents(Protocol):
-    """How one endpoint spells a stream. Each method returns events as they are sent."""
-
-    last: bytes  # what ends every stream, failed or not
-
-    def opening(self) -> list[bytes]:
-        """Before anything has come."""
-
-    def piece(self, delta: ChoiceDelta) -> list[bytes]:
-        """What a piece of an answer adds."""
-
-    def ending(self) -> list[bytes]:
-        """Once all answers are complete."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """What comes in place of the ending."""
-
-
 class ChoiceEvents:
-    """Streams of completions and chats: an event for each piece of a choice, ``[DONE]`` at the end."""
+    """Streams of completions and chats: an event for each piece of a choice, ``[DONE]`` at the end. Methods as those of
+    `ItemEvents`."""
 
     last = b"data: [DONE]\n\n"
 
@@ -253,11 +236,12 @@ class ChoiceEvents:
         return _event(event)
 
 
-class ItemEvents(StreamedEvents, ABC):
+class ItemEvents(ABC):
     """Streams of answers that are lists of items: reasoning, text, calls. An item is open at a time; whatever is of
     another kind closes it. The whole `answer` is what the events add up to, so the two cannot differ.
 
-    An endpoint says how it spells them: where the answer has them, and the `type` of each."""
+    An endpoint says how it spells them: where the answer has them, and the `type` of each. Methods return events as
+    they are sent; `last` ends every stream, failed or not."""
 
     last = b""
     items_key: str
@@ -271,7 +255,20 @@ class ItemEvents(StreamedEvents, ABC):
         self._items: list[dict[str, Any]] = answer[self.items_key]
         self._text: list[str] | None = None  # of the open item
 
+    @abstractmethod
+    def opening(self) -> list[bytes]:
+        """Before anything has come."""
+
+    @abstractmethod
+    def ending(self) -> list[bytes]:
+        """Once all answers are complete."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """What comes in place of the ending."""
+
     def piece(self, delta: ChoiceDelta) -> list[bytes]:
+        """What a piece of an answer adds."""
         events: list[bytes] = []
         for kind, text in ((self.reasoning_type, delta.reasoning), (self.text_type, delta.text)):
             if text and (self._text is None or self._items[-1]["type"] != kind):
@@ -338,7 +335,7 @@ async def respond_in_items(
     return JSONResponse(events.answer)
 
 
-async def take_whole(context: ApiContext, generation: Generation, events: StreamedEvents) -> None:
+async def take_whole(context: ApiContext, generation: Generation, events: ItemEvents) -> None:
     """Let `events` take in a whole answer, whether or not the client waits. `ApiError` as soon as it fails or is too
     large."""
     num_bytes = 0
@@ -355,7 +352,7 @@ async def take_whole(context: ApiContext, generation: Generation, events: Stream
 class EventStream(Response):
     """Server-sent events of one generation. A failure on the way is an event, too."""
 
-    def __init__(self, context: ApiContext, generation: Generation, events: StreamedEvents) -> None:
+    def __init__(self, context: ApiContext, generation: Generation, events: ChoiceEvents | ItemEvents) -> None:
         super().__init__(None, headers=_EVENT_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._context = context
@@ -382,7 +379,7 @@ class EventStream(Response):
             try:
                 await self._put_answers(outbox)
             except ApiError as error:
-                if isinstance(error, SlowReader):
+                if error.code == SLOW_READER:
                     self._context.metrics.slow_readers.inc()
                     _log.warning("request %s is cancelled: %s", self._generation.request_id, error.message)
                 last = self._events.failure(error)

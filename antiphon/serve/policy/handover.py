@@ -150,12 +150,9 @@ class Handover:
         return not self.landing
 
 
-class HandoverEvent(NamedTuple):
-    """What the engine has to do. `ready`: decode, with `first_token`; `withdraw`: send `WithdrawKV` to all processes of
-    both workers; `free`: it has failed (`reason`), and its pages may be used for anything again."""
-
-    kind: Literal["ready", "withdraw", "free"]
-    handover: Handover
+# What the engine has to do. `ready`: decode, with `first_token`; `withdraw`: send `WithdrawKV` to all processes of both
+# workers; `free`: it has failed (`reason`), and its pages may be used for anything again.
+HandoverEvent = tuple[Literal["ready", "withdraw", "free"], Handover]
 
 
 class HandoverBook:
@@ -253,7 +250,7 @@ class HandoverBook:
                 self._withdraw(handover, f"{handover.source} has not handed it over within {waited:.1f} s")
             if handover.state is HandoverState.DRAINING and now_s >= handover.repeat_s:
                 if handover.repeat_s:
-                    self._events.append(HandoverEvent("withdraw", handover))
+                    self._events.append(("withdraw", handover))
                 handover.repeat_s = now_s + _REPEAT_S
 
     def take_events(self) -> list[HandoverEvent]:
@@ -272,14 +269,14 @@ class HandoverBook:
         if handover.is_whole and handover.is_done:
             handover.state = HandoverState.READY
             del self._live[handover.number]
-            self._events.append(HandoverEvent("ready", handover))
+            self._events.append(("ready", handover))
 
     def _withdraw(self, handover: Handover, reason: str) -> None:
         if handover.state is not HandoverState.DRAINING:
             handover.state, handover.reason = HandoverState.DRAINING, reason
-            self._events.append(HandoverEvent("withdraw", handover))
+            self._events.append(("withdraw", handover))
 
     def _free(self, handover: Handover) -> None:
         handover.state = HandoverState.FREE
         del self._live[handover.number]
-        self._events.append(HandoverEvent("free", handover))
+        self._events.append(("free", handover))

@@ -60,11 +60,7 @@ class JoinOrder(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 60.0
 
 
-class TetheredJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launcher writes to a tethered worker's standard input."""
-
-    order: JoinOrder
-    secret: bytes
+TetheredJob = tuple[JoinOrder, bytes]  # an order and the secret: what a launcher writes to a worker's standard input
 
 
 def join_engine(
@@ -159,10 +155,10 @@ def main() -> int:
     """A tethered worker; the exit code. What goes wrong before it has joined is one line on standard error."""
     ignore_ending_signals()
     tether = io.FileIO(sys.stdin.fileno(), closefd=False)  # no buffer: its lock would be held when Python ends
-    job = msgspec.json.decode(tether.readline(), type=TetheredJob)
+    order, secret = msgspec.json.decode(tether.readline(), type=TetheredJob)
     threading.Thread(target=_end_with, args=(tether,), name="tether", daemon=True).start()
     try:
-        return run_joined_worker(job.order, job.secret)
+        return run_joined_worker(order, secret)
     except (UserError, PeerTimeout, PeerLost, Refused) as error:
         _log.error("%s", error)
         return error.exit_code if isinstance(error, UserError) else 1
