@@ -59,6 +59,7 @@ from antiphon.bench.serve import parse_contestant
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice
+from antiphon.serve.joining import roles_of
 from antiphon.sim.serving_options import Demand, draw_demand
 from antiphon.specs.workload import LengthSpec, WorkloadSpec, load_workload
 
@@ -387,13 +388,12 @@ def spread_over_nodes(choice: LocalChoice, num_nodes: int) -> tuple[list[str], l
     its processes. `UserError` if they cannot be: expert workers are whole on a node, and of attention workers only the
     first may lie on several."""
     width = choice.attention_tp * choice.num_stages
-    is_apart = choice.layout == "disaggregated"
-    attention, experts = choice.num_attention * width, choice.num_experts * choice.expert_tp if is_apart else 0
+    attention, experts = choice.num_attention * width, choice.num_experts * choice.expert_tp
+    experts = experts if choice.layout == "disaggregated" else 0
     here, rest = divmod(attention + experts, num_nodes)
     if rest:
         raise UserError(f"--nodes {num_nodes}: {choice} has {attention + experts} processes, not equally many a node")
-    roles = ["attention" if is_apart else "replica"] * attention + ["experts"] * experts
-    elsewhere = roles[here:]
+    elsewhere = roles_of(choice.layout, attention, experts)[here:]
     in_one = here < width
     if (here > width and here < attention and here % width) or elsewhere.count("experts") % choice.expert_tp:
         raise UserError(f"--nodes {num_nodes}: the {here} processes of a node cut a worker of {choice} in two")

@@ -36,6 +36,7 @@ from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import WorkloadSize, make_workload
 from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
+from antiphon.serve.joining import roles_of
 from antiphon.serve.served_plan import ServedPlan, served_plan_of
 from antiphon.specs.plan import read_plan
 
@@ -239,6 +240,5 @@ def serve_and_measure(machines: Machines, model: Path, served: ServedPlan, size:
 def _roles_elsewhere(served: ServedPlan) -> list[str]:
     """The role of each process that is not on the first node, in order."""
     attention, experts, ranks_here = served.join_workers
-    role = "attention" if served.layout == "disaggregated" else "replica"
-    ranks = [role] * (attention * served.attention_tp * served.num_stages) + ["experts"] * (experts * served.expert_tp)
-    return ranks[ranks_here:]
+    width = served.attention_tp * served.num_stages
+    return roles_of(served.layout, attention * width, experts * served.expert_tp)[ranks_here:]

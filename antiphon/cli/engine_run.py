@@ -145,7 +145,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
 def _layout_facts(config: ServeConfig) -> dict[str, Any]:
     """What `layout_line` says of one pool."""
     facts = {name: getattr(config, name) for name in LAYOUT_FIELDS}
-    return facts | {"num_experts_workers": config.num_experts if config.layout == "disaggregated" else 0}
+    return facts | {"num_experts_workers": config.num_expert_workers}
 
 
 def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
@@ -218,7 +218,7 @@ def join_lines(config: ServeConfig) -> str:
     """What to start on the other machines."""
     if config.prefill is not None:
         return "\n".join(line for pool in reversed(config.pools) if (line := join_lines(pool)))
-    role, here = "attention" if config.layout == "disaggregated" else "replica", config.ranks_here
+    role, here = "attention" if config.num_expert_workers else "replica", config.ranks_here
     attention = config.num_instances * config.joined_attention * config.attention_ranks
     experts = config.num_instances * config.joined_experts * config.expert_tp
     wanted = [(role, attention - here)] if attention else []

@@ -334,7 +334,7 @@ class ServeConfig:
                 f"--join-workers {self.joined_attention}+{self.joined_experts}: --layout {self.layout} has no expert "
                 f"workers, only replicas: write {num_joined}+0"
             )
-        everyone = self.num_attention, self.num_experts if self.layout == "disaggregated" else 0
+        everyone = self.num_attention, self.num_expert_workers
         if num_joined and self.num_instances > 1 and ((*everyone, 0) != (*joined_of_each, self.ranks_here)):
             raise UserError(
                 f"--join-workers {self.joined_attention}+{self.joined_experts} with --instances {self.num_instances}: "
@@ -389,7 +389,12 @@ class ServeConfig:
         """Into how many parts the experts of an instance are dealt."""
         if self.layout == "hybrid":
             return self.topology.expert_ep
-        return self.num_experts if self.layout == "disaggregated" else 1
+        return self.num_expert_workers or 1
+
+    @property
+    def num_expert_workers(self) -> int:
+        """Those of an instance; 0 where attention workers hold the experts."""
+        return self.num_experts if self.layout == "disaggregated" else 0
 
     @property
     def pools(self) -> "tuple[ServeConfig, ...]":
@@ -418,8 +423,7 @@ class ServeConfig:
     @property
     def num_workers(self) -> int:
         """Worker processes on this machine: the ranks of all workers of all pools."""
-        num_experts = self.num_experts if self.layout == "disaggregated" else 0
-        num_local = self.num_attention - self.joined_attention, num_experts - self.joined_experts
+        num_local = self.num_attention - self.joined_attention, self.num_expert_workers - self.joined_experts
         whole = self.num_instances * (num_local[0] * self.attention_ranks + num_local[1] * self.expert_tp)
         beside = self.workers_beside if self.prefill is None else self.prefill.num_workers
         return whole + self.ranks_here + beside

@@ -61,6 +61,13 @@ _DEAD_AFTER_S = 3  # a machine or network that is silent for this long is gone
 JoinRole = Literal["attention", "experts", "replica"]
 
 
+def roles_of(layout: str, num_attention: int, num_experts: int) -> list[str]:
+    """The role of each process of a layout: first those of attention workers or replicas, then those of expert
+    workers."""
+    attention = "attention" if layout == "disaggregated" else "replica"
+    return [attention] * num_attention + ["experts"] * num_experts
+
+
 def is_wildcard(host: str) -> bool:
     """Whether `host` is written as an address that means "all of this machine's": a place to listen.
 

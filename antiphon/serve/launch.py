@@ -238,7 +238,7 @@ def configure(
 def _exchange(run: PreparedEngine, name: WorkerName) -> ExchangeConfig | None:
     """How this process exchanges rows with others; None for one that holds everything itself."""
     config = run.config
-    if not run.disaggregated and len(run.ranks_of(name.leader)) == 1 and config.layout != "hybrid":
+    if config.layout == "colocated" and len(run.ranks_of(name.leader)) == 1:
         return None
     return ExchangeConfig(
         transport=config.transport,
@@ -248,7 +248,7 @@ def _exchange(run: PreparedEngine, name: WorkerName) -> ExchangeConfig | None:
         waiting=config.waiting,
         local_processes=config.num_workers,
         num_attention=config.num_attention,
-        num_experts=config.num_experts if run.disaggregated else 0,
+        num_experts=config.num_expert_workers,
         num_micro_batches=config.num_micro_batches,
         max_rows=config.max_batch_tokens,
         dtype=config.own("attention").dtype,

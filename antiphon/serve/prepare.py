@@ -73,10 +73,6 @@ class PreparedEngine:
         return (self,) if self.prefill is None else (self, self.prefill)
 
     @property
-    def disaggregated(self) -> bool:
-        return self.config.layout == "disaggregated"
-
-    @property
     def has_spare_slot(self) -> bool:
         """Experts may move, so their holders need a slot for one on its way in each layer."""
         return self.config.balance != "off" or self.config.expert_slots is not None
@@ -94,7 +90,7 @@ class PreparedEngine:
             else config.layout,
             num_instances=config.num_instances,
             num_attention=config.num_attention,
-            num_experts_workers=config.num_experts if self.disaggregated else 0,
+            num_experts_workers=config.num_expert_workers,
             expert_names=tuple(name for pool in self.pools for name in pool.expert_names),
             num_micro_batches=config.num_micro_batches,
             max_waiting=config.max_waiting,
@@ -119,7 +115,7 @@ class PreparedEngine:
             replicas = range(config.num_attention)
             instances = range(config.num_instances)
             return [([self._name("replica", i, each) for i in replicas], []) for each in instances]
-        if not self.disaggregated:
+        if not config.num_expert_workers:
             return [([self._name("replica", index)], []) for index in range(config.num_attention)]
         return [
             (
@@ -148,7 +144,7 @@ class PreparedEngine:
         """The processes that come from other machines: of the last workers of each role."""
         config = self.config
         places: dict[Role, range] = {
-            "attention" if self.disaggregated else "replica": range(
+            "attention" if config.num_expert_workers else "replica": range(
                 config.num_attention - config.joined_attention, config.num_attention
             ),
             "experts": range(config.num_experts - config.joined_experts, config.num_experts),

@@ -100,9 +100,9 @@ class RayPlacement:
         self._secret = secrets.token_hex(32).encode()
         counts: Counter[JoinRole] = Counter()
         for pool in config.pools:
-            is_apart = pool.layout == "disaggregated"
-            counts["attention" if is_apart else "replica"] += pool.num_instances * pool.num_attention
-            counts["experts"] += pool.num_instances * pool.num_experts if is_apart else 0
+            role: JoinRole = "attention" if pool.num_expert_workers else "replica"
+            counts[role] += pool.num_instances * pool.num_attention
+            counts["experts"] += pool.num_instances * pool.num_expert_workers
         self._num_experts = counts.pop("experts")
         self._num_attention = counts.total()
         sides: list[tuple[JoinRole, int]] = [*counts.items(), ("experts", self._num_experts)]
@@ -141,7 +141,7 @@ class RayPlacement:
             join_address=address,
             join_secret=self._secret,
             joined_attention=config.num_attention,
-            joined_experts=config.num_experts if config.layout == "disaggregated" else 0,
+            joined_experts=config.num_expert_workers,
         )
 
     def __exit__(
