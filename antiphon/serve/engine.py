@@ -29,7 +29,7 @@ from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.handovers import Handovers, KVEnds
 from antiphon.serve.mask_pool import MakeMatcher, MaskJob
 from antiphon.serve.outputs import AsyncSink, Sink, TrackedRequest, TrackedRequests
-from antiphon.serve.policy.handover import KVDrained, KVFailed, KVLanded
+from antiphon.serve.policy.handover import KVNews
 from antiphon.serve.policy.request import SchedulerConfig, check_request, new_request
 from antiphon.serve.request_router import RequestRouter
 from antiphon.serve.statistics import EngineStatistics
@@ -342,7 +342,7 @@ class Engine:
                 self._on_death(event)
             elif isinstance(event.message, Spans):
                 self._spans.add(event.worker.name, event.message)
-            elif isinstance(event.message, KVLanded | KVFailed | KVDrained):
+            elif isinstance(event.message, KVNews):
                 if self._handovers is not None:
                     self._handovers.hear(event.worker, event.message)
             else:

@@ -36,9 +36,7 @@ from antiphon.serve.policy.handover import (
     ExpectKV,
     Handover,
     HandoverBook,
-    KVDrained,
-    KVFailed,
-    KVLanded,
+    KVNews,
     KVOffer,
     KVSource,
     KVTarget,
@@ -260,11 +258,11 @@ class Handovers:
 
     # --- how it ends ---------------------------------------------------------------------------------------------
 
-    def hear(self, worker: WorkerProcess, message: KVLanded | KVFailed | KVDrained) -> None:
+    def hear(self, worker: WorkerProcess, message: KVNews) -> None:
         """What a process at either end says of an offer."""
-        if isinstance(message, KVLanded):
+        if message.what == "landed":
             self._book.landed(message.number, worker.name.rank)
-        elif isinstance(message, KVDrained):
+        elif message.what == "drained":
             self._book.drained(message.number, worker.name.rank)
         else:
             self._book.withdraw(message.number, f"{worker.name}: {message.reason}")

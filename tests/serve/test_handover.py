@@ -18,9 +18,7 @@ from antiphon.serve.policy.handover import (
     Handover,
     HandoverBook,
     HandoverState,
-    KVDrained,
-    KVFailed,
-    KVLanded,
+    KVNews,
     KVOffer,
     KVSource,
     KVTarget,
@@ -128,11 +126,11 @@ class World:
             self.bag.append(("give", index, KVOffer(request_id=request_id, **same)))
 
     def engine_hears(self, rank: int, message: Any) -> None:
-        if isinstance(message, KVLanded):
+        if isinstance(message, KVNews) and message.what == "landed":
             self.book.landed(message.number, rank)
-        elif isinstance(message, KVDrained):
+        elif isinstance(message, KVNews) and message.what == "drained":
             self.book.drained(message.number, rank)
-        elif isinstance(message, KVFailed):
+        elif isinstance(message, KVNews):
             self.book.withdraw(message.number, message.reason)
         else:
             number, num_tokens = message
@@ -220,7 +218,7 @@ class World:
             taker.book.expect(message)
         elif isinstance(message, WithdrawKV):
             taker.book.withdraw(message.number)
-            self.bag.append(("engine", rank, KVDrained(message.number)))
+            self.bag.append(("engine", rank, KVNews(message.number, "drained")))
         elif not taker.book.knows(message.number):
             self.bag.append(("take", rank, message))  # it waits
         else:
@@ -239,7 +237,7 @@ class World:
                 token = run.first + offset
                 taker.pages[run.layer, head, blocks[token // BLOCK], token % BLOCK] = text
         if taker.book.landed(run.number, run.source, run.layer, run.first, count):
-            self.bag.append(("engine", rank, KVLanded(run.number)))
+            self.bag.append(("engine", rank, KVNews(run.number, "landed")))
 
     # --- what happens ---
 
@@ -267,14 +265,18 @@ class World:
         self.bag = [each for each in self.bag if each[0] != "give"]
         for rank, taker in enumerate(self.takers):
             for number in taker.book.lose(self.rng.randrange(len(self.source_parts))):
-                self.bag.append(("engine", rank, KVFailed(number, "lost a source")))
+                self.bag.append(("engine", rank, KVNews(number, "failed", "lost a source")))
         self.book.source_lost("prefill")
         self.obey()
 
     def kill_target(self) -> None:
         """Its pages go with it, and so do messages to and from it."""
         self.takers = [Take(part) for part in self.target_parts]
-        self.bag = [each for each in self.bag if each[0] != "take" and not isinstance(each[2], KVDrained | KVLanded)]
+        self.bag = [
+            (to, process, message)
+            for to, process, message in self.bag
+            if to != "take" and not (isinstance(message, KVNews) and message.what in ("landed", "drained"))
+        ]
         for handover in self.decoding.values():
             self.free |= set(handover.pages)
         self.decoding.clear()

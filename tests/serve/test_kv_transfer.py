@@ -13,17 +13,7 @@ import pytest
 import torch
 
 from antiphon.kernels.reference_attention import ReferenceCache
-from antiphon.serve.policy.handover import (
-    CachePart,
-    ExpectKV,
-    KVDrained,
-    KVFailed,
-    KVLanded,
-    KVOffer,
-    KVSource,
-    KVTarget,
-    WithdrawKV,
-)
+from antiphon.serve.policy.handover import CachePart, ExpectKV, KVNews, KVOffer, KVSource, KVTarget, WithdrawKV
 from antiphon.serve.worker import kv_transfer
 from antiphon.serve.worker.kv_transfer import KVReceiver, KVSender
 from antiphon.serve.worker.messages import KVTransferConfig
@@ -183,7 +173,7 @@ def test_every_cut_and_block_size(case: str) -> None:
         for sender in pair.senders:
             sender.open([pair.offer()])
         pair.compute([3, 30, 77])
-        assert [pair.heard.next() for _ in targets] == [KVLanded(1)] * len(targets)
+        assert [pair.heard.next() for _ in targets] == [KVNews(1, "landed")] * len(targets)
         assert pair.wrong() == []
         assert pair.sent.is_silent()
 
@@ -198,7 +188,7 @@ def test_every_transport(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> N
         for sender in pair.senders:
             sender.open([pair.offer()])
         pair.compute([499, 500])
-        assert pair.heard.next() == KVLanded(1)
+        assert pair.heard.next() == KVNews(1, "landed")
         assert pair.wrong() == []
 
 
@@ -213,7 +203,7 @@ def test_a_step_that_is_repeated_sends_nothing_twice_and_order_does_not_matter()
         pair.compute([40, 77])
         sent = sender.bytes_sent
         pair.expect()
-        assert pair.heard.next() == KVLanded(1)
+        assert pair.heard.next() == KVNews(1, "landed")
         assert pair.wrong() == []
         sender.open([offer])
         pair.compute([77])
@@ -228,7 +218,7 @@ def test_nothing_lands_after_a_withdrawal() -> None:
         sender.open([pair.offer()])
         pair.compute([40])
         receiver.heard(WithdrawKV(1))
-        assert pair.heard.next() == KVDrained(1)
+        assert pair.heard.next() == KVNews(1, "drained")
         poison = torch.full((2 * 77 * taker.cache.spec.row_bytes(2),), 0x55, dtype=torch.uint8)
         for layer in range(3):
             taker.cache.write_tokens(layer, taker.blocks, 0, 77, taker.heads(), poison)
@@ -243,7 +233,7 @@ def test_nothing_lands_after_a_withdrawal() -> None:
         pair.expect(2)
         sender.open([pair.offer(2)])
         pair.compute([77])
-        assert pair.heard.next() == KVLanded(2)
+        assert pair.heard.next() == KVNews(2, "landed")
         assert pair.wrong() == []
 
 
@@ -256,7 +246,7 @@ def test_what_the_source_had_cached_goes_with_what_it_computes() -> None:
             for layer in range(3):
                 giver.fill(layer, 0, 48)
         pair.compute([61])
-        assert pair.heard.next() == KVLanded(1)
+        assert pair.heard.next() == KVNews(1, "landed")
         assert pair.wrong() == []
 
 
@@ -265,7 +255,8 @@ def test_sides_that_differ_say_so() -> None:
         pair.start_senders()
         pair.senders[0].open([pair.offer(layout="another model's")])
         failed = pair.sent.next()
-        assert isinstance(failed, KVFailed)
+        assert isinstance(failed, KVNews)
+        assert failed.what == "failed"
         assert "another model's" in failed.reason
         pair.compute([77])
         assert pair.senders[0].bytes_sent == 0
@@ -281,11 +272,12 @@ def test_a_run_that_was_not_asked_for_ends_its_offer_only() -> None:
         pair.senders[0].open([pair.offer(2)])
         pair.compute([77])
         failed = pair.heard.next()
-        assert isinstance(failed, KVFailed)
+        assert isinstance(failed, KVNews)
+        assert failed.what == "failed"
         assert (failed.number, "[5, 77)" in failed.reason) == (2, True)
         pair.senders[0].open([pair.offer(1)])
         pair.compute([77])
-        assert pair.heard.next() == KVLanded(1)
+        assert pair.heard.next() == KVNews(1, "landed")
 
 
 def test_a_target_that_is_gone_fails_the_offer() -> None:
@@ -296,7 +288,8 @@ def test_a_target_that_is_gone_fails_the_offer() -> None:
         pair.senders[0].open([offer])
         pair.compute([77])
         failed = pair.sent.next()
-        assert isinstance(failed, KVFailed)
+        assert isinstance(failed, KVNews)
+        assert failed.what == "failed"
         assert failed.number == 1
 
 
@@ -348,15 +341,15 @@ def test_a_source_that_is_killed_ends_its_offer_and_another_fills_the_same_pages
             assert process.stdout.readline() == b"sent layer 0\n"
             assert pair.heard.is_silent()
         failures = [pair.heard.next() for _ in pair.receivers]
-        assert all(isinstance(each, KVFailed) and each.number == 1 for each in failures)
+        assert all(isinstance(each, KVNews) and (each.number, each.what) == (1, "failed") for each in failures)
         for receiver in pair.receivers:
             receiver.heard(WithdrawKV(1))
-        assert [pair.heard.next() for _ in pair.receivers] == [KVDrained(1)] * 2
+        assert [pair.heard.next() for _ in pair.receivers] == [KVNews(1, "drained")] * 2
         pair.start_senders()
         pair.expect(2)
         pair.senders[0].open([pair.offer(2)])
         pair.compute([77])
-        assert [pair.heard.next() for _ in pair.receivers] == [KVLanded(2)] * 2
+        assert [pair.heard.next() for _ in pair.receivers] == [KVNews(2, "landed")] * 2
         assert pair.wrong() == []
 
 
@@ -368,7 +361,7 @@ def test_codes_travel_in_about_half_the_bytes() -> None:
             pair.expect()
             pair.senders[0].open([pair.offer()])
             pair.compute([77])
-            assert pair.heard.next() == KVLanded(1)
+            assert pair.heard.next() == KVNews(1, "landed")
             sent.append(pair.senders[0].bytes_sent)
     assert sent == [3 * 2 * 72 * 256, 3 * 2 * 72 * (128 + 8)]
 

@@ -89,28 +89,18 @@ class ExpectKV(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class WithdrawKV(msgspec.Struct, tag=True, frozen=True):
-    """To all processes of both sides: the offer has ended. A target answers `KVDrained`, always."""
+    """To all processes of both sides: the offer has ended. A target answers that it is drained, always."""
 
     number: int
 
 
-class KVLanded(msgspec.Struct, tag=True, frozen=True):
-    """From a process of the target: all its pages of the offer are whole."""
+class KVNews(msgspec.Struct, tag=True, frozen=True):
+    """What a process says of an offer. From one of the target, `landed`: all its pages are whole; `drained`: it writes
+    nothing there any more. From any, `failed`: the offer cannot be completed, and why."""
 
     number: int
-
-
-class KVFailed(msgspec.Struct, tag=True, frozen=True):
-    """From any process: the offer cannot be completed."""
-
-    number: int
-    reason: str
-
-
-class KVDrained(msgspec.Struct, tag=True, frozen=True):
-    """From a process of the target: it writes nothing of this offer any more."""
-
-    number: int
+    what: Literal["landed", "drained", "failed"]
+    reason: str = ""
 
 
 class HandoverState(Enum):
@@ -202,7 +192,7 @@ class HandoverBook:
         return handover
 
     def landed(self, number: int, rank: int) -> None:
-        """`KVLanded` of a rank of the target."""
+        """A rank of the target has all of it."""
         if handover := self._filling(number):
             handover.landing.discard(rank)
             self._finish_if_whole(handover)
@@ -218,12 +208,12 @@ class HandoverBook:
             self._finish_if_whole(handover)
 
     def withdraw(self, number: int, reason: str) -> None:
-        """End it: `KVFailed` of any process, or the request is wanted no more. Its pages come back with an event."""
+        """End it: a process failed at it, or the request is wanted no more. Its pages come back with an event."""
         if handover := self._live.get(number):
             self._withdraw(handover, reason)
 
     def drained(self, number: int, rank: int) -> None:
-        """`KVDrained` of a rank of the target."""
+        """A rank of the target writes nothing of it any more."""
         handover = self._live.get(number)
         if handover is not None and handover.state is HandoverState.DRAINING:
             handover.draining.discard(rank)

@@ -11,7 +11,7 @@ neither waits for steps, nor steps for it. What may be sent, and what is still m
 2. The write is one-sided: into the target's memory over shared memory, into its registered slots over libfabric, and a
    word beside it says that it is there. It carries offer, layer and tokens, so order means nothing.
 3. The receiver's thread moves the run from the slot into its pages, in its own layout and block size, and counts it.
-   Both happen under the lock under which an offer is withdrawn: after `KVDrained` nothing writes those pages.
+   Both happen under the lock under which an offer is withdrawn: after it is drained nothing writes those pages.
 
 A run that is here before its `ExpectKV` (they come over different sockets) keeps its slot until that comes.
 
@@ -41,15 +41,7 @@ from antiphon.base.logging import get_logger
 from antiphon.comm.m2n.native import view_of
 from antiphon.kernels.api import KVCache
 from antiphon.models.shares import share_of
-from antiphon.serve.policy.handover import (
-    CachePart,
-    ExpectKV,
-    KVDrained,
-    KVFailed,
-    KVLanded,
-    KVOffer,
-    WithdrawKV,
-)
+from antiphon.serve.policy.handover import CachePart, ExpectKV, KVNews, KVOffer, WithdrawKV
 from antiphon.serve.policy.handover_ends import LandingBook, SendingBook, heads_between
 from antiphon.serve.worker.messages import KVTransferConfig
 from antiphon.specs.model import KVStorage, ModelSpec
@@ -104,7 +96,7 @@ class KVSender:
     """Writes what this process computes, or has cached, into the inboxes of others.
 
     `open`, `layer_done` and `flush` are for the thread that runs steps, `withdraw` for any. Failures are said
-    (`KVFailed`), never raised: a step does not fail because its keys and values cannot go elsewhere."""
+    (`KVNews`), never raised: a step does not fail because its keys and values cannot go elsewhere."""
 
     def __init__(
         self, config: KVTransferConfig, name: str, cache: KVCache, part: CachePart, layout: str, say: Say
@@ -170,7 +162,7 @@ class KVSender:
 
     def _fail(self, number: int, reason: str) -> None:
         self.withdraw(number)
-        self._say(KVFailed(number, reason))
+        self._say(KVNews(number, "failed", reason))
 
     @torch.inference_mode()
     def _work(self) -> None:
@@ -301,12 +293,12 @@ class KVReceiver:
         if isinstance(message, WithdrawKV):
             with self._lock:
                 self._book.withdraw(message.number)
-            self._say(KVDrained(message.number))
+            self._say(KVNews(message.number, "drained"))
         elif message.layout != self._layout:
             with self._lock:
                 self._book.withdraw(message.number)
             reason = f"keys and values differ: {self._layout} here, {message.layout} there"
-            self._say(KVFailed(message.number, reason))
+            self._say(KVNews(message.number, "failed", reason))
         else:
             with self._lock:
                 self._book.expect(message)
@@ -363,9 +355,9 @@ class KVReceiver:
         except Exception as error:  # nonsense from a peer, or a fault of ours: only this offer ends
             with self._lock:
                 self._book.withdraw(number)
-            self._say(KVFailed(number, str(error)))
+            self._say(KVNews(number, "failed", str(error)))
         if is_whole:
-            self._say(KVLanded(number))
+            self._say(KVNews(number, "landed"))
 
     def _store(self, arrival: _Arrival, blocks: Sequence[int], heads: Sequence[int]) -> None:
         """Into every place that has one of these heads."""
@@ -390,7 +382,7 @@ class KVReceiver:
         with self._lock:
             lost = [number for source in gone for number in self._book.lose(source)]
         for number in lost:
-            self._say(KVFailed(number, str(error)))
+            self._say(KVNews(number, "failed", str(error)))
 
 
 class KVLinks:

@@ -3,7 +3,7 @@
 Engine to worker: `Configure` once, then `RunStep`s (attention workers only), `Abort` and `Reset` after a failure,
 `PreparePlacement`, `Place` and `Retire` when experts move, `ExpectKV` and `WithdrawKV` when keys and values
 do, `Shutdown`. Worker to engine: `LoadProgress`, `WorkerReady`, `StepResult` or `StepFailed` per step, `ResetDone`,
-`Prepared`, `KVLanded`, `KVFailed`, `KVDrained`, and from time to time `ExpertReport`, `ExchangeReport`.
+`Prepared`, `KVNews`, and from time to time `ExpertReport`, `ExchangeReport`.
 """
 
 from typing import Literal
@@ -13,15 +13,7 @@ import msgspec
 from antiphon.comm.ledger import Traffic
 from antiphon.placement.split import Phases
 from antiphon.serve.engine_api import PrefetchCounts
-from antiphon.serve.policy.handover import (
-    ExpectKV,
-    HandOver,
-    KVDrained,
-    KVFailed,
-    KVLanded,
-    KVOffer,
-    WithdrawKV,
-)
+from antiphon.serve.policy.handover import ExpectKV, HandOver, KVNews, KVOffer, WithdrawKV
 from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.model import KVStorage
@@ -338,9 +330,7 @@ FromWorker = (
     | ExchangeReport
     | ResetDone
     | Prepared
-    | KVLanded
-    | KVFailed
-    | KVDrained
+    | KVNews
     | Spans
     | WorkerFailure
 )
