@@ -37,7 +37,7 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Group, beside
-from antiphon.specs.checked import CountFromZero, did_you_mean, read
+from antiphon.specs.checked import CountFromZero, describe, did_you_mean, read
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
 from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.device import HOST, settle
@@ -401,7 +401,7 @@ class Former:
             )
         for key, old, new in _changes(before, config):
             if key.startswith((*_MEANING, *_FORMATS)) and not self._is_allowed(key):
-                refused.append((key, f"{key} {old!r}, now {new!r}"))
+                refused.append((key, f"{key} {describe(old)}, now {describe(new)}"))
             elif not key.startswith(_IN_THE_TEXT):
                 _log.info("%s is %r now, it was %r", key, new, old)
         self._refuse(refused)

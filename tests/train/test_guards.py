@@ -53,7 +53,7 @@ def steps_of(folder: Path) -> list[int]:
         ("optimizer.schedule=wsd", "optimizer.schedule 'cosine', now 'wsd'"),
         ("optimizer.schedule_steps=9", "optimizer.schedule_steps 6, now 9"),
         ("loss.balance=0.5", "loss.balance 0.01, now 0.5"),
-        ("data.document_masks=false", "data.document_masks True, now False"),
+        ("data.document_masks=false", "data.document_masks true, now false"),
         ('data.files=["text/00*.txt"]', "other text (data.files"),
         ("data.pieces=5", "other text (data.files"),
     ],
