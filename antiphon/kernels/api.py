@@ -18,6 +18,11 @@ from antiphon.kernels.quantized import AnyWeight, WeightFormat
 from antiphon.specs.model import KV_SCALE_BYTES, KVStorage, RouterSpec
 
 
+def address(x: Tensor | None) -> int:
+    """Where a tensor's elements begin, for the native kernels; 0: none."""
+    return 0 if x is None else x.data_ptr()
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
     """What one attention worker caches. Latent attention: one head, values are the first `value_dim` of the key.

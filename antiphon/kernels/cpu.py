@@ -27,9 +27,9 @@ from antiphon.kernels.api import (
     PackedExperts,
     PackedLinear,
     RotaryTable,
+    address,
 )
 from antiphon.kernels.cpu_weights import CpuExperts, CpuLinear
-from antiphon.kernels.native_rows import address
 from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import AnyWeight
 from antiphon.kernels.reference import FLOATS, ReferenceBackend

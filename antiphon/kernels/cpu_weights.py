@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from antiphon import _native
-from antiphon.kernels.api import ExpertFormats, ExpertShape
-from antiphon.kernels.native_rows import address
+from antiphon.kernels.api import ExpertFormats, ExpertShape, address
 from antiphon.kernels.quantized import AnyWeight, QuantizedWeight, WeightFormat
 from antiphon.kernels.reference import checked_format
 

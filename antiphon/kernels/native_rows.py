@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon import _native
-from antiphon.kernels.api import ExpertShape
+from antiphon.kernels.api import ExpertShape, address
 from antiphon.specs.model import FeedForwardSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -330,11 +330,6 @@ def adamw(
 
 def _is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
-
-
-def address(x: Tensor | None) -> int:
-    """Where a tensor's elements begin, for the native kernels; 0: none."""
-    return 0 if x is None else x.data_ptr()
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ class AttentionHalf:
 
     def __post_init__(self) -> None:
         self._share = share_of(self.spec, self.ranks.rank, self.ranks.size)
+        self._is_whole = self._share.is_whole
         self._cached_layer = {layer: index for index, layer in enumerate(self.layers)}
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class AttentionHalf:
     def embedder(self, out_TH: Tensor) -> Callable[[list[int]], None]:
         """What writes the embedded rows of token ids to the first rows of `out_TH`: in one operation of NumPy, where
         the table is plain."""
-        table_WH, is_plain = self.embedding_WH, self._share.is_whole and self.spec.embedding_multiplier == 1.0
+        table_WH, is_plain = self.embedding_WH, self._is_whole and self.spec.embedding_multiplier == 1.0
 
         def embed(token_ids: list[int]) -> None:
             out_TH[: len(token_ids)] = self.embed(torch.tensor(token_ids, device=self.backend.device))
@@ -162,7 +163,7 @@ class AttentionHalf:
 
     def _embedded(self, token_ids_T: Tensor) -> Tensor:
         """Rows of the table; those of another rank's tokens are zeros here, so that the sum over ranks is exact."""
-        if self._share.is_whole:
+        if self._is_whole:
             return self._table_rows(token_ids_T)
         first, last = self._share.vocabulary
         elsewhere_T = (token_ids_T < first) | (token_ids_T >= last)
@@ -186,7 +187,7 @@ class AttentionHalf:
             x_TH, y_TH = weights.input_norm.after_adding(x_TH, delta_TH)
         attention = weights.attention
         heads_TV = attention.heads(cached, y_TH, cache, batch)
-        if self._share.is_whole:
+        if self._is_whole:
             x_TH = attention.project(heads_TV, x_TH)
             return x_TH, weights.post_norm(x_TH)
         delta_TH = self.sum_of_rows(y_TH.shape[0], lambda first, last: attention.project(heads_TV[first:last], None))
@@ -194,7 +195,7 @@ class AttentionHalf:
 
     def sum_over_ranks(self, delta_TH: Tensor) -> Tensor:
         """What a layer's feed-forward adds to the residual stream, from this rank's part, which it may overwrite."""
-        return add_over_ranks(self.ranks, delta_TH)
+        return delta_TH if self._is_whole else add_over_ranks(self.ranks, delta_TH)
 
     def sum_of_rows(self, num_rows: int, make: Callable[[int, int], Tensor]) -> Tensor:
         """The same, from what computes this rank's part of the rows from `first` to `last`: of all, or block by block
@@ -228,7 +229,7 @@ class AttentionHalf:
         assert self.output_head is not None, "this is a later stage"
         y_TH = self.final_norm(x_TH) if delta_TH is None else self.final_norm.after_adding(x_TH, delta_TH)[1]
         logits_TW = self.backend.linear(y_TH, self.output_head, out_dtype=torch.float32)
-        if not self._share.is_whole:
+        if not self._is_whole:
             logits_TW = self._of_whole_vocabulary(logits_TW)
         return logits_TW if self.spec.logits_divisor == 1.0 else logits_TW.div_(self.spec.logits_divisor)
 

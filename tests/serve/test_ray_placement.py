@@ -163,7 +163,7 @@ def test_who_ends_is_placed_again_and_on_another_node_if_its_own_is_gone() -> No
         attention, experts = cluster.placed
         experts.end(-signal.SIGKILL)
         wait_until(lambda: len(cluster.placed) == 3, "placed again")
-        assert cluster.placed[2].job.order.role == "experts"
+        assert cluster.placed[2].order.role == "experts"
         assert cluster.placed[2].node != attention.node
         del cluster.cpus[cluster.placed[2].node]
         cluster.placed[2].seat.ended.set_exception(ResourceError("The actor died because its node has died."))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from antiphon import _native
 from antiphon.base.errors import CheckpointError
-from antiphon.kernels.native_rows import address
+from antiphon.kernels.api import address
 from antiphon.kernels.quantized import CODE_DTYPES, CodeKind, QuantizedWeight, WeightFormat
 from antiphon.models.checkpoint import DTYPES, Checkpoint, MadeTensor, Rows, SafetensorsFile
 from antiphon.models.gguf.container import BlockType, GgufHeader, gguf_files, read_gguf

@@ -1,7 +1,6 @@
 """Sends to a client that may read slowly or go away: a stream's events, within a limit, or a whole answer in pieces."""
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -26,17 +25,29 @@ class ClientGone(ApiError):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before.
+    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before."""
+    working = asyncio.ensure_future(work)
+    if not await _is_first(working, receive):
+        raise ClientGone
+    return working.result()
+
+
+async def send_until_disconnect(receive: Receive, sending: Coroutine[Any, Any, None]) -> None:
+    """Send an answer as long as there is a client. The connection also counts as closed once the answer is out."""
+    working = asyncio.ensure_future(sending)
+    if await _is_first(working, receive):
+        working.result()
+
+
+async def _is_first(working: "asyncio.Future[_Result]", receive: Receive) -> bool:
+    """Whether `working` ends before the connection does; else it is cancelled and finished.
 
     The web server reports a closed connection only to a task that listens, and sending to one fails in silence. So one
     task works and one listens, for the whole request; whichever is first ends the other."""
-    working = asyncio.ensure_future(work)
     listening = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
+        return working.done()
     finally:
         working.cancel()
         listening.cancel()
@@ -69,8 +80,7 @@ class WholeAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGone):
-                await until_disconnect(receive, self._send_all(send))
+            await send_until_disconnect(receive, self._send_all(send))
         finally:
             self._parts.clear()
             self._on_end()

@@ -35,7 +35,14 @@ from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, shutting_down
 from antiphon.serve.api.generation import Generation
-from antiphon.serve.api.outbox import BATCH_BYTES, SLOW_READER, ClientGone, Outbox, WholeAnswer, until_disconnect
+from antiphon.serve.api.outbox import (
+    BATCH_BYTES,
+    SLOW_READER,
+    Outbox,
+    WholeAnswer,
+    send_until_disconnect,
+    until_disconnect,
+)
 from antiphon.serve.api.parameters import answer_too_large
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.text.answer_fields import CallPiece
@@ -362,9 +369,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
-        except ClientGone:
-            pass
+            await send_until_disconnect(receive, self._send_all(send))
         finally:
             await self._generation.close()
             if self._was_large:
