@@ -12,13 +12,12 @@ from antiphon.kernels.cpu import CpuBackend
 from antiphon.models.batch import BlockTables
 from antiphon.models.noted_half import NotedHalf
 from antiphon.serve.policy.request import PENDING, SequenceStart, SequenceStep
-from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.attention import AllLayers, AttentionRunner
 from antiphon.serve.worker.decode_steps import NativeSteps, native_steps
 from antiphon.serve.worker.exchange import LocalExperts, RowRouting, StepExchange
 from antiphon.serve.worker.messages import RunStep, Sampled
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, INPUTS, SAMPLE, STEP, SpanRecorder
-from antiphon.serve.worker.stages import AllLayers
 from antiphon.specs.sampling import SamplingParams
 from tests.models.conftest import FAMILIES, load_decoder
 from tests.serve.engine_harness import GREEDY, random_prompts, save_tiny_model

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from antiphon.serve.policy.request import SequenceStep
+from antiphon.serve.worker.attention import MicroBatch
 from antiphon.serve.worker.messages import Sampled
 from antiphon.serve.worker.row_sampler import rows_with_logits
 from antiphon.serve.worker.side_by_side import SideBySide, _Step, pieces_of
 from antiphon.serve.worker.spans import SpanRecorder
-from antiphon.serve.worker.stages import MicroBatch
 
 
 def sequence(name: int, num_rows: int, *, samples: bool = True, num_logprobs: int = 0) -> SequenceStep:

@@ -34,12 +34,11 @@ from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.serve.micro_batch_choice import fill_with_noise
 from antiphon.serve.policy.request import SequenceStart, SequenceStep
-from antiphon.serve.worker.attention import AttentionRunner
+from antiphon.serve.worker.attention import AllLayers, AttentionRunner
 from antiphon.serve.worker.exchange import LocalExperts, RowRouting, StepExchange
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.spans import ATTENTION, DISPATCH, SAMPLE, STEP, SpanRecorder, Spans
-from antiphon.serve.worker.stages import AllLayers
 from antiphon.specs.sampling import SamplingParams
 
 BLOCK_SIZE = 16

@@ -25,7 +25,7 @@ class ClientGone(ApiError):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The request's body must be read before."""
+    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The body must be read before."""
     working = asyncio.ensure_future(work)
     if not await _is_first(working, receive):
         raise ClientGone

@@ -35,7 +35,7 @@ from antiphon.models.shares import share_of
 from antiphon.models.weights import ReportProgress
 from antiphon.placement.routing_trace import read_routing_trace
 from antiphon.placement.sample_paths import PathProfile, read_path_profile
-from antiphon.serve.worker.attention import AttentionRanks, AttentionRunner
+from antiphon.serve.worker.attention import AllLayers, AttentionRanks, AttentionRunner, PipelineStage
 from antiphon.serve.worker.counting_recorder import CountingRecorder
 from antiphon.serve.worker.decode_steps import CapturedSteps, DecodeSteps, native_steps
 from antiphon.serve.worker.endpoints import Endpoints, PeerLinks, configured_shape, rank_group, worker_stages
@@ -63,7 +63,6 @@ from antiphon.serve.worker.prefetch import Prefetcher, PrefetchingExchange
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.side_by_side import SharedExchange, SideBySide
 from antiphon.serve.worker.spans import SpanRecorder
-from antiphon.serve.worker.stages import AllLayers, PipelineStage
 from antiphon.specs.model import ModelSpec
 
 _log = get_logger("worker")

@@ -28,12 +28,11 @@ import torch
 
 from antiphon.comm.m2n.native import NativeAttentionExchange
 from antiphon.serve.policy.request import SequenceStep
-from antiphon.serve.worker.attention import AttentionRunner, with_sampled
+from antiphon.serve.worker.attention import AttentionRunner, MicroBatch, with_sampled
 from antiphon.serve.worker.exchange import StepExchange
 from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.row_sampler import logit_rows, needs_logits
 from antiphon.serve.worker.spans import SAMPLE
-from antiphon.serve.worker.stages import MicroBatch
 
 _ROWS_A_PIECE = 64  # enough that reading the head's weights takes less time than their product with the rows
 
