@@ -398,8 +398,8 @@ def test_a_worker_ends_in_order_when_the_engine_hangs_up(door: Door) -> None:
 def test_why_a_worker_cannot_join_is_its_last_word(door: Door, changes: dict[str, Any], message: str) -> None:
     thread, ends = run_seat(door.job(**changes))
     thread.join(30.0)
-    assert ends[0].code > 0
-    assert message in ends[0].last_lines[-1]
+    assert ends[0][0] > 0
+    assert message in ends[0][1][-1]
 
 
 ACTOR = (
