@@ -128,6 +128,7 @@ def columns(case: PoolsCase) -> ContestColumns:
             ("engine", "engine"),
             ("prompts", "prompt_tokens"),
             ("between tokens, median", seconds("itl_s_median")),
+            *predicted("itl_s_median", format_seconds),
             ("p99", seconds("itl_s_p99")),
             *predicted("itl_s_p99", format_seconds),
             ("first token, median", seconds("ttft_s_median")),

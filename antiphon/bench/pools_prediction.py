@@ -118,11 +118,12 @@ def predict_mix(
     prompt_tokens: int,
     core_waits: CoreWaits | None = None,
 ) -> dict[str, float | None]:
-    """`itl_s_p99`, `ttft_s_median` (None where there is none), and with two pools `exposed_share` of the prompts' time
-    to the first token. `answers`: how many, tokens of their prompts, tokens of each; they come at time 0. Long prompts
-    come one at a time: the first when all answers have begun, the next when the one before has its first token, while
-    answers run; the run is simulated anew with each. Gaps between tokens count from the first long prompt on, as those
-    that are measured. `core_waits`: of the machine, beside the run. `UserError` for another model's profile."""
+    """`itl_s_median`, `itl_s_p99`, `ttft_s_median` (None where there is none), and with two pools `exposed_share` of
+    the prompts' time to the first token. `answers`: how many, tokens of their prompts, tokens of each; they come at
+    time 0. Long prompts come one at a time: the first when all answers have begun, the next when the one before has its
+    first token, while answers run; the run is simulated anew with each. Gaps between tokens count from the first long
+    prompt on, as those that are measured. `core_waits`: of the machine, beside the run. `UserError` for another model's
+    profile."""
     phases = _phases(config, machine.cluster.groups[0].device.name)
     spec = load_model_spec(config.model)
     if machine.profile.model_config:
@@ -152,8 +153,10 @@ def predict_mix(
             break
         sent_s.append(max(begun_s))  # what comes later changes nothing before it
     ttft_s = [record.ttft_s or 0.0 for record in prompts]
+    gaps = run.log.gap_summary(after_s=sent_s[0]) if sent_s else {}
     found: dict[str, float | None] = {
-        "itl_s_p99": run.log.gap_summary(after_s=sent_s[0]).get("p99") if sent_s else None,
+        "itl_s_median": gaps.get("p50"),
+        "itl_s_p99": gaps.get("p99"),
         "ttft_s_median": median(ttft_s) if ttft_s else None,
     }
     if run.handovers is not None and ttft_s:
