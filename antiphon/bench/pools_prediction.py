@@ -31,8 +31,9 @@ from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serving_options import Demand, ServingOptions
-from antiphon.specs.cluster import ClusterSpec, load_cluster
+from antiphon.specs.cluster import ClusterSpec, ComputeDtype, load_cluster
 from antiphon.specs.counts import context_tokens_per_row
+from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
@@ -128,12 +129,14 @@ def predict_mix(
     spec = load_model_spec(config.model)
     if machine.profile.model_config:
         refuse_other_model(machine.profile.model_config, spec, "--profile")
+    dtype: ComputeDtype = "float32" if machine.profile.dtype == "float32" else "bfloat16"
     setting = Setting(
         model=replace(spec, max_position=config.context_length(spec)),
         cluster=machine.cluster,
         workload=_workload([answers[1], prompt_tokens], [answers[2], 1]),
         phase=next(reversed(phases)),
         profile=machine.profile,
+        precision=PrecisionSpec(weights=dtype, kv=dtype, dispatch=dtype, combine=dtype, compute=dtype),
     )
     plan = Plan(
         model=config.model.name,
