@@ -89,6 +89,10 @@ def test_all_fields(tmp_path: Path) -> None:
         ),
         ("[input_tokens]\ntrace = [5, 0]\n[output_tokens]\nmedian = 1", r"trace\[1\] is 0"),
         ("requests_per_s = 0\n" + LENGTHS, "requests_per_s is 0: it must be above 0"),
+        (
+            "draft_tokens = 9e15\naccept_rate = 0.5\n" + LENGTHS,
+            "draft_tokens is 9000000000000000.0: it must be at most 1",
+        ),
         ("max_batch = 0\n" + LENGTHS, "max_batch is 0: it must be at least 1"),
         ("expert_loads = [0.5]\n" + LENGTHS, "expert_loads add up to 0.5"),
         ('expert_loads = ["a"]\n' + LENGTHS, r"expert_loads\[0\] is 'a': it must be a valid number"),
