@@ -32,7 +32,7 @@ from triton.testing import do_bench
 from antiphon.base.progress import Report
 from antiphon.kernels import packages
 from antiphon.kernels.api import ExpertShape, KVCacheSpec
-from antiphon.kernels.choices import OWN, Candidate, ProductTile, TunedWeight, near
+from antiphon.kernels.choices import OWN, Candidate, ProductTile, Tiles, near
 from antiphon.kernels.reference_attention import ReferenceCache
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
 from antiphon.kernels.triton import interprets
@@ -121,7 +121,7 @@ def tune(weight: StackedWeight, token_counts: Sequence[int], top_k: int, report:
 
 
 def product_candidates(
-    experts: TritonExperts, token_counts: Sequence[int], top_k: int, gate_up: TunedWeight, down: TunedWeight
+    experts: TritonExperts, token_counts: Sequence[int], top_k: int, gate_up: Tiles, down: Tiles
 ) -> list[Candidate]:
     """Products of experts on random rows, a case for each number of tokens: our own with these tiles, then others."""
     device, shape, cases = experts.gate_up.codes.device, experts.shape, []
@@ -189,11 +189,11 @@ def _candidate(name: str, way: Callable[..., Tensor], cases: Sequence[tuple[Tens
     )
 
 
-def table_entry(weight: StackedWeight, buckets: Sequence[TunedBucket]) -> TunedWeight:
+def table_entry(weight: StackedWeight, buckets: Sequence[TunedBucket]) -> Tiles:
     """What the table keeps: no tiles if the rule's are as quick in all buckets together."""
     if all(each.tile == each.default for each in buckets):
-        return TunedWeight()
-    return TunedWeight(tiles=[(each.most_rows / weight.num_experts, each.tile) for each in buckets])
+        return []
+    return [(each.most_rows / weight.num_experts, each.tile) for each in buckets]
 
 
 def fill_at_random(weight: StackedWeight) -> None:

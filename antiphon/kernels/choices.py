@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -196,18 +196,9 @@ class ProductTile:
     stages: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedWeight:
-    """An entry: (most rows an expert, tile) in ascending order, or none where the rule's tiles are the quickest."""
-
-    tiles: list[tuple[float, ProductTile]] = field(default_factory=list)
-
-    def tile_for(self, num_rows: int, num_experts: int) -> ProductTile:
-        """Beyond the last bucket it is the last one's, because the rule's may sum in another order."""
-        return next((tile for most, tile in self.tiles if num_rows <= most * num_experts), self.tiles[-1][1])
-
-
-Table = dict[Key, TunedWeight]
+# Of a weight: (most rows an expert, tile) in ascending order, or none where the rule's tiles are the quickest.
+Tiles = list[tuple[float, ProductTile]]
+Table = dict[Key, Tiles]
 
 
 @cache
@@ -224,19 +215,18 @@ def process_table() -> Table:
 def read_table(path: Path) -> Table:
     """Entries by key; `UserError` for a file that is not such a table."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {tuple(entry["key"]): _entry_of(entry["tiles"]) for entry in found["entries"]}
+        found = json.loads(path.read_text(encoding="utf-8"))["entries"]
+        return {
+            tuple(entry["key"]): [(float(most), ProductTile(**tile)) for most, tile in entry["tiles"]]
+            for entry in found
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is no table of tiles ({error}): write it with antiphon tune") from error
-
-
-def _entry_of(tiles: list[Any]) -> TunedWeight:
-    return TunedWeight(tiles=[(float(most), ProductTile(**tile)) for most, tile in tiles])
 
 
 def write_table(path: Path, table: Table) -> None:
     """The reverse of `read_table`."""
     entries = [
-        {"key": list(key), "tiles": [[most, vars(tile)] for most, tile in entry.tiles]} for key, entry in table.items()
+        {"key": list(key), "tiles": [[most, vars(tile)] for most, tile in tiles]} for key, tiles in table.items()
     ]
     _write(path, {"entries": entries})

@@ -75,15 +75,16 @@ class BlockTables:
         tables = self._table[slots, : blocks_of(int(contexts.max()), self.block_size)]
         return _batch(queries, contexts, tables, self.block_size, self._device)
 
-    def decode_rows(self, sequences: Sequence[SequenceRows], num_blocks: int) -> "DecodeRows":
-        """Of sequences with one row each; tables have `num_blocks` columns, those beyond a sequence's own are any."""
+    def decode_rows(self, sequences: Sequence[SequenceRows], num_blocks: int) -> tuple[Ints, Ints, Ints]:
+        """(positions [S], cache slots [S], block tables [S, `num_blocks`]) of sequences with one new row each, in host
+        memory; columns of a table beyond the sequence's own are any."""
         positions = np.fromiter((s.start for s in sequences), np.int32, len(sequences))
         numbers = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
         tables = np.zeros((len(sequences), num_blocks), np.int32)
         known = self._table[numbers, :num_blocks]
         tables[:, : known.shape[1]] = known
         blocks = tables[np.arange(len(sequences)), positions // self.block_size]
-        return DecodeRows(positions, blocks * np.int32(self.block_size) + positions % self.block_size, tables)
+        return positions, blocks * np.int32(self.block_size) + positions % self.block_size, tables
 
     def write_decode_rows(self, sequences: Sequence[SequenceRows], into: "DecodeBuffers") -> None:
         """The same, into the first rows of buffers.
@@ -102,14 +103,6 @@ class BlockTables:
         for own, first, start in zip(range(0, count * width, width), firsts, starts, strict=True):
             num_blocks = start // size + 1
             into.tables[own : own + num_blocks] = table[first : first + num_blocks]
-
-
-class DecodeRows(NamedTuple):
-    """Of sequences with one new row each: positions [S], cache slots [S] and block tables [S, B], in host memory."""
-
-    positions: Ints
-    slots: Ints
-    tables: Ints
 
 
 class DecodeBuffers(NamedTuple):

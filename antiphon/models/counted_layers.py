@@ -17,7 +17,7 @@ from typing import Any
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint_folder import brief
-from antiphon.models.families.config_values import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_TOKENS, MAX_WIDTH, Whole
+from antiphon.models.families.config_values import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_TOKENS, MAX_WIDTH, whole
 from antiphon.specs.model import StateSpec
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -78,7 +78,7 @@ class Keys:
             )
         if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
             value = max(set(value), key=lambda each: (value.count(each), each))
-        if wrong := Whole(least=least, most=most).wrong(value):
+        if wrong := whole(least=least, most=most).wrong(value):
             raise CheckpointError(
                 f"config.json: {key} = {brief(value)}: {wrong}: correct it, or give --model-set {key}=N"
             )

@@ -13,23 +13,18 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"  # of a matrix in MXFP4
 
 @dataclass(frozen=True, kw_only=True)
 class GatedNames:
-    """One gated feed-forward: three matrices under a common prefix, or two where `gate` holds `up` below it."""
+    """One gated feed-forward: three matrices under a common prefix, or two where `gate` holds `up` below it.
+
+    As a layout of routed experts: each has such tensors, `{expert}` in the prefix stands for its number."""
 
     prefix: str
     gate: str = "gate_proj.weight"
     up: str | None = "up_proj.weight"
     down: str = "down_proj.weight"
 
-
-@dataclass(frozen=True, kw_only=True)
-class PerExpertLayout:
-    """Three tensors an expert; `{expert}` in the prefix stands for its number."""
-
-    names: GatedNames
-
     def marker(self) -> str:
         """The tensor whose presence in the first layer shows that a checkpoint uses this layout."""
-        return self.names.prefix.format(expert=0) + self.names.gate
+        return self.prefix.format(expert=0) + self.gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +47,10 @@ class StackedLayout:
         return self.gate_up[0] + (BLOCKS_SUFFIX if self.kind == "mxfp4" else "")
 
 
-ExpertLayout = PerExpertLayout | StackedLayout
+ExpertLayout = GatedNames | StackedLayout
 
 STACKED = StackedLayout(kind="fused", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
-PER_EXPERT = PerExpertLayout(names=GatedNames(prefix="mlp.experts.{expert}."))
+PER_EXPERT = GatedNames(prefix="mlp.experts.{expert}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +86,7 @@ class TensorNames:
 
 
 _BLOCK = "block_sparse_moe."
-_W1_W2_W3 = PerExpertLayout(
-    names=GatedNames(prefix=_BLOCK + "experts.{expert}.", gate="w1.weight", up="w3.weight", down="w2.weight")
-)
+_W1_W2_W3 = GatedNames(prefix=_BLOCK + "experts.{expert}.", gate="w1.weight", up="w3.weight", down="w2.weight")
 _MIXTRAL = TensorNames(router=(_BLOCK + "gate.weight", "mlp.gate.weight"), experts=(_W1_W2_W3, STACKED))
 _DEEPSEEK = TensorNames(shared=GatedNames(prefix="mlp.shared_experts."))
 _GRANITE = TensorNames(

@@ -34,7 +34,7 @@ from antiphon.models.checkpoint_folder import (
     read_json,
     weight_files,
 )
-from antiphon.models.names import PerExpertLayout, TensorNames
+from antiphon.models.names import GatedNames, TensorNames
 
 LENGTH_BYTES = 8
 MAX_AXES = 64  # as many as torch takes
@@ -209,7 +209,7 @@ def stored_counts(tensors: Iterable[str], names: TensorNames) -> tuple[frozenset
     """What the names of all stored tensors say: the layers there are, and how many experts a layer has where each has
     tensors of its own."""
     layer_name = re.compile(re.escape(names.layer).replace(re.escape("{layer}"), _NUMBER) + "(.+)")
-    prefixes = [layout.names.prefix for layout in names.experts if isinstance(layout, PerExpertLayout)]
+    prefixes = [layout.prefix for layout in names.experts if isinstance(layout, GatedNames)]
     expert_names = [re.compile(re.escape(prefix).replace(re.escape("{expert}"), _NUMBER)) for prefix in prefixes]
     layers: set[int] = set()
     further: set[int] = set()

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models import packed
 from antiphon.models.checkpoint import Checkpoint, Cut, Rows
-from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, PerExpertLayout, StackedLayout, TensorNames
+from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, StackedLayout, TensorNames
 from antiphon.models.shard_index import stored_counts
 from antiphon.models.shares import Range, Ranges, Share, head_ranges
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
@@ -23,15 +23,23 @@ from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 _OTHER_MODEL = "weights and config.json are of different models, download both again"
 
 
-class StoredNames(Protocol):
-    """What a plan asks of a checkpoint: which of a family's spellings it uses."""
+class NoCheckpoint:
+    """Stands where a checkpoint does when there is none: no tensor is stored, so the family's first names are taken.
+    `marker`: how names of experts end in the layout that is taken; empty: in the first one."""
 
-    @property
-    def folder(self) -> Path: ...
+    folder = Path()
 
-    def __contains__(self, name: str, /) -> bool: ...
+    def __init__(self, marker: str = "") -> None:
+        self._marker = marker
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def __contains__(self, name: object) -> bool:
+        return bool(self._marker) and isinstance(name, str) and name.endswith(self._marker)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
+
+
+Stored = Checkpoint | NoCheckpoint  # what a plan asks which of a family's spellings is used
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def outer_plan(spec: ModelSpec, names: TensorNames) -> LoadPlan:
     return plan
 
 
-def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkpoint: StoredNames) -> LoadPlan:
+def attention_layer_plan(spec: ModelSpec, names: TensorNames, layer: int, checkpoint: Stored) -> LoadPlan:
     """One layer without its routed experts: norms, attention, and router with shared expert or dense feed-forward."""
     prefix = names.layer.format(layer=layer)
     attention, hidden = spec.attention, spec.hidden_size
@@ -187,7 +195,7 @@ def _latent(attention: AttentionSpec, latent: LatentSpec, hidden: int, names: Te
     return plan
 
 
-def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: StoredNames) -> LoadPlan:
+def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: Stored) -> LoadPlan:
     hidden, num_experts, widths = spec.hidden_size, spec.router.num_experts, spec.feed_forward
     router = _stored(names.router, prefix, checkpoint)
     plan: LoadPlan = {"router": (TensorRef(router, (num_experts, hidden)),)}
@@ -202,12 +210,12 @@ def _router(spec: ModelSpec, names: TensorNames, prefix: str, checkpoint: Stored
     return plan
 
 
-def _stored(names: tuple[str, ...], prefix: str, checkpoint: StoredNames) -> str:
+def _stored(names: tuple[str, ...], prefix: str, checkpoint: Stored) -> str:
     """The first of `names` that the checkpoint has; the first of all, to be reported as missing, if it has none."""
     return prefix + next((name for name in names if prefix + name in checkpoint), names[0])
 
 
-def _score_bias(name: str, num_experts: int, checkpoint: StoredNames) -> TensorRef:
+def _score_bias(name: str, num_experts: int, checkpoint: Stored) -> TensorRef:
     """One value an expert; ERNIE stores them as a matrix of one row."""
     shape = (num_experts,)
     in_one_row = name in checkpoint and checkpoint.shape(name) == (1, *shape)
@@ -245,16 +253,16 @@ class ExpertRefs:
         return (*self.gate_up, self.down, *self.biases, *([] if self.down_bias is None else [self.down_bias]))
 
 
-def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, checkpoint: StoredNames) -> ExpertRefs:
+def expert_refs(spec: ModelSpec, names: TensorNames, layer: int, expert: int, checkpoint: Stored) -> ExpertRefs:
     """The tensors of one routed expert, in whichever layout the checkpoint stores this layer."""
     prefix = names.layer.format(layer=layer)
     for layout in names.experts:
         if prefix + layout.marker() not in checkpoint:
             continue
-        if isinstance(layout, PerExpertLayout):
-            stem = prefix + layout.names.prefix.format(expert=expert)
-            gate_up = _gate_up(layout.names, stem, spec.hidden_size, spec.feed_forward.intermediate)
-            down = TensorRef(stem + layout.names.down, (spec.hidden_size, spec.feed_forward.intermediate))
+        if isinstance(layout, GatedNames):
+            stem = prefix + layout.prefix.format(expert=expert)
+            gate_up = _gate_up(layout, stem, spec.hidden_size, spec.feed_forward.intermediate)
+            down = TensorRef(stem + layout.down, (spec.hidden_size, spec.feed_forward.intermediate))
             return ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, down)
         return _stacked_refs(spec, layout, prefix, expert)
     tried = " or ".join(prefix + layout.marker() for layout in names.experts)

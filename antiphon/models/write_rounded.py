@@ -42,7 +42,7 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.gguf.container import SUFFIX as GGUF_SUFFIX
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
-from antiphon.models.names import PerExpertLayout
+from antiphon.models.names import GatedNames
 from antiphon.models.packed import SCALE_SUFFIXES
 from antiphon.models.rounding import RoundedFormat, WeightRounding, format_of, rounded
 from antiphon.models.tensors import attention_layer_plan, expert_refs
@@ -72,6 +72,7 @@ class RoundedError:
 
 Kinds = dict[str, tuple[int, str, RoundedFormat]]  # by tensor: layer, kind, format
 Errors = dict[tuple[int, str], RoundedError]  # by layer and "experts" or "dense"
+Squares = dict[str, tuple[float, float]]  # the same of one file: of errors, and of numbers
 
 
 def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report) -> Errors:
@@ -94,12 +95,12 @@ def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report
         if foreign or out.resolve() == Path(model).resolve():
             raise UserError(f"{out} holds {foreign[0] if foreign else 'the model itself'}: give another folder")
         for number, (file, names) in enumerate(sorted(shards.items())):
-            tensors = _write_shard(checkpoint, names, kinds, out / file, wanted)
-            for key, (error, total) in tensors.errors.items():
+            written, squares = _write_shard(checkpoint, names, kinds, out / file, wanted)
+            for key, (error, total) in squares.items():
                 layer, kind = key.split(" ")
                 errors[int(layer), kind].error += error
                 errors[int(layer), kind].total += total
-            weight_map |= dict.fromkeys(tensors.names, file)
+            weight_map |= dict.fromkeys(written, file)
             report(number + 1, len(shards))
         _write_rest(Path(model), out, spec, kinds, wanted, weight_map)
     return dict(errors)
@@ -124,12 +125,6 @@ def writing(folder: Path, advice: str) -> Iterator[None]:
         raise refused(error.strerror or str(error)) from error
 
 
-@dataclass(frozen=True)
-class _Shard:
-    names: list[str]
-    errors: dict[str, tuple[float, float]]
-
-
 def _kinds(spec: ModelSpec, checkpoint: Checkpoint, wanted: WeightRounding) -> Kinds:
     """The matrices that are rounded: layer, "experts" or "dense", and format. `UserError` where that cannot be."""
     names = checkpoint.family_names(spec.family)
@@ -141,7 +136,7 @@ def _kinds(spec: ModelSpec, checkpoint: Checkpoint, wanted: WeightRounding) -> K
                     found |= dict.fromkeys((ref.name for ref in refs), (layer, "dense", wanted.dense))
         if not routes or wanted.experts is None:
             continue
-        if not isinstance(names.experts[0], PerExpertLayout) or _are_stacked(spec, checkpoint, layer):
+        if not isinstance(names.experts[0], GatedNames) or _are_stacked(spec, checkpoint, layer):
             raise UserError(
                 f"{checkpoint.folder} stores all experts of a layer in one tensor, which compressed-tensors cannot "
                 f"hold: antiphon serve --weights {wanted.experts} rounds them at load"
@@ -169,12 +164,13 @@ def _write_shard(
     kinds: Kinds,
     file: Path,
     wanted: WeightRounding,
-) -> _Shard:
+) -> tuple[list[str], Squares]:
+    """The names of the tensors in the file, which is written unless an earlier run did; errors by layer and kind."""
     made = {_MADE_BY: json.dumps(asdict(wanted), sort_keys=True), _MADE_FROM: _digest(checkpoint.folder / file.name)}
     if file.exists():
         return _kept_shard(file, made)
     tensors: dict[str, Tensor] = {}
-    errors: dict[str, tuple[float, float]] = {}
+    errors: Squares = {}
     for name in names:
         if any(name.removesuffix(suffix) in checkpoint for suffix in SCALE_SUFFIXES if name.endswith(suffix)):
             continue  # of a matrix in float8, which is multiplied out
@@ -196,10 +192,10 @@ def _write_shard(
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
-    return _Shard(list(tensors), errors)
+    return list(tensors), errors
 
 
-def _kept_shard(file: Path, made: dict[str, str]) -> _Shard:
+def _kept_shard(file: Path, made: dict[str, str]) -> tuple[list[str], Squares]:
     """The shard that an earlier run wrote. `UserError` unless it was made as `made` says."""
     try:
         with safe_open(file, "pt") as known:
@@ -211,7 +207,7 @@ def _kept_shard(file: Path, made: dict[str, str]) -> _Shard:
         raise UserError(f"{file} was made otherwise ({header.get(_MADE_BY, 'not by antiphon quantize')}): {fix}")
     if header.get(_MADE_FROM) != made[_MADE_FROM]:
         raise UserError(f"{file} was made from other weights than the model has now: {fix}")
-    return _Shard(stored, json.loads(header["errors"]))
+    return stored, json.loads(header["errors"])
 
 
 def _digest(file: Path) -> str:

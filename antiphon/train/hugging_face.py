@@ -37,7 +37,8 @@ from antiphon.models.rounding import float8_blocks
 from antiphon.models.tensors import (
     ExpertRefs,
     LoadPlan,
-    StoredNames,
+    NoCheckpoint,
+    Stored,
     attention_layer_plan,
     check,
     expert_refs,
@@ -59,7 +60,6 @@ from antiphon.train.weights import (
     DOWN,
     GATE_UP,
     NOT_TRAINED,
-    NoCheckpoint,
     Part,
     Weights,
     attribute_of,
@@ -121,34 +121,37 @@ def import_weights(model: MoeModel, folder: Path) -> None:
                 target.copy_(part.of(reader.tensor(stored, target.dtype).view(part.shape)))
         for layer, of_layer in experts.items():
             for place, one in enumerate(of_layer):
-                whole = _OneExpert(spec, Weights(model.layers[layer], torch.float32).stored(DOWN).dtype)
+                whole = _whole_expert(spec, Weights(model.layers[layer], torch.float32).stored(DOWN).dtype)
                 reader.expert(whole, 0, one, None)
-                whole.copy_to(model.layers[layer], place)
+                _copy_expert(whole, model.layers[layer], place)
 
 
-def _layer_plan(spec: ModelSpec, names: TensorNames, layer: int, stored: StoredNames, num_layers: int) -> LoadPlan:
+def _layer_plan(spec: ModelSpec, names: TensorNames, layer: int, stored: Stored, num_layers: int) -> LoadPlan:
     """The plan of a layer without its routed experts; behind the model's `num_layers`, of that for a further token."""
     plan = attention_layer_plan(spec, names, layer, stored)
     return plan if layer < num_layers else plan | further_plan(spec, layer)
 
 
-class _OneExpert(ReferenceExperts):
-    """A whole expert as a loader writes it, as wide as the parameters."""
+def _whole_expert(spec: ModelSpec, dtype: torch.dtype) -> ReferenceExperts:
+    """Room for one whole expert as a loader writes it."""
+    widths = spec.feed_forward
+    shape = ExpertShape(1, spec.hidden_size, widths.intermediate, widths.activation, has_bias=widths.expert_bias)
+    return ReferenceExperts(shape, HOST, dtype)
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        widths = spec.feed_forward
-        shape = ExpertShape(1, spec.hidden_size, widths.intermediate, widths.activation, has_bias=widths.expert_bias)
-        super().__init__(shape, HOST, dtype)
-        self._by_purpose = {GATE_UP: self.gate_up_EJH, DOWN: self.down_EHI}
-        if self.gate_up_bias_EJ is not None and self.down_bias_EH is not None:
-            self._by_purpose |= {GATE_UP + "_bias": self.gate_up_bias_EJ, DOWN + "_bias": self.down_bias_EH}
 
-    def copy_to(self, layer: nn.Module, place: int) -> None:
-        """Make it expert number `place` of those that `layer` holds, of which it takes its part."""
-        weights, parts = Weights(layer, torch.float32), parts_of(layer)
-        for purpose, whole in self._by_purpose.items():
+def _copy_expert(whole: ReferenceExperts, layer: nn.Module, place: int) -> None:
+    """Make `whole` expert number `place` of those that `layer` holds, of which it takes its part."""
+    weights, parts = Weights(layer, torch.float32), parts_of(layer)
+    by_purpose = {
+        GATE_UP: whole.gate_up_EJH,
+        DOWN: whole.down_EHI,
+        GATE_UP + "_bias": whole.gate_up_bias_EJ,
+        DOWN + "_bias": whole.down_bias_EH,
+    }
+    for purpose, value in by_purpose.items():
+        if value is not None:
             part = parts[purpose]
-            weights.stored(purpose)[place] = Part(part.shape[1:], part.ranges[1:]).of(whole[0])
+            weights.stored(purpose)[place] = Part(part.shape[1:], part.ranges[1:]).of(value[0])
 
 
 class Parameters(Protocol):

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from antiphon.comm.mesh import Sizes
 from antiphon.kernels.ops.products import Products
 from antiphon.models.config import tensor_names
 from antiphon.models.shares import Range, Ranges, head_ranges, pick
-from antiphon.models.tensors import LoadPlan, attention_layer_plan, outer_plan
+from antiphon.models.tensors import LoadPlan, NoCheckpoint, attention_layer_plan, outer_plan
 from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST, SHAPES_ONLY, moved
 
@@ -35,22 +34,6 @@ Shape = tuple[int, ...]
 PRODUCT_WEIGHTS = ("qkv", "down", "out", "dense.gate_up", "dense.down", "shared.gate_up", "shared.down", GATE_UP, DOWN)
 READ_WIDE = ("router", "router_bias")  # in float32 whatever the arithmetic
 NOT_TRAINED = "score_bias"  # steers the choice of experts; no gradient reaches it
-
-
-class NoCheckpoint:
-    """Stands where a checkpoint does when there is none: no tensor is stored, so the family's first names are taken.
-    `marker`: how names of experts end in the layout that is taken; empty: in the first one."""
-
-    folder = Path()
-
-    def __init__(self, marker: str = "") -> None:
-        self._marker = marker
-
-    def __contains__(self, name: object) -> bool:
-        return bool(self._marker) and isinstance(name, str) and name.endswith(self._marker)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise KeyError(name)
 
 
 @dataclass(frozen=True)

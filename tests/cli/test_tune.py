@@ -11,7 +11,7 @@ from torch import Tensor
 from antiphon.base.errors import UserError
 from antiphon.cli import tune
 from antiphon.kernels import packages
-from antiphon.kernels.choices import TunedWeight, choices_path, read_choices, read_table, write_table
+from antiphon.kernels.choices import choices_path, read_choices, read_table, write_table
 from antiphon.models.config import load_model_spec
 from antiphon.specs.model import FeedForwardSpec, ModelSpec, RouterSpec
 
@@ -62,7 +62,7 @@ def test_the_files_say_what_is_the_quickest(
 ) -> None:
     """Times are made up; `other` is an entry of before."""
     out = tmp_path / "tiles.json"
-    write_table(out, {("other",): TunedWeight()})
+    write_table(out, {("other",): []})
     tune._show_times(measured, 0, "bf16", [8], CPU, out, None)
     assert [key[2:5] for key in read_table(out)][1:] == [(2, 24, 16), (1, 16, 24)]
     chosen = read_choices(choices_path(out))

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.choices import ProductTile, TunedWeight, process_table, table_path
+from antiphon.kernels.choices import ProductTile, Tiles, process_table, table_path
 from antiphon.kernels.stacked import StackedWeight, TritonExperts
 from antiphon.kernels.triton.launch import capability_of, launch, power_of_two, product, wide_products
 from antiphon.kernels.triton.rows import count, place, sum_rows
 from antiphon.kernels.triton.rowwise import activated
 
 _log = get_logger("kernels")
-_BY_RULE = TunedWeight()
 
 
 def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> ProductTile:
@@ -38,10 +37,11 @@ def tile_for(weight: StackedWeight, num_rows: int, device: torch.device) -> Prod
     return tuned_tile(_entry(key_of(weight, device)), weight, num_rows, device)
 
 
-def tuned_tile(entry: TunedWeight, weight: StackedWeight, num_rows: int, device: torch.device) -> ProductTile:
-    """That of an entry, or the rule's where it has none."""
-    if entry.tiles:
-        return entry.tile_for(num_rows, weight.num_experts)
+def tuned_tile(tiles: Tiles, weight: StackedWeight, num_rows: int, device: torch.device) -> ProductTile:
+    """That of an entry, or the rule's where it has none. Beyond the last bucket it is the last one's, because the
+    rule's may sum in another order."""
+    if tiles:
+        return next((tile for most, tile in tiles if num_rows <= most * weight.num_experts), tiles[-1][1])
     return default_tile(weight, num_rows, capability_of(device))
 
 
@@ -77,10 +77,10 @@ def key_of(weight: StackedWeight, device: torch.device) -> tuple[Any, ...]:
 
 
 @cache
-def _entry(key: tuple[Any, ...]) -> TunedWeight:
+def _entry(key: tuple[Any, ...]) -> Tiles:
     """The entry for a weight; the log says once for each whether there is one, if there is a table."""
     table = process_table()
-    found = table.get(key, _BY_RULE)
+    found = table.get(key, [])
     if table:
         gpu, _, parts, outputs, inputs, kind = key
         source = f"from {table_path()}" if key in table else f"by rule: {table_path()} has no such entry"

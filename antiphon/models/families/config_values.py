@@ -20,7 +20,7 @@ Rejected: asking transformers at run time. Its classes move between versions, an
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from antiphon.base.errors import CheckpointError
 from antiphon.models.checkpoint_folder import brief
@@ -34,107 +34,98 @@ COPY = "copy the file from the model's publisher"
 Evidence = Callable[[], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Whole:
+@dataclass(frozen=True)
+class Rule:
+    """What a value may be. `wrong`: what is wrong with one, empty: nothing."""
+
+    kind: Literal["whole", "real", "type", "list"]
+    wrong: Callable[[object], str]
+
+
+def whole(*, least: int = 1, most: int) -> Rule:
     """A whole number, `least` to `most`."""
 
-    least: int = 1
-    most: int
+    def wrong(value: object) -> str:
+        if type(value) is not int or value < least:
+            return f"a whole number of at least {least} is needed"
+        return f"at most {most:,} is supported" if value > most else ""
 
-    def wrong(self, value: object) -> str:
-        if type(value) is not int or value < self.least:
-            return f"a whole number of at least {self.least} is needed"
-        return f"at most {self.most:,} is supported" if value > self.most else ""
+    return Rule("whole", wrong)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Real:
+def real(*, above: float | None = None, least: float = 0.0, most: float = 1e9) -> Rule:
     """A number above `above`, or of at least `least`, and at most `most`."""
+    low = f"above {above:g}" if above is not None else f"from {least:g}"
+    needed = f"a number {low} up to {most:g} is needed"
 
-    above: float | None = None
-    least: float = 0.0
-    most: float = 1e9
-
-    def wrong(self, value: object) -> str:
-        low = f"above {self.above:g}" if self.above is not None else f"from {self.least:g}"
-        needed = f"a number {low} up to {self.most:g} is needed"
+    def wrong(value: object) -> str:
         if type(value) is not float and type(value) is not int:
             return needed
-        holds = value > self.above if self.above is not None else value >= self.least
-        return "" if holds and value <= self.most else needed  # NaN compares false
+        holds = value > above if above is not None else value >= least
+        return "" if holds and value <= most else needed  # NaN compares false
+
+    return Rule("real", wrong)
 
 
-@dataclass(frozen=True)
-class JsonType:
+def of_type(kind: type, needed: str) -> Rule:
     """A value of a type of JSON, whatever it is."""
-
-    type: type
-    needed: str
-
-    def wrong(self, value: object) -> str:
-        return "" if isinstance(value, self.type) else f"{self.needed} is needed"
+    return Rule("type", lambda value: "" if isinstance(value, kind) else f"{needed} is needed")
 
 
-TEXT = JsonType(str, "a text")
-FLAG = JsonType(bool, "true or false")  # a text "false" would count as true
-SECTION = JsonType(Mapping, "an object")  # with keys of its own
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneOrMore:
+def one_or_more(each: Rule, *, alone: bool = False) -> Rule:
     """A list of what `each` allows; `alone`: or one such value without a list."""
 
-    each: Whole | Real | JsonType
-    alone: bool = False
-
-    def wrong(self, value: object) -> str:
-        if self.alone and not isinstance(value, (list, tuple)):
-            return self.each.wrong(value)
+    def wrong(value: object) -> str:
+        if alone and not isinstance(value, (list, tuple)):
+            return each.wrong(value)
         if not isinstance(value, (list, tuple)):
             return "a list is needed"
-        return next((f"in a list, {wrong}" for wrong in map(self.each.wrong, value) if wrong), "")
+        return next((f"in a list, {found}" for found in map(each.wrong, value) if found), "")
+
+    return Rule("list", wrong)
 
 
-Rule = Whole | Real | OneOrMore | JsonType
-
-_LAYERS = Whole(most=MAX_LAYERS)
-_EXPERTS = Whole(most=MAX_EXPERTS)
-_WIDTH = Whole(most=MAX_WIDTH)
-_POSITIONS = Whole(most=MAX_POSITIONS)
-_POSITIVE = Real(above=0.0)
-_TOKENS = OneOrMore(each=Whole(least=0, most=MAX_TOKENS), alone=True)
+TEXT = of_type(str, "a text")
+FLAG = of_type(bool, "true or false")  # a text "false" would count as true
+SECTION = of_type(Mapping, "an object")  # with keys of its own
+_LAYERS = whole(most=MAX_LAYERS)
+_EXPERTS = whole(most=MAX_EXPERTS)
+_WIDTH = whole(most=MAX_WIDTH)
+_POSITIONS = whole(most=MAX_POSITIONS)
+_POSITIVE = real(above=0.0)
+_TOKENS = one_or_more(whole(least=0, most=MAX_TOKENS), alone=True)
 RULES: dict[str, Rule] = {
     # how many
     **dict.fromkeys(("num_hidden_layers", "n_layers"), _LAYERS),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"), _LAYERS),
-    **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), Whole(least=-1, most=MAX_LAYERS)),
-    "max_window_layers": Whole(least=0, most=MAX_LAYERS),
-    **dict.fromkeys(("layer_types", "mlp_layer_types"), OneOrMore(each=TEXT)),
-    "attn_type_list": OneOrMore(each=Whole(least=0, most=MAX_LAYERS)),
-    "first_k_dense_replace": Whole(least=0, most=MAX_LAYERS),
-    "mlp_only_layers": OneOrMore(each=Whole(least=0, most=MAX_LAYERS)),
+    **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), whole(least=-1, most=MAX_LAYERS)),
+    "max_window_layers": whole(least=0, most=MAX_LAYERS),
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), one_or_more(TEXT)),
+    "attn_type_list": one_or_more(whole(least=0, most=MAX_LAYERS)),
+    "first_k_dense_replace": whole(least=0, most=MAX_LAYERS),
+    "mlp_only_layers": one_or_more(whole(least=0, most=MAX_LAYERS)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_k"), _EXPERTS),
-    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), Whole(least=0, most=MAX_EXPERTS)),
-    **dict.fromkeys(("n_group", "topk_group"), Whole(least=0, most=MAX_EXPERTS)),
-    "vocab_size": Whole(most=MAX_TOKENS),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), whole(least=0, most=MAX_EXPERTS)),
+    **dict.fromkeys(("n_group", "topk_group"), whole(least=0, most=MAX_EXPERTS)),
+    "vocab_size": whole(most=MAX_TOKENS),
     # how wide
     **dict.fromkeys(("hidden_size", "d_model", "intermediate_size", "moe_intermediate_size"), _WIDTH),
     **dict.fromkeys(("shared_expert_intermediate_size", "ffn_hidden_size", "rotary_dim"), _WIDTH),
-    "shared_intermediate_size": Whole(least=0, most=MAX_WIDTH),
+    "shared_intermediate_size": whole(least=0, most=MAX_WIDTH),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_key_value_heads", "kv_n_heads", "head_dim"), _WIDTH),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), _WIDTH),
     # how far
     **dict.fromkeys(("max_position_embeddings", "max_seq_len", "original_max_position_embeddings"), _POSITIONS),
-    "sliding_window": Whole(least=0, most=MAX_POSITIONS),
-    "rope_theta": Real(above=1.0, most=1e15),
-    "partial_rotary_factor": Real(above=0.0, most=1.0),
+    "sliding_window": whole(least=0, most=MAX_POSITIONS),
+    "rope_theta": real(above=1.0, most=1e15),
+    "partial_rotary_factor": real(above=0.0, most=1.0),
     # numbers
-    "rms_norm_eps": Real(most=1.0),
+    "rms_norm_eps": real(most=1.0),
     **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier"), _POSITIVE),
     **dict.fromkeys(("routed_scaling_factor", "logits_scaling", "swiglu_alpha", "swiglu_limit"), _POSITIVE),
-    "moe_norm_min": Real(most=1.0),
-    "router_jitter_noise": Real(most=1.0),
+    "moe_norm_min": real(most=1.0),
+    "router_jitter_noise": real(most=1.0),
     "clip_qkv": _POSITIVE,
     "moe_normalize_expert_weights": _POSITIVE,
     # switches
@@ -149,8 +140,8 @@ ROPE_RULES: dict[str, Rule] = {
     **{key: RULES[key] for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")},
     **dict.fromkeys(("factor", "attention_factor", "short_mscale", "long_mscale"), _POSITIVE),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _POSITIVE),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), Real(most=1e3)),
-    **dict.fromkeys(("short_factor", "long_factor"), OneOrMore(each=_POSITIVE)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), real(most=1e3)),
+    **dict.fromkeys(("short_factor", "long_factor"), one_or_more(_POSITIVE)),
     "truncate": FLAG,
 }
 SECTIONS: dict[str, dict[str, Rule]] = {
@@ -341,9 +332,7 @@ def assumed(config: Config) -> tuple[str, ...]:
     return tuple(
         key
         for key in DEFAULTS.get(str(config.get("model_type")), {})
-        if isinstance(RULES.get(key), Whole)
-        and key not in _NO_SIZES
-        and not any(name in stated for name in _spellings(key))
+        if _is_whole(RULES, key) and key not in _NO_SIZES and not any(name in stated for name in _spellings(key))
     )
 
 
@@ -361,7 +350,7 @@ def _fill(section: dict[str, Any], defaults: Config) -> None:
 
 def _means_something(key: str) -> bool:
     """Whether null is a value of its own, in place of the default."""
-    return key in _NULL_COUNTS or not isinstance(RULES.get(key), Real | JsonType | None)
+    return key in _NULL_COUNTS or (key in RULES and RULES[key].kind in ("whole", "list"))
 
 
 def _spellings(key: str) -> tuple[str, ...]:
@@ -386,11 +375,14 @@ def _stated(config: Config, key: str) -> Any:
 def _as_whole(section: Config, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """With 4096 for 4096.0, which some writers of JSON make of it."""
     return {
-        key: int(value)
-        if isinstance(value, float) and value.is_integer() and isinstance(rules.get(key), Whole)
-        else value
+        key: int(value) if isinstance(value, float) and value.is_integer() and _is_whole(rules, key) else value
         for key, value in section.items()
     }
+
+
+def _is_whole(rules: Mapping[str, Rule], key: str) -> bool:
+    """Whether the rule of this key, if it has one, is for a whole number."""
+    return key in rules and rules[key].kind == "whole"
 
 
 def _one_kind(name: str, section: Config) -> Config:

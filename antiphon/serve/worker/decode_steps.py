@@ -236,10 +236,10 @@ class CapturedSteps(DecodeSteps):
         tables = integers[rows * _INTEGERS_OF_A_ROW :].reshape(rows, blocks)
         heads[:, count:] = np.array([[0], [0], [pad_slot], [1], [0], [1]])
         tables[count:] = self.pad_block
-        own = self.tables.decode_rows(sequences, blocks)
+        positions, slots, own_tables = self.tables.decode_rows(sequences, blocks)
         heads[0, :count] = [sequence.token_ids[0] for sequence in sequences]
-        heads[1, :count], heads[2, :count], tables[:count] = own.positions, own.slots, own.tables
-        heads[3, :count] = own.positions + 1
+        heads[1, :count], heads[2, :count], tables[:count] = positions, slots, own_tables
+        heads[3, :count] = positions + 1
         numbers = bucket.host_numbers.numpy().reshape(4, rows)
         numbers[:] = np.array([[1.0], [1.0], [0.0], [0.0]])
         vocabulary = self.half.spec.vocab_size

@@ -19,7 +19,6 @@ from antiphon.cli.tune import FORMATS
 from antiphon.kernels import packages
 from antiphon.kernels.api import ExpertShape, KVCacheSpec
 from antiphon.kernels.choices import (
-    TunedWeight,
     choices_path,
     choose,
     near,
@@ -108,7 +107,7 @@ def test_the_rule_is_kept_where_it_is_the_quickest(device: torch.device, monkeyp
     monkeypatch.setattr(tune, "measure_s", lambda way: 1.0 if way.args[2] in defaults else 2.0)
     found = tune.tune(weight, [2, 16], 2, lambda done, total: None)
     assert [each.tile for each in found] == defaults
-    assert tune.table_entry(weight, found) == TunedWeight()
+    assert tune.table_entry(weight, found) == []
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -192,7 +191,7 @@ def test_a_broken_table_is_said_at_the_start(device: torch.device, table_file: P
 def test_products_of_experts_are_compared(device: torch.device) -> None:
     """Ours with the tiles that were found, and PyTorch's, on the same rows; a row alone has the same bits."""
     experts = small_experts(load("backend").TritonBackend(device, torch.bfloat16))
-    candidates = search().product_candidates(experts, [2, 5], 2, TunedWeight(), TunedWeight())
+    candidates = search().product_candidates(experts, [2, 5], 2, [], [])
     assert [(each.name, each.why_not) for each in candidates] == [
         ("triton", ""),
         ("grouped_mm", ""),
