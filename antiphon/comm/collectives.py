@@ -36,6 +36,7 @@ from torch import Tensor
 
 from antiphon.comm.mesh import Group
 from antiphon.comm.micro_ops import BACKWARD
+from antiphon.kernels.ops import differentiable
 
 # PyTorch 2.13 has them under new names and warns of the old ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -224,31 +225,26 @@ class AllReduce(_Named):
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way; or, `flight` None, a `token` that is the result already and did not have to travel."""
 
-    def __init__(self, collective: Collective, x: Tensor) -> None:
-        self._flight = Flight(collective)
-        self._token: Tensor = _Start.apply(x, self._flight)  # type: ignore[no-untyped-call]
+    def __init__(self, token: Tensor, flight: "Flight | None" = None) -> None:
+        self._token = token
+        self._flight = flight
 
     def wait(self) -> Tensor:
         """Its result. Blocks until it is there; errors of the process group (a peer's death, a timeout) are raised."""
-        result: Tensor = _Wait.apply(self._token, self._flight)  # type: ignore[no-untyped-call]
+        if self._flight is None:
+            return self._token
+        result: Tensor = _wait(self._token, self._flight)
         return result
 
 
-@dataclass(frozen=True)
-class Done:
-    """A result that did not have to travel."""
-
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        return self.result
-
-
-def start(collective: Collective, x: Tensor) -> Pending | Done:
+def start(collective: Collective, x: Tensor) -> Pending:
     """Begin `collective` on `x`; a group of one has nothing to do. All ranks of a group start the same in order."""
-    return Done(x) if collective.group.size == 1 else Pending(collective, x)
+    if collective.group.size == 1:
+        return Pending(x)
+    flight = Flight(collective)
+    return Pending(_start(x, flight), flight)
 
 
 def run(collective: Collective, x: Tensor) -> Tensor:
@@ -309,31 +305,32 @@ class Flight:
         return result
 
 
-class _Start(torch.autograd.Function):
-    """Gives a view of the input as the token that `_Wait` takes: its gradient has the input's shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.launch(x, backward=False)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.land(), None
+def _start_forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+    """Gives a view of the input as the token that `_wait` takes: its gradient has the input's shape."""
+    ctx.flight = flight
+    flight.launch(x, backward=False)
+    return x.view_as(x)
 
 
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        ctx.shape = token.shape
-        return flight.land()
+def _start_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return ctx.flight.land(), None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.launch(grad, backward=True)
-        return grad.new_zeros(()).expand(ctx.shape), None  # what the token's gradient must look like; it is never read
+
+_start = differentiable(_start_forward, _start_backward)
+
+
+def _wait_forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
+    ctx.flight = flight
+    ctx.shape = token.shape
+    return flight.land()
+
+
+def _wait_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    ctx.flight.launch(grad, backward=True)
+    return grad.new_zeros(()).expand(ctx.shape), None  # what the token's gradient must look like; it is never read
+
+
+_wait = differentiable(_wait_forward, _wait_backward)
 
 
 def sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:

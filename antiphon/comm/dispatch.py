@@ -39,7 +39,6 @@ from antiphon.comm.collectives import (
     AllGather,
     AllToAll,
     Collective,
-    Done,
     MovesRows,
     Pending,
     gather_sizes,
@@ -199,7 +198,7 @@ class Dispatcher:
         """[T, H]: each row to its experts, through those that are here, and the sum of its results back. `weights_TK`:
         what results count in the sum. Rows are in the format of `x_TH` wherever they are not on their way."""
         dtype, hops = x_TH.dtype, list[tuple[Hop, Tensor]]()
-        rows: Pending | Done = Done(x_TH)
+        rows = Pending(x_TH)
         for way in self.ways:
             hop, packed_P2K = way.hop(ids_TK, weights_TK)
             hops.append((hop, weights_TK))

@@ -31,7 +31,6 @@ from antiphon.comm.collectives import (
     AllGather,
     AllReduce,
     Collective,
-    Done,
     Pending,
     ReduceScatter,
     joined,
@@ -140,11 +139,11 @@ class Replicas:
         """Whether `start_sum` does not wait."""
         return len(self.sums) == 1 and not self.narrow
 
-    def start_sum(self, flat: Tensor) -> Pending | Done:
+    def start_sum(self, flat: Tensor) -> Pending:
         """`sum`, begun where one collective is all it takes."""
         if self.sums_at_once:
             return start(AllReduce(self.group_of_sums, "gradients", in_place=True), flat)
-        return Done(self.sum(flat))
+        return Pending(self.sum(flat))
 
     def sum(self, flat: Tensor) -> Tensor:
         """The sum over all ranks, on each of them. `flat` is used up."""
@@ -164,7 +163,7 @@ class Replicas:
             for level, parts in _levels(self.sums, sizes):
                 flat = start(self._sum_of(level, parts, flat.dtype), flat).wait()
             return flat
-        under_way: list[Pending | Done] = []  # across nodes
+        under_way: list[Pending] = []  # across nodes
         inside = self._start_inside(flat, sizes, 0, count)
         for number in range(count):
             shard = inside.wait()
@@ -174,7 +173,7 @@ class Replicas:
                 inside = self._start_inside(flat, sizes, number + 1, count)
         return torch.cat([each.wait() for each in under_way])
 
-    def _start_inside(self, flat: Tensor, sizes: Sequence[int], number: int, count: int) -> Pending | Done:
+    def _start_inside(self, flat: Tensor, sizes: Sequence[int], number: int, count: int) -> Pending:
         inside, parts = _levels(self.sums, part_sizes(sizes, number, count))[0]
         return start(self._sum_of(inside, parts, flat.dtype), taken(flat, tuple(sizes), number, count))
 
@@ -198,7 +197,7 @@ class Replicas:
             for level, parts in reversed(_levels(levels, sizes)):
                 shard = run(AllGather(level.group, purpose + level.suffix, parts), shard)
             return shard
-        under_way: list[Pending | Done] = []  # inside nodes
+        under_way: list[Pending] = []  # inside nodes
         across = _start_gather(levels, purpose, shard, sizes, 1, (0, count))
         for number in range(count):
             came = across.wait()
@@ -217,7 +216,7 @@ class Replicas:
 
 def _start_gather(
     levels: Sequence[Level], purpose: str, x: Tensor, sizes: Sequence[int], which: int, part: tuple[int, int]
-) -> Pending | Done:
+) -> Pending:
     """Chunk `part` (number, count) over the level at place `which`; across nodes `x` is the whole shard."""
     level, parts = _levels(levels, part_sizes(sizes, *part))[which]
     return start(

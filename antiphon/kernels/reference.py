@@ -13,7 +13,7 @@ multiplied out, in its dtype, for each product. Attention is in `reference_atten
 Letters as in `antiphon.kernels.api`; R = T * K routed rows in order of local expert.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,9 @@ from antiphon.kernels.ops.route import choose_experts
 from antiphon.kernels.quantized import AnyWeight, QuantizedWeight, WeightFormat
 from antiphon.kernels.reference_attention import AttentionPlans, ReferenceCache, make_plan, paged_attention
 from antiphon.specs.model import RouterSpec
+
+if TYPE_CHECKING:  # which imports this module
+    from antiphon.kernels.stacked import TritonExperts
 
 FLOATS = ExpertFormats()
 
@@ -137,26 +140,7 @@ def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
     return copy
 
 
-class FloatExperts(Protocol):
-    """Experts as plain tensors: what `grouped_products` reads."""
-
-    shape: ExpertShape
-    formats: ExpertFormats
-
-    @property
-    def gate_up_EJH(self) -> Tensor: ...
-
-    @property
-    def down_EHI(self) -> Tensor: ...
-
-    @property
-    def gate_up_bias_EJ(self) -> Tensor | None: ...
-
-    @property
-    def down_bias_EH(self) -> Tensor | None: ...
-
-
-def has_grouped_mm(experts: FloatExperts) -> bool:
+def has_grouped_mm(experts: "ReferenceExperts | TritonExperts") -> bool:
     """Whether `torch._grouped_mm` takes these weights: bfloat16, both widths multiples of 8 elements (16 bytes)."""
     return (
         hasattr(torch, "_grouped_mm")
@@ -209,7 +193,9 @@ def _add_bias(y_RX: Tensor, bias_EX: Tensor | None, experts_R: Tensor) -> Tensor
     return y_RX + bias_EX.index_select(0, experts_R.clamp(max=bias_EX.shape[0] - 1))
 
 
-def grouped_products(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: FloatExperts) -> Tensor:
+def grouped_products(
+    x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: "ReferenceExperts | TritonExperts"
+) -> Tensor:
     """The same sums without asking the host anything."""
     num_experts, (num_rows, top_k) = experts.shape.num_experts, ids_TK.shape
     # 1. Slots of each row in ascending local index, "not held here" last; then all slots by expert, stable.

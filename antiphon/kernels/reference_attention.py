@@ -137,14 +137,9 @@ PREFILL_SCORE_ELEMENTS = 1 << 26
 PLANS_IN_FLIGHT = 8  # of four micro-batches, each with and without a window
 
 
-@dataclass(frozen=True)
-class DecodeGroup:
-    """Rows [S'] of one-row sequences of similar context, the cache slots they read, and which of those are too late,
-    too early, or not theirs."""
-
-    rows_S: Tensor
-    slots_SC: Tensor
-    hidden_SC: Tensor
+# One-row sequences of similar context: their rows [S'], the cache slots [S', C] that they read, and which of those are
+# too late, too early, or not theirs [S', C].
+DecodeGroup = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ def _group_of(
     hidden_SC = positions_C >= lengths_S1
     if window is not None:
         hidden_SC |= positions_C < lengths_S1 - window
-    return DecodeGroup(rows_S, _context_slots(batch, sequences, padded, spec.block_size), hidden_SC)
+    return rows_S, _context_slots(batch, sequences, padded, spec.block_size), hidden_SC
 
 
 def prefill_sequence(
@@ -258,9 +253,9 @@ def paged_attention(
     out_TNV = q_TND.new_empty((*q_TND.shape[:2], cache.spec.value_dim))
     groups, prefills = plan
     attend_prefills(q_TND, out_TNV, cache, layer, prefills, scale, sinks_N)
-    for group in groups:
-        q_SND = q_TND.index_select(0, group.rows_S)
-        out_TNV.index_copy_(0, group.rows_S, _decode(q_SND, cache, layer, group, scale, sinks_N))
+    for rows_S, slots_SC, hidden_SC in groups:
+        q_SND = q_TND.index_select(0, rows_S)
+        out_TNV.index_copy_(0, rows_S, _decode(q_SND, *cache.gather(layer, slots_SC), hidden_SC, scale, sinks_N))
     return out_TNV
 
 
@@ -283,15 +278,13 @@ def attend_prefills(
 
 
 def _decode(
-    q_SND: Tensor, cache: ReferenceCache, layer: int, group: DecodeGroup, scale: float, sinks_N: Tensor | None
+    q_SND: Tensor, keys_SCGD: Tensor, values_SCGV: Tensor, hidden_SC: Tensor, scale: float, sinks_N: Tensor | None
 ) -> Tensor:
     """One row of each sequence over its whole context."""
-    num_sequences, num_heads, dim = q_SND.shape
-    num_kv_heads = cache.spec.num_kv_heads
-    keys_SCGD, values_SCGV = cache.gather(layer, group.slots_SC)
+    (num_sequences, num_heads, dim), num_kv_heads = q_SND.shape, keys_SCGD.shape[2]
     q_SGMD = q_SND.view(num_sequences, num_kv_heads, num_heads // num_kv_heads, dim)
     scores_SGMC = torch.matmul(q_SGMD, keys_SCGD.permute(0, 2, 3, 1)).float().mul_(scale)
-    scores_SGMC.masked_fill_(group.hidden_SC[:, None, None, :], float("-inf"))
+    scores_SGMC.masked_fill_(hidden_SC[:, None, None, :], float("-inf"))
     weights_SGMC = _softmax(scores_SGMC, sinks_N, num_kv_heads).to(q_SND.dtype)
     return torch.matmul(weights_SGMC, values_SCGV.transpose(1, 2)).reshape(num_sequences, num_heads, -1)
 

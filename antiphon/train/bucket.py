@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from antiphon.comm.collectives import Done, Pending, part_bounds
+from antiphon.comm.collectives import Pending, part_bounds
 from antiphon.comm.float8 import bytes_of_numbers, decode_numbers, encode_numbers
 from antiphon.comm.launcher import CollectiveLauncher, Submission
 from antiphon.comm.replicas import Replicas
@@ -93,7 +93,7 @@ class Bucket:
         self._zero = zero if replicas.size > 1 else 0
         self._launcher = launcher if replicas.size > 1 else None
         self._submissions: list[Submission] = []
-        self._sums: list[tuple[list[int], Pending | Done]] = []  # of parameters with these places
+        self._sums: list[tuple[list[int], Pending]] = []  # of parameters with these places
         self._in_float8 = in_float8
         self._summed = parameters[0].tensor.dtype  # of gradients
         self.is_begun = False

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,14 +141,7 @@ Place = tuple[Offsets, Offsets]  # of a box: offsets and sizes
 _EXPERTS = ".experts_"
 
 
-class _CommonPart(NamedTuple):
-    """What box `source` of one list and box `target` of another have in common, and where it lies in either."""
-
-    source: int
-    target: int
-    in_source: tuple[slice, ...]
-    in_target: tuple[slice, ...]
-    num_elements: int
+Slices = tuple[slice, ...]
 
 
 def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> None:
@@ -165,17 +158,19 @@ def move(old: Mapping[str, Boxes], new: Mapping[str, Boxes], ranks: Group) -> No
         sources, targets = ([view for _, view in of[name].boxes] if name in of else [] for of in (old, new))
         leaving = [_common(held[ranks.index].get(name, []), each.get(name, [])) for each in wanted]
         coming = [_common(each.get(name, []), wanted[ranks.index].get(name, [])) for each in held]
-        sent = [sources[part.source][part.in_source] for to in leaving for part in to]
-        filled = [targets[part.target][part.in_target] for of in coming for part in of]
-        counts = [tuple(sum(part.num_elements for part in of_rank) for of_rank in way) for way in (leaving, coming)]
+        sent = [[sources[source][place] for source, place, _, _ in to] for to in leaving]
+        filled = [[targets[target][place] for _, _, target, place in of] for of in coming]
+        counts = [tuple(sum(part.numel() for part in of_rank) for of_rank in way) for way in (sent, filled)]
         exchange = AllToAll(ranks, "packing", *counts)
-        came = run(exchange, torch.cat([nothing, *(part.flatten() for part in sent)]))
-        for part, values in zip(filled, torch.split(came, [part.numel() for part in filled]), strict=True):
+        came = run(exchange, torch.cat([nothing, *(part.flatten() for to in sent for part in to)]))
+        parts = [part for of in filled for part in of]
+        for part, values in zip(parts, torch.split(came, [part.numel() for part in parts]), strict=True):
             part.copy_(values.view(part.shape))
 
 
-def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_CommonPart]:
-    """What two ranks' lists have in common, in one order on both."""
+def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[tuple[int, Slices, int, Slices]]:
+    """What two ranks' lists have in common, in one order on both: the number of a box in `held` and the place in it,
+    the number of a box in `wanted` and the place in that."""
     found = []
     for i, (mine, my_sizes) in enumerate(held):
         for j, (theirs, their_sizes) in enumerate(wanted):
@@ -186,8 +181,7 @@ def _common(held: Sequence[Place], wanted: Sequence[Place]) -> list[_CommonPart]
                     tuple(slice(first - begin, last - begin) for (first, last), begin in zip(ranges, of, strict=True))
                     for of in (mine, theirs)
                 )
-                num_elements = math.prod(last - first for first, last in ranges)
-                found.append(_CommonPart(i, j, in_source, in_target, num_elements))
+                found.append((i, in_source, j, in_target))
     return found
 
 

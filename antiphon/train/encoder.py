@@ -21,7 +21,6 @@ import random
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,7 @@ _log = get_logger("train")
 Messages = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class LearnedText:
-    """A text and the ranges of its characters that are learned."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
+LearnedText = tuple[str, tuple[tuple[int, int], ...]]  # a text and the ranges of its characters that are learned
 
 
 class ChatTexts:
@@ -89,7 +83,7 @@ class ChatTexts:
         """The texts of one record: one, unless the template rewrites earlier turns. `where`: for messages."""
         if "answer" in record:
             prompt, answer = str(record["prompt"]), str(record["answer"])
-            return [LearnedText(prompt + answer, ((len(prompt), len(prompt + answer)),))]
+            return [(prompt + answer, ((len(prompt), len(prompt + answer)),))]
         messages, tools = _messages(record, where), record.get("tools") or None
         if not any(each["role"] == "assistant" for each in messages):
             self._say(f"{where}: chats without an assistant's turn are passed over")
@@ -99,7 +93,7 @@ class ChatTexts:
         return self._by_turn(messages, tools, where)
 
     def _by_turn(self, messages: Messages, tools: Any, where: str) -> list[LearnedText]:
-        whole, found = self._render(messages, tools, where), []
+        whole, found = self._render(messages, tools, where), list[LearnedText]()
         for place, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -115,9 +109,9 @@ class ChatTexts:
                     f"{where}: the template of {self._where} writes message {place + 1} into what is before it, so its "
                     "part cannot be told: mark it with {% generation %} in the template"
                 )
-            found.append(LearnedText(until, ((len(prompt), max(len(prompt), len(until.rstrip()))),)))
-        if all(whole.startswith(each.text) for each in found):
-            return [LearnedText(whole, tuple(each.spans[0] for each in found))]
+            found.append((until, ((len(prompt), max(len(prompt), len(until.rstrip()))),)))
+        if all(whole.startswith(text) for text, _ in found):
+            return [(whole, tuple(span for _, (span,) in found))]
         self._say(f"{self._where}: the template rewrites earlier turns: each answer is a text of its own")
         return found
 
@@ -165,7 +159,7 @@ def _unmarked(marked: str) -> LearnedText:
             begin = length
         elif length > begin:
             spans.append((begin, length))
-    return LearnedText("".join(parts) + marked[last:], tuple(spans))
+    return "".join(parts) + marked[last:], tuple(spans)
 
 
 def _content_of(token: Any) -> str | None:
@@ -177,13 +171,7 @@ def _json(file: Path) -> dict[str, Any]:
     return read_mapping(file) if file.is_file() else {}
 
 
-@dataclass(frozen=True)
-class EncodedDocument:
-    """The ids of a document, which of them are learned, and the bytes of its text."""
-
-    ids: Ids
-    learned: np.ndarray[Any, np.dtype[np.bool_]]
-    num_bytes: int
+EncodedDocument = tuple[Ids, np.ndarray[Any, np.dtype[np.bool_]], int]  # ids, which are learned, bytes of the text
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -228,8 +216,8 @@ class Encoder:
         if source.is_chat:
             assert self._chats is not None
             for (document, path), is_out in zip(documents, held_out, strict=True):
-                for text in self._chats.of(document.record or {}, str(path)):
-                    yield is_out, self._chat(text, path)
+                for text, spans in self._chats.of(document.record or {}, str(path)):
+                    yield is_out, self._chat(text, spans, path)
             return
         cut = self._config.pieces
         pieces = [
@@ -242,18 +230,18 @@ class Encoder:
         for (document, path), of_document, is_out in zip(documents, pieces, held_out, strict=True):
             found = zip(of_document, islice(encodings, len(of_document)), strict=True)
             ids = np.concatenate([*(self._checked(encoding, text, path) for text, encoding in found), end])
-            yield is_out, EncodedDocument(ids, np.ones(len(ids), bool), len(document.text.encode()))
+            yield is_out, (ids, np.ones(len(ids), bool), len(document.text.encode()))
 
-    def _chat(self, text: LearnedText, path: Path) -> EncodedDocument:
+    def _chat(self, text: str, spans: Sequence[tuple[int, int]], path: Path) -> EncodedDocument:
         """A loss is taken on what the assistant says; where that has no end mark, one follows."""
-        encoding = self._tokenizer.encode(text.text, add_special_tokens=False)
-        ids = self._checked(encoding, text.text, path)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._checked(encoding, text, path)
         learned = np.array(
-            [any(begin < last and end > first for first, last in text.spans) for begin, end in encoding.offsets], bool
+            [any(begin < last and end > first for first, last in spans) for begin, end in encoding.offsets], bool
         )
         if not (learned & np.isin(ids, self._spec.eos_token_ids)).any():
             ids, learned = np.append(ids, self._spec.eos_token_ids[0]), np.append(learned, True)
-        return EncodedDocument(ids, learned, len(text.text.encode()))
+        return ids, learned, len(text.encode())
 
     def _checked(self, encoding: Encoding, text: str, path: Path) -> Ids:
         """The ids of `text`."""

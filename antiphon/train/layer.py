@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from antiphon.comm.collectives import run
 from antiphon.comm.dispatch import Dispatcher
 from antiphon.comm.m2n.tile_links import TileLinks
+from antiphon.kernels.ops import differentiable
 from antiphon.kernels.ops.attention import layer_norm, rms_norm
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.specs.model import ModelSpec
@@ -158,31 +159,31 @@ def around(
             before()
         if behind_backward is None:
             return args
-        return (_InBackward.apply(args[0], behind_backward), *args[1:])  # type: ignore[no-untyped-call]
+        return (_in_backward(args[0], behind_backward), *args[1:])
 
     def ends(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         if behind is not None:
             behind()
         if before_backward is not None:
-            out = _InBackward.apply(out, before_backward)  # type: ignore[no-untyped-call]
+            out = _in_backward(out, before_backward)
         return out
 
     layer.register_forward_pre_hook(begins)
     layer.register_forward_hook(ends)
 
 
-class _InBackward(torch.autograd.Function):
+def _in_backward_forward(ctx: Any, x: Tensor, do: Callable[[], None]) -> Tensor:
     """`x`; calls `do` when its gradient passes."""
+    ctx.do = do
+    return x.view_as(x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, do: Callable[[], None]) -> Tensor:
-        ctx.do = do
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.do()
-        return grad, None
+def _in_backward_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    ctx.do()
+    return grad, None
+
+
+_in_backward = differentiable(_in_backward_forward, _in_backward_backward)
 
 
 def layer_graph(

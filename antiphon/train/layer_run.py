@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from antiphon.comm.collectives import Collective, Flight
 from antiphon.comm.mesh import Group
+from antiphon.kernels.ops import differentiable
 from antiphon.train.layer_plan import LayerPlan, records_again
 from antiphon.train.layer_schedule import (
     GRADIENT,
@@ -111,21 +112,22 @@ class Turns:
 def run_layer(plan: LayerPlan, here: LayerContext, held: HeldBytes, turns: Turns, x: Tensor) -> Tensor:
     """The layer's result, with its backward to come."""
     run = _LayerRun(plan, here, held, turns)
-    result: Tensor = _Layer.apply(run, x, *here.weights.parameters())  # type: ignore[no-untyped-call]
+    result: Tensor = _layer(run, x, *here.weights.parameters())
     return result
 
 
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: "_LayerRun", x: Tensor, *parameters: nn.Parameter) -> Tensor:
-        ctx.run, ctx.parameters = run, parameters
-        return run.forward(x.detach())
+def _layer_forward(ctx: Any, run: "_LayerRun", x: Tensor, *parameters: nn.Parameter) -> Tensor:
+    ctx.run, ctx.parameters = run, parameters
+    return run.forward(x.detach())
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _LayerRun = ctx.run
-        grad_x = run.backward(grad)
-        return None, grad_x, *(run.parameter_gradients.pop(each, None) for each in ctx.parameters)
+
+def _layer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    run: _LayerRun = ctx.run
+    grad_x = run.backward(grad)
+    return None, grad_x, *(run.parameter_gradients.pop(each, None) for each in ctx.parameters)
+
+
+_layer = differentiable(_layer_forward, _layer_backward)
 
 
 class _LayerRun:

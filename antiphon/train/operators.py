@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from antiphon.base.errors import UserError
 from antiphon.comm.collectives import Collective
 from antiphon.comm.dispatch import Dispatcher
+from antiphon.kernels.ops import differentiable
 from antiphon.kernels.ops.feed_forward import grouped_bias_gradient
 from antiphon.specs.model import ModelSpec
 from antiphon.train.routing import Routing
@@ -216,16 +217,16 @@ class HeldBytes:
         return taken
 
 
-class _Feed(torch.autograd.Function):
+def _to_token_forward(ctx: Any, token: Tensor, x: Tensor) -> Tensor:
     """`x` with its gradient going to `token`, which has its shape and no memory: so the graph does not hold `x`."""
+    return x.view_as(x)
 
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _to_token_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+_to_token = differentiable(_to_token_forward, _to_token_backward)
 
 
 @dataclass
@@ -291,7 +292,7 @@ class OperatorGraph:
 
     def _feed(self, name: str, value: Tensor) -> Tensor:
         token = self._tokens[name] = value.new_zeros(()).expand(value.shape).requires_grad_()
-        fed: Tensor = _Feed.apply(token, value)  # type: ignore[no-untyped-call]
+        fed: Tensor = _to_token(token, value)
         return fed
 
     def _pack(self, x: Tensor) -> _Slot:

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from antiphon.base.sharing import split_evenly
-from antiphon.comm.collectives import AllGather, AllReduce, Done, Pending, gather_sizes, run, start
+from antiphon.comm.collectives import AllGather, AllReduce, Pending, gather_sizes, run, start
 from antiphon.comm.mesh import Group
+from antiphon.kernels.ops import differentiable
 from antiphon.specs.model import RouterSpec
 from antiphon.train.config_tables import LossConfig
 
@@ -110,7 +111,7 @@ class Routing:
         self.dropped: list[int] = []  # choices of each layer, on all ranks
         self.use_before_E: Tensor | None = None  # of the layers in the stages before, see `use_so_far`
         self.use_of_all_E: Tensor | None = None  # of all layers: what `balance_over` "model" needs for gradients
-        self._pending: list[Pending | Done] = []
+        self._pending: list[Pending] = []
         self._facts: dict[int, LayerFacts] = {}
 
     def apart(self) -> "Routing":
@@ -130,7 +131,7 @@ class Routing:
         mine = torch.cat((counts_E.double(), probabilities_E.detach().double(), z.detach().double().view(1), rows))
         with torch.no_grad():
             self._pending.append(start(AllReduce(self._group, "balance"), mine))
-        attached: Tensor = _Attach.apply(x_TH, probabilities_E, z, self, len(self._pending) - 1)  # type: ignore[no-untyped-call]
+        attached: Tensor = _attach(x_TH, probabilities_E, z, self, len(self._pending) - 1)
         return attached
 
     def number_rows(self, numbers: Callable[[], Tensor]) -> None:
@@ -205,13 +206,14 @@ def balance_of(facts: LayerFacts) -> Tensor:
     return facts.counts_E.shape[0] * (shares_E * facts.probabilities_E / facts.rows).sum()
 
 
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, probabilities_E: Tensor, z: Tensor, routing: Routing, index: int) -> Tensor:
-        ctx.routing, ctx.index, ctx.dtype = routing, index, probabilities_E.dtype
-        return x_TH.view_as(x_TH)
+def _attach_forward(ctx: Any, x_TH: Tensor, probabilities_E: Tensor, z: Tensor, routing: Routing, index: int) -> Tensor:
+    ctx.routing, ctx.index, ctx.dtype = routing, index, probabilities_E.dtype
+    return x_TH.view_as(x_TH)
 
-    @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        gradient_E, z = ctx.routing.gradients(ctx.index)
-        return grad_TH, gradient_E.to(ctx.dtype), z.to(ctx.dtype), None, None
+
+def _attach_backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    gradient_E, z = ctx.routing.gradients(ctx.index)
+    return grad_TH, gradient_E.to(ctx.dtype), z.to(ctx.dtype), None, None
+
+
+_attach = differentiable(_attach_forward, _attach_backward)

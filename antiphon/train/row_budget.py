@@ -30,6 +30,7 @@ from antiphon.base.sharing import split_evenly
 from antiphon.comm.collectives import AllReduce, run
 from antiphon.comm.dispatch import Dispatcher
 from antiphon.comm.mesh import Mesh
+from antiphon.kernels.ops import differentiable
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.products import Products
 from antiphon.specs.model import FeedForwardSpec
@@ -155,43 +156,41 @@ def pass_over_budget(
 ) -> Tensor:
     """[T, H]: the sum over all pieces but the first; nothing is kept for backward but what is given here. Forward and
     backward run within `apart`."""
-    out_TH: Tensor = _OverBudget.apply(  # type: ignore[no-untyped-call]
-        apart, dispatcher, experts, pieces, x_TH, weights_TK, *experts.tensors.values()
-    )
+    out_TH: Tensor = _over_budget(apart, dispatcher, experts, pieces, x_TH, weights_TK, *experts.tensors.values())
     return out_TH
 
 
-class _OverBudget(torch.autograd.Function):
+def _over_budget_forward(
+    ctx: Any,
+    apart: Apart,
+    dispatcher: Dispatcher,
+    experts: Experts,
+    pieces: Pieces,
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    *tensors: Tensor,
+) -> Tensor:
     """Gradients of weights are added up piece by piece, in order: the same bits in every run."""
+    ctx.apart, ctx.dispatcher, ctx.experts, ctx.pieces = apart, dispatcher, experts, pieces
+    ctx.save_for_backward(x_TH, weights_TK, *tensors)
+    out_TH = torch.zeros_like(x_TH)
+    with apart():
+        for piece in range(1, 1 + pieces.num_more):
+            out_TH += dispatcher.through(experts, x_TH, pieces.choices(piece), weights_TK)
+    return out_TH
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        apart: Apart,
-        dispatcher: Dispatcher,
-        experts: Experts,
-        pieces: Pieces,
-        x_TH: Tensor,
-        weights_TK: Tensor,
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.apart, ctx.dispatcher, ctx.experts, ctx.pieces = apart, dispatcher, experts, pieces
-        ctx.save_for_backward(x_TH, weights_TK, *tensors)
-        out_TH = torch.zeros_like(x_TH)
-        with apart():
-            for piece in range(1, 1 + pieces.num_more):
-                out_TH += dispatcher.through(experts, x_TH, pieces.choices(piece), weights_TK)
-        return out_TH
 
-    @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[4:]
-        leaves = [saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)]
-        x_TH, weights_TK, *tensors = leaves
-        experts = replace(ctx.experts, tensors=dict(zip(ctx.experts.tensors, tensors, strict=True)))
-        with ctx.apart():
-            for piece in range(1, 1 + ctx.pieces.num_more):
-                with torch.enable_grad():
-                    out_TH = ctx.dispatcher.through(experts, x_TH, ctx.pieces.choices(piece), weights_TK)
-                torch.autograd.backward(out_TH, grad_TH)
-        return None, None, None, None, *(leaf.grad for leaf in leaves)
+def _over_budget_backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad[4:]
+    leaves = [saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)]
+    x_TH, weights_TK, *tensors = leaves
+    experts = replace(ctx.experts, tensors=dict(zip(ctx.experts.tensors, tensors, strict=True)))
+    with ctx.apart():
+        for piece in range(1, 1 + ctx.pieces.num_more):
+            with torch.enable_grad():
+                out_TH = ctx.dispatcher.through(experts, x_TH, ctx.pieces.choices(piece), weights_TK)
+            torch.autograd.backward(out_TH, grad_TH)
+    return None, None, None, None, *(leaf.grad for leaf in leaves)
+
+
+_over_budget = differentiable(_over_budget_forward, _over_budget_backward)

@@ -49,15 +49,6 @@ class ActionTimes:
     travelling_s: Mapping[Action, float]
 
 
-@dataclass(frozen=True)
-class FoundOrder:
-    """`is_exact`: no order is faster, by these times."""
-
-    order: tuple[Action, ...]
-    seconds: float
-    is_exact: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _SearchState:
     """`arrivals_s`: of what is under way, by the action that waits for it."""
@@ -94,8 +85,11 @@ def seconds_of(order: Sequence[Action], times: ActionTimes) -> float:
     return state.now_s
 
 
-def search(order: Sequence[Action], needs: Needs, times: ActionTimes, most_states: int = MOST_STATES) -> FoundOrder:
-    """The fastest order of the actions in `order` that `needs` allows."""
+def search(
+    order: Sequence[Action], needs: Needs, times: ActionTimes, most_states: int = MOST_STATES
+) -> tuple[tuple[Action, ...], float, bool]:
+    """The fastest order of the actions in `order` that `needs` allows; its seconds; whether no order is faster, by
+    these times."""
     numbers = {action: 1 << index for index, action in enumerate(order)}
     masks = {action: sum(numbers[other] for other in needs[action]) for action in order}
     left_s, is_exact = _longest_after(order, needs, times), True
@@ -113,8 +107,8 @@ def search(order: Sequence[Action], needs: Needs, times: ActionTimes, most_state
     best = min((state for states in fronts.values() for state in states), key=lambda state: state.now_s)
     given_s = seconds_of(order, times)
     if best.now_s >= given_s:
-        return FoundOrder(tuple(order), given_s, is_exact)
-    return FoundOrder(best.order, best.now_s, is_exact)
+        return tuple(order), given_s, is_exact
+    return best.order, best.now_s, is_exact
 
 
 def _add(front: list[_SearchState], state: _SearchState) -> None:
@@ -180,14 +174,15 @@ def choose_schedules(model: MoeModel, folder: Path, passes: Passes, shards: Shar
         orders = []
         for actions, backward in ((plan.schedule.forward, False), (plan.schedule.backward, True)):
             times = _times(actions, of_kind, model.mesh, backward=backward)
-            found = search(actions, needs(plan.graph, actions, plan.kept, backward=backward), times)
-            orders.append(found.order)
+            needed = needs(plan.graph, actions, plan.kept, backward=backward)
+            order, seconds, is_exact = search(actions, needed, times)
+            orders.append(order)
             if model.mesh.rank == 0:
                 way, exact = "backward" if backward else "forward", "of the orders looked at the fastest"
                 _log.info(
                     "schedule of %s layers, %s: %s by default, %s found (%s)",
-                    *(kind, way, format_seconds(seconds_of(actions, times)), format_seconds(found.seconds)),
-                    "no order is faster" if found.is_exact else exact,
+                    *(kind, way, format_seconds(seconds_of(actions, times)), format_seconds(seconds)),
+                    "no order is faster" if is_exact else exact,
                 )
         text = str(Schedule(*orders))
         for layer in layers:

@@ -112,17 +112,18 @@ class TokenWriter:
         return [file for file in (self._ids, self._starts, self._learned) if file is not None]
 
     def add(self, source: str, encoded: EncodedDocument) -> None:
+        ids, is_learned, text_bytes = encoded
         self._starts.write(np.int64(self._num_ids).tobytes())
-        ids = np.asarray(encoded.ids, dtype=self._dtype).tobytes()
-        self._ids.write(ids)
-        learned = b"" if self._learned is None else np.asarray(encoded.learned, dtype=np.uint8).tobytes()
+        id_bytes = np.asarray(ids, dtype=self._dtype).tobytes()
+        self._ids.write(id_bytes)
+        learned = b"" if self._learned is None else np.asarray(is_learned, dtype=np.uint8).tobytes()
         if self._learned is not None:
             self._learned.write(learned)
-        self._num_ids += len(encoded.ids)
+        self._num_ids += len(ids)
         old = self.sizes.get(source, NOTHING)
-        digest = hashlib.blake2b(old.digest.encode() + ids + learned, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(old.digest.encode() + id_bytes + learned, digest_size=16).hexdigest()
         self.sizes[source] = TokenSize(
-            old.num_ids + len(encoded.ids), old.num_documents + 1, old.text_bytes + encoded.num_bytes, digest
+            old.num_ids + len(ids), old.num_documents + 1, old.text_bytes + text_bytes, digest
         )
 
     def num_blocks(self, block_tokens: int) -> int:
@@ -359,7 +360,7 @@ def _write_ids(
                 blocks = train.num_blocks(block_tokens)
                 for is_out, encoded in encoder.encode([(each, path) for each, path, _ in batch], source):
                     (held_out if is_out else train).add(source.name, encoded)
-                    kept_bytes += encoded.num_bytes
+                    kept_bytes += encoded[2]
                     if not first and train.num_blocks(block_tokens):
                         first = _sizes_of(source, train, held_out)
                 is_block = train.num_blocks(block_tokens) > blocks

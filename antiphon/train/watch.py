@@ -29,7 +29,7 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,28 +151,26 @@ class RankWork:
     rows_over_mean: float = 1.0
 
 
-@dataclass
-class SlowRanks:
-    """Tells of ranks that begin, and end, to be slow."""
+SlowSince = dict[int, tuple[int, int]]  # by rank that is slow: the first step, and how many in a row
 
-    _since: dict[int, tuple[int, int]] = field(default_factory=dict)  # first step, and how many in a row
 
-    def observe(self, step: int, ranks: Sequence[RankWork]) -> list[str]:
-        """What is to be said after logged step `step`. `ranks`: in order."""
-        said = []
-        for rank, own in enumerate(ranks):
-            others = [each for place, each in enumerate(ranks) if place != rank and each.stage == own.stage]
-            if not others:
-                continue
-            usual_s = statistics.median(each.busy_s for each in others)
-            since, count = self._since.get(rank, (step, 0))
-            if own.busy_s > SLOW_OVER * usual_s and own.busy_s - usual_s > SLOW_LEAST_S:
-                self._since[rank] = since, count + 1
-                if count + 1 == SLOW_STEPS:
-                    said.append(_words(rank, own, others, usual_s, since))
-            elif self._since.pop(rank, None) is not None and count >= SLOW_STEPS:
-                said.append(f"rank {rank} ({own.host}), slow since step {since}, keeps up at step {step}")
-        return said
+def slow_ranks(step: int, ranks: Sequence[RankWork], slow: SlowSince) -> list[str]:
+    """What is to be said after logged step `step` of ranks that begin, and end, to be slow; brings `slow` up to date.
+    `ranks`: in order."""
+    said = []
+    for rank, own in enumerate(ranks):
+        others = [each for place, each in enumerate(ranks) if place != rank and each.stage == own.stage]
+        if not others:
+            continue
+        usual_s = statistics.median(each.busy_s for each in others)
+        since, count = slow.get(rank, (step, 0))
+        if own.busy_s > SLOW_OVER * usual_s and own.busy_s - usual_s > SLOW_LEAST_S:
+            slow[rank] = since, count + 1
+            if count + 1 == SLOW_STEPS:
+                said.append(_words(rank, own, others, usual_s, since))
+        elif slow.pop(rank, None) is not None and count >= SLOW_STEPS:
+            said.append(f"rank {rank} ({own.host}), slow since step {since}, keeps up at step {step}")
+    return said
 
 
 def _words(rank: int, own: RankWork, others: Sequence[RankWork], usual_s: float, since: int) -> str:
@@ -291,7 +289,7 @@ class Watch:
         timeline: Path | None = None,
     ) -> None:
         layers = list(spec.expert_layers)
-        self._slow = SlowRanks() if finds_slow else None
+        self._slow: SlowSince | None = {} if finds_slow else None
         self._began_s = 0.0
         self._alarm = RouterAlarm(layers, spec.router.num_experts, spec.router.top_k)
         self._spans = spans
@@ -329,7 +327,7 @@ class Watch:
         if self._logged and self.mesh.sizes.world_size > 1:
             rows = _rows_over_mean(self.mesh, counts_LE)
             self.traffic = _traffic(self.mesh, step_s, self.operator_s, rows, shows_busy=self._slow is not None)
-            for text in () if self._slow is None else self._slow.observe(step, self.traffic.ranks):
+            for text in () if self._slow is None else slow_ranks(step, self.traffic.ranks, self._slow):
                 self.warn(step, text)
         if self._in_timeline(step):
             self._for_timeline += taken

@@ -174,8 +174,8 @@ class Case:
 
     def finish(self, levels: Levels, dispatch: Dispatch) -> Tensor:
         arrived = dispatch.wait()
-        assert arrived.rows_RH.shape[0] == sum(map(sum, arrived.counts))
-        return dispatch.combine(self.partial(levels.rank, arrived.rows_RH, arrived.ids_RK, arrived.weights_RK))
+        assert arrived.rows.shape[0] == sum(map(sum, dispatch.counts))
+        return dispatch.combine(self.partial(levels.rank, arrived.rows, arrived.ids_RK, arrived.weights_RK))
 
     def run(self, levels: Levels, fused: bool) -> Tensor:
         return self.finish(levels, self.dispatch(levels, fused))

@@ -95,7 +95,7 @@ def test_what_is_learned_is_the_mask_of_transformers(tmp_path: Path, template: s
     )
     source = SourceConfig(name="chats", files=("x.jsonl",), kind="chat")
     for record in [*CHATS, *([WITH_TOOLS] if template == TOOLS else [])]:
-        ((_, found),) = ours.encode([(Document("", 0, 1.0, record), Path("x.jsonl"))], source)
+        ((_, (ids, learned, _)),) = ours.encode([(Document("", 0, 1.0, record), Path("x.jsonl"))], source)
         wanted = theirs.apply_chat_template(
             record["messages"],
             tools=record.get("tools"),
@@ -106,15 +106,15 @@ def test_what_is_learned_is_the_mask_of_transformers(tmp_path: Path, template: s
         mask = [bool(each) for each in wanted["assistant_masks"]]
         assert any(mask)
         num = len(mask)
-        assert found.ids[:num].tolist() == wanted["input_ids"]
-        assert found.learned[:num].tolist() == mask
-        assert len(found.ids) - num in (0, 1), "an end mark where the template has none"
+        assert ids[:num].tolist() == wanted["input_ids"]
+        assert learned[:num].tolist() == mask
+        assert len(ids) - num in (0, 1), "an end mark where the template has none"
 
 
 def texts(template: str, record: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """Each text, and the parts of it that are learned."""
     found = ChatTexts(template, {}, "model").of(record, "a.jsonl")
-    return [(each.text, [each.text[first:end] for first, end in each.spans]) for each in found]
+    return [(text, [text[first:end] for first, end in spans]) for text, spans in found]
 
 
 PLAIN = CHAT_ML.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -13,7 +13,7 @@ from antiphon.train.config import read_config
 from antiphon.train.passes import Passes
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
-from antiphon.train.watch import SLOW_STEPS, RankWork, SlowRanks, StepTraffic
+from antiphon.train.watch import SLOW_STEPS, RankWork, SlowSince, StepTraffic, slow_ranks
 from tests.comm.ranks import on_ranks
 from tests.train.harness import write_run
 
@@ -24,32 +24,32 @@ def work(busy_s: float, stage: int = 0, rows: float = 1.0) -> RankWork:
 
 
 def test_a_slow_rank_is_named_once_and_again_when_it_keeps_up() -> None:
-    watch, said = SlowRanks(), []
+    slow, said = SlowSince(), []
     for step in range(SLOW_STEPS + 3):
-        said += watch.observe(step, [work(1.0), work(1.1), work(2.0)])
+        said += slow_ranks(step, [work(1.0), work(1.1), work(2.0)], slow)
     assert len(said) == 1
     assert said[0].startswith("rank 2 (node1) is slow: it works for 2.00 s a step where the others work for 1.05 s")
     assert "since step 0, 475.00 ms of it in fc1; its experts have 1.0 times the mean of rows: look at" in said[0]
-    assert watch.observe(9, [work(1.0), work(1.1), work(1.2)]) == [
+    assert slow_ranks(9, [work(1.0), work(1.1), work(1.2)], slow) == [
         "rank 2 (node1), slow since step 0, keeps up at step 9"
     ]
 
 
 def test_a_rank_with_many_rows_is_told_apart() -> None:
-    watch = SlowRanks()
+    slow = SlowSince()
     for step in range(SLOW_STEPS):
-        said = watch.observe(step, [work(1.0), work(2.0, rows=1.9)])
+        said = slow_ranks(step, [work(1.0), work(2.0, rows=1.9)], slow)
     assert "times the mean of rows: raise loss.balance" in said[0]
 
 
 def test_what_is_no_slow_rank() -> None:
     """Stages do different work; a few steps are chance; and so are milliseconds."""
-    watch = SlowRanks()
+    slow = SlowSince()
     for step in range(20):
-        assert not watch.observe(step, [work(1.0), work(1.0), work(5.0, stage=1), work(5.0, stage=1)])
-        assert not watch.observe(step, [work(1.0), work(2.0 if step % SLOW_STEPS else 1.0)])
-        assert not watch.observe(step, [work(0.004), work(0.009)])
-        assert not watch.observe(step, [work(1.0)])
+        assert not slow_ranks(step, [work(1.0), work(1.0), work(5.0, stage=1), work(5.0, stage=1)], slow)
+        assert not slow_ranks(step, [work(1.0), work(2.0 if step % SLOW_STEPS else 1.0)], slow)
+        assert not slow_ranks(step, [work(0.004), work(0.009)], slow)
+        assert not slow_ranks(step, [work(1.0)], slow)
 
 
 def test_where_the_host_sees_no_wait_nothing_is_said_of_it() -> None:

@@ -46,29 +46,19 @@ def message_bytes(topology: TwoLevel, max_rows: int, hidden_size: int, top_k: in
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows with their choices: whole ones, or one shard of them."""
+class ChosenRows:
+    """Rows with their choices: whole ones, or one shard of them. `ids_RK`: -1 where an expert is elsewhere."""
 
     rows: Tensor
     ids_RK: Tensor
     weights_RK: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """Rows for the experts here. `ids_RK`: -1 where an expert is elsewhere. `counts[node][i]`: how many came from
-    attention group i of those of a node that this expert group serves, in the order in which they lie. `requests`:
-    (node, layer, expert) of copies that are asked of this part."""
-
-    rows_RH: Tensor
-    ids_RK: Tensor
-    weights_RK: Tensor
-    counts: list[list[int]]
-    requests: list[tuple[int, int, int]]
-
-
 class Dispatch:
-    """Rows under way. Its creation sends this rank's; `wait` returns what came; then `combine` returns the results."""
+    """Rows under way. Its creation sends this rank's; `wait` returns what came; then `combine` returns the results.
+
+    After `wait`: `counts[node][i]`: how many rows came from attention group i of those of a node that this expert group
+    serves, in the order in which they lie. `requests`: (node, layer, expert) of copies that are asked of this part."""
 
     def __init__(
         self,
@@ -87,37 +77,37 @@ class Dispatch:
         self._topology = levels.topology
         self._asked = requests
         assert requests is None or not self._gathers_own, "a part hears of all requests where a group fills its node"
-        self._came: list[tuple[int, int, int]] = []
+        self.requests: list[tuple[int, int, int]] = []
         self._num_rows, self._hidden = x_TH.shape
         self._dtype, self._given, self._top_k = x_TH.dtype, x_TH.device, ids_TK.shape[1]
         x_TH = x_TH if levels.takes(x_TH.device) else x_TH.cpu()
         self._device = x_TH.device
         parts_TK, ids_TK, weights_TK = (each.cpu() for each in (parts_TK, ids_TK, weights_TK))
         self._rows_of: list[Tensor] = []
-        outgoing: list[_Rows] = []
+        outgoing: list[ChosenRows] = []
         for node in range(self._topology.num_nodes):
             here_TK = parts_TK == self._topology.part_at(node, levels.rank)
             rows = here_TK.any(dim=1).nonzero().squeeze(1)
             self._rows_of.append(rows)
             ids_RK = torch.where(here_TK, ids_TK, -1)[rows].to(torch.int32)
             sent = x_TH if node == levels.node and not self._gathers_own else self._shard(x_TH)
-            outgoing.append(_Rows(sent[rows.to(self._device)], ids_RK, weights_TK[rows].float()))
+            outgoing.append(ChosenRows(sent[rows.to(self._device)], ids_RK, weights_TK[rows].float()))
         self._own = outgoing[levels.node]
         self._exchange = levels.across.open_exchange()
         for turn in range(1, self._topology.num_nodes):
             node = self._after(turn)
             self._post(node, outgoing[node])
-        self._counts: list[list[int]] = []
+        self.counts: list[list[int]] = []
 
     @property
     def _gathers_own(self) -> bool:
         """Whether rows of the own node lie on some ranks of the expert group only."""
         return self._topology.sets_per_expert_group > 1
 
-    def wait(self) -> Arrived:
+    def wait(self) -> ChosenRows:
         """Everything that came for the experts here, by node. Raises as the groups' collectives do."""
         levels, num_nodes = self._levels, self._topology.num_nodes
-        arrived: list[list[_Rows]] = [[] for _ in range(num_nodes)]
+        arrived: list[list[ChosenRows]] = [[] for _ in range(num_nodes)]
         turns = range(1, num_nodes)
         if not self._gathers_own:
             arrived[levels.node] = [self._own]
@@ -125,15 +115,14 @@ class Dispatch:
             shards = [self._own if node == levels.node else self._take(node) for node in nodes]
             for node, parts in zip(nodes, self._gather(shards), strict=True):
                 arrived[node] = parts
-        self._counts = [[part.rows.shape[0] for part in parts] for parts in arrived]
+        self.counts = [[part.rows.shape[0] for part in parts] for parts in arrived]
         flat = [part for parts in arrived for part in parts]
-        result = Arrived(
-            rows_RH=torch.cat([part.rows for part in flat]),
-            ids_RK=torch.cat([part.ids_RK for part in flat]),
-            weights_RK=torch.cat([part.weights_RK for part in flat]),
-            counts=self._counts,
-            requests=[*self._came, *((levels.node, *each) for each in self._asked_of(levels.node))],
+        result = ChosenRows(
+            torch.cat([part.rows for part in flat]),
+            torch.cat([part.ids_RK for part in flat]),
+            torch.cat([part.weights_RK for part in flat]),
         )
+        self.requests += ((levels.node, *each) for each in self._asked_of(levels.node))
         for turn in turns:  # only now: some of the parts are views of messages
             levels.across.release(self._exchange, self._before(turn))
         return result
@@ -144,10 +133,10 @@ class Dispatch:
         levels, num_nodes = self._levels, self._topology.num_nodes
         exchange = levels.across.open_exchange()
         partial_RH = partial_RH.to(self._device)
-        partials = torch.split(partial_RH, [sum(counts) for counts in self._counts])
+        partials = torch.split(partial_RH, [sum(counts) for counts in self.counts])
         own = partial_RH
         for nodes in self._rounds([self._after(turn) for turn in range(1, num_nodes + 1)]):  # the own node is last
-            shards = self._reduce([partials[node] for node in nodes], [self._counts[node] for node in nodes])
+            shards = self._reduce([partials[node] for node in nodes], [self.counts[node] for node in nodes])
             for node, shard_RW in zip(nodes, shards, strict=True):
                 if node == levels.node:
                     own = shard_RW
@@ -183,7 +172,7 @@ class Dispatch:
         shard = self._topology.shard_of(self._levels.rank)
         return x_TH[:, shard * width : (shard + 1) * width]
 
-    def _post(self, node: int, part: _Rows) -> None:
+    def _post(self, node: int, part: ChosenRows) -> None:
         pieces = [part.ids_RK, part.weights_RK, part.rows.cpu()]
         if self._asked is not None:
             asked = torch.full((MOST_REQUESTS, 2), -1, dtype=torch.int32)
@@ -201,19 +190,19 @@ class Dispatch:
         self._levels.across.post(exchange, node, [shard_RW.cpu()])
         self._levels.ledger.sent("across.combine", shard_RW.nbytes)
 
-    def _take(self, node: int) -> _Rows:
+    def _take(self, node: int) -> ChosenRows:
         """The shard that `node` sent, in host memory as views of its message."""
         message = self._levels.across.take(self._exchange, node)
         if self._asked is not None:
             asked: list[list[int]] = message[:_REQUEST_BYTES].view(torch.int32).view(-1, 2).tolist()
-            self._came += [(node, layer, expert) for layer, expert in asked if layer >= 0]
+            self.requests += [(node, layer, expert) for layer, expert in asked if layer >= 0]
             message = message[_REQUEST_BYTES:]
         width = self._hidden // self._topology.num_shards
         row_bytes = width * self._dtype.itemsize
         num_rows = message.shape[0] // (row_bytes + _CHOICE_BYTES * self._top_k)
         sizes = [num_rows * n for n in (4 * self._top_k, 4 * self._top_k, row_bytes)]
         ids, weights, rows = torch.split(message, sizes)
-        return _Rows(
+        return ChosenRows(
             rows.view(self._dtype).view(num_rows, width).to(self._device),
             ids.view(torch.int32).view(num_rows, self._top_k),
             weights.view(torch.float32).view(num_rows, self._top_k),
@@ -221,7 +210,7 @@ class Dispatch:
 
     # --- inside a node ---
 
-    def _gather(self, shards: Sequence[_Rows]) -> list[list[_Rows]]:
+    def _gather(self, shards: Sequence[ChosenRows]) -> list[list[ChosenRows]]:
         """Whole rows from the shards of the expert group, which came from some nodes: those of each attention group of
         each node that it serves."""
         group = self._levels.experts
@@ -232,16 +221,18 @@ class Dispatch:
         if not self._gathers_own:
             blocks = self._all_gather(group, rows, [rows.shape[0]] * group.size, "dispatch")
             by_node = torch.split(_side_by_side(blocks), own_counts)
-            return [[_Rows(rows, shard.ids_RK, shard.weights_RK)] for rows, shard in zip(by_node, shards, strict=True)]
+            return [
+                [ChosenRows(rows, shard.ids_RK, shard.weights_RK)] for rows, shard in zip(by_node, shards, strict=True)
+            ]
         counts = group.all_gather(torch.tensor([own_counts]), [1] * group.size)
         sent = [_joined([shard.ids_RK for shard in shards]), _joined([shard.weights_RK for shard in shards]), rows]
         blocks, ids, weights = self._gather_uneven(group, sent, counts.sum(dim=1).tolist())
-        found: list[list[_Rows]] = [[] for _ in shards]
+        found: list[list[ChosenRows]] = [[] for _ in shards]
         for first in range(0, group.size, self._topology.num_shards):
             whole = _side_by_side(blocks[first : first + self._topology.num_shards])
             pieces = (torch.split(tensor, counts[first].tolist()) for tensor in (whole, ids[first], weights[first]))
             for parts, (rows, ids_RK, weights_RK) in zip(found, zip(*pieces, strict=True), strict=True):
-                parts.append(_Rows(rows, ids_RK, weights_RK))
+                parts.append(ChosenRows(rows, ids_RK, weights_RK))
         return found
 
     def _gather_uneven(

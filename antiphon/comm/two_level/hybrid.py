@@ -133,9 +133,9 @@ class HybridExchange(CopyingExchange):
         started_s = time.monotonic()
         arrived = dispatch.wait()
         computing_s = time.monotonic()
-        if self._fetch is not None and arrived.requests:
-            self._fetch(arrived.requests)
-        partial_RH = self._experts(layer, arrived.rows_RH, arrived.ids_RK, arrived.weights_RK)
+        if self._fetch is not None and dispatch.requests:
+            self._fetch(dispatch.requests)
+        partial_RH = self._experts(layer, arrived.rows, arrived.ids_RK, arrived.weights_RK)
         computed_s = time.monotonic()
         total_TH = dispatch.combine(partial_RH)
         self.wait_s += time.monotonic() - computed_s + computing_s - started_s
@@ -285,5 +285,5 @@ def round_trip_s(exchange: HybridExchange, levels: Levels, rows: Travelling, num
     weights_TK = torch.ones(num_rows, rows.top_k)
     started_s = time.perf_counter()
     dispatch = Dispatch(levels, exchange.parts_of_any_layer(chosen), x_TH, chosen, weights_TK, fused=fused)
-    dispatch.combine(dispatch.wait().rows_RH).cpu()  # waits for a device
+    dispatch.combine(dispatch.wait().rows).cpu()  # waits for a device
     return time.perf_counter() - started_s

@@ -23,46 +23,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import RotaryTable
-from antiphon.kernels.ops import kernels_for
+from antiphon.kernels.ops import differentiable, kernels_for
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, native: bool = True) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis (arXiv 1910.07467), in x's dtype. `native`: as in
     `kernels_for`."""
-    y: Tensor = _RmsNorm.apply(x, weight_H, eps, kernels_for(x, "rowwise", native=native))  # type: ignore[no-untyped-call]
+    y: Tensor = _norm(x, weight_H, eps, kernels_for(x, "rowwise", native=native))
     return y
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, kernels: ModuleType | None) -> Tensor:
-        ctx.kernels = kernels
-        if kernels is not None:
-            y: Tensor
-            _, y, factors = kernels.norm(x, weight_H, eps)
-            ctx.save_for_backward(x, weight_H, factors)
-            return y
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight_H, factor)
-        return (wide * factor).mul_(weight_H).to(x.dtype)
+def _norm_forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, kernels: ModuleType | None) -> Tensor:
+    ctx.kernels = kernels
+    if kernels is not None:
+        y: Tensor
+        _, y, factors = kernels.norm(x, weight_H, eps)
+        ctx.save_for_backward(x, weight_H, factors)
+        return y
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    ctx.save_for_backward(x, weight_H, factor)
+    return (wide * factor).mul_(weight_H).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """With n = x * factor: the weight's is the sum of grad * n, the input's factor * (g - n * mean(g * n)) for
-        g = grad * weight."""
-        x, weight_H, factor = ctx.saved_tensors
-        if ctx.kernels is not None:
-            return *ctx.kernels.norm_gradient(grad, x, weight_H, factor), None, None
-        grad = grad.to(factor.dtype)
-        normed = x * factor
-        product = grad * normed
-        grad_weight_H = product.flatten(0, -2).sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
-            return None, grad_weight_H, None, None
-        mean = (product @ weight_H.to(product.dtype)).unsqueeze(-1).div_(x.shape[-1])
-        grad_x = torch.mul(grad, weight_H, out=product).addcmul_(normed, mean, value=-1).mul_(factor)
-        return grad_x.to(x.dtype), grad_weight_H, None, None
+
+def _norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    """With n = x * factor: the weight's is the sum of grad * n, the input's factor * (g - n * mean(g * n)) for
+    g = grad * weight."""
+    x, weight_H, factor = ctx.saved_tensors
+    if ctx.kernels is not None:
+        return *ctx.kernels.norm_gradient(grad, x, weight_H, factor), None, None
+    grad = grad.to(factor.dtype)
+    normed = x * factor
+    product = grad * normed
+    grad_weight_H = product.flatten(0, -2).sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
+    if not ctx.needs_input_grad[0]:
+        return None, grad_weight_H, None, None
+    mean = (product @ weight_H.to(product.dtype)).unsqueeze(-1).div_(x.shape[-1])
+    grad_x = torch.mul(grad, weight_H, out=product).addcmul_(normed, mean, value=-1).mul_(factor)
+    return grad_x.to(x.dtype), grad_weight_H, None, None
+
+
+_norm = differentiable(_norm_forward, _norm_backward)
 
 
 def layer_norm(x: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> Tensor:
@@ -82,31 +83,31 @@ def rotate(x_ND: Tensor, cos_R: Tensor, sin_R: Tensor, interleaved: bool, *, nat
         return x_ND
     cos, sin = cos_R.unsqueeze(-2), sin_R.unsqueeze(-2)
     kernels = kernels_for(x_ND, "rotary", native=native)
-    turned_ND: Tensor = _Rotate.apply(x_ND, cos, sin, interleaved, kernels)  # type: ignore[no-untyped-call]
+    turned_ND: Tensor = _rotation(x_ND, cos, sin, interleaved, kernels)
     return turned_ND
 
 
-class _Rotate(torch.autograd.Function):
+def _rotation_forward(
+    ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, kernels: ModuleType | None
+) -> Tensor:
     """The gradient is the rotation back."""
+    ctx.save_for_backward(cos, sin)
+    ctx.interleaved, ctx.kernels = interleaved, kernels
+    if kernels is not None:
+        return cast(Tensor, kernels.turn(x_ND, cos.squeeze(-2), sin.squeeze(-2), interleaved))
+    return _turn(x_ND, cos, sin, interleaved)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, kernels: ModuleType | None
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.kernels = interleaved, kernels
-        if kernels is not None:
-            return cast(Tensor, kernels.turn(x_ND, cos.squeeze(-2), sin.squeeze(-2), interleaved))
-        return _turn(x_ND, cos, sin, interleaved)
 
-    @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        if ctx.kernels is not None:
-            turned = ctx.kernels.turn(grad_ND, cos.squeeze(-2), sin.squeeze(-2), ctx.interleaved, back=True)
-        else:
-            turned = _turn(grad_ND, cos, -sin, ctx.interleaved)
-        return turned, None, None, None, None
+def _rotation_backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None]:
+    cos, sin = ctx.saved_tensors
+    if ctx.kernels is not None:
+        turned = ctx.kernels.turn(grad_ND, cos.squeeze(-2), sin.squeeze(-2), ctx.interleaved, back=True)
+    else:
+        turned = _turn(grad_ND, cos, -sin, ctx.interleaved)
+    return turned, None, None, None, None
+
+
+_rotation = differentiable(_rotation_forward, _rotation_backward)
 
 
 def _turn(x_ND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -147,7 +148,7 @@ def heads_of(
     `angles_BSR`: cosines and sines, which no gradient reaches."""
     kernels = kernels_for(qkv_BSX, "heads")
     if kernels is not None:
-        found: Heads = _Heads.apply(  # type: ignore[no-untyped-call]
+        found: Heads = _heads(
             qkv_BSX, *(norms_D or (None, None)), *angles_BSR, widths, eps, interleaved, head_dim, kernels
         )
         return found
@@ -162,48 +163,48 @@ def _split(qkv_BSX: Tensor, widths: tuple[int, int], head_dim: int) -> list[Tens
     return [part.view(*part.shape[:2], -1, head_dim) for part in parts]
 
 
-class _Heads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv_BSX: Tensor,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        cos_BSR: Tensor,
-        sin_BSR: Tensor,
-        widths: tuple[int, int],
-        eps: float,
-        interleaved: bool,
-        head_dim: int,
-        kernels: ModuleType,
-    ) -> Heads:
-        q, k, v = _split(qkv_BSX, widths, head_dim)
-        turned = [
-            kernels.turn_normed(x, norm, eps, cos_BSR, sin_BSR, interleaved)
-            for x, norm in ((q, q_norm_D), (k, k_norm_D))
-        ]
-        (q, q_factors), (k, k_factors) = turned
-        kept = None if q_norm_D is None else qkv_BSX
-        ctx.save_for_backward(kept, q_norm_D, k_norm_D, q_factors, k_factors, cos_BSR, sin_BSR)
-        ctx.rest = widths, interleaved, head_dim, kernels
-        return q, k, v
+def _heads_forward(
+    ctx: Any,
+    qkv_BSX: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    cos_BSR: Tensor,
+    sin_BSR: Tensor,
+    widths: tuple[int, int],
+    eps: float,
+    interleaved: bool,
+    head_dim: int,
+    kernels: ModuleType,
+) -> Heads:
+    q, k, v = _split(qkv_BSX, widths, head_dim)
+    turned = [
+        kernels.turn_normed(x, norm, eps, cos_BSR, sin_BSR, interleaved) for x, norm in ((q, q_norm_D), (k, k_norm_D))
+    ]
+    (q, q_factors), (k, k_factors) = turned
+    kept = None if q_norm_D is None else qkv_BSX
+    ctx.save_for_backward(kept, q_norm_D, k_norm_D, q_factors, k_factors, cos_BSR, sin_BSR)
+    ctx.rest = widths, interleaved, head_dim, kernels
+    return q, k, v
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q_norm, k_norm, q_factors, k_factors, cos, sin = ctx.saved_tensors
-        widths, interleaved, head_dim, kernels = ctx.rest
-        of_q, of_k, of_v = grads
-        made = torch.empty(*of_q.shape[:2], sum(widths) + widths[1], dtype=of_q.dtype, device=of_q.device)
-        places = _split(made, widths, head_dim)
-        places[2].copy_(of_v)
-        heads = [None, None] if qkv is None else _split(qkv, widths, head_dim)[:2]
-        of_norms = [
-            kernels.turn_normed_gradient(grad, x, norm, factors, cos, sin, interleaved, place)
-            for grad, x, norm, factors, place in zip(
-                (of_q, of_k), heads, (q_norm, k_norm), (q_factors, k_factors), places, strict=False
-            )
-        ]
-        return made, *of_norms, *(None,) * 7
+
+def _heads_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, q_norm, k_norm, q_factors, k_factors, cos, sin = ctx.saved_tensors
+    widths, interleaved, head_dim, kernels = ctx.rest
+    of_q, of_k, of_v = grads
+    made = torch.empty(*of_q.shape[:2], sum(widths) + widths[1], dtype=of_q.dtype, device=of_q.device)
+    places = _split(made, widths, head_dim)
+    places[2].copy_(of_v)
+    heads = [None, None] if qkv is None else _split(qkv, widths, head_dim)[:2]
+    of_norms = [
+        kernels.turn_normed_gradient(grad, x, norm, factors, cos, sin, interleaved, place)
+        for grad, x, norm, factors, place in zip(
+            (of_q, of_k), heads, (q_norm, k_norm), (q_factors, k_factors), places, strict=False
+        )
+    ]
+    return made, *of_norms, *(None,) * 7
+
+
+_heads = differentiable(_heads_forward, _heads_backward)
 
 
 def attention_mask(
@@ -253,9 +254,7 @@ def causal_attention(
     that want that. N is a multiple of G."""
     kernels = kernels_for(q_BSND, "attention")
     if kernels is not None and sinks_N is None and (mask_BSS is None or first_keys_BS is not None):
-        out_BSNV: Tensor = _Causal.apply(  # type: ignore[no-untyped-call]
-            q_BSND, k_BSGD, v_BSGV, None if mask_BSS is None else first_keys_BS, scale, kernels
-        )
+        out_BSNV: Tensor = _causal(q_BSND, k_BSGD, v_BSGV, None if mask_BSS is None else first_keys_BS, scale, kernels)
         return out_BSNV
     q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSGD, v_BSGV))
     if sinks_N is not None:
@@ -267,30 +266,30 @@ def causal_attention(
     return out_BNSV.transpose(1, 2)
 
 
-class _Causal(torch.autograd.Function):
+def _causal_forward(
+    ctx: Any,
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    first_keys_BS: Tensor | None,
+    scale: float,
+    kernels: ModuleType,
+) -> Tensor:
     """By a kernel; kept is one number a query beside what is read and made."""
+    if first_keys_BS is not None:
+        first_keys_BS = first_keys_BS.expand(q_BSND.shape[:2]).contiguous()
+    out, lse = kernels.causal_attention(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale)
+    ctx.save_for_backward(q_BSND, k_BSGD, v_BSGV, first_keys_BS, out, lse)
+    ctx.scale, ctx.kernels = scale, kernels
+    return cast(Tensor, out)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BSND: Tensor,
-        k_BSGD: Tensor,
-        v_BSGV: Tensor,
-        first_keys_BS: Tensor | None,
-        scale: float,
-        kernels: ModuleType,
-    ) -> Tensor:
-        if first_keys_BS is not None:
-            first_keys_BS = first_keys_BS.expand(q_BSND.shape[:2]).contiguous()
-        out, lse = kernels.causal_attention(q_BSND, k_BSGD, v_BSGV, first_keys_BS, scale)
-        ctx.save_for_backward(q_BSND, k_BSGD, v_BSGV, first_keys_BS, out, lse)
-        ctx.scale, ctx.kernels = scale, kernels
-        return cast(Tensor, out)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, first_keys_BS, out, lse = ctx.saved_tensors
-        return *ctx.kernels.causal_gradient(grad, q, k, v, first_keys_BS, ctx.scale, out, lse), None, None, None
+def _causal_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, first_keys_BS, out, lse = ctx.saved_tensors
+    return *ctx.kernels.causal_gradient(grad, q, k, v, first_keys_BS, ctx.scale, out, lse), None, None, None
+
+
+_causal = differentiable(_causal_forward, _causal_backward)
 
 
 def _with_sinks(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from antiphon.kernels.ops import kernels_for
+from antiphon.kernels.ops import differentiable, kernels_for
 
 IGNORED = -100
 _CHUNK_ELEMENTS = 1 << 20  # logits at once: 4 MiB in float32, which caches hold
@@ -24,59 +24,58 @@ def linear_cross_entropy(
     """Sum over rows of -log softmax((x W' + b) / divisor)[target], divided by `num_targets`; a scalar.
 
     Rows whose target is `IGNORED` count for nothing. `num_targets` is a scalar tensor and may count rows elsewhere."""
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_TH, weight_VH, bias_V, targets_T, num_targets, divisor
-    )
+    loss: Tensor = _cross_entropy(x_TH, weight_VH, bias_V, targets_T, num_targets, divisor)
     return loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_T: Tensor,
-        num_targets: Tensor,
-        divisor: float,
-    ) -> Tensor:
-        wide = torch.promote_types(x_TH.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=x_TH.device)
-        grad_x_TH = torch.empty_like(x_TH)
-        grad_weight_VH: Tensor | None = None
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
-        counted_T1 = (targets_T != IGNORED).to(wide).unsqueeze(1)
-        scale_T1 = counted_T1 / (num_targets.to(wide) * divisor)
-        kernels = kernels_for(x_TH, "rowwise")
-        step = max(_LEAST_ROWS, _CHUNK_ELEMENTS // weight_VH.shape[0])
-        for first in range(0, x_TH.shape[0], step):
-            rows = slice(first, first + step)
-            x, scale = x_TH[rows], scale_T1[rows]
-            logits, targets = _product(x, weight_VH.t()), targets_T[rows]
-            if kernels is not None:
-                losses = kernels.loss_and_gradient(logits, bias_V, targets, divisor)
-            else:
-                losses, logits = _losses_and_gradient(logits.to(wide), bias_V, targets.clamp(min=0), divisor)
-            total += (losses * counted_T1[rows, 0]).sum()
-            narrow = logits.to(x.dtype)  # the gradient by now
-            _product(narrow, weight_VH, grad_x_TH[rows]).mul_(scale)  # the factor is cheaper on the narrow side
-            grad_weight_VH = _plus_product(grad_weight_VH, narrow.t(), (x * scale).to(x.dtype), wide)
-            if grad_bias_V is not None:
-                grad_bias_V.addmv_(logits.to(wide).t(), scale.squeeze(1))
-        if grad_weight_VH is None:  # no rows
-            grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide)
-        ctx.save_for_backward(grad_x_TH, grad_weight_VH, grad_bias_V)
-        return total / num_targets.to(wide)
+def _cross_entropy_forward(
+    ctx: Any,
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    num_targets: Tensor,
+    divisor: float,
+) -> Tensor:
+    wide = torch.promote_types(x_TH.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=x_TH.device)
+    grad_x_TH = torch.empty_like(x_TH)
+    grad_weight_VH: Tensor | None = None
+    grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+    counted_T1 = (targets_T != IGNORED).to(wide).unsqueeze(1)
+    scale_T1 = counted_T1 / (num_targets.to(wide) * divisor)
+    kernels = kernels_for(x_TH, "rowwise")
+    step = max(_LEAST_ROWS, _CHUNK_ELEMENTS // weight_VH.shape[0])
+    for first in range(0, x_TH.shape[0], step):
+        rows = slice(first, first + step)
+        x, scale = x_TH[rows], scale_T1[rows]
+        logits, targets = _product(x, weight_VH.t()), targets_T[rows]
+        if kernels is not None:
+            losses = kernels.loss_and_gradient(logits, bias_V, targets, divisor)
+        else:
+            losses, logits = _losses_and_gradient(logits.to(wide), bias_V, targets.clamp(min=0), divisor)
+        total += (losses * counted_T1[rows, 0]).sum()
+        narrow = logits.to(x.dtype)  # the gradient by now
+        _product(narrow, weight_VH, grad_x_TH[rows]).mul_(scale)  # the factor is cheaper on the narrow side
+        grad_weight_VH = _plus_product(grad_weight_VH, narrow.t(), (x * scale).to(x.dtype), wide)
+        if grad_bias_V is not None:
+            grad_bias_V.addmv_(logits.to(wide).t(), scale.squeeze(1))
+    if grad_weight_VH is None:  # no rows
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide)
+    ctx.save_for_backward(grad_x_TH, grad_weight_VH, grad_bias_V)
+    return total / num_targets.to(wide)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
-        grad_x_TH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
-        narrow = grad_x_TH.dtype
-        if grad.is_cpu and float(grad) == 1.0:  # the end of a graph: no pass over all of them
-            return grad_x_TH, grad_weight_VH.to(narrow), grad_bias_V, None, None, None
-        bias = None if grad_bias_V is None else grad_bias_V * grad
-        return grad_x_TH * grad.to(narrow), (grad_weight_VH * grad).to(narrow), bias, None, None, None
+
+def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    grad_x_TH, grad_weight_VH, grad_bias_V = ctx.saved_tensors
+    narrow = grad_x_TH.dtype
+    if grad.is_cpu and float(grad) == 1.0:  # the end of a graph: no pass over all of them
+        return grad_x_TH, grad_weight_VH.to(narrow), grad_bias_V, None, None, None
+    bias = None if grad_bias_V is None else grad_bias_V * grad
+    return grad_x_TH * grad.to(narrow), (grad_weight_VH * grad).to(narrow), bias, None, None, None
+
+
+_cross_entropy = differentiable(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _losses_and_gradient(

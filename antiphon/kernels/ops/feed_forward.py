@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from antiphon.kernels.api import ExpertShape
-from antiphon.kernels.ops import kernels_for
+from antiphon.kernels.ops import differentiable, kernels_for
 from antiphon.specs.model import FeedForwardSpec
 
 DIVISIONS = 8
@@ -94,9 +94,9 @@ def activate(gate_up_RJ: Tensor, widths: Widths, *, native: bool = True) -> Tens
     """act(gate) * up from rows [gate | up]; the formulas are in `FeedForwardSpec`. `native`: as in `kernels_for`."""
     kernels = kernels_for(gate_up_RJ, "rowwise", native=native)
     if widths.activation == "silu" and kernels is None:
-        hidden: Tensor = _SiluTimesUp.apply(gate_up_RJ)  # type: ignore[no-untyped-call]
+        hidden: Tensor = _silu_times_up(gate_up_RJ)
     else:
-        hidden = _Again.apply(gate_up_RJ, widths, kernels)  # type: ignore[no-untyped-call]
+        hidden = _activation(gate_up_RJ, widths, kernels)
     return hidden
 
 
@@ -108,54 +108,54 @@ def _formula(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
     return F.gelu(gate) * up
 
 
-class _Again(torch.autograd.Function):
+def _activation_forward(ctx: Any, gate_up_RJ: Tensor, widths: Widths, kernels: ModuleType | None) -> Tensor:
     """Only the rows themselves are kept: the formula's steps are made again in backward, or one kernel has its
     derivatives."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up_RJ: Tensor, widths: Widths, kernels: ModuleType | None) -> Tensor:
-        ctx.save_for_backward(gate_up_RJ)
-        ctx.widths, ctx.kernels = widths, kernels
-        if kernels is not None:
-            return cast(Tensor, kernels.activate(gate_up_RJ, widths))
-        return _formula(gate_up_RJ, widths)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up_RJ,) = ctx.saved_tensors
-        if ctx.kernels is not None:
-            return ctx.kernels.activate_gradient(grad, gate_up_RJ, ctx.widths), None, None
-        with torch.enable_grad():
-            rows = gate_up_RJ.detach().requires_grad_()
-            hidden = _formula(rows, ctx.widths)
-        return torch.autograd.grad(hidden, rows, grad)[0], None, None
+    ctx.save_for_backward(gate_up_RJ)
+    ctx.widths, ctx.kernels = widths, kernels
+    if kernels is not None:
+        return cast(Tensor, kernels.activate(gate_up_RJ, widths))
+    return _formula(gate_up_RJ, widths)
 
 
-class _SiluTimesUp(torch.autograd.Function):
+def _activation_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (gate_up_RJ,) = ctx.saved_tensors
+    if ctx.kernels is not None:
+        return ctx.kernels.activate_gradient(grad, gate_up_RJ, ctx.widths), None, None
+    with torch.enable_grad():
+        rows = gate_up_RJ.detach().requires_grad_()
+        hidden = _formula(rows, ctx.widths)
+    return torch.autograd.grad(hidden, rows, grad)[0], None, None
+
+
+_activation = differentiable(_activation_forward, _activation_backward)
+
+
+def _silu_times_up_forward(ctx: Any, gate_up_RJ: Tensor) -> Tensor:
     """Only the rows themselves are kept, and both gradients are written where they belong."""
+    ctx.save_for_backward(gate_up_RJ)
+    gate, up = gate_up_RJ.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
-    @staticmethod
-    def forward(ctx: Any, gate_up_RJ: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up_RJ)
-        gate, up = gate_up_RJ.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up_RJ,) = ctx.saved_tensors
-        gate, up = gate_up_RJ.chunk(2, dim=-1)
-        grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
-        grad_gate, grad_up = grad_gate_up_RJ.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_gate_up_RJ
+def _silu_times_up_backward(ctx: Any, grad: Tensor) -> Tensor:
+    (gate_up_RJ,) = ctx.saved_tensors
+    gate, up = gate_up_RJ.chunk(2, dim=-1)
+    grad_gate_up_RJ = torch.empty_like(gate_up_RJ)
+    grad_gate, grad_up = grad_gate_up_RJ.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), grad, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_gate_up_RJ
+
+
+_silu_times_up = differentiable(_silu_times_up_forward, _silu_times_up_backward)
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """[..., O]: each row of x [..., I] times the matrix."""
     if kernels_for(x, "products") is None or weight_OI.dtype != x.dtype:
         return F.linear(x, weight_OI)
-    y: Tensor = _Linear.apply(x, weight_OI)  # type: ignore[no-untyped-call]
+    y: Tensor = _linear(x, weight_OI)
     return y
 
 
@@ -174,21 +174,22 @@ def weight_gradient(grad_RO: Tensor, x_RI: Tensor) -> Tensor:
     return cast(Tensor, kernels.matrix_product(grad_RO.t(), x_RI))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        kernels = kernels_for(x, "products")
-        assert kernels is not None
-        rows = kernels.matrix_product(x.reshape(-1, x.shape[-1]), weight_OI.t())
-        return cast(Tensor, rows.view(*x.shape[:-1], weight_OI.shape[0]))
+def _linear_forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
+    ctx.save_for_backward(x, weight_OI)
+    kernels = kernels_for(x, "products")
+    assert kernels is not None
+    rows = kernels.matrix_product(x.reshape(-1, x.shape[-1]), weight_OI.t())
+    return cast(Tensor, rows.view(*x.shape[:-1], weight_OI.shape[0]))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight_OI = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad
-        of_x = input_gradient(grad, weight_OI) if needs_x else None
-        return of_x, weight_gradient(grad.flatten(0, -2), x.flatten(0, -2)) if needs_weight else None
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight_OI = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad
+    of_x = input_gradient(grad, weight_OI) if needs_x else None
+    return of_x, weight_gradient(grad.flatten(0, -2), x.flatten(0, -2)) if needs_weight else None
+
+
+_linear = differentiable(_linear_forward, _linear_backward)
 
 
 def grouped_product(
@@ -199,7 +200,7 @@ def grouped_product(
 
     An expert without rows gets a gradient of zeros."""
     assert sum(counts_E) == x_RI.shape[0], f"{sum(counts_E)} rows are counted, {x_RI.shape[0]} given"
-    y_RO: Tensor = _GroupedProduct.apply(x_RI, weight_EOI, counts_E, buffers)  # type: ignore[no-untyped-call]
+    y_RO: Tensor = _grouped_product(x_RI, weight_EOI, counts_E, buffers)
     return y_RO
 
 
@@ -241,30 +242,31 @@ def grouped_bias_gradient(grad_RO: Tensor, counts_E: tuple[int, ...]) -> Tensor:
     return torch.stack([rows.sum(0) for rows in torch.split(grad_RO, list(counts_E))])
 
 
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], buffers: RowBuffers | None
-    ) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_EOI)
-        ctx.counts_E, ctx.buffers = counts_E, buffers
-        if _has_grouped_mm(x_RI, weight_EOI):
-            return torch._grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=_ends(counts_E, x_RI.device))
-        y_RO = _empty_rows(x_RI, weight_EOI.shape[1], buffers)
-        if (kernels := kernels_for(x_RI, "products")) is not None:
-            return cast(Tensor, kernels.grouped_forward(x_RI, weight_EOI, counts_E, y_RO))
-        for expert, rows in _groups(counts_E):
-            torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
-        return y_RO
+def _grouped_product_forward(
+    ctx: Any, x_RI: Tensor, weight_EOI: Tensor, counts_E: tuple[int, ...], buffers: RowBuffers | None
+) -> Tensor:
+    ctx.save_for_backward(x_RI, weight_EOI)
+    ctx.counts_E, ctx.buffers = counts_E, buffers
+    if _has_grouped_mm(x_RI, weight_EOI):
+        return torch._grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=_ends(counts_E, x_RI.device))
+    y_RO = _empty_rows(x_RI, weight_EOI.shape[1], buffers)
+    if (kernels := kernels_for(x_RI, "products")) is not None:
+        return cast(Tensor, kernels.grouped_forward(x_RI, weight_EOI, counts_E, y_RO))
+    for expert, rows in _groups(counts_E):
+        torch.mm(x_RI[rows], weight_EOI[expert].t(), out=y_RO[rows])
+    return y_RO
 
-    @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_RI, weight_EOI = ctx.saved_tensors
-        grad_RO, counts_E = grad_RO.contiguous(), ctx.counts_E
-        needs_x = ctx.needs_input_grad[0]
-        grad_x_RI = grouped_input_gradient(grad_RO, weight_EOI, counts_E, ctx.buffers) if needs_x else None
-        grad_weight_EOI = grouped_weight_gradient(grad_RO, x_RI, counts_E) if ctx.needs_input_grad[1] else None
-        return grad_x_RI, grad_weight_EOI, None, None
+
+def _grouped_product_backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    x_RI, weight_EOI = ctx.saved_tensors
+    grad_RO, counts_E = grad_RO.contiguous(), ctx.counts_E
+    needs_x = ctx.needs_input_grad[0]
+    grad_x_RI = grouped_input_gradient(grad_RO, weight_EOI, counts_E, ctx.buffers) if needs_x else None
+    grad_weight_EOI = grouped_weight_gradient(grad_RO, x_RI, counts_E) if ctx.needs_input_grad[1] else None
+    return grad_x_RI, grad_weight_EOI, None, None
+
+
+_grouped_product = differentiable(_grouped_product_forward, _grouped_product_backward)
 
 
 def _empty_rows(like_R: Tensor, width: int, buffers: RowBuffers | None) -> Tensor:

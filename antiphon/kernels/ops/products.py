@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from antiphon.kernels.ops import differentiable
 from antiphon.kernels.ops.feed_forward import (
     RowBuffers,
     grouped_input_gradient,
@@ -80,7 +81,7 @@ class Products:
         """Each row times the matrix, or its expert's; gradients pass it."""
         if self.kind == "plain":
             return _product(x, weight, counts_E, self.buffers)
-        y: Tensor = _Float8Product.apply(x, weight, counts_E, self)  # type: ignore[no-untyped-call]
+        y: Tensor = _float8_product(x, weight, counts_E, self)
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, counts_E: Counts = None) -> Tensor:
@@ -103,15 +104,16 @@ def _product(x: Tensor, weight: Tensor, counts_E: Counts, buffers: RowBuffers | 
     return linear(x, weight) if counts_E is None else grouped_product(x, weight, counts_E, buffers)
 
 
-class _Float8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts_E: Counts, products: Products) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counts_E, ctx.products = counts_E, products
-        return _product(rounded(x, -1), rounded(weight, -1, by_two=True), counts_E, products.buffers)
+def _float8_product_forward(ctx: Any, x: Tensor, weight: Tensor, counts_E: Counts, products: Products) -> Tensor:
+    ctx.save_for_backward(x, weight)
+    ctx.counts_E, ctx.products = counts_E, products
+    return _product(rounded(x, -1), rounded(weight, -1, by_two=True), counts_E, products.buffers)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        of_x = ctx.products.input_gradient(grad, weight, ctx.counts_E)
-        return of_x, ctx.products.weight_gradient(grad, x, ctx.counts_E), None, None
+
+def _float8_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    x, weight = ctx.saved_tensors
+    of_x = ctx.products.input_gradient(grad, weight, ctx.counts_E)
+    return of_x, ctx.products.weight_gradient(grad, x, ctx.counts_E), None, None
+
+
+_float8_product = differentiable(_float8_product_forward, _float8_product_backward)

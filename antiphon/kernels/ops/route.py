@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from antiphon.kernels.ops import kernels_for
+from antiphon.kernels.ops import differentiable, kernels_for
 from antiphon.specs.model import RouterSpec
 
 
@@ -96,54 +96,54 @@ def row_map(ids_TK: Tensor, num_experts: int) -> RowMap:
 
 def to_experts(x_TH: Tensor, rows: RowMap) -> Tensor:
     """[R, H]: a copy of each token's row for each of its experts, in order of expert."""
-    rows_RH: Tensor = _ToExperts.apply(x_TH, rows)  # type: ignore[no-untyped-call]
+    rows_RH: Tensor = _to_experts(x_TH, rows)
     return rows_RH
 
 
 def combine(y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     """[T, H]: the weighted sum of each token's experts, in the order of its choices."""
-    out_TH: Tensor = _Combine.apply(y_RH, weights_TK.to(y_RH.dtype), rows)  # type: ignore[no-untyped-call]
+    out_TH: Tensor = _combine(y_RH, weights_TK.to(y_RH.dtype), rows)
     return out_TH
 
 
-class _ToExperts(torch.autograd.Function):
+def _to_experts_forward(ctx: Any, x_TH: Tensor, rows: RowMap) -> Tensor:
     """The gradient of a token is the sum over its rows, found by the inverse order and added in order of choice."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows = rows
-        return x_TH.index_select(0, rows.token_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
-        rows: RowMap = ctx.rows
-        present = None if rows.present_TK is None else rows.present_TK.to(grad_RH.dtype)
-        return sum_rows(grad_RH, rows.place_TK, present), None
+    ctx.rows = rows
+    return x_TH.index_select(0, rows.token_R)
 
 
-class _Combine(torch.autograd.Function):
+def _to_experts_backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
+    rows: RowMap = ctx.rows
+    present = None if rows.present_TK is None else rows.present_TK.to(grad_RH.dtype)
+    return sum_rows(grad_RH, rows.place_TK, present), None
+
+
+_to_experts = differentiable(_to_experts_forward, _to_experts_backward)
+
+
+def _combine_forward(ctx: Any, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
     """Kept are the experts' rows as they lie, no second copy in order of token, and only for the weights' gradient."""
+    ctx.save_for_backward(y_RH if ctx.needs_input_grad[1] else None, weights_TK)
+    ctx.rows = rows
+    return sum_rows(y_RH, rows.place_TK, rows.without_absent(weights_TK))
 
-    @staticmethod
-    def forward(ctx: Any, y_RH: Tensor, weights_TK: Tensor, rows: RowMap) -> Tensor:
-        ctx.save_for_backward(y_RH if ctx.needs_input_grad[1] else None, weights_TK)
-        ctx.rows = rows
-        return sum_rows(y_RH, rows.place_TK, rows.without_absent(weights_TK))
 
-    @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        y_RH, weights_TK = ctx.saved_tensors
-        rows: RowMap = ctx.rows
-        if (kernels := kernels_for(grad_TH, "rows")) is not None:
-            return *kernels.combine_gradient(grad_TH, y_RH, weights_TK, rows.order_R), None
-        grad_RH = grad_TH.index_select(0, rows.token_R)
-        grad_weights_TK = None
-        if y_RH is not None:
-            grad_weights = torch.zeros_like(weights_TK).flatten()
-            grad_weights[rows.order_R] = (grad_RH * y_RH).sum(1)
-            grad_weights_TK = grad_weights.view_as(weights_TK)
-        grad_RH.mul_(weights_TK.flatten().index_select(0, rows.order_R).unsqueeze(1))
-        return grad_RH, grad_weights_TK, None
+def _combine_backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    y_RH, weights_TK = ctx.saved_tensors
+    rows: RowMap = ctx.rows
+    if (kernels := kernels_for(grad_TH, "rows")) is not None:
+        return *kernels.combine_gradient(grad_TH, y_RH, weights_TK, rows.order_R), None
+    grad_RH = grad_TH.index_select(0, rows.token_R)
+    grad_weights_TK = None
+    if y_RH is not None:
+        grad_weights = torch.zeros_like(weights_TK).flatten()
+        grad_weights[rows.order_R] = (grad_RH * y_RH).sum(1)
+        grad_weights_TK = grad_weights.view_as(weights_TK)
+    grad_RH.mul_(weights_TK.flatten().index_select(0, rows.order_R).unsqueeze(1))
+    return grad_RH, grad_weights_TK, None
+
+
+_combine = differentiable(_combine_forward, _combine_backward)
 
 
 def sum_rows(x_RH: Tensor, places_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
