@@ -35,7 +35,7 @@ from typing import Literal
 from antiphon.base.errors import UserError
 
 DEFAULT_CHUNK_BYTES = 30_000_000  # Lina section 7.1: blocks all-to-all least in most of their cases
-Traffic = Literal["all_to_all", "all_reduce"]
+Kind = Literal["all_to_all", "all_reduce"]
 BACKWARD = ", backward"  # ends the names of exchanges of gradients
 
 
@@ -52,7 +52,7 @@ def partition(size_bytes: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> list[t
 class MicroOp:
     """Piece `number` of `num_pieces` of `tensor`."""
 
-    traffic: Traffic
+    traffic: Kind
     tensor: str
     number: int
     num_pieces: int
@@ -83,7 +83,7 @@ class MicroOpScheduler:
         self._all_reduce: deque[MicroOp] = deque()
         self._to_come: dict[str, int] = {}  # all-to-all tensors begun -> number of the next part
         self._combining = False
-        self._in_flight: dict[Traffic, MicroOp] = {}
+        self._in_flight: dict[Kind, MicroOp] = {}
 
     @property
     def in_flight(self) -> tuple[MicroOp, ...]:
