@@ -80,27 +80,27 @@ class LayerNorm:
 Norm = RMSNorm | LayerNorm
 
 
-LocalFeedForward = Callable[[Tensor], Tensor]
-
-
-def local_feed_forward(
-    backend: KernelBackend, expert: PackedExperts, shared_gate: PackedLinear | None, residual_multiplier: float = 1.0
-) -> LocalFeedForward:
+@dataclass(eq=False)
+class LocalFeedForward:
     """A feed-forward that stays with attention: a dense layer's, or the shared expert that all tokens pass.
 
     Either is a grouped feed-forward with one expert: every row goes to expert 0 with the model's residual multiplier (1
     but for Granite) as its weight, times the sigmoid of a learned gate (Qwen2-MoE). One kernel therefore serves them
-    and the routed experts."""
+    and the routed experts.
+    """
 
-    def compute(y_TH: Tensor) -> Tensor:
-        if shared_gate is None:
+    backend: KernelBackend
+    expert: PackedExperts
+    shared_gate: PackedLinear | None
+    residual_multiplier: float = 1.0
+
+    def __call__(self, y_TH: Tensor) -> Tensor:
+        if self.shared_gate is None:
             ids_T1 = torch.zeros((y_TH.shape[0], 1), dtype=torch.int32, device=y_TH.device)
-            weights_T1 = torch.full_like(ids_T1, residual_multiplier, dtype=torch.float32)
+            weights_T1 = torch.full_like(ids_T1, self.residual_multiplier, dtype=torch.float32)
         else:
-            ids_T1, weights_T1 = backend.shared_gate(y_TH, shared_gate, residual_multiplier)
-        return backend.grouped_ffn(y_TH, ids_T1, weights_T1, expert)
-
-    return compute
+            ids_T1, weights_T1 = self.backend.shared_gate(y_TH, self.shared_gate, self.residual_multiplier)
+        return self.backend.grouped_ffn(y_TH, ids_T1, weights_T1, self.expert)
 
 
 @dataclass(kw_only=True)

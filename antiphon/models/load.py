@@ -24,15 +24,7 @@ from antiphon.models.attention import (
     LatentAttention,
     WholeNorms,
 )
-from antiphon.models.attention_half import (
-    AttentionHalf,
-    AttentionLayer,
-    LayerNorm,
-    LocalFeedForward,
-    Norm,
-    RMSNorm,
-    local_feed_forward,
-)
+from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
 from antiphon.models.gguf.checkpoint import open_weights
@@ -328,4 +320,4 @@ def _local_feed_forward(spec: ModelSpec, plan: LoadPlan, reader: WeightReader) -
     refs = ExpertRefs("separate" if len(gate_up) == 2 else "fused", gate_up, plan[f"{purpose}.down"][0])
     expert = reader.new_experts(_shape(spec, 1, width, False), [refs], refs, reader.checkpoint.rounding.dense)
     shared_gate = reader.linear(plan, "shared_gate") if "shared_gate" in plan else None
-    return local_feed_forward(backend, expert, shared_gate, spec.residual_multiplier)
+    return LocalFeedForward(backend, expert, shared_gate, spec.residual_multiplier)
