@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import pools_of
 from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serving_options import Demand, ServingOptions
-from antiphon.specs.cluster import ClusterSpec, ComputeDtype, load_cluster
+from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan, Predicted
@@ -129,7 +129,7 @@ def predict_mix(
     spec = load_model_spec(config.model)
     if machine.profile.model_config:
         refuse_other_model(machine.profile.model_config, spec, "--profile")
-    dtype: ComputeDtype = "float32" if machine.profile.dtype == "float32" else "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "float32" if machine.profile.dtype == "float32" else "bfloat16"
     setting = Setting(
         model=replace(spec, max_position=config.context_length(spec)),
         cluster=machine.cluster,
