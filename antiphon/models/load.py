@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.system import give_memory_back
 from antiphon.base.units import format_bytes
 from antiphon.comm.rank_group import RankGroup
@@ -28,6 +28,7 @@ from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerN
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
 from antiphon.models.gguf.checkpoint import open_weights
+from antiphon.models.names import TensorNames
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
 from antiphon.models.tensors import (
@@ -45,17 +46,46 @@ from antiphon.models.weights import ReportProgress, WeightReader
 from antiphon.specs.model import ModelSpec
 
 ALONE = RankGroup()
+_NUMBERS_AT_ONCE = 1 << 22
+_COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 
 
 def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     """The checkpoint of `spec`, before anything is started for it: every header is read, all sizes are compared.
 
-    `CheckpointError` if a shard is missing or damaged, or the weights are of another model."""
+    `CheckpointError` if a shard is missing or damaged, the weights are of another model, or have a head that
+    `config.json` does not know."""
     checkpoint = open_weights(folder)
-    check_sizes(checkpoint, spec, checkpoint.family_names(spec.family))
+    names = checkpoint.family_names(spec.family)
+    check_sizes(checkpoint, spec, names)
     checkpoint.open_shards()
+    if spec.tie_embeddings and names.head in checkpoint:
+        _check_tied_head(checkpoint, spec, names)
     return checkpoint
+
+
+def _check_tied_head(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
+    """`CheckpointError` for a head of its own where `config.json` says that it is the embedding, as tools leave it that
+    train both. A copy of it is as large, and read once."""
+    table = (spec.vocab_size, spec.hidden_size)
+    checkpoint.require(names.head, table)
+    if any(checkpoint.is_packed(name) or checkpoint.stored_view(name).dtype not in _COMPARED for name in _tied(names)):
+        return  # a head in few bits: the embedding says the same more exactly
+    step = max(1, _NUMBERS_AT_ONCE // spec.hidden_size)
+    for first in range(0, spec.vocab_size, step):
+        rows = first, min(first + step, spec.vocab_size)
+        parts = [checkpoint.stored_view(name)[rows[0] : rows[1]].float() for name in _tied(names)]
+        if not torch.equal(*parts):
+            raise CheckpointError(
+                f"config.json: tie_word_embeddings = true, but {names.head} in {checkpoint.file_of(names.head)} is not "
+                f"{names.embedding}: write false there, or leave {names.head} out of the weights"
+            )
+        checkpoint.release(names.head, rows)
+
+
+def _tied(names: TensorNames) -> tuple[str, str]:
+    return names.embedding, names.head
 
 
 def load_attention_half(

@@ -336,6 +336,8 @@ def scaled_matrices(
             f"{file}: tensor {name} is {kind} and has shape {list(weight.shape)}: only matrices may be {kind}, "
             f"download the checkpoint again"
         )
+    if scale.dtype not in SCALE_DTYPES:
+        raise CheckpointError(f"{file}: {scale_name} has the dtype {scale.dtype}: F32, BF16, F16 or F8_E8M0 is needed")
     supported = scale_shapes(weight.shape)
     if list(scale.shape) not in supported:
         raise CheckpointError(

@@ -80,17 +80,13 @@ def packing_of(config: Config) -> PackedLayout | None:
     quantization = _quantization(config)
     method = quantization.get("quant_method")
     if method == COMPRESSED:
-        schemes = [
-            _mapping(scheme.get("weights") or {}, "weights")
-            for scheme in _schemes(quantization)
-            if (scheme.get("format") or quantization.get("format")) in PACKED_FORMATS
-        ]
+        schemes = [weights for form, weights in _weight_schemes(quantization) if form in PACKED_FORMATS]
         if not schemes:
             return None
         sizes = [scheme.get("group_size") if scheme.get("strategy") == "group" else None for scheme in schemes]
         bits = tuple(dict.fromkeys(scheme["num_bits"] for scheme in schemes))
         return PackedLayout(method="compressed-tensors", bits=bits, group_sizes=tuple(dict.fromkeys(sizes)))
-    size = quantization.get("group_size", -1)
+    size = _group_size_of(quantization)
     group_sizes = (size if size > 0 else None,) if type(size) is int else (None,)
     if method == "awq":
         return PackedLayout(method="awq", bits=(4,), group_sizes=group_sizes, symmetric=False)
@@ -99,7 +95,7 @@ def packing_of(config: Config) -> PackedLayout | None:
             method="gptq",
             bits=(_bits_of(quantization),),
             group_sizes=group_sizes,
-            symmetric=bool(quantization.get("sym", True)),
+            symmetric=bool(_stated(quantization, "sym", True)),
             zero_shift=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1,
         )
     return None
@@ -108,21 +104,32 @@ def packing_of(config: Config) -> PackedLayout | None:
 def _check_words(quantization: Config) -> None:
     """GPTQ and AWQ."""
     method, bits = quantization.get("quant_method"), _bits_of(quantization)
-    size = quantization.get("group_size", -1)
+    size = _group_size_of(quantization)
     if bits not in (_BITS if method == "gptq" else (4,)) or type(bits) is not int:
         raise _unsupported(f"quant_method = {brief(method)} with bits = {brief(bits)}")
     if type(size) is not int or (size != -1 and size < 1):
         raise _unsupported(f"quant_method = {brief(method)} with group_size = {brief(size)}")
-    layout = quantization.get("version", "gemm") if method == "awq" else quantization.get("checkpoint_format", "gptq")
+    key, usual = ("version", "gemm") if method == "awq" else ("checkpoint_format", "gptq")
+    layout = _stated(quantization, key, usual)
     if str(layout).lower() not in (("gemm",) if method == "awq" else ("gptq", "gptq_v2")):
         raise _unsupported(f"quant_method = {brief(method)} in the layout {brief(layout)}")
-    if method == "awq" and not quantization.get("zero_point", True):
+    if method == "awq" and not _stated(quantization, "zero_point", True):
         raise _unsupported("quant_method = 'awq' without zero points")
 
 
 def _bits_of(quantization: Config) -> Any:
-    """Two tools have two names for it."""
+    """Two tools have two names for it, as for the size of groups."""
     return quantization.get("bits", quantization.get("w_bit"))
+
+
+def _group_size_of(quantization: Config) -> Any:
+    return _stated(quantization, "group_size", _stated(quantization, "q_group_size", -1))
+
+
+def _stated(section: Config, key: str, default: Any) -> Any:
+    """The value of a key; null is the same as absent."""
+    value = section.get(key)
+    return default if value is None else value
 
 
 def _quantization(config: Config) -> Config:
@@ -133,6 +140,14 @@ def _schemes(quantization: Config) -> Iterator[Config]:
     """The schemes of compressed-tensors, each for some of the modules."""
     for name, scheme in _mapping(quantization.get("config_groups") or {}, "config_groups").items():
         yield _mapping(scheme, f"config_groups: {name}")
+
+
+def _weight_schemes(quantization: Config) -> Iterator[tuple[Any, Config]]:
+    """Format and weights of each scheme. One without weights, as for keys and values alone, rounds none. A scheme may
+    have a format of its own where the checkpoint's is "mixed-precision"."""
+    for scheme in _schemes(quantization):
+        if scheme.get("weights") is not None:
+            yield scheme.get("format") or quantization.get("format"), _mapping(scheme["weights"], "weights")
 
 
 def _mapping(value: object, name: str) -> Config:
@@ -146,20 +161,18 @@ def _check_compressed(quantization: Config) -> None:
         part = _mapping(quantization.get(key) or {}, key)
         if part and part.get("format") != "dense":
             raise _unsupported(f"quant_method = {COMPRESSED!r} with {key}")
-    for scheme in _schemes(quantization):
-        # a scheme may have a format of its own where the checkpoint's is "mixed-precision"
-        form = scheme.get("format") or quantization.get("format")
-        weights = _mapping(scheme.get("weights") or {}, "weights")
-        kind = f"{weights.get('type', 'unknown')}{weights.get('num_bits', '')}"
+    for form, weights in _weight_schemes(quantization):
+        bits = weights.get("num_bits")
+        kind = f"{weights.get('type', 'unknown')}{bits if type(bits) is int else brief(bits)}"
         if form in PACKED_FORMATS:
             _check_packed(form, weights, kind)
             continue
         strategy = weights.get("strategy")
         if form not in WIDE_FORMATS or kind != ("int8" if form == "int-quantized" else "float8"):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with format = {brief(form)} and {kind} weights")
-        if strategy not in STRATEGIES or not weights.get("symmetric", True):
+        if strategy not in STRATEGIES or not _stated(weights, "symmetric", True):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with weights by {brief(strategy)}")
-        if strategy == "block" and weights.get("block_structure") not in (None, BLOCK):
+        if strategy == "block" and weights.get("block_structure") not in (None, BLOCK, "x".join(map(str, BLOCK))):
             raise _unsupported(f"quant_method = {COMPRESSED!r} with block_structure = {weights['block_structure']}")
 
 

@@ -125,7 +125,7 @@ def truncated(path: Path, file_bytes: int, needed: int) -> CheckpointError:
 
 
 AGAIN = "download it again"
-FURTHER_TOKENS = "eh_proj.weight"  # a tensor that only a layer for further tokens has
+FURTHER_TOKENS = "eh_proj."  # begins the tensors, in few bits several, that only a layer for further tokens has
 _NUMBER = "([0-9]{1,9})"
 _FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Header = dict[str, TensorEntry]
@@ -218,7 +218,7 @@ def stored_counts(tensors: Iterable[str], names: TensorNames) -> tuple[frozenset
         if (found := layer_name.match(name)) is None:
             continue
         layer, rest = int(found[1]), found[2]
-        (further if rest == FURTHER_TOKENS else layers).add(layer)
+        (further if rest.startswith(FURTHER_TOKENS) else layers).add(layer)
         for pattern in expert_names:
             if (expert := pattern.match(rest)) is not None:
                 experts[layer].add(int(expert[1]))

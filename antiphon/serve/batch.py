@@ -79,7 +79,11 @@ def _read_line(path: Path, number: int, line: bytes) -> _BatchLine:
     for key in ("stream", "background"):
         if request["body"].get(key):
             raise UserError(f"{where} has {key}: each line of the answers is a finished answer; leave {key} out")
-    return _BatchLine(number, custom_id, request["url"], json.dumps(request["body"]).encode())
+    try:
+        body = json.dumps(request["body"]).encode()
+    except RecursionError:
+        raise UserError(f"{where} has a body that is nested too deeply: flatten it") from None
+    return _BatchLine(number, custom_id, request["url"], body)
 
 
 def check_requests(path: Path) -> int:
@@ -147,7 +151,7 @@ async def answer_batch(app: ASGIApp, requests: Path, answers: Path, num_at_once:
         report(counts.num_answered + counts.num_refused + counts.num_skipped, total)
 
     try:
-        with answers.open("a", encoding="utf-8") as output:
+        with answers.open("a", encoding="utf-8", errors="backslashreplace") as output:  # as JSON writes half a pair
             async with asyncio.TaskGroup() as tasks:
                 for line in read_lines(requests):
                     if line.custom_id in before:

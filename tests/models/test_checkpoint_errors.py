@@ -14,7 +14,7 @@ from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.families.readers import FAMILIES
-from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 
 
 def message_of(action: Callable[[], Any]) -> str:
@@ -168,6 +168,21 @@ def test_missing_tensor(folder: Path) -> None:
         f"{folder}: tensor {NORM} is missing: config.json and weights do not belong together, "
         f"or the download is incomplete"
     )
+
+
+def test_a_head_that_is_not_the_embedding(save_model: Any, tools: Any) -> None:
+    folder = save_model(tools.config("mixtral")).folder
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert message_of(lambda: open_checkpoint(folder, load_model_spec(folder))) == (
+        "config.json: tie_word_embeddings = true, but lm_head.weight in model.safetensors is not "
+        "model.embed_tokens.weight: write false there, or leave lm_head.weight out of the weights"
+    )
+    tensors = load_file(file)
+    for head in (tensors["model.embed_tokens.weight"].clone(), None):  # a copy, none
+        stored = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+        save_file(stored if head is None else stored | {"lm_head.weight": head}, file)
+        open_checkpoint(folder, load_model_spec(folder))
 
 
 def test_index_names_the_wrong_shard(folder: Path) -> None:

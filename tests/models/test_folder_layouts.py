@@ -374,6 +374,9 @@ def test_the_dtype_of_the_weights_where_no_key_says_it(dtype: torch.dtype, save_
     assert load_model_spec(folder).dtype == expected
     write(folder, config__json=json.dumps(config | {"torch_dtype": "float16"}))
     assert load_model_spec(folder).dtype == "float16"
+    for short, long in (("half", "float16"), ("torch.float", "float32"), ("float8_e4m3fn", expected)):
+        write(folder, config__json=json.dumps(config | {"torch_dtype": short}))
+        assert load_model_spec(folder).dtype == long
     (folder / WEIGHTS).unlink()
     write(folder, config__json=json.dumps(config))
     assert load_model_spec(folder).dtype == "float32"

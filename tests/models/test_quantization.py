@@ -110,6 +110,26 @@ def test_a_float8_vector(tmp_path: Path) -> None:
     )
 
 
+def test_scales_of_a_dtype_that_products_lack(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(8, 64).to(torch.float8_e4m3fn), "a_scale": torch.ones(8, 1, dtype=torch.float64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert message_of(lambda: Checkpoint(tmp_path).read("a")) == (
+        "model.safetensors: a_scale has the dtype torch.float64: F32, BF16, F16 or F8_E8M0 is needed"
+    )
+
+
+def test_null_is_the_same_as_absent() -> None:
+    for quantization in (
+        {"quant_method": "gptq", "bits": 4, "group_size": None, "sym": None, "checkpoint_format": None},
+        {"quant_method": "awq", "bits": 4, "group_size": None, "zero_point": None, "version": None},
+        with_weights(symmetric=None, strategy="block", block_structure="128x128"),
+    ):
+        config = CONFIG | {"quantization_config": quantization}
+        check_quantization(config)
+        packing = packing_of(config)
+        assert packing is None or (packing.symmetric, packing.group_sizes) == (packing.method == "gptq", (None,))
+
+
 def test_float8_with_scales_of_another_shape(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(200, 64).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(4, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -159,6 +179,10 @@ def with_weights(**changes: Any) -> dict[str, Any]:
             "quant_method = 'compressed-tensors' with format = 'pack-quantized', int2 weights by 'group'",
         ),
         (
+            with_weights(num_bits="4", type="int", strategy="channel") | {"format": "pack-quantized"},
+            "quant_method = 'compressed-tensors' with format = 'pack-quantized', int'4' weights by 'channel'",
+        ),
+        (
             with_weights(num_bits=4, type="int", strategy="group", group_size=-3) | {"format": "pack-quantized"},
             "quant_method = 'compressed-tensors' with group_size = -3",
         ),
@@ -186,9 +210,10 @@ def test_other_formats_are_refused_by_name(quantization: dict[str, Any], expecte
     assert message_of(lambda: model_spec(config)) == f"config.json: {expected} is not supported: {INSTEAD}"
 
 
+@pytest.mark.parametrize("group_size", ["group_size", "q_group_size"])
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_bits_have_two_names(method: str) -> None:
-    config = CONFIG | {"quantization_config": {"quant_method": method, "w_bit": 4, "group_size": 128}}
+def test_bits_and_groups_have_two_names(method: str, group_size: str) -> None:
+    config = CONFIG | {"quantization_config": {"quant_method": method, "w_bit": 4, group_size: 128}}
     check_quantization(config)
     packing = packing_of(config)
     assert packing is not None
@@ -206,6 +231,19 @@ def test_bits_have_two_names(method: str) -> None:
 def test_configs_of_another_shape(quantization: Any, what: str) -> None:
     config = CONFIG | {"quantization_config": quantization}
     assert message_of(lambda: model_spec(config)).startswith(f"config.json: {what}: an object is needed")
+
+
+def test_a_scheme_without_weights_rounds_none() -> None:
+    """As llm-compressor writes one for keys and values."""
+    of_keys = {"targets": ["re:.*self_attn$"], "weights": None, "input_activations": {"num_bits": 8, "type": "float"}}
+    for quantization in (compressed_config("channel"), with_weights(num_bits=4, type="int", strategy="channel")):
+        packed = quantization["config_groups"]["group_0"]["weights"]["type"] == "int"
+        groups = quantization["config_groups"] | {"group_1": of_keys}
+        form = "pack-quantized" if packed else "float-quantized"
+        config = CONFIG | {"quantization_config": quantization | {"config_groups": groups, "format": form}}
+        check_quantization(config)
+        packing = packing_of(config)
+        assert (packing and packing.bits) == ((4,) if packed else None)
 
 
 @pytest.mark.parametrize(

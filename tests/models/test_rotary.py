@@ -130,8 +130,15 @@ def test_published_and_rewritten_spellings_give_the_same_rope() -> None:
     )
 
 
-def test_partial_rotary_width() -> None:
-    assert model_spec(QWEN3 | {"partial_rotary_factor": 0.5}).attention.rope.dim == 6
+@pytest.mark.parametrize(
+    "config",
+    [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}],
+)
+def test_a_part_of_a_head_is_not_rotated_where_others_rotate_the_whole(config: dict[str, Any]) -> None:
+    """transformers leaves the key out in this family; the parts of a head that families rotate: `test_families`."""
+    assert model_spec(QWEN3 | {"partial_rotary_factor": 1.0}).attention.rope.dim == 12
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor = 0\.5 is not supported: use a model with 1"):
+        model_spec(QWEN3 | config)
 
 
 def test_unknown_rope_type() -> None:

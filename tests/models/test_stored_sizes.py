@@ -128,7 +128,8 @@ def test_layers_for_further_tokens_are_left_out(save_model: Any, tools: Any) -> 
         if ".layers.2." in name
     }
     norm = tensors["model.norm.weight"]
-    save_file(tensors | extra | {"model.layers.3.eh_proj.weight": norm.clone()}, file)
-    tools.load(folder)
+    for stored in ("weight", "qweight", "weight_packed"):  # in floats, and in few bits
+        save_file(tensors | extra | {f"model.layers.3.eh_proj.{stored}": norm.clone()}, file)
+        tools.load(folder)
     save_file(tensors | extra, file)
     assert refusal(folder) == f"config.json: 3 layers, but the weights in {folder} have 4: {OTHER}"

@@ -209,6 +209,58 @@ def test_arguments_that_are_no_json_are_not_lost() -> None:
     assert call["input"] == {"INVALID_JSON": '{"at": sky}'}
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN"])
+def test_arguments_that_no_answer_can_hold_are_not_lost(value: str) -> None:
+    with live(says(CALL.replace('"the sky"', value)), chat_template=HERMES) as server:
+        (call,) = send(server, tools=[LOOK]).json()["content"]
+        assert call["input"] == {"INVALID_JSON": f'{{"at": {value}}}'}
+        assert streamed(server, tools=[LOOK])[-1]["type"] == "message_stop"
+
+
+def test_large_whole_numbers_are_answered() -> None:
+    with live(says(CALL.replace('"the sky"', str(10**30))), chat_template=HERMES) as server:
+        (call,) = send(server, tools=[LOOK]).json()["content"]
+    assert call["input"] == {"at": 1e30}
+
+
+def prompt_after(server: Live, *turns: dict[str, Any], **body: Any) -> str:
+    server.engine.submissions.clear()
+    assert send(server, messages=[*HELLO, *turns], **body).status_code == 200
+    token_ids = server.engine.submissions[0].prompt_token_ids
+    return small_tokenizer().decode(token_ids, skip_special_tokens=False)
+
+
+def test_a_turn_of_the_model_at_the_end_is_gone_on_with(server: Live) -> None:
+    begun = {"role": "assistant", "content": "The sky"}
+    assert prompt_after(server, begun).endswith("<|im_start|>assistant\nThe sky")
+    blocks = [{"type": "text", "text": "The "}, {"type": "text", "text": "sky"}]
+    assert prompt_after(server, {**begun, "content": blocks}).endswith("<|im_start|>assistant\nThe \nsky")
+    asked = prompt_after(server)
+    for nothing in ("", [], [{"type": "redacted_thinking", "data": "x"}]):
+        assert prompt_after(server, {**begun, "content": nothing}) == asked
+    counted = server.http.post("/v1/messages/count_tokens", json={"messages": [*HELLO, begun]}).json()
+    assert counted["input_tokens"] == len(ids(prompt_after(server, begun)))
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "param", "message"),
+    [
+        ("user", [{"type": "thinking", "thinking": "x"}], "messages[1].content[0]", "user says text and tool_result"),
+        ("user", [{"type": "tool_use", "id": "1", "name": "f", "input": {}}], "messages[1].content[0]", "'tool_use'"),
+        ("assistant", [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "1"}],
+         "messages[1].content[1]", "the assistant says text and thinking"),
+        ("system", [{"type": "tool_result", "tool_use_id": "1"}], "messages[1].content[0]", "the system says text"),
+        ("user", [], "messages[1].content", "has no items"),
+    ],
+)  # fmt: skip
+def test_blocks_that_would_be_lost_are_refused(server: Live, role: str, content: Any, param: str, message: str) -> None:
+    answer = send(server, messages=[*HELLO, {"role": role, "content": content}])
+    assert answer.status_code == 400
+    said = answer.json()["error"]["message"]
+    assert said.startswith(param)
+    assert message in said
+
+
 def test_thinking_is_a_block_and_comes_back() -> None:
     template = HERMES.replace("{{ message['content'] }}", "{{ message.reasoning_content }}{{ message['content'] }}")
     template += "{# <think> </think> #}{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"

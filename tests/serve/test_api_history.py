@@ -48,6 +48,16 @@ def test_marks_for_caches_and_a_single_name_change_nothing() -> None:
     assert prompt_of(turns) == "[system]s[user]a[user]a"
 
 
+def test_marks_for_caches_may_be_at_tools() -> None:
+    mark = {"type": "ephemeral"}
+    marked = {**ADD, "function": {**ADD["function"], "cache_control": mark}, "cache_control": mark}
+    with live(says("x"), chat_template=HERMES) as server:
+        for tools in ([ADD], [marked]):
+            assert server.chat(tools=tools).status_code == 200
+        first, second = (submission.prompt_token_ids for submission in server.engine.submissions)
+    assert first == second
+
+
 def test_a_role_that_the_template_names_is_used() -> None:
     assert prompt_of([ASKED, {"role": "observation", "content": "o"}]) == "[user]a[observation]o"
 

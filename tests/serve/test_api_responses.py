@@ -308,6 +308,18 @@ def test_mistakes_are_named(server: Live, body: dict[str, Any], param: str, mess
     assert message in error["message"]
 
 
+def test_nulls_in_items_mean_nothing(server: Live) -> None:
+    """As clients write out the objects that they hold."""
+    part = {"type": "output_text", "text": "b", "annotations": None, "logprobs": None, "refusal": None}
+    items = [
+        {"type": None, "id": None, "role": "user", "content": "a", "status": None, "phase": None},
+        {"type": "reasoning", "summary": None, "content": None, "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": [part]},
+        {"role": "user", "content": "c"},
+    ]
+    assert send(server, input=items).status_code == 200
+
+
 def test_a_failure_on_the_way_is_an_event() -> None:
     engine = fake_engine()
     engine.fail_after_tokens = 2

@@ -205,6 +205,28 @@ def test_calls_and_results_of_earlier_turns_reach_the_model() -> None:
     assert f"<|im_start|>tool\n4 for call_1{END}\n<|im_start|>tool\nseen for call_2{END}\n" in prompt
 
 
+def with_arguments(text: str) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": text}}
+    return [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":' * 5000 + "1" + "}" * 5000, "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "[1]"]
+)
+def test_arguments_are_read_as_strictly_as_requests(text: str) -> None:
+    with live(says("4"), chat_template=HERMES) as server:
+        param, message = refusal(server, messages=with_arguments(text))
+    assert param == "messages[1].tool_calls[0].function.arguments"
+    assert "is not a JSON object as text" in message
+
+
+def test_arguments_keep_the_numbers_that_fit() -> None:
+    with live(says("4"), chat_template=HERMES) as server:
+        text = f'{{"a": {2**64 - 1}, "b": {-(2**63)}, "c": {10**30}}}'
+        assert server.chat(messages=with_arguments(text)).status_code == 200
+        assert f'{{"a": {2**64 - 1}, "b": {-(2**63)}, "c": 1e+30}}' in prompt_of(server)
+
+
 def test_templates_that_append_arguments_get_them_as_text() -> None:
     with live(says("4"), chat_template=APPENDS) as server:
         assert server.chat(messages=BACK).status_code == 200
@@ -415,12 +437,21 @@ def test_formats_by_all_their_names(template: str) -> None:
 
 
 def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named_without_our_rules() -> None:
-    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": unique}}
+    wrong = {
+        'Unimplemented keys: ["uniqueItems"]': {"type": "array", "uniqueItems": True},
+        "regex parse error: ^(?!a)b ^^^ error: look-around, including look-ahead and look-behind, is not supported": {
+            "type": "string",
+            "pattern": "^(?!a)b",
+        },
+        "oneOf constraints are not supported: use anyOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    }
     with live(says("?"), chat_template=HERMES) as server:
-        param, message = refusal(server, tools=[tool], tool_choice="required")
-    assert param == "tools"
-    assert message == 'the grammar cannot be used: a JSON schema in it: Unimplemented keys: ["uniqueItems"]'
+        for reason, schema in wrong.items():
+            own = {"type": "object", "properties": {"a": schema}}
+            tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": own}}
+            param, message = refusal(server, tools=[tool], tool_choice="required")
+            assert param == "tools"
+            assert message == f"the grammar cannot be used: a JSON schema in it: {reason}"
 
 
 def test_an_answer_that_follows_a_format_may_think_first() -> None:

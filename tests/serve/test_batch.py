@@ -55,6 +55,13 @@ def test_each_line_is_answered_as_over_http(tmp_path: Path) -> None:
     assert found["wrong"]["body"]["error"]["param"] == "n"
 
 
+def test_an_id_of_half_a_character_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("\ud800") + line("b"))
+    assert run(tmp_path).num_answered == 2
+    assert results(tmp_path).keys() == {"\ud800", "b"}
+    assert run(tmp_path).num_skipped == 2
+
+
 def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("".join(line(str(number)) for number in range(20)))
     run(tmp_path)

@@ -34,6 +34,8 @@ ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 _OWN_ROPE = ("rope_theta", "partial_rotary_factor")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
+_SHORT_DTYPES = {"float": "float32", "half": "float16", "double": "float64"}  # as torch has them, too
+_PARTLY_ROTATED = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")  # that may rotate a part of each head
 
 
 def required_int(config: Config, *keys: str) -> int:
@@ -117,7 +119,10 @@ def rope(
     if max_position is None:
         max_position = required_int(config, "max_position_embeddings")
     theta = float(numbers.pop("rope_theta", None) or config["rope_theta"])
-    partial = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or partial
+    stated = numbers.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    if stated not in (None, 1) and config["model_type"] not in _PARTLY_ROTATED:
+        raise unsupported("partial_rotary_factor", stated, "1 in this family, whose other readers leave it out")
+    partial = stated or partial
     original = _original(config, numbers)
     numbers.pop("original_max_position_embeddings", None)
     return RopeSpec(
@@ -233,9 +238,10 @@ def dtype(config: Config) -> Dtype:
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
-    """What `config.json` says its weights are stored in; None where it leaves that to them."""
+    """What `config.json` says its weights are stored in; None where it leaves that to them, or names float8, which
+    matrices are in and nothing else."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
-    return None if name == "auto" else name
+    return None if name == "auto" or name.startswith("float8_") else _SHORT_DTYPES.get(name, name)
 
 
 # --- `--rope-scaling`: another long-context scaling than `config.json` has, for one run

@@ -1,9 +1,9 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`: a chat, in the words of Anthropic's API.
 
 A request is made a chat. Turns are made of blocks. A user's turn may hold results of tools, which become messages of
-their own in the order in which they stand; the model's turn is text, thinking and calls in one message. What
-Anthropic's own machines would do (read images, run tools) is refused, by name. Thinking that another server encrypted
-cannot be read and is left out.
+their own in the order in which they stand; the model's turn is text, thinking and calls in one message. A turn of the
+model at the end is the beginning of the answer, which goes on from there. What Anthropic's own machines would do (read
+images, run tools) is refused, by name. Thinking that another server encrypted cannot be read and is left out.
 
 An answer is blocks of thinking, text and calls, whole or as events. Arguments of a call that are no JSON object, which
 only a model without a grammar writes, are the input ``{"INVALID_JSON": text}``, as Anthropic's documentation has it.
@@ -22,7 +22,7 @@ from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.chat_messages import TEXT_OR_LIST, CacheControl, FunctionName, RequestModel, check_kind
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import client_of, context_of
-from antiphon.serve.api.errors import ApiError
+from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request, validate
 from antiphon.serve.api.parameters import can_end_reasoning
@@ -32,11 +32,18 @@ from antiphon.serve.api.respond import ItemEvents, respond_in_items
 from antiphon.serve.api.responses import AnthropicErrorResponse, described
 from antiphon.serve.api.settings import InputLimits
 from antiphon.serve.text.answer_fields import CallPiece
+from antiphon.serve.text.call_values import call_arguments
 from antiphon.serve.text.text_service import settable_variables
 
 router = APIRouter(tags=["Anthropic"])
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}  # by who says them
+_NOTHING_SAID = {"role": "assistant", "content": ""}
 _DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -202,9 +209,15 @@ def as_chat(
 ) -> ChatCompletionRequest:
     """The same as a chat request; `ApiError` 400 where a chat may not have so much. `settable`: variables of the chat
     template that requests can set. `ends_thinking`: the model's thinking can be ended by a grammar."""
+    messages = _messages(body)
+    if messages[-1] == _NOTHING_SAID:
+        messages.pop()
+    last = messages[-1] if messages else {}
+    is_begun = last.get("role") == "assistant" and "tool_calls" not in last
     chat: dict[str, Any] = {
         "model": body.model,
-        "messages": _messages(body),
+        "messages": messages,
+        "continue_final_message": is_begun or None,
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         **_tool_choice(body.tool_choice, bool(body.tools)),
         "chat_template_kwargs": _thinking_variables(body.thinking, settable) or None,
@@ -228,14 +241,30 @@ def as_chat(
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": _text(body.system)}] if body.system else []
-    for message in body.messages:
+    for number, message in enumerate(body.messages):
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
-        elif message.role == "assistant":
+            continue
+        _check_blocks(message, f"messages[{number}].content")
+        if message.role == "assistant":
             messages.append(_answered(message.content))
         else:
             messages += _asked(message.role, message.content)
     return messages
+
+
+def _check_blocks(message: AnthropicMessage, param: str) -> None:
+    """`ApiError` 400 for a block that its role cannot say, and would be lost."""
+    may_say = _BLOCKS[message.role]
+    if not message.content and message.role != "assistant":
+        raise bad_request(f"{param} has no items: it must have at least 1 item", param=param)
+    for number, block in enumerate(message.content):
+        if block.type not in may_say:
+            where = f"{param}[{number}]"
+            raise bad_request(
+                f"{where}: it is a block of type {block.type!r}: the {message.role} says {' and '.join(may_say)}",
+                param=where,
+            )
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
@@ -350,7 +379,8 @@ class MessageEvents(ItemEvents):
 
     def _closed(self, item: dict[str, Any], text: str) -> list[bytes]:
         if item["type"] == "tool_use":
-            item["input"] = _input(text)
+            value = call_arguments(text)
+            item["input"] = {"INVALID_JSON": text} if value is None else value
         else:
             item[item["type"]] = text
         return [named_event("content_block_stop", index=len(self._items) - 1)]
@@ -359,14 +389,6 @@ class MessageEvents(ItemEvents):
         self.answer["stop_reason"] = _STOP_REASONS[reason]
         if isinstance(stop_reason, str) and reason == "stop":
             self.answer |= {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 @router.post(

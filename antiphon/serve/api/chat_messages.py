@@ -76,16 +76,20 @@ Content = Annotated[
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class _Turn(RequestModel):
-    """What the messages of all roles have in common."""
-
-    name: str | None = None
-    cache_control: CacheControl = None
+class NullsAreAbsent(RequestModel):
+    """What clients write out whole, with null for what there is not."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+class _Turn(NullsAreAbsent):
+    """What the messages of all roles have in common."""
+
+    name: str | None = None
+    cache_control: CacheControl = None
 
 
 class PlainMessage(_Turn):
@@ -155,11 +159,13 @@ class FunctionDefinition(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object. Default: no parameters.")
     strict: bool | None = Field(None, description="Arguments must fit the schema even when the model may choose.")
+    cache_control: CacheControl = None
 
 
 class Tool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheControl = None
 
 
 class FunctionReference(RequestModel):

@@ -11,12 +11,13 @@ import binascii
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, Tag
 
 from antiphon.serve.api.chat_messages import (
     TEXT_OR_LIST,
     WORD_OR_CHOICE,
     FunctionName,
+    NullsAreAbsent,
     RequestModel,
     check_kind,
     kind_by,
@@ -39,7 +40,7 @@ _REASONING_MARK = "antiphon:"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-class ItemPart(RequestModel):
+class ItemPart(NullsAreAbsent):
     """Text within an item; an answer's has annotations and logprobs, which are not looked at."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
@@ -56,7 +57,7 @@ ItemParts = Annotated[
 ItemContent = Annotated[Annotated[str, Tag("<text>")] | ItemParts, TEXT_OR_LIST]
 
 
-class InputItem(RequestModel):
+class InputItem(NullsAreAbsent):
     """What all items have: clients send an answer's items back as they came."""
 
     id: str | None = None
@@ -174,7 +175,7 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(NullsAreAbsent):
     """`POST /v1/responses`."""
 
     model: str | None = Field(None, description="The served model's name. Default: the served model.")
@@ -244,11 +245,6 @@ class ResponsesRequest(RequestModel):
     enable_response_messages: bool | None = Field(
         None, description="Report prompt and answer as the model has them, text and tokens. Default false."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
     def functions(self) -> list[tuple[str | None, ResponseTool]]:
         """All that may be called, each with its namespace."""

@@ -30,6 +30,7 @@ from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, split_prompts
 from antiphon.serve.api.settings import too_long
 from antiphon.serve.engine_api import RequestTooLong
+from antiphon.serve.text.call_values import call_arguments
 from antiphon.serve.text.text_process import RenderChat
 from antiphon.serve.text.text_service import settable_variables
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
@@ -342,11 +343,8 @@ def _not_read(param: str, what: str) -> Exception:
 def _calls(message: AssistantMessage, param: str) -> list[dict[str, Any]]:
     calls = []
     for number, call in enumerate(message.tool_calls or ()):
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = call_arguments(call.function.arguments)
+        if arguments is None:
             where = f"{param}.tool_calls[{number}].function.arguments"
             raise bad_request(f"{where} is not a JSON object as text: send one", param=where)
         function = {"name": call.function.name, "arguments": arguments}

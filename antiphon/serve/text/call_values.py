@@ -8,16 +8,45 @@ character, so that neither its length nor its depth matters, and a long one need
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _ARGUMENTS = {"arguments", "parameters"}
+_LONGEST_WHOLE = 20  # characters of 64 bits
 _MAX_REFERENCES = 32  # that are followed from one to the next
 _MAX_PARTS = 64  # of a schema that are looked at for one value: it may refer to itself, many times over
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", '"': '\\"', "\\": "\\\\", "'": "'", "\n": ""}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+
+
+def call_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call that is written out, {} for none; None where they are no JSON object, by the rules that
+    requests are read by. Integers beyond 64 bits become floats: nothing that they are handed to holds them."""
+    try:
+        value: object = json.loads(
+            text or "{}", parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole_number
+        )
+        msgspec.json.encode(value)  # half a pair of surrogates is no text
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+def _whole_number(text: str) -> int | float:
+    number = int(text) if len(text) <= _LONGEST_WHOLE else None
+    return number if number is not None and -(2**63) <= number < 2**64 else _finite(text)
 
 
 class BalancedJson:

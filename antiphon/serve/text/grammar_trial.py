@@ -37,6 +37,8 @@ _MASK_PACE_S = 0.01
 _SLOW_CREDIT_S = 0.02
 _SLOW_PACE_S = 0.001
 # The library's own words: others quote what a client wrote.
+_LISTED_RULES = re.compile(r"\n *[0-9]+ \| ")
+_OPTION = re.compile(r"\.? Enable 'coerce_one_of' option[^\n]*")  # the library's, which no request has
 _TOO_MANY_ITEMS = re.compile(r"(?i)parser error: (current row has \d+ items|too many items)")
 
 
@@ -236,8 +238,8 @@ def reason_of(matcher: Any) -> str | None:
     reason, _, _parser_state = str(matcher.get_error()).partition("<")
     _, has_schema, of_schema = reason.partition("failed to compile JSON schema: ")
     if has_schema:  # behind it stand all the rules around the schema, which are not the client's
-        reason = f"a JSON schema in it: {of_schema.splitlines()[0]}"
-    short = " ".join(reason.split())[:_MAX_REASON_CHARACTERS]
+        reason = f"a JSON schema in it: {_LISTED_RULES.split(of_schema)[0]}"
+    short = " ".join(_OPTION.sub(": use anyOf", reason).split())[:_MAX_REASON_CHARACTERS]
     if short.startswith("NoExtension"):
         return "no text can satisfy it; does a $ref lead back to itself?"
     if _TOO_MANY_ITEMS.match(short):
