@@ -76,20 +76,16 @@ Content = Annotated[
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class NullsAreAbsent(RequestModel):
-    """What clients write out whole, with null for what there is not."""
+class _Turn(RequestModel):
+    """What the messages of all roles have in common."""
+
+    name: str | None = None
+    cache_control: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-
-
-class _Turn(NullsAreAbsent):
-    """What the messages of all roles have in common."""
-
-    name: str | None = None
-    cache_control: CacheControl = None
 
 
 class PlainMessage(_Turn):

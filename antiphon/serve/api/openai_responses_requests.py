@@ -11,13 +11,12 @@ import binascii
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
 
 from antiphon.serve.api.chat_messages import (
     TEXT_OR_LIST,
     WORD_OR_CHOICE,
     FunctionName,
-    NullsAreAbsent,
     RequestModel,
     check_kind,
     kind_by,
@@ -40,12 +39,12 @@ _REASONING_MARK = "antiphon:"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-class ItemPart(NullsAreAbsent):
+class ItemPart(RequestModel):
     """Text within an item; an answer's has annotations and logprobs, which are not looked at."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
-    text: str = ""
-    refusal: str = ""
+    text: str | None = None
+    refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -57,7 +56,7 @@ ItemParts = Annotated[
 ItemContent = Annotated[Annotated[str, Tag("<text>")] | ItemParts, TEXT_OR_LIST]
 
 
-class InputItem(NullsAreAbsent):
+class InputItem(RequestModel):
     """What all items have: clients send an answer's items back as they came."""
 
     id: str | None = None
@@ -65,7 +64,7 @@ class InputItem(NullsAreAbsent):
 
 
 class MessageItem(InputItem):
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemContent
     phase: str | None = None
@@ -73,7 +72,7 @@ class MessageItem(InputItem):
 
 class ReasoningItem(InputItem):
     type: Literal["reasoning"]
-    summary: ItemParts = Field(default_factory=list)
+    summary: ItemParts | None = None
     content: ItemParts | None = None
     encrypted_content: str | None = None
 
@@ -175,7 +174,7 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
-class ResponsesRequest(NullsAreAbsent):
+class ResponsesRequest(RequestModel):
     """`POST /v1/responses`."""
 
     model: str | None = Field(None, description="The served model's name. Default: the served model.")
@@ -245,6 +244,11 @@ class ResponsesRequest(NullsAreAbsent):
     enable_response_messages: bool | None = Field(
         None, description="Report prompt and answer as the model has them, text and tokens. Default false."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
     def functions(self) -> list[tuple[str | None, ResponseTool]]:
         """All that may be called, each with its namespace."""
@@ -351,14 +355,14 @@ def _add_answered(messages: list[dict[str, Any]], item: MessageItem | ReasoningI
         function = {"name": flat_name(item.name, item.namespace), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
     elif isinstance(item, ReasoningItem):
-        reasoning = _text(item.content or []) or _reasoning_of(item.encrypted_content) or _text(item.summary)
+        reasoning = _text(item.content or []) or _reasoning_of(item.encrypted_content) or _text(item.summary or [])
         turn["reasoning_content"] = turn.get("reasoning_content", "") + reasoning
     else:
         turn["content"] += ("\n" if turn["content"] else "") + _text(item.content)
 
 
 def _text(content: str | list[ItemPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text or part.refusal or "" for part in content)
 
 
 def encrypted_content(reasoning: str) -> str:
