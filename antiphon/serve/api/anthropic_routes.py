@@ -245,7 +245,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
             continue
-        _check_blocks(message, f"messages[{number}].content")
+        _check_blocks(message.role, message.content, f"messages[{number}].content")
         if message.role == "assistant":
             messages.append(_answered(message.content))
         else:
@@ -253,16 +253,16 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _check_blocks(message: AnthropicMessage, param: str) -> None:
+def _check_blocks(role: str, blocks: list[Any], param: str) -> None:
     """`ApiError` 400 for a block that its role cannot say, and would be lost."""
-    may_say = _BLOCKS[message.role]
-    if not message.content and message.role != "assistant":
+    may_say = _BLOCKS[role]
+    if not blocks and role != "assistant":
         raise bad_request(f"{param} has no items: it must have at least 1 item", param=param)
-    for number, block in enumerate(message.content):
+    for number, block in enumerate(blocks):
         if block.type not in may_say:
             where = f"{param}[{number}]"
             raise bad_request(
-                f"{where}: it is a block of type {block.type!r}: the {message.role} says {' and '.join(may_say)}",
+                f"{where}: it is a block of type {block.type!r}: the {role} says {' and '.join(may_say)}",
                 param=where,
             )
 
