@@ -5,15 +5,6 @@ seen is complete: a kill during a save leaves the last one. `run.json` in it say
 
 A save copies what it writes and goes on beside the next steps, in a thread and a process group of its own. Without
 `output.save_beside`, and where state lies in a mapped file, the steps wait, and it writes from where the numbers are.
-
-A run that goes on may change some of its configuration (`Former`):
-
-1. What changes the meaning of the run (seed, lengths, text, losses, optimizer, formats) is refused, unless the user
-   allows that key.
-2. Everything else (layout, memory, output, number of steps) may change and is logged.
-3. The schedule of the rate keeps the length that it began with, so more `steps` do not make the rate jump.
-
-The text is compared by the digest of its ids, so files may move and a folder may be named otherwise.
 """
 
 import errno
@@ -24,8 +15,8 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +28,12 @@ from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Group, beside
-from antiphon.specs.checked import CountFromZero, describe, did_you_mean, read
+from antiphon.specs.checked import CountFromZero, read
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
-from antiphon.train.config import TrainConfig, config_of
+from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
-from antiphon.train.optimizer import Optimizer, rate_at
+from antiphon.train.optimizer import Optimizer
 from antiphon.train.ranks import sums
 from antiphon.train.shards import Shards
 
@@ -202,7 +193,7 @@ class Saver:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint in `folder` with the lowest held-out loss; None if none was evaluated."""
-    losses = {path: facts.get("held_out_loss") for path, facts in _readable(folder)}
+    losses = {path: facts.get("held_out_loss") for path, facts in readable(folder)}
     evaluated = {path: float(loss) for path, loss in losses.items() if isinstance(loss, int | float)}
     return min(evaluated, key=evaluated.__getitem__) if evaluated else None
 
@@ -228,7 +219,7 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}: it is damaged, take another one") from error
 
 
-def _readable(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+def readable(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The checkpoints in `folder` whose `run.json` can be read, the oldest first; `CheckpointError` if there are some,
     and none can, or if one is of another version."""
     found, failure = [], None
@@ -340,130 +331,3 @@ def _to_disk(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-TEXT = "data.files"  # stands for all that decides the ids
-_MEANING = (
-    "seed",
-    "sequence_length",
-    "batch",
-    "dtype",
-    "products",
-    "optimizer.",
-    "loss.",
-    "data.document_masks",
-    "data.share",
-)
-_FORMATS = tuple(f"communication.{key}" for key in ("gradients", "activations", "attention", "gate_weights"))
-_IN_THE_TEXT = ("data.",)  # judged by the digest
-_SCHEDULE = "optimizer.schedule_steps"
-
-
-class Former:
-    """The run whose checkpoints are in `config.output.folder`, as the newest whose `run.json` can be read has it; of
-    none, nothing is compared. `allowed`: keys, or tables, that may change."""
-
-    def __init__(self, config: TrainConfig, allowed: Collection[str] = ()) -> None:
-        self._allowed = allowed
-        found = _readable(folder_of(config))[-1:]
-        self._facts: dict[str, Any] | None = found[0][1] if found else None
-        self._where = str(found[0][0]) if found else ""
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return 0 if self._facts is None else int(self._facts["state"].step)
-
-    def check_model(self, model_config: Mapping[str, Any]) -> None:
-        """`UserError` if another model was trained."""
-        if self._facts is not None and self._facts["model_config"] != model_config:
-            raise UserError(f"{self._where} is of another model: change output.folder, or remove it")
-
-    @property
-    def may_change_optimizer(self) -> bool:
-        """Whether moments that the checkpoint does not have may begin anew."""
-        return any(each.startswith("optimizer") for each in self._allowed)
-
-    def config(self, config: TrainConfig) -> TrainConfig:
-        """`config` with the length of its schedule; `UserError` where it would be another run."""
-        if self._facts is None:
-            return _with_schedule(config, config.optimizer.schedule_steps or config.steps)
-        self._check_allowed(config)
-        before = config_of(self._facts["config"], f"{self._where}/run.json")
-        length = before.optimizer.schedule_steps or before.steps
-        before = _with_schedule(before, length)
-        config = _with_schedule(config, config.optimizer.schedule_steps or length)
-        refused = []
-        if config.loss.mtp and not before.loss.mtp:
-            raise UserError(
-                f"loss.mtp is {config.loss.mtp}, and {self._where} has no layer for a further token: set it to 0, or "
-                "export the run and begin a new output.folder with it"
-            )
-        for key, old, new in _changes(before, config):
-            if key.startswith((*_MEANING, *_FORMATS)) and not self._is_allowed(key):
-                refused.append((key, f"{key} {describe(old)}, now {describe(new)}"))
-            elif not key.startswith(_IN_THE_TEXT):
-                _log.info("%s is %r now, it was %r", key, new, old)
-        self._refuse(refused)
-        self._tell_of_schedule(config)
-        return config
-
-    def _check_allowed(self, config: TrainConfig) -> None:
-        """`UserError` for a key that may change and does not exist."""
-        tables = asdict(config)
-        known = {*tables, "data.share"}
-        known |= {f"{name}.{key}" for name, table in tables.items() if isinstance(table, dict) for key in table}
-        if unknown := [key for key in self._allowed if key not in known]:
-            raise UserError(f"--allow-change {unknown[0]}: there is no such key{did_you_mean(unknown[0], known)}")
-
-    def check_text(self, digest: str) -> None:
-        """`UserError` if the ids to train on are others; `digest`: of them."""
-        before = None if self._facts is None else self._facts.get("text")
-        if before not in (None, digest) and not self._is_allowed(TEXT):
-            self._refuse([(TEXT, f"other text ({TEXT}, data.tokenizer, held_out, pieces, kind or stream_tokens)")])
-
-    def _is_allowed(self, key: str) -> bool:
-        return any(key == each or key.startswith(f"{each}.") for each in self._allowed)
-
-    def _refuse(self, changes: list[tuple[str, str]]) -> None:
-        if changes:
-            switches = " ".join(f"--allow-change {key}" for key, _ in changes)
-            raise UserError(
-                f"{self._where} was trained with {'; '.join(words for _, words in changes)}: going on would be another "
-                f"run: set it back, name another output.folder, or allow it: {switches}"
-            )
-
-    def _tell_of_schedule(self, config: TrainConfig) -> None:
-        length = config.optimizer.schedule_steps
-        if config.steps > length and config.optimizer.schedule != "constant":
-            _log.warning(
-                "steps is %d, the schedule of the rate ends at step %d and stays at %.3g: %s sets another length "
-                "(--allow-change %s)",
-                config.steps,
-                length,
-                rate_at(length, length, config.optimizer),
-                _SCHEDULE,
-                _SCHEDULE,
-            )
-
-
-def _with_schedule(config: TrainConfig, length: int) -> TrainConfig:
-    return replace(config, optimizer=replace(config.optimizer, schedule_steps=length))
-
-
-def _changes(before: TrainConfig, now: TrainConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(key, old, new), in the order of the file."""
-    old, new = dict(_flat(before)), dict(_flat(now))
-    for key in {**old, **new}:
-        if old.get(key) != new.get(key):
-            yield key, old.get(key), new.get(key)
-
-
-def _flat(config: TrainConfig) -> Iterator[tuple[str, Any]]:
-    for key, value in config.as_table().items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", entry) for name, entry in value.items())
-        else:
-            yield key, value
-    shares = {each.name: (each.weight, each.epochs) for each in config.data.sources}
-    yield "data.share", shares  # weights and epochs of sources

@@ -25,9 +25,9 @@ from antiphon.specs.checked import read_text
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
-from antiphon.train.checkpoint import Former
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
+from antiphon.train.former_run import Former
 from antiphon.train.further_token import check_further, with_further
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.measured_choices import DispatchChoice, Packing, choose_dispatch, with_choice, with_expert
