@@ -8,7 +8,7 @@ A worker is also killed, and then started again, if it hangs: in a step (see `St
 because its process was stopped for `_STOPPED_S`. A short stop must do no harm: debuggers and benchmarks do it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -200,7 +200,7 @@ class Workforce:
 
     def stats(self, *, num_waiting: int, fatal: str | None, draining: bool) -> EngineStats:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
-        statistics, missing = self._statistics, self.missing
+        statistics, missing, ready = self._statistics, self.missing, self.ready  # once: deaths come meanwhile
         counters = [scheduler.counters for scheduler in self.schedulers.values()]
         pools = [scheduler.book.pool for scheduler in self.schedulers.values()]
         return EngineStats(
@@ -227,8 +227,8 @@ class Workforce:
             expert_rows_per_s=statistics.rows_per_s(),
             queue_times_s=statistics.take_queue_times(),
             exchange=statistics.exchange(),
-            healthy=fatal is None and self.ready,
-            status=fatal or ("draining" if draining else self._status()),
+            healthy=fatal is None and ready,
+            status=fatal or ("draining" if draining else _status(missing, ready)),
             missing=tuple(map(str, missing)),
             workers={str(name): missing.get(name) or self._drains(name) or "ready" for name in self.names},
             events=statistics.events.newest(),
@@ -269,13 +269,6 @@ class Workforce:
                 )
                 found.append(shown)
         return tuple(found)
-
-    def _status(self) -> str:
-        """Which workers are missing and why, in words."""
-        missing = ", ".join(f"{name} ({why})" for name, why in self.missing.items())
-        if self.ready:
-            return f"degraded: waiting for {missing}" if missing else "ok"
-        return f"waiting for {missing}" if missing else "recovering: the workers begin anew"
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -393,3 +386,11 @@ class Workforce:
     def _begin_count(self, names: Iterable[WorkerName]) -> None:
         for name in names:
             self._restarts[name].begin_count()
+
+
+def _status(missing: Mapping[WorkerName, str], ready: bool) -> str:
+    """Which workers are missing and why, in words."""
+    names = ", ".join(f"{name} ({why})" for name, why in missing.items())
+    if ready:
+        return f"degraded: waiting for {names}" if names else "ok"
+    return f"waiting for {names}" if names else "recovering: the workers begin anew"

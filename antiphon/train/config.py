@@ -21,6 +21,7 @@ from pydantic import Field
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops.products import Kind
 from antiphon.specs.checked import (
+    MOST,
     Count,
     CountFromZero,
     Flag,
@@ -89,7 +90,7 @@ class TrainConfig:
     data: DataConfig
     output: OutputConfig
     steps: Count
-    sequence_length: Annotated[Count, Field(ge=2)]
+    sequence_length: Annotated[Whole, Field(ge=2, le=MOST)]
     batch: Annotated[Whole, Field(ge=1, le=MOST_SEQUENCES)]
     micro_batch: CountFromZero = 0
     seed: CountFromZero = 0

@@ -20,7 +20,7 @@ from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES, MicroOpScheduler
 from antiphon.comm.replicas import LEVEL_CHUNKS
 from antiphon.comm.tile_flight import check_tile_rows
-from antiphon.specs.checked import Count, CountFromZero, Flag, NotNegative, Positive, Text, Whole, checked
+from antiphon.specs.checked import MOST, Count, CountFromZero, Flag, NotNegative, Positive, Text, Whole, checked
 
 BelowOne = Annotated[NotNegative, Field(lt=1)]
 Kind = Literal["text", "chat", "answers"]
@@ -271,7 +271,7 @@ class CommunicationConfig:
     pipeline_experts: Flag = False
     packing: Flag = False
     timeout_s: Positive = 600.0
-    chunk_bytes: Annotated[Count, Field(ge=_WIDEST_BYTES)] = DEFAULT_CHUNK_BYTES
+    chunk_bytes: Annotated[Whole, Field(ge=_WIDEST_BYTES, le=MOST)] = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:
         if self.partition and self.sums == "behind":
