@@ -1,5 +1,6 @@
 """GGUF files that llama.cpp's own package wrote: blocks, families, parts, and what is refused."""
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from antiphon.base.errors import CheckpointError
 from antiphon.models.config import load_model_spec
 from antiphon.models.gguf.checkpoint import open_weights, read_blocks
-from antiphon.models.gguf.container import TYPES
+from antiphon.models.gguf.container import TYPES, GgufArray, GgufHeader
+from antiphon.models.gguf.metadata import config_of
 from antiphon.models.load import open_checkpoint
 from antiphon.models.packed import multiplied_out
 from tests.models.gguf_specimens import ARCHITECTURES, all_of, stored_as, write_gguf
@@ -116,6 +118,8 @@ def test_what_is_refused(save_model: Any, tools: Any, tmp_path: Path) -> None:
     assert message_of(lambda: load_model_spec(file)).startswith(
         "a.gguf: general.architecture = 'bert' is not supported: use a GGUF file of deepseek"
     )
+    header = GgufHeader({"general.architecture": GgufArray(mmap.mmap(-1, 8), 4, 2, 0)}, {}, {}, {})
+    assert message_of(lambda: config_of(header)).startswith("general.architecture = an array of 2 is not supported")
     file = written(tmp_path / "a.gguf")
     assert "qwen3moe.attention.head_count is missing" in message_of(lambda: load_model_spec(file))
     (tmp_path / "b.gguf").write_bytes(b"GGML" + bytes(40))

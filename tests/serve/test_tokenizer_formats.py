@@ -333,6 +333,24 @@ def test_an_unknown_pattern_is_refused(tmp_path: Path) -> None:
         load_tokenizer(file)
 
 
+def test_merges_that_are_no_pairs_are_one_line(tmp_path: Path) -> None:
+    """The library's own message has several."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b"])
+    writer.add_token_merges(["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(tmp_path / "model.gguf")
+    message = str(caught.value)
+    assert message.endswith("download the file again")
+    assert "\n" not in message
+
+
 def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     """Scores say which pairs merge first; a text's first token is the file's."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

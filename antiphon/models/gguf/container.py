@@ -66,7 +66,7 @@ _OTHER_TYPES = {
 SUPPORTED = ", ".join(each.name for each in TYPES.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GgufArray:
     """An array of the metadata that nothing was made of yet: `values` does."""
 
@@ -74,6 +74,9 @@ class GgufArray:
     kind: int
     count: int
     start: int
+
+    def __repr__(self) -> str:  # errors show it
+        return f"an array of {self.count}"
 
     def values(self) -> list[Any]:
         """Texts, or numbers. `ValueError` where a text is no UTF-8."""

@@ -125,7 +125,8 @@ def _load_gguf(path: Path) -> TextTokenizer:
     except CheckpointError:
         raise
     except Exception as error:  # the library's own type is Exception; a file may hold anything
-        raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}: download the file again") from error
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"the tokenizer in {path} cannot be read: {reason}: download the file again") from error
     return _text_tokenizer(backend, templates, named)
 
 
