@@ -16,14 +16,10 @@ from antiphon.base.errors import UserError
 from antiphon.cli import main as cli
 from antiphon.cli.commands import CommandPlace, lazy_group, new_app
 from antiphon.cli.output import check_output_file, emit_json, whole_file
-from tests.serve.fork_server import PROGRAMS
+from tests.serve.fork_server import HEARS_INTERRUPTS, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "antiphon.cli.main")
-# Tests that run in the background inherit interrupts that are ignored.
-HEARS_INTERRUPTS = (
-    "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nos.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 def run(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":

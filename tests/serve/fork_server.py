@@ -50,6 +50,10 @@ COMMAND = "antiphon.cli.main"
 BOX_ENGINE = "tests.serve.box_engine"
 WORKER = "antiphon.serve.worker.process"
 TEXTS, READER = "antiphon.serve.text.text_process", "antiphon.serve.text.tokenizer_reading"
+# Tests that run in the background inherit interrupts that are ignored.
+HEARS_INTERRUPTS = (
+    "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nos.execv(sys.argv[1], sys.argv[1:])"
+)
 # What can be forked, and what each will import later.
 PROGRAMS_TO_FORK: dict[str, tuple[str, ...]] = {
     COMMAND: (READER,),  # and the module of the command

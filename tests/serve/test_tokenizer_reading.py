@@ -16,7 +16,7 @@ from antiphon.serve.api import server
 from antiphon.serve.text import tokenizer_reading
 from antiphon.serve.text.tokenizer_reading import TokenizerReader, read_tokenizer
 from tests.serve.api_harness import fake_engine, small_tokenizer, write_tokenizer
-from tests.serve.fork_server import PROGRAMS
+from tests.serve.fork_server import HEARS_INTERRUPTS, PROGRAMS
 from tests.waiting import wait_until
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-moe"
@@ -139,7 +139,16 @@ def test_a_tokenizer_that_grammars_take_too_long_with_serves_without_them(
 def test_an_interrupt_while_a_tokenizer_is_read_ends_the_command(tmp_path: Path) -> None:
     """Not forked: the process that reads is known by its command line."""
     demo(tmp_path, {"added_tokens": added(40_000, first=4096)})
-    command = [sys.executable, "-m", "antiphon.cli.main", "serve", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        HEARS_INTERRUPTS,
+        sys.executable,
+        "-m",
+        "antiphon.cli.main",
+        "serve",
+        str(tmp_path),
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             served = psutil.Process(process.pid)
