@@ -192,7 +192,7 @@ def one_writer(folder: Path, refusal: str, wait_s: float = 0.0) -> Iterator[None
             except BlockingIOError:
                 if time.monotonic() >= end_s:
                     raise UserError(f"{folder}: {refusal}") from None
-                time.sleep(_PAUSE_S)
+                time.sleep(_PAUSE_S)  # the kernel's own wait for a lock has no limit of time
             except OSError as error:
                 _log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)
                 break

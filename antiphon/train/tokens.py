@@ -360,7 +360,8 @@ def _write_ids(
                 blocks = train.num_blocks(block_tokens)
                 for is_out, encoded in encoder.encode([(each, path) for each, path, _ in batch], source):
                     (held_out if is_out else train).add(source.name, encoded)
-                    kept_bytes += encoded[2]
+                    _, _, text_bytes = encoded
+                    kept_bytes += text_bytes
                     if not first and train.num_blocks(block_tokens):
                         first = _sizes_of(source, train, held_out)
                 is_block = train.num_blocks(block_tokens) > blocks
