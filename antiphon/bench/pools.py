@@ -103,8 +103,8 @@ class PoolsCase:
 @dataclass
 class _PoolRun:
     """One engine under one mix. `prompts_s`: how long long prompts kept coming; `engine_share`: of a core, what the
-    engine's threads used; `exposed_s`: of their prefill, what was
-    waiting for keys and values to leave; `core_waits`: of the machine, right after it; `machines`: before and after."""
+    engine's threads used; `exposed_s`: of the prompts' prefill, what was waiting for keys and values to leave;
+    `core_waits`: of the machine, right after it; `machines`: before and after."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -119,8 +119,14 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).flatten()
 
 
-# A dispatch to one expert worker: its rank, which rows went there, what is still under way, where the answer comes.
-_Sent = tuple[int, Tensor, list[tuple[Any, Tensor]], Tensor, Any]
+class _Sent(NamedTuple):
+    """A dispatch to one expert worker: which rows went there, what is still under way, where the answer comes."""
+
+    rank: int
+    rows: Tensor
+    works: list[tuple[Any, Tensor]]
+    answer: Tensor
+    reply: Any
 
 
 class GlooAttentionExchange(_GlooEnd):
@@ -156,7 +162,7 @@ class GlooAttentionExchange(_GlooEnd):
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         rows_TH, ids_TK, weights_TK = rows_TH.cpu(), ids_TK.cpu().int(), weights_TK.cpu().float()
         owner_TK = self._owner_of[layer][ids_TK.long()]
-        sent: list[_Sent] = []
+        sent = []
         for worker in range(self._shape.num_experts):
             here_TK = owner_TK == worker
             rows = here_TK.any(dim=1).nonzero()[:, 0]
@@ -171,7 +177,7 @@ class GlooAttentionExchange(_GlooEnd):
             if len(rows):
                 data = torch.cat([_as_bytes(each) for each in (ids_RK, weights_TK[rows], rows_TH[rows])])
                 works.append((self._send(data, rank, _ROWS), data))
-            sent.append((rank, rows, works, answer, reply))
+            sent.append(_Sent(rank, rows, works, answer, reply))
         self._sent[micro_batch] = len(rows_TH), sent
 
     def _answer_bytes(self, num_rows: int) -> int:
@@ -182,14 +188,14 @@ class GlooAttentionExchange(_GlooEnd):
         sum_TH = torch.zeros(num_rows, self._shape.hidden_size, dtype=torch.float32)
         started_ns = time.monotonic_ns()
         computed_ns = 0
-        for rank, rows, works, answer, reply in sent:
-            for work, _ in works:
-                self._wait(work, rank, "dispatch", timeout_s)
-            if reply is not None:
-                self._wait(reply, rank, "combine", timeout_s)
-                rows_bytes, trailer = answer[: -8 * _TRAILER_WORDS], answer[-8 * _TRAILER_WORDS :]
-                part_RH = rows_bytes.view(self._shape.dtype).view(len(rows), self._shape.hidden_size)
-                sum_TH.index_add_(0, rows, part_RH.float())
+        for each in sent:
+            for work, _ in each.works:
+                self._wait(work, each.rank, "dispatch", timeout_s)
+            if each.reply is not None:
+                self._wait(each.reply, each.rank, "combine", timeout_s)
+                rows_bytes, trailer = each.answer[: -8 * _TRAILER_WORDS], each.answer[-8 * _TRAILER_WORDS :]
+                part_RH = rows_bytes.view(self._shape.dtype).view(len(each.rows), self._shape.hidden_size)
+                sum_TH.index_add_(0, each.rows, part_RH.float())
                 begin_ns, end_ns = trailer.clone().view(torch.int64).tolist()
                 computed_ns = max(computed_ns, end_ns - max(begin_ns, started_ns))
         waited_ns = time.monotonic_ns() - started_ns
@@ -198,7 +204,13 @@ class GlooAttentionExchange(_GlooEnd):
         return sum_TH.to(self._shape.dtype)
 
 
-_Dispatched = tuple[int, list[int], Tensor]  # an attention worker, and the header and the data of what it sent
+class _Arrived(NamedTuple):
+    """A dispatch of one attention worker, as an expert worker gets it. `error`: what ended its connection instead."""
+
+    source: int
+    header: list[int]
+    data: Tensor
+    error: str = ""
 
 
 class GlooExpertExchange(_GlooEnd):
@@ -206,8 +218,8 @@ class GlooExpertExchange(_GlooEnd):
 
     def __init__(self, shape: ExchangeShape, index: int, host: str, timeout_s: float) -> None:
         super().__init__(shape, shape.num_attention + index, host, timeout_s)
-        self._arrived: queue.SimpleQueue[_Dispatched | PeerLost] = queue.SimpleQueue()
-        self._partial: dict[tuple[int, int, int], dict[int, _Dispatched]] = defaultdict(dict)
+        self._arrived: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
+        self._partial: dict[tuple[int, int, int], dict[int, _Arrived]] = defaultdict(dict)
         self._replies: list[tuple[Any, Tensor, int]] = []
         self._listeners: list[threading.Thread] = []
         if index == 0:
@@ -242,9 +254,9 @@ class GlooExpertExchange(_GlooEnd):
                 data = torch.empty(words[3] * row_bytes, dtype=torch.uint8)
                 if words[3]:
                     self._receive(data, source, _ROWS).wait()
-                self._arrived.put((source, words, data))
+                self._arrived.put(_Arrived(source, words, data))
         except RuntimeError as error:
-            self._arrived.put(PeerLost(f"attention[{source}]", str(error)))
+            self._arrived.put(_Arrived(source, [], torch.empty(0), str(error)))
 
     def receive(self, idle_s: float, timeout_s: float) -> ExpertBatch | None:
         started = time.monotonic()
@@ -262,12 +274,12 @@ class GlooExpertExchange(_GlooEnd):
                 if self._partial:
                     raise PeerTimeout("receive", self._missing(), timeout_s) from None
                 return None
-            if isinstance(arrived, PeerLost):
-                raise arrived
-            sender, (step, layer, micro_batch, _, participants, _), _ = arrived
+            if arrived.error:
+                raise PeerLost(f"attention[{arrived.source}]", arrived.error)
+            step, layer, micro_batch, _, participants, _ = arrived.header
             key = step, layer, micro_batch
             of_key = self._partial[key]
-            of_key[sender] = arrived
+            of_key[arrived.source] = arrived
             if len(of_key) == participants.bit_count():
                 del self._partial[key]
                 return self._batch([of_key[source] for source in sorted(of_key)])
@@ -275,28 +287,28 @@ class GlooExpertExchange(_GlooEnd):
     def _missing(self) -> list[str]:
         """Who owes rows of the oldest incomplete batch."""
         of_key = next(iter(self._partial.values()))
-        _, (_, _, _, _, participants, _), _ = next(iter(of_key.values()))
+        participants = next(iter(of_key.values())).header[4]
         return [
             f"attention[{i}]" for i in range(self._shape.num_attention) if participants >> i & 1 and i not in of_key
         ]
 
-    def _batch(self, parts: list[_Dispatched]) -> ExpertBatch:
+    def _batch(self, parts: list[_Arrived]) -> ExpertBatch:
         shape = self._shape
         ids, weights, rows = [], [], []
-        counts = tuple(header[3] for _, header, _ in parts)
-        for count, (_, _, data) in zip(counts, parts, strict=True):
+        for each in parts:
+            count = each.header[3]
             of_ids, of_rows = 4 * count * shape.top_k, count * shape.hidden_size * shape.dtype.itemsize
-            id_bytes, weight_bytes, row_bytes = torch.split(data, [of_ids, of_ids, of_rows])
+            id_bytes, weight_bytes, row_bytes = torch.split(each.data, [of_ids, of_ids, of_rows])
             ids.append(id_bytes.view(torch.int32).view(count, shape.top_k))
             weights.append(weight_bytes.view(torch.float32).view(count, shape.top_k))
             rows.append(row_bytes.view(shape.dtype).view(count, shape.hidden_size))
-        step, layer, micro_batch, _, _, version = parts[0][1]
+        step, layer, micro_batch, _, _, version = parts[0].header
         return ExpertBatch(
             step=step,
             layer=layer,
             micro_batch=micro_batch,
-            sources=tuple(source for source, _, _ in parts),
-            rows_per_source=counts,
+            sources=tuple(each.source for each in parts),
+            rows_per_source=tuple(each.header[3] for each in parts),
             placements=(version, version),
             rows_RH=torch.cat(rows),
             ids_RK=torch.cat(ids),

@@ -106,8 +106,8 @@ class RoutingReplay:
 
 class RowRouting:
     """The experts of one attention worker's rows. `record`: keep them for `of_step`. `counts_prompts`: count them where
-    rows are of prompts. `replay`: a record's choices in
-    place of the gates'. `paths`: what forecasts are made of; None: the next layer's router. Not thread-safe."""
+    rows are of prompts. `replay`: a record's choices in place of the gates'. `paths`: what forecasts are made of; None:
+    the next layer's router. Not thread-safe."""
 
     def __init__(
         self,
