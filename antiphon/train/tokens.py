@@ -360,8 +360,7 @@ def _write_ids(
                 blocks = train.num_blocks(block_tokens)
                 for is_out, encoded in encoder.encode([(each, path) for each, path, _ in batch], source):
                     (held_out if is_out else train).add(source.name, encoded)
-                    _, _, text_bytes = encoded
-                    kept_bytes += text_bytes
+                    kept_bytes += encoded[2]  # of its text
                     if not first and train.num_blocks(block_tokens):
                         first = _sizes_of(source, train, held_out)
                 is_block = train.num_blocks(block_tokens) > blocks
