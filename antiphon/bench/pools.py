@@ -4,7 +4,8 @@
    workers of the other are stopped. With `--mbit` both are apart, the workers that decode on a node of their own behind
    a link of that rate: one hands over layer by layer, the other at the end of each step.
 2. Short prompts begin long answers. While those run, long prompts come, one at a time: the next one when the one
-   before has its first token. So both engines are asked for as many prompts as they can take.
+   before has its first token. So both engines are asked for as many prompts as they can take. A run ends with the last
+   of the long prompts, or with the answers.
    Each engine has an untimed run first: a block of the cache that was never used costs a fault for each of its pages.
    With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped;
    with `--profile here`, the model on this machine, too, before and after each run.
@@ -78,7 +79,8 @@ class PoolsCase:
     prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="Workers for prompts alone.")] = "1"
     decode: Annotated[str, typer.Option(metavar="LAYOUT", help="Workers beside those.")] = "1"
     answers: Annotated[int, UpTo(4096), typer.Option(metavar="N", help="Answers at once.")] = 16
-    output_tokens: Annotated[int, UpTo(65_536), typer.Option(metavar="N", help="Tokens of an answer.")] = 128
+    output_tokens: Annotated[int, UpTo(65_536), typer.Option(metavar="N", help="Tokens of an answer, at most.")] = 2048
+    long_prompts: Annotated[int, UpTo(64), typer.Option(metavar="N", help="Prompts beside them in a run.")] = 4
     repetitions: Annotated[int, UpTo(100), typer.Option(metavar="N", help="Turns of each engine.")] = 3
     threads: Annotated[int | None, UpTo(256), typer.Option(metavar="N", help="Threads per worker.")] = None
     mbit: Annotated[
@@ -104,10 +106,11 @@ class PoolsCase:
 class _PoolRun:
     """One engine under one mix. `prompts_s`: how long long prompts kept coming; `engine_share`: of a core, what the
     engine's threads used; `exposed_s`: of the prompts' prefill, what was waiting for keys and values to leave;
-    `core_waits`: of the machine, right after it; `machines`: before and after."""
+    `num_tokens`: of the answers; `core_waits`: of the machine, right after it; `machines`: before and after."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
     took_s: float = 0.0
     prompts_s: float = 0.0
     engine_share: float = 0.0
@@ -322,11 +325,12 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             if output.request_id in last_s and num_long:
                 found.itl_s.append(now_s - last_s[output.request_id])
             last_s[output.request_id] = now_s
+            found.num_tokens += len(output.token_ids)
             num_left -= output.finish_reason is not None
         elif output.request_id == long_id and output.token_ids:
             found.ttft_s.append(now_s - sent_s[long_id])
             long_id = ""
-        if not num_left:
+        if not num_left or len(found.ttft_s) == case.long_prompts:
             break
         if not long_id and len(last_s) == case.answers:
             first_long_s = first_long_s if num_long else now_s
@@ -377,7 +381,7 @@ def _row(name: str, config: ServeConfig, tokens: int, runs: Repetitions[_PoolRun
         "itl_s_median": median(itl_s) if itl_s else None,
         "itl_s_p99": quantiles(itl_s, n=100)[-1] if len(itl_s) > 1 else None,
         "ttft_s_median": median(ttft_s) if ttft_s else None,
-        "output_tokens_per_s": median(case.answers * case.output_tokens / run.took_s for run in counted),
+        "output_tokens_per_s": median(run.num_tokens / run.took_s for run in counted),
         "prompt_tokens_per_s": median(len(run.ttft_s) * tokens / run.prompts_s for run in counted),
         "exposed_share": sum(run.exposed_s for run in counted) / sum(ttft_s) if is_apart and ttft_s else None,
         "foreign_cpu_share": runs.foreign_share,
@@ -393,8 +397,8 @@ def _predicted(
     counted = [each.value for each in runs.counted]
     machines = {id(machine): machine for run in counted for machine in run.machines}
     waits = together([run.core_waits for run in counted if run.core_waits is not None])
-    answers = case.answers, _SHORT_TOKENS, case.output_tokens
-    found = [predict_mix(config, machine, answers, tokens, waits) for machine in machines.values()]
+    answers, prompts = (case.answers, _SHORT_TOKENS, case.output_tokens), (case.long_prompts, tokens)
+    found = [predict_mix(config, machine, answers, prompts, waits) for machine in machines.values()]
     row: dict[str, float | list[float] | None] = {}
     for name in found[0] if found else ():
         values = [value for each in found if (value := each[name]) is not None]

@@ -38,7 +38,6 @@ from antiphon.specs.plan import DeviceUse, Parallel, PhaseName, PhasePlan, Plan,
 from antiphon.specs.workload import LengthSpec, WorkloadSpec
 
 _CLUSTER_FILE = "this-machine.json"
-_MOST_PROMPTS = 64  # of a prediction
 _POINT_S = 0.1  # of a measurement
 
 
@@ -116,15 +115,16 @@ def predict_mix(
     config: ServeConfig,
     machine: MeasuredMachine,
     answers: tuple[int, int, int],
-    prompt_tokens: int,
+    prompts: tuple[int, int],
     core_waits: CoreWaits | None = None,
 ) -> dict[str, float | None]:
     """`itl_s_median`, `itl_s_p99`, `ttft_s_median` (None where there is none), and with two pools `exposed_share` of
     the prompts' time to the first token. `answers`: how many, tokens of their prompts, tokens of each; they come at
-    time 0. Long prompts come one at a time: the first when all answers have begun, the next when the one before has its
-    first token, while answers run; the run is simulated anew with each. Gaps between tokens count from the first long
-    prompt on, as those that are measured. `core_waits`: of the machine, beside the run. `UserError` for another model's
-    profile."""
+    time 0. `prompts`: how many long ones, tokens of each. They come one at a time: the first when all answers have
+    begun, the next when the one before has its first token, while answers run; the run is simulated anew with each. As
+    in those that are measured, gaps between tokens count from the first long prompt on until the last one's first
+    token. `core_waits`: of the machine, beside the run. `UserError` for another model's profile."""
+    num_prompts, prompt_tokens = prompts
     phases = _phases(config, machine.cluster.groups[0].device.name)
     spec = load_model_spec(config.model)
     if machine.profile.model_config:
@@ -150,13 +150,13 @@ def predict_mix(
     while True:
         demand = _demand(answers, prompt_tokens, sent_s)
         run = simulate_serving(pools_of(plan, setting, demand), demand, options)
-        own, prompts = run.records[: answers[0]], run.records[answers[0] :]
-        begun_s = [record.first_token_s or 0.0 for record in prompts[-1:] or own]
-        if len(prompts) == _MOST_PROMPTS or max(begun_s) >= max(record.finished_s or 0.0 for record in own):
+        own, others = run.records[: answers[0]], run.records[answers[0] :]
+        begun_s = max(record.first_token_s or 0.0 for record in others[-1:] or own)
+        if len(others) == num_prompts or begun_s >= max(record.finished_s or 0.0 for record in own):
             break
-        sent_s.append(max(begun_s))  # what comes later changes nothing before it
-    ttft_s = [record.ttft_s or 0.0 for record in prompts]
-    gaps = run.log.gap_summary(after_s=sent_s[0]) if sent_s else {}
+        sent_s.append(begun_s)  # what comes later changes nothing before it
+    ttft_s = [record.ttft_s or 0.0 for record in others]
+    gaps = run.log.gap_summary(after_s=sent_s[0], until_s=begun_s) if sent_s else {}
     found: dict[str, float | None] = {
         "itl_s_median": gaps.get("p50"),
         "itl_s_p99": gaps.get("p99"),

@@ -13,6 +13,7 @@ Rejected: a histogram of gaps, which would round what tests compare; a fixed int
 second or a day; bars of every layer, for `--pipeline` shows one step from inside.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,9 +131,10 @@ class ServeLog:
         self.gap_counts.extend(gaps.values())
         self.gap_ends_s.extend([now_s] * len(gaps))
 
-    def gap_summary(self, after_s: float = -1.0) -> dict[str, float]:
-        """Of the gaps that end after that time."""
-        counted = np.asarray(self.gap_ends_s) > after_s
+    def gap_summary(self, after_s: float = -1.0, until_s: float = math.inf) -> dict[str, float]:
+        """Of the gaps that end after the first time, and at the latest at the second."""
+        ends_s = np.asarray(self.gap_ends_s)
+        counted = (after_s < ends_s) & (ends_s <= until_s)
         return summary(np.asarray(self.gaps_s)[counted], np.asarray(self.gap_counts)[counted])
 
     def sample(self, now_s: float, pools: Sequence[LivePool]) -> None:

@@ -40,6 +40,19 @@ inline int64_t inner_steps(ElementType type, int64_t width) {
     return padded_inner(type, width) / (type == ElementType::bf16 ? Bf16::per_step : Fp32::per_step);
 }
 
+// Four steps of a row, and a square of them turned round: rows[i][j] becomes rows[j][i]. Every machine has such vectors.
+using Words = uint32_t __attribute__((vector_size(16)));
+
+inline void transpose_words(Words (&rows)[4]) {
+    const Words low = __builtin_shuffle(rows[0], rows[1], Words{0, 4, 1, 5});
+    const Words low_next = __builtin_shuffle(rows[2], rows[3], Words{0, 4, 1, 5});
+    const Words high = __builtin_shuffle(rows[0], rows[1], Words{2, 6, 3, 7});
+    const Words high_next = __builtin_shuffle(rows[2], rows[3], Words{2, 6, 3, 7});
+    rows[0] = __builtin_shuffle(low, low_next, Words{0, 1, 4, 5});
+    rows[1] = __builtin_shuffle(low, low_next, Words{2, 3, 6, 7});
+    rows[2] = __builtin_shuffle(high, high_next, Words{0, 1, 4, 5});
+    rows[3] = __builtin_shuffle(high, high_next, Words{2, 3, 6, 7});
+}
 
 // Elements from row to row for copies of rows of `width`: an odd number of cache lines, so that rows read side by side
 // do not fall into the same few sets of the first-level cache.

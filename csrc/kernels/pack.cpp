@@ -42,8 +42,6 @@ void pack_lanes(const char* column, int64_t stride, int64_t outputs, int64_t val
     }
 }
 
-using Words = uint32_t __attribute__((vector_size(16)));
-
 // Eight 4-bit codes in every word, the first in the lowest bits: even ones into the low half, odd ones into the high half.
 Words apart(Words codes) {
     Words even = codes & 0x0f0f0f0fu;
@@ -71,16 +69,9 @@ void pack_nibbles(const char* rows, int64_t row_bytes, int64_t outputs, int64_t 
             }
             words[i] = apart(words[i]);
         }
-        const Words low = __builtin_shuffle(words[0], words[1], Words{0, 4, 1, 5});
-        const Words low_next = __builtin_shuffle(words[2], words[3], Words{0, 4, 1, 5});
-        const Words high = __builtin_shuffle(words[0], words[1], Words{2, 6, 3, 7});
-        const Words high_next = __builtin_shuffle(words[2], words[3], Words{2, 6, 3, 7});
-        const Words by_word[4] = {__builtin_shuffle(low, low_next, Words{0, 1, 4, 5}),
-                                  __builtin_shuffle(low, low_next, Words{2, 3, 6, 7}),
-                                  __builtin_shuffle(high, high_next, Words{0, 1, 4, 5}),
-                                  __builtin_shuffle(high, high_next, Words{2, 3, 6, 7})};
+        transpose_words(words);
         for (int64_t word = 0; word < num_words; ++word) {
-            std::memcpy(to + word * panel_bytes + 4 * n, &by_word[word], sizeof(Words));
+            std::memcpy(to + word * panel_bytes + 4 * n, &words[word], sizeof(Words));
         }
     }
 }

@@ -107,7 +107,7 @@ def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> Non
     apart = {"layout": "colocated"} if decode == "1" else {"layout": "disaggregated"}
 
     def predicted(config: ServeConfig) -> dict[str, float]:
-        return predict_mix(config, machine, (4, 32, 100), 2000)
+        return predict_mix(config, machine, (4, 32, 100), (3, 2000))
 
     two = replace(
         ServeConfig(**common, **apart, pool="decode"),  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_the_simulator_predicts_the_same_mix(decode: str, tmp_path: Path) -> Non
     at_end = predicted(replace(two, hand_over="end", prefill=replace(two.prefill, hand_over="end")))
     assert 0 < found["exposed_share"] < at_end["exposed_share"]
     late = CoreWaits(stalls_per_s=0.0, stalls_s=(), wakes_s=(*[0.0] * 9, 0.004))  # a token in ten
-    assert predict_mix(two, machine, (4, 32, 100), 2000, late)["itl_s_p99"] >= found["itl_s_p99"] + 0.0039
+    assert predict_mix(two, machine, (4, 32, 100), (3, 2000), late)["itl_s_p99"] >= found["itl_s_p99"] + 0.0039
     with pytest.raises(UserError, match="--profile predicts replicas and attention workers of one rank, not 1t2"):
         predicted(ServeConfig(**common, layout="colocated", attention_tp=2))  # type: ignore[arg-type]
 

@@ -353,6 +353,27 @@ def test_a_source_that_is_killed_ends_its_offer_and_another_fills_the_same_pages
         assert pair.wrong() == []
 
 
+@pytest.mark.parametrize(
+    "shape", [CacheShape(key_dim=70, value_dim=52), CacheShape(dtype="float32", key_dim=21, value_dim=36)]
+)
+def test_tokens_that_fill_a_panel_lie_as_single_ones_do(shape: CacheShape) -> None:
+    """16 tokens of a panel move in vectors, others one by one: a cache written in one run is read in pieces of 5."""
+    whole = make_cached(shape, CachePart(0, 1, (0, 1, 2)), 32, 90, seed=3)
+    size = whole.cache.dtype.itemsize
+    key_bytes, value_bytes = shape.key_dim * size, shape.value_dim * size
+    rows = torch.randint(0, 255, (3, 85 * (key_bytes + value_bytes)), dtype=torch.uint8)
+    whole.cache.write_tokens(0, whole.blocks, 3, 85, whole.heads(), rows.view(-1))
+    keys, values = (part.view(3, 85, -1) for part in rows.split([85 * key_bytes, 85 * value_bytes], 1))
+    for first in range(0, 85, 5):
+        piece = torch.empty(3, 5 * (key_bytes + value_bytes), dtype=torch.uint8)
+        whole.cache.read_tokens(0, whole.blocks, 3 + first, 5, whole.heads(), piece.view(-1))
+        assert torch.equal(piece[:, : 5 * key_bytes].reshape(3, 5, -1), keys[:, first : first + 5])
+        assert torch.equal(piece[:, 5 * key_bytes :].reshape(3, 5, -1), values[:, first : first + 5])
+    back = torch.empty_like(rows)
+    whole.cache.read_tokens(0, whole.blocks, 3, 85, whole.heads(), back.view(-1))
+    assert torch.equal(back, rows)
+
+
 def test_codes_travel_in_about_half_the_bytes() -> None:
     sent = []
     for shape in (CacheShape(key_dim=64, value_dim=64), CacheShape(key_dim=64, value_dim=64, storage="int8")):

@@ -274,6 +274,7 @@ def test_percentiles_of_gaps_are_those_of_the_tokens() -> None:
         "max": 0.3,
     }
     assert log.gap_summary(after_s=1.0) == summary(np.array([0.2, 0.2]))
+    assert log.gap_summary(until_s=1.0) == summary(np.array([0.1] * 7 + [0.3]))
     assert log.gap_summary(after_s=2.0) == ServeLog(record_steps=False).gap_summary() == {}
 
 
