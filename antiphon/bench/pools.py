@@ -183,7 +183,7 @@ def _contest(
     configs = _configs(model, lengths, case, box)
 
     def measure_now() -> MeasuredMachine:
-        return read or MeasuredMachine.measured(list(configs.values()), case.mbit)
+        return read or MeasuredMachine.measured(list(configs.values()), case.mbit, _SHORT_TOKENS + case.output_tokens)
 
     rows = []
     with ExitStack() as stack:

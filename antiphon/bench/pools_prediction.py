@@ -62,10 +62,10 @@ class MeasuredMachine:
         return cls._of(read_serving_profile(file), cluster, mbit)
 
     @classmethod
-    def measured(cls, configs: Sequence[ServeConfig], mbit: float | None) -> Self:
+    def measured(cls, configs: Sequence[ServeConfig], mbit: float | None, answer_tokens: int) -> Self:
         """This machine now, for servers with the same limits: with a worker's threads, as many answers as there may be,
-        the first piece of a prompt and one in its middle. Blocks for some seconds. `UserError` if the machine is at
-        fault."""
+        at their beginning and `answer_tokens` long, the first piece of a prompt and one in its middle. Blocks for some
+        seconds. `UserError` if the machine is at fault."""
         config = configs[0]
         spec = load_model_spec(config.model)
         longest, ratio = config.context_length(spec), context_tokens_per_row(spec)
@@ -77,7 +77,7 @@ class MeasuredMachine:
             QUICK,
             prompts=tuple(sorted({64, middle, first // 2, first})),
             later_piece=(middle, longest // 2),
-            contexts=(64, 512),
+            contexts=(64, max(512, answer_tokens)),
             beside_rows=(),
             in_turn=all(pool.layout == "colocated" for each in configs for pool in each.pools),
             point_s=_POINT_S,
