@@ -36,7 +36,7 @@ from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.server import build_grammars, create_app, reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
+from antiphon.serve.batch_file import BatchCounts, answer_batch, check_requests
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.joining import read_join_secret

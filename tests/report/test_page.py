@@ -10,9 +10,9 @@ import pytest
 
 from antiphon.cost.profile import MachineFacts, Profile
 from antiphon.report.document import LineChart, html
-from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
 from antiphon.report.gather import Points, Report
 from antiphon.report.serving import plan_page
+from antiphon.report.serving_figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
 from antiphon.report.summary import answer, sources, three_numbers
 from antiphon.report.words import LAYOUT_TITLES
 from antiphon.specs.plan import plan_from_json

@@ -10,7 +10,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
+from antiphon.serve.batch_file import BatchCounts, answer_batch, check_requests
 from antiphon.serve.engine_api import QueueFull
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
 from tests.serve.fake_engine import FakeEngine

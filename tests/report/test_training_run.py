@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.report.document import html
-from antiphon.report.run import (
+from antiphon.report.training_run import (
     BACKWARD_COLOUR,
     MOST_COLUMNS,
     MOST_POINTS,
