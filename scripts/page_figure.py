@@ -1,7 +1,7 @@
 """A picture for the docs from a page that `antiphon` wrote: pieces of it, one under the other, as PNG of few colours.
 
     antiphon plan mixtral-8x22b --cluster msi-hetero --workload msi-production --objective per-cost --html page.html
-    python scripts/page_figure.py page.html docs/figures/plan_page.png --piece 560:820 --piece 1335:1890
+    python scripts/page_figure.py page.html docs/figures/plan_page.png --piece 565:825 --piece 1308:1865
 
 Needs `chromium`. A piece is the first and the last row of pixels at `--width`; without one, all of the page is shown.
 Rejected: pictures taken by hand. They are not taken again when the page has changed.

@@ -93,12 +93,12 @@ def one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
     """Workers of engines in this process are forked, and what works on texts, see `serve/fork_server`."""
-    from antiphon.serve import worker_process
+    from antiphon.serve import worker_handle
     from antiphon.serve.text import text_queue
 
     PROGRAMS.remember_environment()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "subprocess", PROGRAMS)
+        patch.setattr(worker_handle, "subprocess", PROGRAMS)
         patch.setattr(text_queue, "subprocess", PROGRAMS)
         yield
     PROGRAMS.close()

@@ -118,6 +118,23 @@ def test_a_choice_of_tests_is_not_empty(words: list[str]) -> None:
     assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False).returncode == 0
 
 
+@cache
+def source_files() -> frozenset[str]:
+    """Each with every end of its path: `cpu.py`, `kernels/cpu.py`, `antiphon/kernels/cpu.py`."""
+    folders = ("antiphon", "benchmarks", "csrc", "examples", "scripts", "tests")
+    parts = [file.relative_to(ROOT).parts for folder in folders for file in (ROOT / folder).rglob("*.*")]
+    return frozenset("/".join(path[first:]) for path in parts for first in range(len(path)))
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    for number, in_block, text in blocks_and_lines(page):
+        if not in_block and not OF_A_COMMIT.search(text):
+            named = [word for code in INLINE.findall(text) for word in re.findall(r"[\w/]+\.(?:py|h|cpp)\b", code)]
+            missing = set(named) - source_files() - {"llama.cpp"}
+            assert not missing, f"{page.name}:{number}"
+
+
 @pytest.mark.parametrize("words", commands_of("make"))
 def test_targets_of_make_exist(words: list[str]) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

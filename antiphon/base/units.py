@@ -63,6 +63,12 @@ def _three_digits(value: float) -> str:
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
+def round_step(least: float) -> float:
+    """Between two ticks of an axis: the first of 1, 2, 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
 def milliseconds(seconds: float | None) -> str:
     """``0.0123`` -> ``"12.3 ms"``; ``"-"`` for None."""
     if seconds is None:

@@ -39,7 +39,7 @@ from antiphon.bench.serve import (
 from antiphon.bench.serving_peers import Workload
 from antiphon.models.config import load_model_spec
 from antiphon.serve.config import Stepping
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS
 
 _LEAST_SLICE = 0.02

@@ -56,7 +56,7 @@ from antiphon.serve.launch import start_engine
 from antiphon.serve.placement_control import POLICIES
 from antiphon.serve.worker.exchange import RoutingReplay
 from antiphon.serve.worker.spans import COMBINE, DISPATCH, EXPERTS, NAMES, STEP, Spans
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 
 Case = Literal["plain", "hot", "slow", "skewed", "recorded"]
 CASES: tuple[Case, ...] = ("plain", "hot", "slow", "skewed", "recorded")

@@ -38,7 +38,7 @@ from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
 from antiphon.serve.timeline import write_trace
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, Spans
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.plan import MAX_MICRO_BATCHES
 
 PORT = 7700

@@ -45,7 +45,7 @@ from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start_engine
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.served_plan import parse_layout
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 

@@ -25,7 +25,7 @@ from antiphon.base.allowance import allowance
 from antiphon.base.errors import ResourceError
 from antiphon.base.progress import Report
 from antiphon.base.system import python_module
-from antiphon.base.units import format_bytes
+from antiphon.base.units import format_bytes, round_step
 from antiphon.bench.box import Box, NodeProcess
 from antiphon.bench.box.topology import plan_ranks
 from antiphon.bench.harness import child
@@ -393,10 +393,11 @@ def draw(rows: list[dict[str, Any]], title: str) -> str:
     height = TOP + ROW * len(rows) + 60
     total = LEFT + WIDTH + 130
     parts = [_text(12, 22, title, size=13)]
-    for tick in range(5):
-        x = LEFT + WIDTH * tick / 4
+    between_s = round_step(longest_s / 5)
+    for tick in range(int(longest_s / between_s) + 1):
+        x = LEFT + WIDTH * tick * between_s / longest_s
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 52}" stroke="{GRID}"/>')
-        parts.append(_text(x, TOP - 14, f"{longest_s * tick / 4:.2f} s", anchor="middle", size=10))
+        parts.append(_text(x, TOP - 14, f"{tick * between_s:g} s", anchor="middle", size=10))
     for index, row in enumerate(rows):
         parts += _bar(row, TOP + index * ROW, WIDTH / longest_s, rows[0]["step_s_median"])
     parts.append(_text(LEFT, height - 30, "blue: computing and what runs beside it", color=BUSY, size=10))

@@ -26,10 +26,11 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
+from typer.models import OptionInfo
 
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
@@ -68,8 +69,42 @@ def new_app(summary: str, **options: Any) -> typer.Typer:
 def single_command(function: Any) -> typer.Typer:
     """An app that is just this function."""
     app = new_app("")
-    app.command(context_settings=CONTEXT_SETTINGS)(function)
+    app.command(context_settings=CONTEXT_SETTINGS)(_with_full_help(function))
     return app
+
+
+def _with_full_help(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, with the option `--help-all` if it has options that `--help` leaves out, because it fits a screen."""
+    signature = inspect.signature(function, eval_str=True)
+    options = [
+        each
+        for parameter in signature.parameters.values()
+        for each in getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(each, OptionInfo)
+    ]
+    if not any(option.hidden for option in options):
+        return function
+    shown = typer.Option("--help-all", callback=_show_all_options, is_eager=True, help="Show rarer options, too.")
+    added = inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, shown]
+    )
+    parameters = [*signature.parameters.values(), added]
+
+    @wraps(function)
+    def command(help_all: bool, **values: Any) -> None:
+        function(**values)
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _show_all_options(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for option in context.command.params:
+            option.hidden = False  # type: ignore[attr-defined]
+        print(context.get_help())
+        raise typer.Exit
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from antiphon.report.emit_engines import sglang_command, vllm_command
 from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
 from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
-from antiphon.report.training import training_page, training_pieces
+from antiphon.report.training_plan import training_page, training_pieces
 from antiphon.sim.promise import checked, is_checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.cluster import DeviceSpec, load_device

@@ -56,7 +56,9 @@ class TrainingOptions:
     zero: Annotated[int, typer.Option(metavar="N", min=0, max=3, help="train: ZeRO stage, 0 to 3.")] = 1
     overlap: Annotated[OverlapLevel, typer.Option(metavar="NAME", help="train: none, inter or intra.")] = "intra"
     deduplicate: Annotated[bool, typer.Option("--deduplicate", help="train: a token goes to a rank once.")] = False
-    no_compress: Annotated[bool, typer.Option("--no-compress", help="train: gradients are sent as kept.")] = False
+    no_compress: Annotated[
+        bool, typer.Option("--no-compress", hidden=True, help="train: gradients are sent as kept.")
+    ] = False
 
 
 def find_training_plan(model: str, search: SearchOptions, options: TrainingOptions) -> TrainingPlan:

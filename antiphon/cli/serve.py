@@ -30,13 +30,13 @@ from antiphon.cli.engine_run import (
     start_with_progress,
 )
 from antiphon.cli.options import check_not_empty
-from antiphon.cli.output import JsonOption, check_json, check_output_file, emit_json, show, table, tell
+from antiphon.cli.output import EXIT_FAILED, JsonOption, check_json, check_output_file, emit_json, show, table, tell
 from antiphon.cli.top import read_api_keys
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.serve.api.server import build_grammars, create_app, reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
+from antiphon.serve.batch_file import BatchCounts, answer_batch, check_requests
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.joining import read_join_secret
@@ -51,20 +51,6 @@ from antiphon.serve.text.tokenizer_reading import read_tokenizer
 ReadyOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", callback=check_json, help="When ready, write URL and processes as JSON."),
-]
-
-
-def show_all_options(context: typer.Context, wanted: bool) -> None:
-    """The help with the options that `--help` leaves out, because it fits a screen."""
-    if wanted:
-        for option in context.command.params:
-            option.hidden = False  # type: ignore[attr-defined]
-        print(context.get_help())
-        raise typer.Exit
-
-
-AllOptions = Annotated[
-    bool, typer.Option("--help-all", callback=show_all_options, is_eager=True, help="Show rarer options, too.")
 ]
 
 
@@ -228,7 +214,6 @@ def serve(
     http: HttpOptions,
     timeline: options.TimelineOption = None,
     json: ReadyOption = None,
-    help_all: AllOptions = False,
 ) -> None:
     """Serve MODEL over HTTP; attention and experts in one process or apart."""
     check_output_file("--timeline", timeline)
@@ -328,8 +313,15 @@ def batch(
         finally:
             app.state.context.texts.close()
     show_counts(counts, time.monotonic() - began_s, json)
+    check_refusals(counts, answers)
+
+
+def check_refusals(counts: BatchCounts, answers: Path) -> None:
+    """`UserError` with exit code 1, because the command itself was right, if requests were refused."""
     if counts.num_refused:
-        raise UserError(f"{counts.num_refused} requests were refused: {answers} says why, each in its line")
+        error = UserError(f"requests refused: {counts.num_refused:,}; {answers} says why, each in its line")
+        error.exit_code = EXIT_FAILED
+        raise error
 
 
 def show_counts(counts: BatchCounts, time_s: float, json: str | None) -> None:

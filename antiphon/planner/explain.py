@@ -268,7 +268,7 @@ def _why_idle(one: Candidates, times: dict[str, float]) -> str:
         return "an exchange takes longer than attention and than experts: the network sets the pace of a layer"
     if m * t_f < t_a + t_e + 2 * t_c:
         return f"it takes {math.ceil(2 * (1 + t_c / t_f) - 1e-9)} micro-batches to fill the round trip"
-    slow, fast = ("attention", "experts") if t_a >= t_e else ("experts", "attention")
+    slow, fast = ("attention", "expert") if t_a >= t_e else ("experts", "attention")
     return f"{fast} devices wait {1 - min(t_a, t_e) / t_f:.0%} of a layer for {slow}"
 
 

@@ -312,7 +312,7 @@ def _load_of(setting: Setting) -> str:
     if rate is not None:
         return f"the least time at {rate:g} requests/s, on as many instances as fit"
     if at_once is not None:
-        return f"the least time of {at_once:,} requests at once"
+        return f"the least time of {'one request' if at_once == 1 else f'{at_once:,} requests'} at once"
     return "the least time of one request at once: no rate is given (--rate) and no number in flight (--in-flight)"
 
 

@@ -1,7 +1,7 @@
 """A report as data (sentences, tables, charts and notes, in the order in which they are read), and what shows it.
 
-Three producers make it: a plan (`serving`), a training plan (`training`), a training run (`run`). Two renderers show
-it, and neither knows what a plan is, so a new report needs no new renderer:
+Three producers make it: a plan (`serving`), a training plan (`training_plan`), a training run (`training_run`). Two
+renderers show it, and neither knows what a plan is, so a new report needs no new renderer:
 
 - a terminal: tables that fit 80 columns, everything else in lines. Rejected: one wide table of all candidates. It is
   too long to read.

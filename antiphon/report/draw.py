@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 
+from antiphon.base.units import round_step
 from antiphon.report.document import (
     HEAT_COLOURS,
     MARK,
@@ -90,15 +91,9 @@ class Scale:
 
 
 def _even_ticks(low: float, high: float, most: int) -> list[float]:
-    step = _round_step((high - low) / most)
+    step = round_step((high - low) / most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
-
-
-def _round_step(least: float) -> float:
-    """The first of 1, 2, 5 times a power of ten that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def _logarithmic_ticks(low: float, high: float, most: int) -> list[float]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from antiphon.base.units import milliseconds, number
 from antiphon.planner.explain import RESOURCES
-from antiphon.report import figures, summary
+from antiphon.report import serving_figures, summary
 from antiphon.report.document import (
     BATCH_COLOURS,
     Axis,
@@ -39,8 +39,8 @@ from antiphon.report.document import (
     bar,
 )
 from antiphon.report.draw import draw
-from antiphon.report.figures import deployment_drawing
 from antiphon.report.gather import MemoryUse, PhaseContents, Report
+from antiphon.report.serving_figures import deployment_drawing
 from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, score
 from antiphon.specs.plan import PHASES, Objective, PhaseName, PhasePlan, Plan, Predicted, plan_to_json
 from antiphon.specs.workload import SloSpec
@@ -135,7 +135,7 @@ def _parts_grid(contents: PhaseContents) -> Grid:
     rows = []
     for name, part in contents.parts.items():
         total_s = float(part.total_s)
-        shares = sorted(figures.seconds_by_bound(part).items(), key=lambda item: -item[1])
+        shares = sorted(serving_figures.seconds_by_bound(part).items(), key=lambda item: -item[1])
         words = ", ".join(f"{bound} {value / total_s:.0%}" for bound, value in shares if value >= 0.01 * total_s > 0)
         rows.append([name, milliseconds(total_s), words])
     return Grid(columns=["", "time", "spent on"], rows=rows, right=(1,))
@@ -236,7 +236,9 @@ def _what_if(report: Report) -> list[Piece]:
         pieces += [Sentence(MORE_NODES, "heading"), Grid(columns=MORE_NODES_COLUMNS, rows=more)]
     caption, objective = CAPTIONS["sensitivity"], report.plan.objective
     for index, item in enumerate(report.sensitivity):
-        pieces.append(draw(f"sensitivity-{index}", item.title, caption, figures.sensitivity_chart(item, objective)))
+        pieces.append(
+            draw(f"sensitivity-{index}", item.title, caption, serving_figures.sensitivity_chart(item, objective))
+        )
     return pieces
 
 
@@ -246,10 +248,15 @@ def _drawings(contents: PhaseContents, objective: Objective, slo: SloSpec) -> li
     )
     kind = "pipeline" if has_layers and has_batches else "kinds" if has_layers else "stages"
     drawn = (
-        ("frontier", "frontier", "Throughput against latency", figures.frontier_chart(contents, objective, slo)),
-        ("pipeline", kind, contents.bars_title, figures.pipeline_chart(contents.bars)),
-        ("memory", "memory", "Memory of a device", figures.memory_chart(contents.memory)),
-        ("parts", "parts", "What bounds each part", figures.parts_chart(contents.parts)),
+        (
+            "frontier",
+            "frontier",
+            "Throughput against latency",
+            serving_figures.frontier_chart(contents, objective, slo),
+        ),
+        ("pipeline", kind, contents.bars_title, serving_figures.pipeline_chart(contents.bars)),
+        ("memory", "memory", "Memory of a device", serving_figures.memory_chart(contents.memory)),
+        ("parts", "parts", "What bounds each part", serving_figures.parts_chart(contents.parts)),
     )
     return [draw(f"{contents.name}-{name}", title, CAPTIONS[caption], chart) for name, caption, title, chart in drawn]
 

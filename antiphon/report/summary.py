@@ -103,7 +103,7 @@ def all_facts(name: PhaseName, phase: PhasePlan) -> dict[str, str]:
         "sizes of one": degrees_text(phase.layout, phase.parallel),
         "devices": devices_text(phase.devices),
         "micro-batches": f"{phase.micro_batches}",
-        "batch of one instance": f"{phase.batch:,} {'tokens' if name == 'prefill' else 'requests'}",
+        "batch of one instance": plural(phase.batch, "token" if name == "prefill" else "request"),
         "rows of a worker's step": f"{phase.step_tokens:,} at most" if phase.step_tokens else "",
         "time per output token": time(predicted.tpot_s),
         "time to first token": time(predicted.ttft_s),
@@ -115,7 +115,7 @@ def all_facts(name: PhaseName, phase: PhasePlan) -> dict[str, str]:
         "attention, a layer": time(predicted.t_a_s),
         "experts, a layer": time(predicted.t_e_s),
         "exchange, one way": time(predicted.t_c_s),
-        **{f"{part} waits for": what for part, what in predicted.bound_by.items()},
+        **{f"{part} {'wait' if part == 'experts' else 'waits'} for": what for part, what in predicted.bound_by.items()},
     }
 
 
@@ -163,11 +163,11 @@ def placement_summary(phase: PhasePlan) -> str:
         for worker, _ in owners:
             held[worker] = held.get(worker, 0) + 1
     fewest, most = min(held.values()), max(held.values())
-    each = f"{most} each" if fewest == most else f"{fewest} to {most} each"
+    each = "" if len(held) == 1 else f", {most} each" if fewest == most else f", {fewest} to {most} each"
     replicated = sum(len(owners) > 1 for owners in phase.placement)
     copies = f"; {plural(replicated, 'expert')} with replicas" if replicated else ""
     where = plural(len(held), "worker" if phase.layout == "disaggregated" else "rank")
-    return f"{plural(len(phase.placement), 'expert')} on {where}, {each}{copies}"
+    return f"{plural(len(phase.placement), 'expert')} on {where}{each}{copies}"
 
 
 def subtitle(report: Report) -> str:
@@ -256,10 +256,11 @@ def _why(contents: PhaseContents, objective: Objective) -> str:
         return ""
     mine, best, loser = found
     unit = OBJECTIVE_UNITS[objective]
+    tie = ", too close to call" if _spans_equal(contents.phase, loser, objective) else ""
     if contents.phase.layout == "disaggregated":
         gains = ": " if best <= NEARLY_EQUAL * mine else ", which gains little: "
-        return f"{gains}{mine / best:.2f} times the {unit} of the best {LAYOUT_TITLES[loser.layout]}"
-    return f"; attention and experts apart would give {best / mine:.2f} times its {unit}"
+        return f"{gains}{mine / best:.2f} times the {unit} of the best {LAYOUT_TITLES[loser.layout]}{tie}"
+    return f"; attention and experts apart would give {best / mine:.2f} times its {unit}{tie}"
 
 
 def three_numbers(report: Report) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ from antiphon.serve.request_router import RequestRouter
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.timeline import SpanCollections
 from antiphon.serve.worker.spans import Spans
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.serve.workforce import Workforce
 from antiphon.specs.placement import ExpertPlacement, num_moves
 from antiphon.specs.sampling import SamplingParams

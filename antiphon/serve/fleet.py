@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from antiphon.base.errors import PeerLost
 from antiphon.base.logging import get_logger
 from antiphon.serve.worker.messages import Configure, FromWorker, ToWorker
-from antiphon.serve.worker_process import RemoteWorkers, WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import RemoteWorkers, WorkerName, WorkerProcess
 
 _log = get_logger("fleet")
 _SEND_TIMEOUT_S = 30.0

@@ -49,7 +49,7 @@ from antiphon.serve.worker.messages import (
     StepResult,
     WorkerReady,
 )
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 
 if TYPE_CHECKING:
     from antiphon.serve.handovers import Handovers

@@ -46,7 +46,7 @@ from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, pref
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Sampled
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 from antiphon.serve.workforce import Workforce
 from antiphon.specs.counts import blocks_of
 

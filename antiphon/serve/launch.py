@@ -32,7 +32,7 @@ from antiphon.serve.recovery import Members
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.kv_transfer import cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure, ExchangeConfig, HybridConfig, KVTransferConfig
-from antiphon.serve.worker_process import RemoteWorkers, WorkerName
+from antiphon.serve.worker_handle import RemoteWorkers, WorkerName
 from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("launch")

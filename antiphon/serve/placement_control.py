@@ -56,7 +56,7 @@ from antiphon.placement.split import FloatArray
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import ExpertReport, Place, Prepared, PreparePlacement, Retire
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement, next_placement, num_moves
 

@@ -26,7 +26,7 @@ from antiphon.serve.engine_api import EngineInfo
 from antiphon.serve.joining import exchange_secret
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.serve.worker.messages import Role
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import (
     blocks_in_budget,
     blocks_of,

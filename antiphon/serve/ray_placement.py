@@ -1,6 +1,6 @@
 """All workers of a server on the nodes of a Ray cluster: placed at the start, placed again when one is lost.
 
-The engine listens for workers (`worker_process`) at this machine's address in the cluster, under a secret of this run.
+The engine listens for workers (`worker_handle`) at this machine's address in the cluster, under a secret of this run.
 Ray starts an actor for each rank of a worker on the node that `choose_nodes` names; the actor starts the rank,
 which joins. A thread waits for ranks that end. The worker of one is placed again, all its ranks on one node, which is
 another one if its node is gone, until `expect_end`. The secret travels as an argument between Ray's processes.

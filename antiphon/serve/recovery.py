@@ -29,7 +29,7 @@ from antiphon.serve.fleet import Fleet
 from antiphon.serve.placement_control import PlacementControl
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Abort, Reset, StepFailed, WorkerReady
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
 _MAX_ASKS = 3  # how often a worker that cannot join an epoch is asked

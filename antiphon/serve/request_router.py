@@ -25,7 +25,7 @@ from antiphon.serve.policy.request import Request, RequestStatus
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker, has_room
 from antiphon.serve.policy.suspects import Suspects
 from antiphon.serve.statistics import EngineStatistics
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.serve.workforce import Workforce
 
 _log = get_logger("engine")

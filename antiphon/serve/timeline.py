@@ -27,7 +27,7 @@ from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.worker.messages import TakeSpans
 from antiphon.serve.worker.spans import COMBINE, EXPERTS, STEP, Spans
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 
 Intervals = NDArray[np.int64]  # [n, 2] start and end in ns, sorted, disjoint
 

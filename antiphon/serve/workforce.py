@@ -22,7 +22,7 @@ from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import FromWorker, LoadProgress, StepResult, WorkerFailure, WorkerReady
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 
 _log = get_logger("engine")
 _SECOND_DELAY_S = 1.0  # before the second restart in a row; twice that before the next

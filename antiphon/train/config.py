@@ -252,7 +252,10 @@ def _absolute_paths(mapping: dict[str, Any], folder: Path) -> dict[str, Any]:
             text = Template(text).substitute(variables)
         except (KeyError, ValueError) as error:
             raise UserError(f"{text}: {error} is not set: set it, or write the path out") from error
-        return str(folder / os.path.expanduser(text))  # noqa: PTH111  (`Path.expanduser` raises for unknown users)
+        text, base = os.path.expanduser(text), folder  # noqa: PTH111  (`Path.expanduser` raises for unknown users)
+        while text.startswith("../"):  # `folder` is resolved, so its parent is what `..` means
+            text, base = text[3:].lstrip("/"), base.parent
+        return str(base / text)
 
     tables = [(mapping.get(table), keys) for table, keys in _PATHS.items()]
     data = mapping.get("data")

@@ -1,5 +1,5 @@
 """The feed-forward of a layer as operators: the one that all rows pass, and the routed experts, which rows reach and
-leave by the operators of `way_operators`.
+leave by the operators of `expert_exchange`.
 
 Letters: T rows of this rank, K experts a row, R rows in order of expert, E experts, H hidden.
 """
@@ -17,6 +17,7 @@ from antiphon.comm.m2n.tile_links import TileLinks
 from antiphon.kernels.ops.feed_forward import activate
 from antiphon.kernels.ops.route import RowMap, choose_experts
 from antiphon.specs.model import ModelSpec
+from antiphon.train.expert_exchange import end_of, exchange_operators, in_parts
 from antiphon.train.operators import (
     Bias,
     Compute,
@@ -29,7 +30,6 @@ from antiphon.train.operators import (
 )
 from antiphon.train.row_budget import WAITS, Experts, Pieces, RowBudget, pass_over_budget
 from antiphon.train.tiled import Arriving, Leaving
-from antiphon.train.way_operators import end_of, in_parts, way_operators
 from antiphon.train.weights import DOWN, GATE_UP
 
 _Kind = TypeVar("_Kind", bound=Operator)
@@ -51,7 +51,7 @@ def expert_operators(
     weighs_here = not dispatcher.ways or not dispatcher.ways[-1].weighs_at_home
     has_bias = spec.feed_forward.expert_bias and adds_bias
     early = dispatcher.early_weights or (weighs_early and weighs_here and not spec.feed_forward.expert_bias)
-    there, weights, back = way_operators(dispatcher, has_weights=not early, needs_rows=weighs_here)
+    there, weights, back = exchange_operators(dispatcher, has_weights=not early, needs_rows=weighs_here)
     experts = [
         *there,
         *(_shared(spec) if has_shared else ()),

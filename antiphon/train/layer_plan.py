@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops.products import Products
 from antiphon.specs.checked import nearest_names
+from antiphon.train.expert_exchange import schedule_in_parts
 from antiphon.train.layer_schedule import (
     AGAIN,
     DEFAULT,
@@ -47,7 +48,6 @@ from antiphon.train.layer_schedule import (
 )
 from antiphon.train.operators import Graph, Operator, RowExchange, WeightProduct, part_name, whole_name
 from antiphon.train.tiled import Tiled
-from antiphon.train.way_operators import schedule_in_parts
 
 PROJECTED = ("qkv", "qkv_a2a")  # one of them, if backward reads it: `qkv_a2a` in tiles
 DEAR = (*PROJECTED, "attn", "ln2_in", "fc1_out", "fc2_out", "returned", "shared_fc1_out", "shared_out", "dense_fc1_out")
@@ -101,7 +101,7 @@ STARTED = (RowExchange, Tiled)  # operators that are started and waited for
 class PlanOptions:
     """`keep` and `dropped`: as for `kept_and_again`. `schedule`: as text, and `where` it comes from; empty: the default
     one, or, unless `beside`, that with every exchange waited for where it is started. `parts`: of the experts' rows,
-    see `train.way_operators`. `late_weights`: of the default schedule, see `with_late_weights`. `products`: in which
+    see `train.expert_exchange`. `late_weights`: of the default schedule, see `with_late_weights`. `products`: in which
     arithmetic layers multiply by their weights."""
 
     keep: Keep = "none"

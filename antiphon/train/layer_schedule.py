@@ -17,7 +17,7 @@ action, or several with commas between them:
 `DEFAULT` below is the one that runs where a run names no other. It is written for all layers: lines of operators that a
 layer does not have, and of what need not be made again, are skipped.
 
-Where the experts work in parts (`train.way_operators`) their operators have numbers: "fc1/1", "fc1/2".
+Where the experts work in parts (`train.expert_exchange`) their operators have numbers: "fc1/1", "fc1/2".
 
 All ranks of a group run one schedule, line by line, so they start a group's collectives in one order.
 """

@@ -27,7 +27,6 @@ from antiphon.specs.training_plan import TrainingPlan
 from antiphon.train.attention import heads_leave_in_tiles
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, device_of, free_bytes
-from antiphon.train.former_run import Former
 from antiphon.train.further_token import check_further, with_further
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.measured_choices import DispatchChoice, Packing, choose_dispatch, with_choice, with_expert
@@ -35,6 +34,7 @@ from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensor
 from antiphon.train.metrics import OutputLock, check_boards, write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
 from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, sums, world_size
+from antiphon.train.resume import Former
 from antiphon.train.samples import Samples, StreamedSamples
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.token_stream import StreamWriter, TokenStream

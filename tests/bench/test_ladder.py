@@ -1,6 +1,7 @@
 """Ladders: what passes a link, what is predicted, what is refused, and one that runs."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -180,7 +181,9 @@ def test_a_variant_that_trains_otherwise_is_refused() -> None:
 
 
 def test_figure_is_well_formed() -> None:
-    ElementTree.fromstring(draw([ROW, ROW | {"predicted_step_s": None}], "msm <box>"))
+    drawn = draw([ROW | {"step_s_median": 1.09}, ROW | {"predicted_step_s": None}], "msm <box>")
+    ElementTree.fromstring(drawn)
+    assert [f"{tick} s" for tick in ("0", "0.5", "1", "1.5", "2")] == re.findall(r">([\d.]+ s)<", drawn)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,19 @@ def test_all_options_of_serve_are_in_a_help_of_their_own(
         assert f"--{name} " not in few
 
 
+@pytest.mark.parametrize(("command", "rare"), [("plan", "in-flight"), ("generate", "pp"), ("batch", "instances")])
+def test_each_command_with_rare_options_can_show_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, rare: str
+) -> None:
+    assert run(monkeypatch, command, "--help") == 0
+    few = capsys.readouterr().out
+    assert run(monkeypatch, command, "--help-all") == 0
+    many = capsys.readouterr().out
+    assert "--help-all " in few
+    assert f"--{rare} " not in few
+    assert f"--{rare} " in many
+
+
 def test_every_option_of_serve_that_scripts_use_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

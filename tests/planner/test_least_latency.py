@@ -52,6 +52,7 @@ def test_requests_at_once_are_shared_out_over_the_cluster() -> None:
     assert (one.batch, one.num_instances) == (1, 1)
     assert many.batch * many.num_instances >= 64
     assert (one.predicted.tpot_s or 0) < (many.predicted.tpot_s or 0)
+    assert "the least time of one request at once" in one.notes
     assert "the least time of 64 requests at once" in many.notes
 
 

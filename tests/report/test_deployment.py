@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.report.figures import TIP_OF_IDLE, deployment_drawing
 from antiphon.report.gather import Report
+from antiphon.report.serving_figures import TIP_OF_IDLE, deployment_drawing
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import DeviceUse, Parallel, PhasePlan
 

@@ -10,9 +10,9 @@ import pytest
 
 from antiphon.cost.profile import MachineFacts, Profile
 from antiphon.report.document import LineChart, html
-from antiphon.report.figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
 from antiphon.report.gather import Points, Report
 from antiphon.report.serving import plan_page
+from antiphon.report.serving_figures import frontier_chart, memory_chart, parts_chart, pipeline_chart, sensitivity_chart
 from antiphon.report.summary import answer, sources, three_numbers
 from antiphon.report.words import LAYOUT_TITLES
 from antiphon.specs.plan import plan_from_json
@@ -200,6 +200,9 @@ def test_the_answer_is_a_sentence_with_three_numbers(report: Report) -> None:
         "Run decode with attention on 16 × H20 and experts on 8 × L40S: "
         "1.41 times the tokens/s per unit of price of the best hybrid TP-EP"
     )
+    (decode,) = alone.phases
+    wide = replace(decode.phase, predicted=replace(decode.phase.predicted, band=1.0))
+    assert answer(replace(alone, phases=(replace(decode, phase=wide),))).endswith("hybrid TP-EP, too close to call")
     assert [value for _, value in three_numbers(alone)] == ["90 ms", "2,400", "62.5"]
     assert answer(report).endswith(": together they take 2.3 requests/s on 40 devices"), "2,160 / 941, not 2,400 / 219"
     assert [value for _, value in three_numbers(report)] == ["400 ms", "90 ms", "12.6"], "2.295 x 219 / 40"

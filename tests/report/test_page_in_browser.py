@@ -19,8 +19,8 @@ from antiphon.report.document import (
 )
 from antiphon.report.gather import Report
 from antiphon.report.serving import plan_page
-from antiphon.report.training import MEMORY_COLOURS as TRAINING_MEMORY_COLOURS
-from antiphon.report.training import STEP_COLOURS, training_page
+from antiphon.report.training_plan import MEMORY_COLOURS as TRAINING_MEMORY_COLOURS
+from antiphon.report.training_plan import STEP_COLOURS, training_page
 from tests.specs.training_specimen import PLAN
 
 

@@ -1,10 +1,12 @@
 """Numbers and sizes as people read them."""
 
+from dataclasses import replace
+
 import pytest
 
 from antiphon.base.units import milliseconds, number
 from antiphon.report.gather import Report
-from antiphon.report.summary import given, placement_summary, reasons, subtitle, verdict
+from antiphon.report.summary import facts, given, placement_summary, reasons, subtitle, verdict
 from antiphon.report.words import degrees_text, gigabytes, plural, short_degrees, time_unit
 from antiphon.specs.plan import Parallel, Rejected
 
@@ -73,6 +75,11 @@ def test_sentences(report: Report) -> None:
     gain = "1.41 times the best hybrid TP-EP in tokens/s per unit of price"
     assert verdict(decode, "per-cost") == f"Disaggregate here: {gain}"
     assert placement_summary(decode.phase) == "8 experts on 8 workers, 1 to 2 each; 1 expert with replicas"
+    one = replace(decode.phase, placement=(((0, 1.0),),) * 8, batch=1)
+    assert placement_summary(one) == "8 experts on 1 worker"
+    numbers = dict(facts("decode", one))
+    assert numbers["batch of one instance"] == "1 request"
+    assert numbers["experts wait for"] == "compute"
 
 
 def test_reasons_that_differ_in_numbers_alone_are_told_once() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.serve import worker_process
+from antiphon.serve import worker_handle
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.engine_harness import Prompts, TinyModel, random_prompts, save_tiny_model
 
@@ -20,7 +20,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture
 def real_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are started as programs: they need seconds until they load, in which they can be hit."""
-    monkeypatch.setattr(worker_process, "subprocess", subprocess)
+    monkeypatch.setattr(worker_handle, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

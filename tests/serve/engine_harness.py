@@ -23,7 +23,7 @@ from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.prepare import prepare
 from antiphon.serve.served_plan import parse_layout
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 from tests.waiting import wait_until

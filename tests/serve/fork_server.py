@@ -243,12 +243,12 @@ PROGRAMS = ForkServer()  # the one of this test process
 def fork_workers() -> None:
     """Workers and text processes of this program, which has just begun and has no thread, will be forked from it as it
     is now."""
-    from antiphon.serve import worker_process
+    from antiphon.serve import worker_handle
     from antiphon.serve.text import text_queue
 
     beside = ForkServer()
     beside.start_beside()
-    worker_process.subprocess = text_queue.subprocess = beside  # type: ignore[assignment]
+    worker_handle.subprocess = text_queue.subprocess = beside  # type: ignore[assignment]
 
 
 def is_fork_server(process: psutil.Process) -> bool:

@@ -16,7 +16,7 @@ from antiphon.placement.sample_paths import PathProfile
 from antiphon.serve import placement_control, prepare
 from antiphon.serve.engine import Engine
 from antiphon.serve.worker.messages import Role
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.placement import ExpertPlacement, Owners
 from tests.serve.engine_harness import (
     GREEDY,

@@ -11,7 +11,7 @@ from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS, MARK, render
 from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard, DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
-from antiphon.serve.api.operation import dashboard_page
+from antiphon.serve.api.operator_routes import dashboard_page
 from antiphon.serve.statistics import EventLog
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live

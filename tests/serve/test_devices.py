@@ -16,7 +16,7 @@ from antiphon.serve.launch import configure
 from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.joined import join_engine
 from antiphon.serve.worker.messages import Configure
-from antiphon.serve.worker_process import JoinedWorker, RemoteWorkers, WorkerName
+from antiphon.serve.worker_handle import JoinedWorker, RemoteWorkers, WorkerName
 from antiphon.specs.counts import count_parameters
 from tests.serve.engine_harness import TinyModel, config
 from tests.waiting import wait_until

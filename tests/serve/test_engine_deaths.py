@@ -14,7 +14,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Event
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     PATIENCE_S,

@@ -14,7 +14,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import build_engine, start_engine
 from antiphon.serve.prepare import prepare
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     NUM_TOKENS,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import count_parameters
 from tests.models.gguf_specimens import all_of, write_gguf
 from tests.models.packed_specimens import PACKED, pack_checkpoint

@@ -12,7 +12,7 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.messages import Role, RunStep
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 from antiphon.specs.plan import Collectives
 from tests.serve.engine_harness import (
     GREEDY,

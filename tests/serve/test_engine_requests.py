@@ -19,7 +19,7 @@ from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.timeline import summarise, write_trace
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (
     EOS,

@@ -18,7 +18,7 @@ import pytest
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import Configure, Reset, ResetDone, RunStep
-from antiphon.serve.worker_process import WorkerName, WorkerProcess
+from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 from antiphon.specs.placement import ExpertPlacement
 from tests.waiting import wait_until
 

@@ -32,7 +32,7 @@ from antiphon.serve.joining import (
 from antiphon.serve.launch import start_engine
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.joined import join_engine
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from tests.serve.engine_harness import GREEDY, Prompts, Run, TinyModel, Tokens, complete, config
 from tests.serve.fork_server import PROGRAMS
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ from antiphon.serve import prepare as prepare_module
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.prepare import prepare
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import count_parameters, kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
 from tests.serve.engine_harness import (

@@ -10,7 +10,7 @@ from antiphon.serve.launch import configure
 from antiphon.serve.prepare import PreparedEngine, prepare
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.joined import join_engine
-from antiphon.serve.worker_process import RemoteWorkers, WorkerName
+from antiphon.serve.worker_handle import RemoteWorkers, WorkerName
 from tests.serve.engine_harness import TinyModel, config
 from tests.waiting import wait_until
 

@@ -13,7 +13,7 @@ from antiphon.cli.main import app
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.policy.request import PENDING
 from antiphon.serve.worker.messages import RunStep
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from tests.serve.engine_harness import (
     GREEDY,
     Prompts,

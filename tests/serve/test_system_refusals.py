@@ -33,7 +33,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.prepare import prepare
 from antiphon.serve.text.tokenizer_reading import load_tokenizer
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.serve.workforce import _LOOK_S
 from tests.serve.api_harness import bind, text_pids
 from tests.serve.engine_harness import running

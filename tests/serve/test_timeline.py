@@ -9,7 +9,7 @@ import pytest
 from antiphon.serve.timeline import summarise, write_trace
 from antiphon.serve.worker import spans as span_module
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, RECEIVE, SAMPLE, STEP, SpanRecorder, Spans
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from tests.serve.span_examples import recorded
 
 ATTENTION_0, ATTENTION_1 = WorkerName("attention", 0), WorkerName("attention", 1)

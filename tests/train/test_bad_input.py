@@ -83,11 +83,14 @@ def test_set_needs_a_key_and_a_value(tmp_path: Path) -> None:
 
 def test_variables_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_FOLDER", "/somewhere")
-    config = read_config(write_run(tmp_path), ['data.files=["${SOME_FOLDER}/a", "${PYTHON_LIBRARY}/b", "c"]'])
-    first, second, third = config.data.files
+    config = read_config(
+        write_run(tmp_path), ['data.files=["${SOME_FOLDER}/a", "${PYTHON_LIBRARY}/b", "c", "../../d"]']
+    )
+    first, second, third, fourth = config.data.files
     assert first == "/somewhere/a"
     assert second.endswith("/b")
     assert third == str(tmp_path / "c")
+    assert fourth == str(tmp_path.parents[1] / "d")
     assert config.as_table()["optimizer"]["learning_rate"] == 1e-2
 
 

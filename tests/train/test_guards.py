@@ -21,7 +21,7 @@ import pytest
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli import train as commands
-from antiphon.report.run import read_run, run_page
+from antiphon.report.training_run import read_run, run_page
 from antiphon.train import checkpoint
 from antiphon.train.metrics import Metrics, OutputLock
 from antiphon.train.passes import HeldOutLoss

@@ -29,7 +29,7 @@ from antiphon.cost.curves import Curve
 from antiphon.cost.profile import ExchangeTimes, ThreadTimes
 from antiphon.models.config import load_model_spec
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, DISPATCH, EXPERTS, REPLY, SAMPLE, STEP, Spans
-from antiphon.serve.worker_process import WorkerName
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.model import ModelSpec
 
 PROCESSES = "the profiler's process"  # begins their names

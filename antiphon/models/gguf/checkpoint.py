@@ -18,7 +18,8 @@ The K types have 6-bit (Q6_K: 8-bit) scales in units of a float16 for 256 number
 float32 and is what is kept, so nothing is rounded: 5 to 6 bits become 8, which the next multiplication reads fastest.
 
 The native module reads the blocks (`csrc/kernels/ggml_blocks.cpp`), in one pass. Rejected: PyTorch's operations, which
-make ten passes over single bytes and took longer than a disk reads.
+make ten passes over single bytes and took longer than a disk reads. A new type has a line in three tables: `TYPES` of
+`container`, `_FORMATS` here, and that of the native reader.
 """
 
 from collections.abc import Sequence

@@ -25,11 +25,11 @@ from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request, validate
+from antiphon.serve.api.openapi_answers import AnthropicErrorResponse, described
 from antiphon.serve.api.parameters import can_end_reasoning
 from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 from antiphon.serve.api.respond import ItemEvents, respond_in_items
-from antiphon.serve.api.responses import AnthropicErrorResponse, described
 from antiphon.serve.api.settings import InputLimits
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.call_values import call_arguments

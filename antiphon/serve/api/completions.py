@@ -23,6 +23,7 @@ from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_any_request, read_request
+from antiphon.serve.api.openapi_answers import ChatCompletionResponse, CompletionResponse, described
 from antiphon.serve.api.parameters import (
     ChatReading,
     chat_reading,
@@ -34,7 +35,6 @@ from antiphon.serve.api.parameters import (
 from antiphon.serve.api.prompts import bad_word_ids, chat_prompt, completion_prompts, text_of
 from antiphon.serve.api.requests import ChatBatchRequest, ChatCompletionRequest, CompletionRequest, split_prompts
 from antiphon.serve.api.respond import AnswerShape, choice_object, respond, token_json
-from antiphon.serve.api.responses import ChatCompletionResponse, CompletionResponse, described
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.specs.sampling import SamplingParams
 

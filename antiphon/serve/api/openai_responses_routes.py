@@ -23,9 +23,9 @@ from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses_requests import ResponsesRequest, as_chat, encrypted_content, flat_name
+from antiphon.serve.api.openapi_answers import described, described_errors, described_path
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole, token_json
-from antiphon.serve.api.responses import described, described_errors, described_path
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.text_service import settable_variables
 

@@ -38,7 +38,7 @@ from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.base.system import resident_bytes
-from antiphon.serve.api import anthropic_routes, completions, openai_responses_routes, operation, tokens
+from antiphon.serve.api import anthropic_routes, completions, openai_responses_routes, operator_routes, tokens
 from antiphon.serve.api.anthropic_routes import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
@@ -104,8 +104,8 @@ def create_app(
         anthropic_routes.router,
         openai_responses_routes.router,
         tokens.router,
-        operation.workers_router,
-        operation.router,
+        operator_routes.workers_router,
+        operator_routes.router,
     ):
         app.include_router(routes)
     app.add_middleware(AccessMiddleware, settings=settings)

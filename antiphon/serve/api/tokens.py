@@ -13,15 +13,15 @@ from fastapi import APIRouter, Request, Response
 from antiphon.serve.api.context import ApiContext, client_of, context_of
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.guard.body import read_request
-from antiphon.serve.api.prompts import encode_texts, render_conversation
-from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
-from antiphon.serve.api.responses import (
+from antiphon.serve.api.openapi_answers import (
     DetokenizeResponse,
     TokenizeResponse,
     TokenizerInfoResponse,
     described,
     described_errors,
 )
+from antiphon.serve.api.prompts import encode_texts, render_conversation
+from antiphon.serve.api.requests import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter(tags=["tokens"])
 

@@ -16,7 +16,7 @@ which block, nothing else; that is why recovery needs no undo log.
 from collections.abc import Mapping, Sequence
 
 from antiphon.serve.engine_api import FinishReason
-from antiphon.serve.policy.admission import fill_step
+from antiphon.serve.policy.batching import fill_step
 from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.request import PENDING, Request, RequestStatus, SchedulerConfig, SequenceStep, StepPlan
 

@@ -1,7 +1,8 @@
 """The loop of an expert worker and of its ranks, and how experts move to it while it serves.
 
 The loop: take the rows of (layer, micro-batch) from all attention workers, one grouped feed-forward over the experts
-held here, weighted partial sums back. No request, no sequence, no step outlives a batch.
+held here, weighted partial sums back. No request, no sequence, no step outlives a batch. Which rows of a layer become
+one batch where attention workers step freely is decided in `comm/m2n/ready_batches`.
 
 A worker may be a group of ranks, each with some columns of every expert (`models/shares`). The leader gets the rows and
 announces each batch; all ranks then make the same calls, and the collectives in between add the parts up. A follower

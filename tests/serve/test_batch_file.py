@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.cli.serve import check_refusals
 from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.batch import BatchCounts, answer_batch, check_requests
+from antiphon.serve.batch_file import BatchCounts, answer_batch, check_requests
 from antiphon.serve.engine_api import QueueFull
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
 from tests.serve.fake_engine import FakeEngine
@@ -53,6 +54,13 @@ def test_each_line_is_answered_as_over_http(tmp_path: Path) -> None:
     assert found["/v1/chat/completions"]["body"]["object"] == "chat.completion"
     assert found["wrong"]["status_code"] == 400
     assert found["wrong"]["body"]["error"]["param"] == "n"
+
+
+def test_refusals_end_the_command_with_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("right") + line("wrong", n=100))
+    with pytest.raises(UserError, match="requests refused: 1; ") as refused:
+        check_refusals(run(tmp_path), tmp_path / "out")
+    assert refused.value.exit_code == 1
 
 
 def test_an_id_of_half_a_character_comes_back(tmp_path: Path) -> None:

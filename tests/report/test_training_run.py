@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.report.document import html
-from antiphon.report.run import (
+from antiphon.report.training_run import (
     BACKWARD_COLOUR,
     MOST_COLUMNS,
     MOST_POINTS,
@@ -82,7 +82,8 @@ def test_bytes_drops_and_alarms_where_metrics_hold_them(folder: Path) -> None:
     for row in record.steps:
         row |= {"collective_bytes": {"all-to-all": 3e6, "all-reduce": 1e6}, "dropped_rows": [0, 4]}
         row["exposed_comm_s"] = 0.25
-    record.alarms.extend((step, f"layer 1 <{step}>") for step in range(30))
+    record.alarms.extend((step, f"layer 1 <{step}>") for step in range(29))
+    record.alarms.append((28, "step 28: a spike"))
     page = html(run_page(record))
     assert 'id="run-bytes"' in page
     assert [block.length for block in bytes_chart(record).blocks] == [3.0, 1.0]
@@ -90,7 +91,8 @@ def test_bytes_drops_and_alarms_where_metrics_hold_them(folder: Path) -> None:
     assert "waiting for ranks" in page
     assert "250 ms" in page
     assert "Alarms, the last 20 of 30" in page
-    assert "step 29: layer 1 &lt;29&gt;" in page
+    assert "step 28: layer 1 &lt;28&gt;" in page
+    assert ">step 28: a spike" in page
 
 
 def test_a_long_run_is_thinned(folder: Path) -> None:

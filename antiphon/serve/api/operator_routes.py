@@ -24,7 +24,7 @@ from antiphon.serve.api.context import ApiContext, context_of
 from antiphon.serve.api.dashboard import DashboardReading
 from antiphon.serve.api.errors import RETRY_AFTER_S
 from antiphon.serve.api.guard.body import check_model_name, read_bytes
-from antiphon.serve.api.responses import (
+from antiphon.serve.api.openapi_answers import (
     BODY_ERRORS,
     DrainResponse,
     HealthResponse,

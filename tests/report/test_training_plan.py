@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from antiphon.report.document import bar, html, rendered
-from antiphon.report.training import (
+from antiphon.report.training_plan import (
     LOSER_COLUMNS,
     facts,
     fits,

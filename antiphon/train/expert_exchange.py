@@ -45,7 +45,7 @@ from antiphon.train.operators import (
 )
 
 
-def way_operators(
+def exchange_operators(
     dispatcher: Dispatcher, *, has_weights: bool, needs_rows: bool
 ) -> tuple[list[Operator], str, list[Operator]]:
     """The operators that bring rows over each way, the name of the weights that came, and the operators that bring sums

@@ -169,7 +169,8 @@ def _compared_and_alarms(record: RunRecord) -> list[Piece]:
     if record.alarms:
         shown = record.alarms[-MOST_ALARMS:]
         left_out = f", the last {len(shown)} of {len(record.alarms)}" if len(record.alarms) > len(shown) else ""
-        pieces += [Sentence(f"Alarms{left_out}", "heading"), Notes([f"step {step}: {text}" for step, text in shown])]
+        said = [text if text.startswith(f"step {step}: ") else f"step {step}: {text}" for step, text in shown]
+        pieces += [Sentence(f"Alarms{left_out}", "heading"), Notes(said)]
     return pieces
 
 
