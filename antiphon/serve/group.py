@@ -34,7 +34,7 @@ from antiphon.serve.fleet import Fleet
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import Balancer, PlacementControl
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
-from antiphon.serve.policy.request import Request, RequestStatus, SequenceStep, StepPlan
+from antiphon.serve.policy.request import Request, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.recovery import Members, Recovery
 from antiphon.serve.statistics import EngineStatistics
@@ -402,7 +402,7 @@ class StepGroup:
             plan = self._parts[place].plan
             for sequence in plan.sequences if plan is not None else ():
                 request = self.schedulers[place[0]].requests[sequence.request_id]
-                if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
+                if request.status != "finished":  # an aborted one has its place until the step ends
                     blamed[request] = max(blamed.get(request, 0), sequence.start + len(sequence.token_ids))
         return StepFailure(worker=worker, what=what, reported=reported, blamed=blamed) if blamed else None
 

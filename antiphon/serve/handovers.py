@@ -42,7 +42,7 @@ from antiphon.serve.policy.handover import (
     KVTarget,
     WithdrawKV,
 )
-from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, prefill_of
+from antiphon.serve.policy.request import Request, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Sampled
@@ -141,7 +141,7 @@ class Handovers:
         """Give what decode workers have admitted to prefill workers, or to those that are drained of it."""
         for target, scheduler in self._workforce.request_schedulers.items():
             for origin in scheduler.take_arriving():
-                if origin.status is RequestStatus.FINISHED:
+                if origin.status == "finished":
                     scheduler.remove(origin, nothing_comes=True)
                 elif origin.awaits_mask:  # it has a token already: the next one needs its mask
                     scheduler.ask_again(origin)
@@ -246,7 +246,7 @@ class Handovers:
             self._book.withdraw(handover.number, "the request has ended")
         else:
             handover.deadline_s = self._fleet.clock.now_s + self._timeout_s
-            self._book.done(handover.number, token_id, handover.end)
+            self._book.done(handover.number, handover.end)
 
     @staticmethod
     def _note_cached(arrival: _Awaited, scheduler: Scheduler) -> None:
@@ -254,7 +254,7 @@ class Handovers:
         num_more = arrival.prefill.num_cached_tokens - arrival.origin.num_cached_tokens
         if arrival.origin.num_admissions == 1 and num_more > 0:
             arrival.origin.num_cached_tokens += num_more
-            scheduler.counters.prefix_hit_tokens += num_more
+            scheduler.book.prefix_hit_tokens += num_more
 
     # --- how it ends ---------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Handovers:
     def _give_up(self, arrival: _Awaited) -> list[Request]:
         """Its blocks are out of quarantine: it has ended, goes to another worker, or tries again here."""
         origin, scheduler = arrival.origin, self._workforce.schedulers[arrival.target]
-        if origin.status is RequestStatus.FINISHED:
+        if origin.status == "finished":
             scheduler.remove(origin, nothing_comes=True)
             return []
         self._counts.num_failed += 1

@@ -21,7 +21,7 @@ from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.handovers import Handovers
 from antiphon.serve.outputs import TrackedRequests
-from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker, has_room
 from antiphon.serve.policy.suspects import Suspects
 from antiphon.serve.statistics import EngineStatistics
@@ -125,7 +125,7 @@ class RequestRouter:
             for request in list(scheduler.requests.values()):
                 if scheduler.is_in_flight(request):
                     continue
-                if request.origin is None and request.status is RequestStatus.WAITING:
+                if request.origin is None and request.status == "waiting":
                     scheduler.remove(request)
                     self.add([request])
                 elif request.origin is None and not (request.arrives or request.awaits_mask or request.suspect_group):

@@ -201,18 +201,17 @@ class Workforce:
     def stats(self, *, num_waiting: int, fatal: str | None, draining: bool) -> EngineStats:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
         statistics, missing, ready = self._statistics, self.missing, self.ready  # once: deaths come meanwhile
-        counters = [scheduler.counters for scheduler in self.schedulers.values()]
-        pools = [scheduler.book.pool for scheduler in self.schedulers.values()]
+        books = [scheduler.book for scheduler in self.schedulers.values()]
         return EngineStats(
             num_running=sum(scheduler.num_running for scheduler in self.request_schedulers.values()),
             num_waiting=num_waiting,
-            kv_blocks_used=sum(pool.num_used for pool in pools),
-            kv_blocks_total=sum(pool.num_blocks for pool in pools),
-            prefix_cache_hit_tokens=sum(c.prefix_hit_tokens for c in counters),
-            prefix_cache_query_tokens=sum(c.prefix_query_tokens for c in counters),
-            num_preemptions=sum(c.num_preemptions for c in counters),
+            kv_blocks_used=sum(book.pool.num_used for book in books),
+            kv_blocks_total=sum(book.pool.num_blocks for book in books),
+            prefix_cache_hit_tokens=sum(book.prefix_hit_tokens for book in books),
+            prefix_cache_query_tokens=sum(book.prefix_query_tokens for book in books),
+            num_preemptions=sum(book.num_preemptions for book in books),
             prompt_tokens=statistics.prompt_tokens,
-            generation_tokens=sum(c.generation_tokens for c in counters),
+            generation_tokens=sum(book.generation_tokens for book in books),
             num_steps=statistics.num_steps,
             num_worker_restarts=statistics.num_worker_restarts,
             attention_idle_ratio=statistics.attention_idle_ratio,
