@@ -126,7 +126,7 @@ class Handovers:
     def _find_source(self, request: Request) -> WorkerName | None:
         """The worker that is drained of it, and has all but its last tokens cached; else a prefill worker."""
         for name in self._workforce.drained if request.had_by else ():
-            if str(name) == request.had_by and name in self._workforce.group_of(name).live_attention:
+            if str(name) == request.had_by and name in self._workforce.group_of[name].live_attention:
                 return name
         num_blocks = blocks_of(len(request.token_ids) + 1, self._block_size)
         able = {name: each for name, each in self._live().items() if num_blocks <= each.config.num_main_blocks}
@@ -195,7 +195,7 @@ class Handovers:
             self._fleet.send(self._fleet.workers[name], order)
 
     def _ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
-        return self._workforce.group_of(leader).members.ranks_of[leader]
+        return self._workforce.group_of[leader].members.ranks_of[leader]
 
     def _sources(self, arrival: _Awaited) -> list[KVSource]:
         return [self._ends.sources[name] for name in self._ranks_of(arrival.source)]
@@ -289,7 +289,7 @@ class Handovers:
         suspects = {prefill.request_id for prefill in failure.blamed if prefill.num_failures >= _MAX_FAILURES}
         if not suspects:
             return
-        group = self._workforce.group_of(failure.worker)
+        group = self._workforce.group_of[failure.worker]
         self._to_clear.add(group)
         for request_id in suspects & self._computing.keys():
             self._book.withdraw(self._computing[request_id].handover.number, failure.what)
@@ -339,7 +339,7 @@ class Handovers:
             return []
         self._counts.num_failed += 1
         _log.warning("request %s: no hand-over from %s: %s", origin.request_id, arrival.source, arrival.handover.reason)
-        self._statistics.events.note("failed", f"hand-over: {arrival.handover.reason}", str(arrival.source))
+        self._statistics.note_event("failed", f"hand-over: {arrival.handover.reason}", str(arrival.source))
         if arrival.leaves:
             scheduler.remove(origin, nothing_comes=True)
             return [origin]

@@ -168,14 +168,14 @@ class RequestRouter:
     def on_failure(self, failure: StepFailure) -> None:
         """A step came to nothing: it is tried again as it was, unless that has failed before."""
         if any(request.origin for request in failure.blamed):  # it computed for other workers: they do that themselves
-            self._to_clear.add(self._workforce.group_of(failure.worker))
+            self._to_clear.add(self._workforce.group_of[failure.worker])
             failure = replace(failure, blamed={r: tokens for r, tokens in failure.blamed.items() if r.origin is None})
             if not failure.blamed:
                 return
         verdict = self._suspects.charge(failure.blamed, reported=failure.reported)
         if verdict == "repeat":
             return
-        group = self._workforce.group_of(failure.worker)
+        group = self._workforce.group_of[failure.worker]
         self._trial_group = self._trial_group or group
         self._to_clear.add(group)
         if verdict == "renew":
