@@ -30,11 +30,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.base.logging import get_logger
-from antiphon.serve.fleet import Fleet
 from antiphon.serve.outputs import TrackedRequests
 from antiphon.serve.placement_control import Balancer, PlacementControl
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
-from antiphon.serve.policy.request import Request, RequestStatus, SequenceStep, StepPlan
+from antiphon.serve.policy.request import Request, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.recovery import Members, Recovery
 from antiphon.serve.statistics import EngineStatistics
@@ -94,7 +93,6 @@ class StepGroup:
         members: Members,
         schedulers: list[Scheduler],
         num_micro_batches: int,
-        fleet: Fleet,
         statistics: EngineStatistics,
         tracked: TrackedRequests,
         timeout_s: float,
@@ -116,7 +114,7 @@ class StepGroup:
         self._balancer = balancer
         self._record = record
         self._first_expert = first_expert
-        self._fleet = fleet
+        self._fleet = members.fleet
         self._statistics = statistics
         self._tracked = tracked
         self.owner: Handovers | None = None
@@ -125,7 +123,7 @@ class StepGroup:
         self._side_by_side = side_by_side
         self._num_lanes = num_micro_batches if side_by_side else 1
         self._is_held = False
-        self._recovery = Recovery(members, fleet, statistics, timeout_s, placing, lambda: self.quiet)
+        self._recovery = Recovery(members, statistics, timeout_s, placing, lambda: self.quiet)
         self._parts: dict[_Place, _Part] = {}  # planned and not computed
         self._running: list[_Place] = []  # whose parts were sent, and not answered yet
         self._num_steps = self._num_results = 0  # sent to all its workers, and come from them
@@ -385,7 +383,7 @@ class StepGroup:
             failure = self._failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
-            self._statistics.events.note("failed", failed.message, str(worker.name))
+            self._statistics.note_event("failed", failed.message, str(worker.name))
         self._give_up(worker.name)
         self._recovery.on_step_failed(worker, failed)
         return failure
@@ -402,7 +400,7 @@ class StepGroup:
             plan = self._parts[place].plan
             for sequence in plan.sequences if plan is not None else ():
                 request = self.schedulers[place[0]].requests[sequence.request_id]
-                if request.status is not RequestStatus.FINISHED:  # an aborted one has its place until the step ends
+                if request.status != "finished":  # an aborted one has its place until the step ends
                     blamed[request] = max(blamed.get(request, 0), sequence.start + len(sequence.token_ids))
         return StepFailure(worker=worker, what=what, reported=reported, blamed=blamed) if blamed else None
 

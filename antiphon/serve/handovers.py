@@ -42,7 +42,7 @@ from antiphon.serve.policy.handover import (
     KVTarget,
     WithdrawKV,
 )
-from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, prefill_of
+from antiphon.serve.policy.request import Request, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import Sampled
@@ -126,7 +126,7 @@ class Handovers:
     def _find_source(self, request: Request) -> WorkerName | None:
         """The worker that is drained of it, and has all but its last tokens cached; else a prefill worker."""
         for name in self._workforce.drained if request.had_by else ():
-            if str(name) == request.had_by and name in self._workforce.group_of(name).live_attention:
+            if str(name) == request.had_by and name in self._workforce.group_of[name].live_attention:
                 return name
         num_blocks = blocks_of(len(request.token_ids) + 1, self._block_size)
         able = {name: each for name, each in self._live().items() if num_blocks <= each.config.num_main_blocks}
@@ -141,7 +141,7 @@ class Handovers:
         """Give what decode workers have admitted to prefill workers, or to those that are drained of it."""
         for target, scheduler in self._workforce.request_schedulers.items():
             for origin in scheduler.take_arriving():
-                if origin.status is RequestStatus.FINISHED:
+                if origin.status == "finished":
                     scheduler.remove(origin, nothing_comes=True)
                 elif origin.awaits_mask:  # it has a token already: the next one needs its mask
                     scheduler.ask_again(origin)
@@ -195,7 +195,7 @@ class Handovers:
             self._fleet.send(self._fleet.workers[name], order)
 
     def _ranks_of(self, leader: WorkerName) -> tuple[WorkerName, ...]:
-        return self._workforce.group_of(leader).members.ranks_of[leader]
+        return self._workforce.group_of[leader].members.ranks_of[leader]
 
     def _sources(self, arrival: _Awaited) -> list[KVSource]:
         return [self._ends.sources[name] for name in self._ranks_of(arrival.source)]
@@ -246,7 +246,7 @@ class Handovers:
             self._book.withdraw(handover.number, "the request has ended")
         else:
             handover.deadline_s = self._fleet.clock.now_s + self._timeout_s
-            self._book.done(handover.number, token_id, handover.end)
+            self._book.done(handover.number, handover.end)
 
     @staticmethod
     def _note_cached(arrival: _Awaited, scheduler: Scheduler) -> None:
@@ -254,7 +254,7 @@ class Handovers:
         num_more = arrival.prefill.num_cached_tokens - arrival.origin.num_cached_tokens
         if arrival.origin.num_admissions == 1 and num_more > 0:
             arrival.origin.num_cached_tokens += num_more
-            scheduler.counters.prefix_hit_tokens += num_more
+            scheduler.book.prefix_hit_tokens += num_more
 
     # --- how it ends ---------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Handovers:
         suspects = {prefill.request_id for prefill in failure.blamed if prefill.num_failures >= _MAX_FAILURES}
         if not suspects:
             return
-        group = self._workforce.group_of(failure.worker)
+        group = self._workforce.group_of[failure.worker]
         self._to_clear.add(group)
         for request_id in suspects & self._computing.keys():
             self._book.withdraw(self._computing[request_id].handover.number, failure.what)
@@ -334,12 +334,12 @@ class Handovers:
     def _give_up(self, arrival: _Awaited) -> list[Request]:
         """Its blocks are out of quarantine: it has ended, goes to another worker, or tries again here."""
         origin, scheduler = arrival.origin, self._workforce.schedulers[arrival.target]
-        if origin.status is RequestStatus.FINISHED:
+        if origin.status == "finished":
             scheduler.remove(origin, nothing_comes=True)
             return []
         self._counts.num_failed += 1
         _log.warning("request %s: no hand-over from %s: %s", origin.request_id, arrival.source, arrival.handover.reason)
-        self._statistics.events.note("failed", f"hand-over: {arrival.handover.reason}", str(arrival.source))
+        self._statistics.note_event("failed", f"hand-over: {arrival.handover.reason}", str(arrival.source))
         if arrival.leaves:
             scheduler.remove(origin, nothing_comes=True)
             return [origin]

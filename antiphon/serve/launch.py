@@ -94,7 +94,6 @@ def build_engine(run: PreparedEngine, make_matcher: MakeMatcher | None = None) -
             num_micro_batches=pool.config.num_micro_batches,
             steps_freely=pool.config.stepping == "free" or pool.config.plans_ahead,
             side_by_side=pool.config.side_by_side or pool.config.plans_ahead,
-            fleet=fleet,
             statistics=statistics,
             tracked=tracked,
             timeout_s=config.timeout_s,

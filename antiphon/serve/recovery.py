@@ -107,7 +107,6 @@ class Recovery:
     def __init__(
         self,
         members: Members,
-        fleet: Fleet,
         statistics: EngineStatistics,
         timeout_s: float,
         placing: PlacementControl | None,
@@ -115,7 +114,7 @@ class Recovery:
     ) -> None:
         self.phase: RecoveryPhase = "loading"
         self._members = members
-        self._fleet = fleet
+        self._fleet = members.fleet
         self._statistics = statistics
         self._timeout_s = timeout_s
         self._placing = placing
@@ -127,7 +126,7 @@ class Recovery:
         self._joined: set[WorkerName] = set()
         self._num_asked: Counter[WorkerName] = Counter()
         self._unresponsive: set[str] = set()
-        self._waiting_since_s = fleet.clock.now_s  # for a phase to end
+        self._waiting_since_s = self._fleet.clock.now_s  # for a phase to end
         self._stepping_since_s: dict[WorkerName, float] = {}
 
     @property
@@ -221,7 +220,7 @@ class Recovery:
         if not self._has_exchange:
             return
         if self.phase == "stepping":
-            self._statistics.events.note("standstill", "the step is given up, the workers begin anew")
+            self._statistics.note_event("standstill", "the step is given up, the workers begin anew")
         self._epoch += 1
         for name in filter(self._members.is_ready, self._members.processes):
             self._fleet.send(self._fleet.workers[name], Abort(self._epoch))
@@ -244,7 +243,7 @@ class Recovery:
             self._unresponsive.clear()
             self._was_complete = True
             self._enter("stepping")
-            self._statistics.events.note("going on", "the workers that are there step together")
+            self._statistics.note_event("going on", "the workers that are there step together")
 
     def _enter(self, phase: RecoveryPhase) -> None:
         self.phase = phase

@@ -21,7 +21,7 @@ from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.group import StepFailure, StepGroup
 from antiphon.serve.handovers import Handovers
 from antiphon.serve.outputs import TrackedRequests
-from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.request import Request
 from antiphon.serve.policy.scheduler import Scheduler, choose_attention_worker, has_room
 from antiphon.serve.policy.suspects import Suspects
 from antiphon.serve.statistics import EngineStatistics
@@ -125,7 +125,7 @@ class RequestRouter:
             for request in list(scheduler.requests.values()):
                 if scheduler.is_in_flight(request):
                     continue
-                if request.origin is None and request.status is RequestStatus.WAITING:
+                if request.origin is None and request.status == "waiting":
                     scheduler.remove(request)
                     self.add([request])
                 elif request.origin is None and not (request.arrives or request.awaits_mask or request.suspect_group):
@@ -168,14 +168,14 @@ class RequestRouter:
     def on_failure(self, failure: StepFailure) -> None:
         """A step came to nothing: it is tried again as it was, unless that has failed before."""
         if any(request.origin for request in failure.blamed):  # it computed for other workers: they do that themselves
-            self._to_clear.add(self._workforce.group_of(failure.worker))
+            self._to_clear.add(self._workforce.group_of[failure.worker])
             failure = replace(failure, blamed={r: tokens for r, tokens in failure.blamed.items() if r.origin is None})
             if not failure.blamed:
                 return
         verdict = self._suspects.charge(failure.blamed, reported=failure.reported)
         if verdict == "repeat":
             return
-        group = self._workforce.group_of(failure.worker)
+        group = self._workforce.group_of[failure.worker]
         self._trial_group = self._trial_group or group
         self._to_clear.add(group)
         if verdict == "renew":

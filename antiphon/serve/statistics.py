@@ -27,28 +27,6 @@ _MAX_EVENTS = 200
 _MAX_QUEUE_TIMES = 10_000  # kept for the next reading of the metrics
 
 
-class EventLog:
-    """What happened to the workers, the newest `_MAX_EVENTS`, for the dashboard. The log says more."""
-
-    def __init__(self) -> None:
-        self._events: deque[ShownEvent] = deque(maxlen=_MAX_EVENTS)
-        self._num_noted = 0
-        self._lock = threading.Lock()
-
-    def note(self, kind: EventKind, text: str, worker: str = "") -> None:
-        """It happened now."""
-        with self._lock:
-            self._num_noted += 1
-            self._events.append(
-                ShownEvent(number=self._num_noted, time_s=time.time(), kind=kind, worker=worker, text=text)
-            )
-
-    def newest(self) -> tuple[ShownEvent, ...]:
-        """Those that are kept, oldest first."""
-        with self._lock:
-            return tuple(self._events)
-
-
 class EngineStatistics:
     """One per engine."""
 
@@ -63,7 +41,8 @@ class EngineStatistics:
         self.placement_changes = 0
         self.prefetch = PrefetchCounts()
         self.handovers = HandoverCounts()
-        self.events = EventLog()
+        self._events: deque[ShownEvent] = deque(maxlen=_MAX_EVENTS)
+        self._num_events = 0
         self._lock = threading.Lock()
         self._queue_times_s: list[float] = []
         self._exchange: dict[str, Traffic] = {}
@@ -116,7 +95,19 @@ class EngineStatistics:
         self.placement_changes += 1
         text = f"placement {version}: {num_moved} experts have moved"
         _log.info("%s", text)
-        self.events.note("placement", text)
+        self.note_event("placement", text)
+
+    def note_event(self, kind: EventKind, text: str, worker: str = "") -> None:
+        """It happened now to a worker, or to several. For the dashboard; the log says more."""
+        with self._lock:
+            self._num_events += 1
+            event = ShownEvent(number=self._num_events, time_s=time.time(), kind=kind, worker=worker, text=text)
+            self._events.append(event)
+
+    def newest_events(self) -> tuple[ShownEvent, ...]:
+        """Those that are kept, oldest first."""
+        with self._lock:
+            return tuple(self._events)
 
     def record_exchange(self, worker: str, traffic: Traffic) -> None:
         """What a worker's exchange has carried since its start; replaces its last report."""

@@ -123,11 +123,11 @@ class Workforce:
         self._fleet = fleet
         self._statistics = statistics
         self._launch = launch
-        self._group_of = {name: group for group in groups for name in group.members.processes}
+        self.group_of = {name: group for group in groups for name in group.members.processes}
         self._loading: dict[WorkerName, LoadProgress] = {}
         self._ready: dict[WorkerName, WorkerReady] = {}
-        self._restarts = {name: Restarts() for name in self._group_of}
-        self._saying = {name: Occasional(_SAY_S) for name in self._group_of}  # that it died again
+        self._restarts = {name: Restarts() for name in self.group_of}
+        self._saying = {name: Occasional(_SAY_S) for name in self.group_of}  # that it died again
         self._stopped_since_s: dict[WorkerProcess, float] = {}
         self._looked_s = 0.0
 
@@ -143,7 +143,7 @@ class Workforce:
 
     @property
     def names(self) -> Collection[WorkerName]:
-        return self._group_of.keys()
+        return self.group_of.keys()
 
     @property
     def ready(self) -> bool:
@@ -195,24 +195,23 @@ class Workforce:
     def loading_progress(self) -> tuple[int, int]:
         """(bytes loaded, bytes to load) over all workers; the second is 0 until each has said its part."""
         reports = list(self._loading.values())
-        total = sum(report.total for report in reports) if len(reports) == len(self._group_of) else 0
+        total = sum(report.total for report in reports) if len(reports) == len(self.group_of) else 0
         return sum(report.done for report in reports), total
 
     def stats(self, *, num_waiting: int, fatal: str | None, draining: bool) -> EngineStats:
         """One reading of all counters. Never blocks on a step; takes the queue times that have come since the last."""
         statistics, missing, ready = self._statistics, self.missing, self.ready  # once: deaths come meanwhile
-        counters = [scheduler.counters for scheduler in self.schedulers.values()]
-        pools = [scheduler.book.pool for scheduler in self.schedulers.values()]
+        books = [scheduler.book for scheduler in self.schedulers.values()]
         return EngineStats(
             num_running=sum(scheduler.num_running for scheduler in self.request_schedulers.values()),
             num_waiting=num_waiting,
-            kv_blocks_used=sum(pool.num_used for pool in pools),
-            kv_blocks_total=sum(pool.num_blocks for pool in pools),
-            prefix_cache_hit_tokens=sum(c.prefix_hit_tokens for c in counters),
-            prefix_cache_query_tokens=sum(c.prefix_query_tokens for c in counters),
-            num_preemptions=sum(c.num_preemptions for c in counters),
+            kv_blocks_used=sum(book.pool.num_used for book in books),
+            kv_blocks_total=sum(book.pool.num_blocks for book in books),
+            prefix_cache_hit_tokens=sum(book.prefix_hit_tokens for book in books),
+            prefix_cache_query_tokens=sum(book.prefix_query_tokens for book in books),
+            num_preemptions=sum(book.num_preemptions for book in books),
             prompt_tokens=statistics.prompt_tokens,
-            generation_tokens=sum(c.generation_tokens for c in counters),
+            generation_tokens=sum(book.generation_tokens for book in books),
             num_steps=statistics.num_steps,
             num_worker_restarts=statistics.num_worker_restarts,
             attention_idle_ratio=statistics.attention_idle_ratio,
@@ -231,7 +230,7 @@ class Workforce:
             status=fatal or ("draining" if draining else _status(missing, ready)),
             missing=tuple(map(str, missing)),
             workers={str(name): missing.get(name) or self._drains(name) or "ready" for name in self.names},
-            events=statistics.events.newest(),
+            events=statistics.newest_events(),
             handovers=msgspec.structs.replace(statistics.handovers),
             pools=self._pools(),
         )
@@ -272,9 +271,6 @@ class Workforce:
 
     # --- the engine's thread ---------------------------------------------------------------------------------------
 
-    def group_of(self, name: WorkerName) -> StepGroup:
-        return self._group_of[name]
-
     def on_message(self, worker: WorkerProcess, message: FromWorker) -> StepFailure | None:
         """Note what a worker says. `StartFailed` if it cannot start and never could."""
         if isinstance(message, LoadProgress):
@@ -286,8 +282,8 @@ class Workforce:
         if isinstance(message, WorkerReady):
             self._ready[worker.name] = message
             self._restarts[worker.name].note_ready(self._fleet.clock.now_s)
-            self._statistics.events.note("ready", "has loaded and is ready", str(worker.name))
-        group = self._group_of[worker.name]
+            self._statistics.note_event("ready", "has loaded and is ready", str(worker.name))
+        group = self.group_of[worker.name]
         failure = group.on_message(worker, message)
         if isinstance(message, StepResult):
             self._begin_count(group.members.ranks((worker.name, *group.members.experts)))
@@ -306,9 +302,9 @@ class Workforce:
 
     def on_death(self, event: Event) -> tuple[StepFailure | None, list[Request]]:
         """Note that a worker is gone. Returns the failure of the step it was in, and its requests."""
-        group = self._group_of[event.worker.name]
+        group = self.group_of[event.worker.name]
         self.drained.discard(event.worker.name.leader)  # what comes back is another process
-        self._statistics.events.note("lost", event.reason, str(event.worker.name))
+        self._statistics.note_event("lost", event.reason, str(event.worker.name))
         failure, homeless = group.on_death(event.worker, event.reason)
         if failure is not None:
             self._begin_count(group.members.processes)
@@ -317,7 +313,7 @@ class Workforce:
 
     def _kill_ranks_beside(self, dead: WorkerName, *, blameless: bool) -> None:
         """What the other ranks of its worker hold is of no use without its part: all of them start again."""
-        for name in self._group_of[dead].members.ranks_of[dead.leader]:
+        for name in self.group_of[dead].members.ranks_of[dead.leader]:
             rank = self._fleet.workers.get(name)
             if name != dead and rank is not None and rank.channel is not None:
                 rank.ready = False

@@ -29,7 +29,7 @@ from antiphon.serve.policy.handover import (
     KVTarget,
 )
 from antiphon.serve.policy.handover_ends import LandingBook, SendingBook
-from antiphon.serve.policy.request import Request, RequestStatus, StepPlan, prefill_of
+from antiphon.serve.policy.request import Request, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.instances import Instance, LivePool
 from antiphon.sim.serving_options import ServingOptions
@@ -161,7 +161,7 @@ class SimulatedHandovers:
         if self._decode.all_schedulers[found.target].go_on(found.origin, token_id):
             self._book.withdraw(number, "the request has ended")
         else:
-            self._book.done(number, token_id, end)
+            self._book.done(number, end)
         return found.origin
 
     # --- keys and values on their way --------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class SimulatedHandovers:
     def _give_up(self, now_s: float, found: _Underway) -> None:
         """Its pages are out of quarantine: it has ended, or tries again."""
         scheduler = self._decode.all_schedulers[found.target]
-        if found.origin.status is RequestStatus.FINISHED:
+        if found.origin.status == "finished":
             scheduler.remove(found.origin, nothing_comes=True)
         else:
             self.counts.num_failed += 1

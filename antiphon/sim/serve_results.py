@@ -190,8 +190,8 @@ def _series(run: ServingRun) -> dict[str, Any]:
 def _pool_result(run: ServingRun, index: int, live: LivePool) -> PoolResult:
     totals, phase = live.totals, live.pool.phase
     rows, seconds = max(totals.num_rows, 1), max(totals.step_s, 1e-300)
-    counters = [scheduler.counters for one in live.instances for scheduler in one.schedulers.values()]
-    asked = sum(counter.prefix_query_tokens for counter in counters)
+    books = [scheduler.book for one in live.instances for scheduler in one.schedulers.values()]
+    asked = sum(book.prefix_query_tokens for book in books)
     mean_pairs = sum(instance.load.mean_pairs for instance in live.instances)
     fullest = sum(instance.load.fullest_pairs for instance in live.instances)
     times = np.asarray([sample.time_s for sample in run.log.samples])
@@ -210,8 +210,8 @@ def _pool_result(run: ServingRun, index: int, live: LivePool) -> PoolResult:
         attention_idle_ratio=1 - totals.attention_busy_s / seconds,
         expert_idle_ratio=1 - totals.experts_busy_s / seconds,
         expert_balancedness=mean_pairs / fullest if fullest else 1.0,
-        num_preemptions=sum(counter.num_preemptions for counter in counters),
-        prefix_hit_ratio=sum(counter.prefix_hit_tokens for counter in counters) / asked if asked else 0.0,
+        num_preemptions=sum(book.num_preemptions for book in books),
+        prefix_hit_ratio=sum(book.prefix_hit_tokens for book in books) / asked if asked else 0.0,
         kv_usage_mean=_mean_over_time(times, [one.kv_usage for one in seen]),
         kv_usage_peak=max(one.kv_usage for one in seen),
         running_mean=_mean_over_time(times, [one.running for one in seen]),

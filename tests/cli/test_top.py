@@ -36,7 +36,7 @@ def server() -> Iterator[Live]:
             (COMBINE, 5 * TEN_MS, 9 * TEN_MS, 8), (STEP, 0, 10 * TEN_MS, 8)),
         "experts[0]": recorded((EXPERTS, 5 * TEN_MS, 8 * TEN_MS, 11)),
     }  # fmt: skip
-    engine.event_log.note("lost", "killed by SIGKILL", "experts[1]")
+    engine.statistics.note_event("lost", "killed by SIGKILL", "experts[1]")
     with live(engine) as running:
         yield running
 

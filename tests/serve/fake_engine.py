@@ -13,7 +13,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, PrefetchCounts, ShuttingDown
-from antiphon.serve.statistics import EventLog
+from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement, num_moves
@@ -75,7 +75,7 @@ class FakeEngine:
         self.drained = threading.Event()
         self.spans: dict[str, Spans] = {}
         self.num_looks = 0  # at the last steps
-        self.event_log = EventLog()
+        self.statistics = EngineStatistics()
         self.placement = contiguous_placement(4, 2, [0])
         self.drained_workers: set[str] = set()
         self._queue_times_s = [0.02]
@@ -231,7 +231,7 @@ class FakeEngine:
                 "experts[0]": "ready",
                 "experts[1]": "ready" if self.healthy else "loading",
             },
-            events=self.event_log.newest(),
+            events=self.statistics.newest_events(),
         )
 
     def _take_queue_times(self) -> list[float]:

@@ -12,7 +12,7 @@ from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard, DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
 from antiphon.serve.api.operator_routes import dashboard_page
-from antiphon.serve.statistics import EventLog
+from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.spans import ATTENTION, COMBINE, EXPERTS, STEP
 from tests.serve.api_harness import Live, fake_engine, live
 from tests.serve.fake_engine import FakeEngine
@@ -26,7 +26,7 @@ def server() -> Iterator[Live]:
         "attention[0]": recorded((ATTENTION, 0, 4, 8), (COMBINE, 4, 9, 8), (STEP, 0, 10, 8)),
         "experts[0]": recorded((EXPERTS, 5, 8, 11)),
     }
-    engine.event_log.note("lost", "killed by SIGKILL", "experts[1]")
+    engine.statistics.note_event("lost", "killed by SIGKILL", "experts[1]")
     with live(engine, api_keys=("secret",)) as running:
         yield running
 
@@ -123,10 +123,10 @@ def test_the_history_is_rates_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_events_are_numbered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = EventLog()
-    assert log.newest() == ()
+    statistics = EngineStatistics()
+    assert statistics.newest_events() == ()
     for index in range(statistics_module._MAX_EVENTS + 3):
-        log.note("ready", str(index), "attention[0]")
-    newest = log.newest()
+        statistics.note_event("ready", str(index), "attention[0]")
+    newest = statistics.newest_events()
     assert len(newest) == statistics_module._MAX_EVENTS
     assert (newest[0].number, newest[0].text, newest[-1].number) == (4, "3", statistics_module._MAX_EVENTS + 3)

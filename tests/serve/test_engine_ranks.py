@@ -8,7 +8,6 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.config import OneRole
-from antiphon.serve.engine import Engine
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.prepare import prepare
 from antiphon.serve.worker.messages import Role, RunStep
@@ -204,12 +203,9 @@ def test_instances_share_the_requests(tiny_model: TinyModel, prompts: Prompts, r
         finished = Run(engine, prompts[:24], GREEDY).finish(on_output)
         assert [request.token_ids for request in finished] == reference[:24]
         wait_until(lambda: engine.complete, "all workers are back")
-        assert all(counters.generation_tokens > 0 for counters in of_schedulers(engine)), "both got requests"
+        books = [scheduler.book for scheduler in engine.workforce.schedulers.values()]
+        assert all(book.generation_tokens > 0 for book in books), "both got requests"
         wait_until(lambda: sorted(engine.stats().expert_rows_per_s) == [0, 1], "both expert workers have reported")
-
-
-def of_schedulers(engine: Engine) -> list[Any]:
-    return [scheduler.counters for scheduler in engine.workforce.schedulers.values()]
 
 
 def test_roles_have_their_own_threads_and_dtypes(tiny_model: TinyModel, prompts: Prompts, reference: Tokens) -> None:

@@ -17,7 +17,6 @@ from antiphon.serve.policy.handover import (
     ExpectKV,
     Handover,
     HandoverBook,
-    HandoverState,
     KVNews,
     KVOffer,
     KVSource,
@@ -134,13 +133,13 @@ class World:
             self.book.withdraw(message.number, message.reason)
         else:
             number, num_tokens = message
-            self.book.done(number, 7, num_tokens)
+            self.book.done(number, num_tokens)
         self.obey()
 
     def obey(self) -> None:
         for kind, handover in self.book.take_events():
             if kind == "withdraw":
-                assert handover.state in (HandoverState.DRAINING, HandoverState.FREE)
+                assert handover.state in ("draining", "free")
                 self.bag += [("take", rank, WithdrawKV(handover.number)) for rank in range(len(self.takers))]
                 self.bag += [("give", index, WithdrawKV(handover.number)) for index in range(len(self.givers))]
             elif kind == "free":
@@ -149,8 +148,7 @@ class World:
                     self.read(handover)
                 self.give_back(handover)
             else:
-                assert handover.state is HandoverState.READY
-                assert handover.first_token == 7
+                assert handover.state == "ready"
                 self.read(handover)
                 self.decoding[handover.number] = handover
                 self.ended["ready"] += 1
@@ -230,7 +228,7 @@ class World:
         if place is None:
             return
         blocks, heads = place
-        assert self.handovers[run.number].state is not HandoverState.FREE
+        assert self.handovers[run.number].state != "free"
         assert not self.free & set(blocks), "a write lands in a page that was given back"
         for head, tokens in zip(heads, run.rows, strict=True):
             for offset, text in enumerate(tokens):
@@ -284,9 +282,7 @@ class World:
         self.obey()
 
     def give_up(self) -> None:
-        live = [
-            each for each in self.handovers.values() if each.state in (HandoverState.OFFERED, HandoverState.FILLING)
-        ]
+        live = [each for each in self.handovers.values() if each.state in ("offered", "filling")]
         if live:
             self.book.withdraw(self.rng.choice(live).number, "aborted")
             self.obey()
@@ -328,7 +324,7 @@ class World:
                 break
         for handover in list(self.decoding.values()):
             self.finish_one()
-            assert handover.state is not HandoverState.DRAINING
+            assert handover.state != "draining"
         assert len(self.book) == 0
         assert self.free == set(range(NUM_BLOCKS)), "a page has leaked"
 

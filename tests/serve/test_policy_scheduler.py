@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.policy.request import PENDING, RequestStatus, SchedulerConfig, SequenceStep, chunk_cost
+from antiphon.serve.policy.request import PENDING, SchedulerConfig, SequenceStep, chunk_cost
 from antiphon.serve.worker.attention import with_sampled
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import SamplingParams
@@ -117,10 +117,10 @@ def test_the_latest_arrival_gives_way_and_comes_back_first() -> None:
     a = sim.submit("a", [3, 4, 5, 6], FREE)
     b = sim.submit("b", [7, 8, 9, 10], FREE)
     c = sim.submit("c", [3, 3], FREE)
-    while not sim.scheduler.counters.num_preemptions:
+    while not sim.scheduler.book.num_preemptions:
         assert sim.step()
-    assert (a.status, b.status, c.status) == (RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.WAITING)
-    while sim.scheduler.counters.num_preemptions < 2:
+    assert (a.status, b.status, c.status) == ("running", "running", "waiting")
+    while sim.scheduler.book.num_preemptions < 2:
         assert sim.step()
     assert [request.request_id for request in sim.scheduler.book.waiting] == ["b", "c"]
     sim.run()
@@ -147,7 +147,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
         assert sim.step()
         assert {name for name, _, _ in chunks(sim)} == {"a"}
     sim.run()
-    assert sim.scheduler.counters.num_preemptions == 0
+    assert sim.scheduler.book.num_preemptions == 0
 
 
 def test_a_second_request_starts_from_the_cached_prefix_but_computes_its_last_token() -> None:
@@ -159,8 +159,8 @@ def test_a_second_request_starts_from_the_cached_prefix_but_computes_its_last_to
     sim.step()
     assert ("b", 8, 4) in chunks(sim)
     assert b.num_cached_tokens == 8
-    assert sim.scheduler.counters.prefix_query_tokens == 24
-    assert sim.scheduler.counters.prefix_hit_tokens == 8
+    assert sim.scheduler.book.prefix_query_tokens == 24
+    assert sim.scheduler.book.prefix_hit_tokens == 8
     sim.run()
     assert sim.outputs["a"] == sim.outputs["b"]
 
@@ -328,7 +328,7 @@ def test_memory_is_taken_from_the_largest_priority() -> None:
     sim.step()
     sim.submit("urgent", [7] * 7, FREE)
     sim.run()
-    assert sim.scheduler.book.counters.num_preemptions > 0
+    assert sim.scheduler.book.num_preemptions > 0
     assert sim.scheduler.requests == {}
     last = {step.request_id: number for number, plan in enumerate(sim.plans) for step in plan.sequences}
     assert last["urgent"] < last["patient"]

@@ -138,7 +138,7 @@ def test_a_batch_does_what_the_definition_says_row_by_row(rows: list[Any], seed:
         params = states[row].params
         expected = naive_edits(logits[row].tolist(), params, [5, *prompt], output, allowed)
         assert edited[row].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        token = sampled.token_ids[row]
+        token, told = sampled[row]
         if params.greedy:
             assert edited[row, token] == edited[row].max()
         else:
@@ -147,7 +147,6 @@ def test_a_batch_does_what_the_definition_says_row_by_row(rows: list[Any], seed:
             target = counter_uniform(states[row].seed, output_indices[row])
             assert sum(naive[:token]) - 1e-5 <= target <= sum(naive[: token + 1]) + 1e-5
             assert naive[token] > 0
-        told = sampled.logprobs[row] if sampled.logprobs else None
         assert (told is None) == (params.logprobs is None)
         if told is not None and params.logprobs is not None:
             (report,) = told
@@ -169,11 +168,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: list[dict[str, Any]], seed: in
     states = [state([5, 7, 9], 2, row, **params) for row, params in enumerate(rows)]
     together = sample_tokens(logits, states, [1] * len(rows))
     for row in range(len(rows)):
-        alone = sample_tokens(logits[row : row + 1], [states[row]], [1])
-        assert alone.token_ids == together.token_ids[row : row + 1]
-        if alone.logprobs is not None:
-            assert together.logprobs is not None
-            assert alone.logprobs[0] == together.logprobs[row]
+        assert sample_tokens(logits[row : row + 1], [states[row]], [1]) == together[row : row + 1]
 
 
 def test_penalty_counts_survive_preemption_and_repeated_steps() -> None:
@@ -213,7 +208,7 @@ def test_seeds_and_positions_give_independent_uniforms() -> None:
 def test_draws_follow_the_probabilities() -> None:
     logits = random_logits(1, 40, 3).repeat(4000, 1)
     states = [state(seed=seed, temperature=0.8, top_k=12) for seed in range(4000)]
-    tokens = torch.tensor(sample_tokens(logits, states, [0] * 4000).token_ids)
+    tokens = torch.tensor([token for token, _ in sample_tokens(logits, states, [0] * 4000)])
     expected = 4000 * torch.tensor(naive_probabilities(logits[0].tolist(), states[0].params))
     counts = torch.bincount(tokens, minlength=40)
     assert int(counts[expected == 0].sum()) == 0
@@ -225,7 +220,7 @@ def test_draws_follow_the_probabilities() -> None:
 def test_distinct_seeds_say_distinct_things_and_one_seed_says_one() -> None:
     logits = torch.zeros(8, 5000)
     seeds = [1, 2, 3, 4, 5, 6, 7, 7]
-    tokens = sample_tokens(logits, [state(seed=seed) for seed in seeds], [0] * 8).token_ids
+    tokens = [token for token, _ in sample_tokens(logits, [state(seed=seed) for seed in seeds], [0] * 8)]
     assert len(set(tokens)) == 7
     assert tokens[6] == tokens[7]
 
@@ -272,7 +267,8 @@ def test_masked_rows_draw_only_what_is_left() -> None:
     logits = torch.full((3, VOCAB), -torch.inf)
     logits[0, 40] = -1e30
     logits[1, [3, 76]] = 1e30
-    tokens = sample_tokens(logits, [state(seed=seed, top_p=0.9) for seed in range(3)], [0] * 3).token_ids
+    states = [state(seed=seed, top_p=0.9) for seed in range(3)]
+    tokens = [token for token, _ in sample_tokens(logits, states, [0] * 3)]
     assert tokens[0] == 40
     assert tokens[1] in {3, 76}
     assert 0 <= tokens[2] < VOCAB, "nothing is allowed: any token, but a token"
@@ -305,8 +301,7 @@ def test_plain_greedy_is_one_argmax_and_nothing_else() -> None:
     logits = random_logits(4)
     states = [state(temperature=0.0) for _ in range(4)]
     sampled = sample_tokens(logits, states, [0] * 4, operations=RowOperations(counting_argmax))
-    assert sampled.token_ids == logits.argmax(-1).tolist()
-    assert sampled.logprobs is None
+    assert sampled == [(token, None) for token in logits.argmax(-1).tolist()]
     assert calls == [(4, VOCAB)]
 
 
@@ -323,46 +318,46 @@ def test_native_draws_stand_beside_filtered_edited_and_greedy_rows() -> None:
         state([5, 7, 7, 9], temperature=0.0, presence_penalty=2.0, repetition_penalty=0.5),
     ]
     logits, indices = random_logits(7), [3, 1, 4, 1, 5, 3, 3]
-    together = sample_tokens(logits, states, indices, operations=native).token_ids
+    together = sample_tokens(logits, states, indices, operations=native)
     alone = [
-        sample_tokens(logits[row : row + 1], [each], [index], operations=native).token_ids[0]
+        sample_tokens(logits[row : row + 1], [each], [index], operations=native)[0]
         for row, (each, index) in enumerate(zip(states, indices, strict=True))
     ]
     assert together == alone
-    plain = sample_tokens(logits, states, indices).token_ids
+    plain = sample_tokens(logits, states, indices)
     assert together == plain
     unbiased = [0, 1, 2, 4, 5, 6]  # now penalties are not made beforehand
     some = sample_tokens(logits[unbiased], [states[row] for row in unbiased], [indices[row] for row in unbiased])
-    assert some.token_ids == [plain[row] for row in unbiased]
+    assert some == [plain[row] for row in unbiased]
 
 
 def test_equal_logits_go_to_the_lowest_token() -> None:
-    assert sample_tokens(torch.zeros(2, 300), [state(temperature=0.0)] * 2, [0, 0]).token_ids == [0, 0]
+    assert sample_tokens(torch.zeros(2, 300), [state(temperature=0.0)] * 2, [0, 0]) == [(0, None), (0, None)]
 
 
 def test_no_rows() -> None:
-    assert sample_tokens(torch.empty(0, VOCAB), [], []).token_ids == []
+    assert sample_tokens(torch.empty(0, VOCAB), [], []) == []
 
 
 def test_a_complete_grammar_may_end_before_min_tokens() -> None:
     logits = random_logits(2)
     states = [state(temperature=0.0, min_tokens=5), state(temperature=0.0, min_tokens=5)]
     grammar = GrammarMask([0, 1], packed([{EOS}, {EOS, 9}]))
-    assert sample_tokens(logits, states, [0, 0], grammar=grammar).token_ids == [EOS, 9]
+    assert sample_tokens(logits, states, [0, 0], grammar=grammar) == [(EOS, None), (9, None)]
 
 
 def test_min_tokens_bans_the_end_exactly_until_then() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS] = 50.0
     limited = state(temperature=0.0, min_tokens=3)
-    tokens = [sample_tokens(logits, [limited], [index]).token_ids[0] for index in range(4)]
+    tokens = [sample_tokens(logits, [limited], [index])[0][0] for index in range(4)]
     assert [token == EOS for token in tokens] == [False, False, False, True]
 
 
 def test_a_grammar_mask_may_be_padded_but_not_short() -> None:
     logits = random_logits(1)
     words = torch.cat([packed([{76}]), torch.zeros(1, 2, dtype=torch.int32)], dim=1)
-    assert sample_tokens(logits, [state()], [0], grammar=GrammarMask([0], words)).token_ids == [76]
+    assert sample_tokens(logits, [state()], [0], grammar=GrammarMask([0], words)) == [(76, None)]
     with pytest.raises(AssertionError, match="2 mask words for 77 tokens"):
         sample_tokens(logits, [state()], [0], grammar=GrammarMask([0], words[:, :2]))
 
@@ -412,12 +407,11 @@ def test_log_probabilities_of_named_tokens_and_the_sampled_one_are_reported_in_t
     logits = random_logits(2)
     states = [state(temperature=0.0, logprobs=2, logprob_token_ids=(50, 3)), state(temperature=0.0, logprobs=1)]
     sampled = sample_tokens(logits, states, [0, 0])
-    assert sampled.logprobs is not None
-    (named,), (usual,) = (list(report or ()) for report in sampled.logprobs)
+    (named,), (usual,) = (list(report or ()) for _, report in sampled)
     expected = torch.log_softmax(logits[0], dim=-1)
     own = int(logits[0].argmax())
     assert own not in (50, 3)
     assert [token_id for token_id, _ in named.top] == [50, 3, own]
     assert [value for _, value in named.top] == pytest.approx(expected[[50, 3, own]].tolist())
     assert (named.token_id, named.rank) == (int(logits[0].argmax()), 1)
-    assert usual.top[0][0] == sampled.token_ids[1]
+    assert usual.top[0][0] == sampled[1][0]

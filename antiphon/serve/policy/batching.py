@@ -40,7 +40,6 @@ from itertools import islice
 from antiphon.serve.policy.block_book import BlockBook
 from antiphon.serve.policy.request import (
     Request,
-    RequestStatus,
     SequenceStart,
     SequenceStep,
     StepPlan,
@@ -73,14 +72,14 @@ def fill_step(book: BlockBook, step_id: int, num_side_by_side: int = 1) -> StepP
     config = book.config
     budget = -(-config.max_batch_tokens // num_side_by_side)
     draft = _Draft(step_id, budget, float(budget), -(-len(book.running) // num_side_by_side))
-    num_preemptions = book.counters.num_preemptions
+    num_preemptions = book.num_preemptions
     prefills = _add_decodes(book, draft)
     if config.express_slots:
         prefills = _serve_lane(book, draft, prefills)
     if prefills or book.waiting:
         shares = _shares(book, draft, prefills)
         _add_prefills(book, draft, prefills, shares)
-        if book.counters.num_preemptions == num_preemptions:
+        if book.num_preemptions == num_preemptions:
             _admit_waiting(book, draft, shares)
     book.num_prefill_tokens_left = draft.num_left
     return StepPlan(
@@ -136,7 +135,7 @@ def _add_decodes(book: BlockBook, draft: _Draft) -> list[Request]:
 def _beside_its_step(book: BlockBook, draft: _Draft, request: Request) -> list[Request]:
     """A request of a step in flight: the rest of its prompt may follow in the step beside that one. Else it has no part
     in this step, and what it still needs is counted."""
-    if request.planned_end < len(request.token_ids) and request.status is RequestStatus.RUNNING:
+    if request.planned_end < len(request.token_ids) and request.status == "running":
         return [request]
     if len(request.token_ids) - request.num_computed > 1:
         draft.num_left += len(request.token_ids) - request.num_computed
@@ -223,7 +222,7 @@ def _add_prefills(book: BlockBook, draft: _Draft, prefills: Sequence[Request], s
     """Step 3."""
     block_size = book.config.block_size
     for request in prefills:
-        if request.status is not RequestStatus.RUNNING:
+        if request.status != "running":
             continue  # pushed out by an older request
         share = shares[request.request_id]
         num_fitting = len(request.block_table) * block_size - _first_row(request, book)

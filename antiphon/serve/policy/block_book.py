@@ -25,10 +25,9 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
-from antiphon.serve.policy.request import Request, RequestStatus, SchedulerConfig
+from antiphon.serve.policy.request import Request, SchedulerConfig
 from antiphon.specs.counts import blocks_of
 
 _DIGEST_BYTES = 32
@@ -239,17 +238,6 @@ class ExpressLane:
         return blocks_of(request.num_prompt + request.params.max_tokens, self._config.block_size)
 
 
-@dataclass
-class SchedulerCounters:
-    """Cumulative. `prefix_query_tokens`: prompt tokens looked up in the prefix cache, at first admission only."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    generation_tokens: int = 0
-
-
 class BlockBook:
     """What the scheduler and the filling of a step share.
 
@@ -264,7 +252,10 @@ class BlockBook:
         self.running = ArrivalQueue()
         self.num_waiting_tokens = 0
         self.num_prefill_tokens_left = 0  # tokens of running requests that the last planned step does not reach
-        self.counters = SchedulerCounters()
+        self.num_preemptions = 0  # since the start, as the next three
+        self.prefix_query_tokens = 0  # prompt tokens looked up in the prefix cache, at first admission only
+        self.prefix_hit_tokens = 0
+        self.generation_tokens = 0
         self.released: list[str] = []
         self.steps_in_flight: set[int] = set()
         self.arriving: list[Request] = []  # whose keys and values are to be asked of a prefill worker
@@ -283,7 +274,7 @@ class BlockBook:
 
     def add(self, request: Request) -> None:
         """Let it wait for its turn."""
-        request.status = RequestStatus.WAITING
+        request.status = "waiting"
         self.num_waiting_tokens += len(request.token_ids)
         self.waiting.add(request)
 
@@ -302,7 +293,7 @@ class BlockBook:
         """From waiting to running, on top of the blocks that `find_prefix` returned."""
         self._stop_waiting(request)
         self.pool.share(found_blocks)
-        request.status = RequestStatus.RUNNING
+        request.status = "running"
         request.slot = self.free_slots.pop()
         request.block_table = found_blocks
         request.num_blocks_published = len(found_blocks)
@@ -311,8 +302,8 @@ class BlockBook:
         if request.num_admissions == 1:
             request.num_cached_tokens = request.num_computed
             if request.origin is None:  # the other half of one that was counted
-                self.counters.prefix_query_tokens += request.num_prompt
-                self.counters.prefix_hit_tokens += request.num_computed
+                self.prefix_query_tokens += request.num_prompt
+                self.prefix_hit_tokens += request.num_computed
         self.running.add(request)
 
     def await_arrival(self, request: Request) -> bool:
@@ -359,7 +350,7 @@ class BlockBook:
             self.running.remove(latest)
             self._release(latest)
             self.add(latest)
-            self.counters.num_preemptions += 1
+            self.num_preemptions += 1
         return True
 
     def _may_push_out(self, request: Request) -> bool:

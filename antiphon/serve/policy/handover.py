@@ -28,7 +28,6 @@ Rejected: leases of pages. They end too early for a slow wire, and too late afte
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -103,12 +102,7 @@ class KVNews(msgspec.Struct, tag=True, frozen=True):
     reason: str = ""
 
 
-class HandoverState(Enum):
-    OFFERED = "offered"
-    FILLING = "filling"
-    READY = "ready"
-    DRAINING = "draining"
-    FREE = "free"
+HandoverState = Literal["offered", "filling", "ready", "draining", "free"]  # see the module's docstring
 
 
 @dataclass(eq=False, kw_only=True)
@@ -128,9 +122,8 @@ class Handover:
     deadline_s: float
     landing: set[int]
     draining: set[int]
-    state: HandoverState = HandoverState.OFFERED
+    state: HandoverState = "offered"
     is_done: bool = False
-    first_token: int | None = None
     reason: str = ""
     repeat_s: float = field(default=0.0, repr=False)
 
@@ -140,7 +133,7 @@ class Handover:
         return not self.landing
 
 
-# What the engine has to do. `ready`: decode, with `first_token`; `withdraw`: send `WithdrawKV` to all processes of both
+# What the engine has to do. `ready`: decode; `withdraw`: send `WithdrawKV` to all processes of both
 # workers; `free`: it has failed (`reason`), and its pages may be used for anything again.
 HandoverEvent = tuple[Literal["ready", "withdraw", "free"], Handover]
 
@@ -197,14 +190,13 @@ class HandoverBook:
             handover.landing.discard(rank)
             self._finish_if_whole(handover)
 
-    def done(self, number: int, first_token: int | None, num_tokens: int) -> None:
-        """The source has computed all `num_tokens` of the prompt and sampled `first_token`; None: there was none to
-        sample."""
+    def done(self, number: int, num_tokens: int) -> None:
+        """The source has computed all `num_tokens` of the prompt."""
         if handover := self._filling(number):
             if num_tokens != handover.end:
                 self._withdraw(handover, f"{handover.source} computed {num_tokens} tokens, not {handover.end}")
                 return
-            handover.is_done, handover.first_token = True, first_token
+            handover.is_done = True
             self._finish_if_whole(handover)
 
     def withdraw(self, number: int, reason: str) -> None:
@@ -215,7 +207,7 @@ class HandoverBook:
     def drained(self, number: int, rank: int) -> None:
         """A rank of the target writes nothing of it any more."""
         handover = self._live.get(number)
-        if handover is not None and handover.state is HandoverState.DRAINING:
+        if handover is not None and handover.state == "draining":
             handover.draining.discard(rank)
             if not handover.draining:
                 self._free(handover)
@@ -235,10 +227,10 @@ class HandoverBook:
     def tick(self, now_s: float) -> None:
         """Deadlines pass, withdrawals without an answer are repeated."""
         for handover in list(self._live.values()):
-            if handover.state is not HandoverState.DRAINING and now_s >= handover.deadline_s:
+            if handover.state != "draining" and now_s >= handover.deadline_s:
                 waited = handover.deadline_s - handover.offered_s
                 self._withdraw(handover, f"{handover.source} has not handed it over within {waited:.1f} s")
-            if handover.state is HandoverState.DRAINING and now_s >= handover.repeat_s:
+            if handover.state == "draining" and now_s >= handover.repeat_s:
                 if handover.repeat_s:
                     self._events.append(("withdraw", handover))
                 handover.repeat_s = now_s + _REPEAT_S
@@ -250,23 +242,23 @@ class HandoverBook:
 
     def _filling(self, number: int) -> Handover | None:
         handover = self._live.get(number)
-        if handover is None or handover.state is HandoverState.DRAINING:
+        if handover is None or handover.state == "draining":
             return None
-        handover.state = HandoverState.FILLING
+        handover.state = "filling"
         return handover
 
     def _finish_if_whole(self, handover: Handover) -> None:
         if handover.is_whole and handover.is_done:
-            handover.state = HandoverState.READY
+            handover.state = "ready"
             del self._live[handover.number]
             self._events.append(("ready", handover))
 
     def _withdraw(self, handover: Handover, reason: str) -> None:
-        if handover.state is not HandoverState.DRAINING:
-            handover.state, handover.reason = HandoverState.DRAINING, reason
+        if handover.state != "draining":
+            handover.state, handover.reason = "draining", reason
             self._events.append(("withdraw", handover))
 
     def _free(self, handover: Handover) -> None:
-        handover.state = HandoverState.FREE
+        handover.state = "free"
         del self._live[handover.number]
         self._events.append(("free", handover))

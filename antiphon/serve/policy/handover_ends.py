@@ -126,20 +126,12 @@ class LandingBook:
         self._ended.add(number)
 
 
-@dataclass(eq=False)
-class _Outgoing:
-    """`sent`: by layer, where the next run begins."""
-
-    offer: KVOffer
-    sent: dict[int, int]
-
-
 class SendingBook:
     """What one process of a source, number `source`, still has to write."""
 
     def __init__(self, source: int) -> None:
         self._source = source
-        self._open: dict[int, _Outgoing] = {}
+        self._open: dict[int, tuple[KVOffer, dict[int, int]]] = {}  # and by layer, where the next run begins
         self._of_request: dict[str, int] = {}
         self._ended = _EndedNumbers()
 
@@ -149,21 +141,21 @@ class SendingBook:
         if number in self._open or number in self._ended:
             return
         part = next(each.part for each in offer.sources if each.number == self._source)
-        self._open[number] = _Outgoing(offer, dict.fromkeys(range(part.first_layer, part.last_layer), offer.first))
+        self._open[number] = offer, dict.fromkeys(range(part.first_layer, part.last_layer), offer.first)
         self._of_request[offer.request_id] = number
 
     def advance(self, request_id: str, layer: int, until: int) -> tuple[KVOffer, int, int] | None:
         """Tokens [0, until) of the request are in this layer's pages: (offer, first, last) to write now, if any."""
-        outgoing = self._open.get(self._of_request.get(request_id, 0))
-        if outgoing is None:
+        if (number := self._of_request.get(request_id)) is None:
             return None
-        first, until = outgoing.sent[layer], min(until, outgoing.offer.end)
+        offer, sent = self._open[number]
+        first, until = sent[layer], min(until, offer.end)
         if first >= until:
             return None
-        outgoing.sent[layer] = until
-        if all(sent == outgoing.offer.end for sent in outgoing.sent.values()):
-            self._of_request.pop(request_id, None)
-        return outgoing.offer, first, until
+        sent[layer] = until
+        if all(end == offer.end for end in sent.values()):
+            del self._of_request[request_id]
+        return offer, first, until
 
     def is_wanted(self, number: int) -> bool:
         """It has begun and was not withdrawn."""
@@ -171,7 +163,8 @@ class SendingBook:
 
     def close(self, number: int) -> None:
         """It was withdrawn, has failed, or everything is written."""
-        outgoing = self._open.pop(number, None)
-        if outgoing is not None and self._of_request.get(outgoing.offer.request_id) == number:
-            del self._of_request[outgoing.offer.request_id]
+        if number in self._open:
+            offer, _ = self._open.pop(number)
+            if self._of_request.get(offer.request_id) == number:
+                del self._of_request[offer.request_id]
         self._ended.add(number)

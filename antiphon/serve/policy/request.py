@@ -18,9 +18,8 @@ Rejected: separate prompt and output lists with a "recompute" mode. Every consum
 """
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from math import sqrt
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import FinishReason, RequestTooLong
@@ -30,10 +29,7 @@ from antiphon.specs.sampling import SamplingParams
 PENDING = -1  # in the place of a token that the step before samples: its worker knows it first
 
 
-class RequestStatus(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
+RequestStatus = Literal["waiting", "running", "finished"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,7 +50,7 @@ class Request:
     stop_ids: frozenset[int]
     owner: str
 
-    status: RequestStatus = RequestStatus.WAITING
+    status: RequestStatus = "waiting"
     finish_reason: FinishReason | None = None
     num_computed: int = 0  # leading tokens whose keys and values are in the cache
     block_table: list[int] = field(default_factory=list)

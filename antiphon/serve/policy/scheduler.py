@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from antiphon.serve.engine_api import FinishReason
 from antiphon.serve.policy.batching import fill_step
 from antiphon.serve.policy.block_book import BlockBook
-from antiphon.serve.policy.request import PENDING, Request, RequestStatus, SchedulerConfig, SequenceStep, StepPlan
+from antiphon.serve.policy.request import PENDING, Request, SchedulerConfig, SequenceStep, StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step
 
@@ -30,7 +30,6 @@ class Scheduler:
         self.config = config
         self.book = BlockBook(config)
         self.requests: dict[str, Request] = {}
-        self.counters = self.book.counters
         self._in_flight: dict[int, StepPlan] = {}  # by step, oldest first
         self._next_step_id = 0
         self.may_plan_ahead = True
@@ -61,11 +60,11 @@ class Scheduler:
         """End a request early. Its blocks are free at once, or with the commit of its step in flight, or when nothing
         arrives there any more. Unknown id: None."""
         request = self.requests.get(request_id)
-        if request is None or request.status is RequestStatus.FINISHED:
+        if request is None or request.status == "finished":
             return None
-        if request.status is RequestStatus.WAITING or not (self.is_in_flight(request) or request.arrives):
+        if request.status == "waiting" or not (self.is_in_flight(request) or request.arrives):
             self._drop(request)
-        request.status = RequestStatus.FINISHED
+        request.status = "finished"
         request.finish_reason = "abort"
         return request
 
@@ -150,8 +149,7 @@ class Scheduler:
             progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
         self._remove_aborted()
-        self.counters.num_steps += 1
-        self.counters.generation_tokens += sum(1 for request in progress if request.num_output)
+        self.book.generation_tokens += sum(1 for request in progress if request.num_output)
         return progress
 
     def go_on(self, request: Request, token_id: int | None) -> bool:
@@ -164,7 +162,7 @@ class Scheduler:
             reason = _finish_reason(request, self.config.max_model_len)
         if reason is not None:
             request.finish_reason = reason
-            request.status = RequestStatus.FINISHED
+            request.status = "finished"
         return reason is not None
 
     def with_known_tokens(self, micro_batches: list[list[SequenceStep]]) -> list[list[SequenceStep]]:
@@ -203,7 +201,7 @@ class Scheduler:
     def arrive(self, request: Request, num_computed: int) -> None:
         """The keys and values of that many tokens have arrived whole."""
         self.book.arrive(request, num_computed)
-        if request.status is RequestStatus.FINISHED:
+        if request.status == "finished":
             self._drop(request)
 
     def is_in_flight(self, request: Request) -> bool:
@@ -237,7 +235,7 @@ class Scheduler:
 
     def _remove_aborted(self, *, also_arriving: bool = False) -> None:
         """Free what ended while a step with it was in flight."""
-        ended = [request for request in self.book.running if request.status is RequestStatus.FINISHED]
+        ended = [request for request in self.book.running if request.status == "finished"]
         for request in ended:
             if not self.is_in_flight(request) and (also_arriving or not request.arrives):
                 self._drop(request)

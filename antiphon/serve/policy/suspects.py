@@ -21,7 +21,7 @@ ending all requests of the step (one client could end those of all others).
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from antiphon.serve.policy.request import Request, RequestStatus
+from antiphon.serve.policy.request import Request
 
 MAX_FAILURES = 3
 _SUSPECT_AFTER = 2
@@ -81,7 +81,7 @@ class Suspects:
     def note_progress(self) -> None:
         """A step was committed: clear the requests that are past the point where they failed, and those that ended."""
         for request in list(self.charged):
-            if request.status is RequestStatus.FINISHED or request.num_computed >= request.num_tokens_to_pass:
+            if request.status == "finished" or request.num_computed >= request.num_tokens_to_pass:
                 self.clear(request)
 
     def clear(self, request: Request) -> None:

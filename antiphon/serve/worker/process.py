@@ -178,7 +178,7 @@ def _answer(steps: SideBySide, channel: Channel, work: Callable[[], StepResult |
         result = work()
     except Exception as error:
         steps.fail()
-        result = _failed(error, steps.current_step)
+        result = _failed(error, steps.recorder.step)
     if result is not None:
         channel.send(result)
     return isinstance(result, StepResult)

@@ -42,14 +42,6 @@ _ROWS_AT_ONCE = 256  # whose log-probabilities are reported
 MAX_ALTERNATIVES = 20  # the API's limit; always searched, so that ties do not depend on what batch mates asked for
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """`token_ids[i]` for row i; `logprobs[i]` where its request asked for it, `logprobs` None if none did."""
-
-    token_ids: list[int]
-    logprobs: list[PackedLogprobs | None] | None
-
-
 def needs_logits(step: SequenceStep) -> bool:
     return step.samples or step.logprob_end > step.logprob_begin
 
@@ -203,11 +195,7 @@ class RowSampler:
         picked_RV = logits_RV if len(rows) == logits_RV.shape[0] else logits_RV[rows]
         grammar = self._grammar(sampling, bitmasks)
         sampled = sample_tokens(picked_RV, states, indices, grammar=grammar, operations=self._operations)
-        logprobs = sampled.logprobs or [None] * len(sampling)
-        return {
-            step.request_id: (token_id, logprob)
-            for step, token_id, logprob in zip(sampling, sampled.token_ids, logprobs, strict=True)
-        }
+        return {step.request_id: chosen for step, chosen in zip(sampling, sampled, strict=True)}
 
     @staticmethod
     def _grammar(sampling: list[SequenceStep], bitmasks: dict[str, bytes]) -> GrammarMask | None:
@@ -232,14 +220,15 @@ def sample_tokens(
     *,
     grammar: GrammarMask | None = None,
     operations: RowOperations = RowOperations(),
-) -> SampledTokens:
-    """Choose output token number `output_indices[i]` of request `states[i]` from row i of `logits_RV` (float32).
+) -> list[tuple[int, PackedLogprobs | None]]:
+    """Choose output token number `output_indices[i]` of request `states[i]` from row i of `logits_RV` (float32), with
+    its log-probabilities if the request asked for them.
 
     The logits are left as they are; the states too: they learn of the token when it comes back as input."""
     assert logits_RV.dtype == torch.float32, f"logits are {logits_RV.dtype}"
     assert len(states) == len(output_indices) == logits_RV.shape[0], "one state and one output index for each row"
     if not states:
-        return SampledTokens([], None)
+        return []
     rows = list(zip(states, output_indices, strict=True))
     is_edited = grammar is not None and len(grammar.rows) > 0
     if is_edited or any(state.has_edits or state.bans_stop_ids(index) for state, index in rows):
@@ -250,7 +239,7 @@ def sample_tokens(
         edited_RV = logits_RV
         draws = [_draw(state, index) for state, index in rows]
     token_ids = operations.tokens(edited_RV, draws)
-    return SampledTokens(token_ids, _report(logits_RV, states, token_ids))
+    return list(zip(token_ids, _report(logits_RV, states, token_ids), strict=True))
 
 
 def _draw(state: SamplingState, output_index: int) -> RowDraw:
@@ -260,14 +249,14 @@ def _draw(state: SamplingState, output_index: int) -> RowDraw:
 
 def _report(
     logits_RV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
-) -> list[PackedLogprobs | None] | None:
+) -> list[PackedLogprobs | None]:
     """Step 3."""
+    result: list[PackedLogprobs | None] = [None] * len(states)
     wanted = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
     if not wanted:
-        return None
+        return result
     rows = [row for row, _ in wanted]
     reports = token_logprobs(logits_RV[rows], [token_ids[row] for row in rows], [count for _, count in wanted])
-    result: list[PackedLogprobs | None] = [None] * len(states)
     for row, report in zip(rows, reports, strict=True):
         asked = states[row].params.logprob_token_ids
         result[row] = _of_tokens(logits_RV[row], report, asked) if asked else report

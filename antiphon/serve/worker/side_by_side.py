@@ -152,7 +152,7 @@ class SideBySide(AttentionRunner):
     @torch.inference_mode()
     def advance(self) -> StepResult | None:
         """Do one piece of work, waiting only if there is none. The result of a step that has ended with it. Raises as
-        `run` does; `current_step` is then the one that failed."""
+        `run` does; `recorder.step` is then the one that failed."""
         self._start_waiting()
         step = self._next()
         self.recorder.step = step.order.step
@@ -165,11 +165,6 @@ class SideBySide(AttentionRunner):
             self._steps.append(step)
             return None
         return self._end(step)
-
-    @property
-    def current_step(self) -> int:
-        """The number of the step that was worked on last."""
-        return self.recorder.step
 
     def _next(self) -> _Step:
         able = [step for step in self._steps if not step.after or step.may_go_on(len(self.half.layers))]
