@@ -41,12 +41,8 @@ QUIET = {
 }
 
 
-class CheckError(RuntimeError):
-    """A client, or its installation, failed; the message is one line."""
-
-
 def run(command: list[str | Path], timeout_s: float, folder: Path | None = None) -> str:
-    """The command's output; `CheckError` with its last lines when it fails or takes too long."""
+    """The command's output; `UserError` with its last line when it fails or takes too long."""
     words = [str(word) for word in command]
     try:
         where, env = folder or ROOT, os.environ | QUIET
@@ -54,20 +50,20 @@ def run(command: list[str | Path], timeout_s: float, folder: Path | None = None)
             words, cwd=where, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        raise CheckError(f"{Path(words[0]).name} did not end within {timeout_s:.0f} s") from None
+        raise UserError(f"{Path(words[0]).name} did not end within {timeout_s:.0f} s") from None
     except OSError as error:
-        raise CheckError(f"cannot run {words[0]}: {error.strerror}") from None
+        raise UserError(f"cannot run {words[0]}: {error.strerror}") from None
     if ended.returncode != 0:
         lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
         errors = [line for line in lines if "rror" in line or line.startswith("failed")]
         said = " ".join((errors or lines or ["no output"])[-1].split())
-        raise CheckError(f"exit code {ended.returncode}: {said[:300]}")
+        raise UserError(f"exit code {ended.returncode}: {said[:300]}")
     return ended.stdout
 
 
 def expect(holds: bool, what: str) -> None:
     if not holds:
-        raise CheckError(what)
+        raise UserError(what)
 
 
 def read_json(path: Path) -> Any:
@@ -99,7 +95,7 @@ class ServerTarget:
 
 @dataclass(frozen=True)
 class Client:
-    """One client: what pip installs for it, and what it does. `runs`: name -> a function that raises `CheckError`."""
+    """One client: what pip installs for it, and what it does. `runs`: name -> a function that raises `UserError`."""
 
     name: str
     distribution: str
@@ -228,7 +224,7 @@ TEMPLATE = (
 
 
 def install(client: Client) -> str:
-    """Make the client's environment if it is not complete; its version. `CheckError` when pip cannot."""
+    """Make the client's environment if it is not complete; its version. `UserError` when pip cannot."""
     python = client.environment / "bin" / "python"
     if client.name == "vllm":
         run(["bash", ROOT / "benchmarks" / "peers.sh"], INSTALL_TIMEOUT_S)
@@ -270,7 +266,7 @@ def check_client(client: Client, target: ServerTarget) -> Iterator[Row]:
     """One row for each thing the client does; one row when it cannot be installed."""
     try:
         version = install(client)
-    except CheckError as error:
+    except UserError as error:
         yield {"client": client.name, "version": "", "ran": "", "result": f"skipped: {error}", "duration_s": 0.0}
         return
     for name, check in client.runs.items():
@@ -278,8 +274,8 @@ def check_client(client: Client, target: ServerTarget) -> Iterator[Row]:
         try:
             check(client.environment, target)
             result = "passed"
-        except (CheckError, KeyError, ValueError) as error:
-            result = f"failed: {error!r}" if not isinstance(error, CheckError) else f"failed: {error}"
+        except (KeyError, ValueError) as error:
+            result = f"failed: {error}" if isinstance(error, UserError) else f"failed: {error!r}"
         elapsed_s = time.monotonic() - started_s
         yield {"client": client.name, "version": version, "ran": name, "result": result, "duration_s": elapsed_s}
 
@@ -318,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for row in check_client(client, target):
                     print("{client} {version} {ran}: {result}".format(**row), flush=True)
                     rows.append(row)
-    except (CheckError, UserError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"\n{table(rows)}")

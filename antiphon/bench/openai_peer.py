@@ -47,15 +47,13 @@ class StreamedAnswer:
 
 
 class OpenAIPeer(Peer):
-    """A peer that runs already. `pause` and `resume` do nothing: the process is not ours.
+    """A peer that runs already, asked for the first model that it lists. `pause` and `resume` do nothing: the process
+    is not ours. `url`: the server, with or without `/v1`."""
 
-    `url`: the server, with or without `/v1`. `model`: the name to ask for (default: the first the server lists).
-    """
-
-    def __init__(self, url: str, *, name: str = "openai", model: str | None = None) -> None:
+    def __init__(self, url: str, *, name: str = "openai") -> None:
         self.name = name
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._model = model
+        self._model = ""
 
     @property
     def pid(self) -> int | None:
@@ -81,10 +79,7 @@ class OpenAIPeer(Peer):
             raise PeerError(f"{self.name}: {self._url}/v1/models does not answer as it should: {error}") from None
         if not served:
             raise PeerError(f"{self.name}: {self._url} serves no model")
-        if self._model is None:
-            self._model = served[0]
-        elif self._model not in served:
-            raise PeerError(f"{self.name}: {self._url} serves {', '.join(served)}, not {self._model}")
+        self._model = served[0]
         return {"url": self._url, "model": self._model}
 
     def run(self, workload: Workload) -> RunResult:

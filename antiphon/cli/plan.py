@@ -18,7 +18,8 @@ from antiphon.cli.plan_training import TrainingOptions, find_training_plan
 from antiphon.cli.plan_watch import WatchOptions, watch
 from antiphon.cost.profile import read_serving_profile
 from antiphon.models.config import refuse_other_model
-from antiphon.planner.search import PlanResult, make_plan
+from antiphon.planner.search import PlanResult, make_plan, settings_of
+from antiphon.planner.setting import Setting
 from antiphon.planner.what_if import smallest_cluster
 from antiphon.report.colocated import Target
 from antiphon.report.document import html, rendered
@@ -31,7 +32,7 @@ from antiphon.sim.promise import checked, is_checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.cluster import DeviceSpec, load_device
 from antiphon.specs.model import WEIGHT_GROUP, PrecisionSpec
-from antiphon.specs.plan import LATENCIES, Plan, plan_to_json, read_plan
+from antiphon.specs.plan import LATENCIES, PhaseName, Plan, plan_to_json, read_plan
 from antiphon.specs.training_plan import training_plan_to_json
 from antiphon.specs.workload import WorkloadSpec, workload_to_json
 
@@ -223,21 +224,23 @@ def find_plan(inputs: PlanInputs, *, smallest: bool, check: bool = False) -> Pla
     profile = None if inputs.profile is None else read_serving_profile(inputs.profile)
     if profile is not None and profile.model_config:
         refuse_other_model(profile.model_config, inputs.model, f"--profile {inputs.profile}")
-    options: dict[str, Any] = {
-        "model_name": inputs.model_name,
-        "cluster": inputs.cluster,
-        "phases": inputs.phases,
-        "layouts": inputs.layouts,
-        "objective": inputs.objective,
-        "precision": inputs.precision,
-        "profile": profile,
-        "limits": inputs.limits,
-    }
+    if smallest:
+        _check_smallest(inputs)
     with progress("planning") as report:
 
         def search(workload: WorkloadSpec) -> PlanResult:
-            given = options | {"on_progress": report, "workload": workload}
-            return _smallest(inputs, given) if smallest else make_plan(inputs.model, **given)
+            settings = settings_of(
+                inputs.model,
+                inputs.cluster,
+                workload,
+                phases=inputs.phases,
+                objective=inputs.objective,
+                precision=inputs.precision,
+                profile=profile,
+                limits=inputs.limits,
+            )
+            plan_of = _smallest if smallest else make_plan
+            return plan_of(settings, model_name=inputs.model_name, layouts=inputs.layouts, on_progress=report)
 
         result = checked(search, inputs.workload) if check else search(inputs.workload)
     phases = {name: replace(phase, notes=(*phase.notes, *inputs.notes)) for name, phase in result.plan.phases.items()}
@@ -247,15 +250,19 @@ def find_plan(inputs: PlanInputs, *, smallest: bool, check: bool = False) -> Pla
     return replace(result, plan=plan, settings=settings)
 
 
-def _smallest(inputs: PlanInputs, options: dict[str, Any]) -> PlanResult:
-    """The plan on the fewest nodes; a note of every phase says which nodes these are."""
+def _check_smallest(inputs: PlanInputs) -> None:
     if inputs.objective in LATENCIES:
         raise UserError(f"--size asks for the fewest nodes, --objective {inputs.objective} for all: leave one out")
     if inputs.workload.requests_per_s is None:
         raise UserError(f"--size needs a rate, workload {inputs.workload.name} has none: give --rate")
-    found = smallest_cluster(inputs.model, **options)
+
+
+def _smallest(settings: dict[PhaseName, Setting], **options: Any) -> PlanResult:
+    """The plan on the fewest nodes; a note of every phase says which nodes these are."""
+    found = smallest_cluster(settings, **options)
     nodes = " and ".join(f"{group.num_nodes} of {group.device.name}" for group in found.cluster.groups)
-    note = f"smallest cluster for {inputs.workload.requests_per_s:g} requests/s, in nodes: {nodes}"
+    rate = next(iter(settings.values())).workload.requests_per_s
+    note = f"smallest cluster for {rate:g} requests/s, in nodes: {nodes}"
     phases = {name: replace(phase, notes=(note, *phase.notes)) for name, phase in found.plan.phases.items()}
     return replace(found, plan=replace(found.plan, phases=phases))
 

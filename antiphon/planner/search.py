@@ -66,46 +66,33 @@ class PlanResult:
 
 
 def make_plan(
-    model: ModelSpec,
+    settings: dict[PhaseName, Setting],
     *,
     model_name: str,
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    phases: tuple[PhaseName, ...] = ("decode",),
     layouts: tuple[Layout, ...] = LAYOUTS,
-    objective: Objective = "per-gpu",
-    precision: PrecisionSpec | None = None,
-    profile: Profile | None = None,
-    limits: SearchLimits | None = None,
     on_progress: Progress | None = None,
 ) -> PlanResult:
-    """The best plan of `layouts` by `objective` under the workload's promises; `NoPlan` if there is none.
+    """The best plan of `layouts` by the objective of `settings_of` under the workload's promises; `NoPlan` if there is
+    none.
 
     `on_progress(done, total)` is called with candidates looked at; the total is None until it is known."""
     started_s = time.monotonic()
-    _check(phases, layouts, objective)
-    settings = settings_of(
-        model,
-        cluster,
-        workload,
-        phases=phases,
-        objective=objective,
-        precision=precision,
-        profile=profile,
-        limits=limits,
-    )
+    unknown = [layout for layout in layouts if layout not in LAYOUTS]
+    if unknown or not layouts:
+        raise UserError(f"layouts are {tuple(layouts)}: give some of {', '.join(LAYOUTS)}")
     tables = evaluate_phases(settings, layouts, on_progress)
     chosen = _choose(settings, tables)
     plans = {name: _explained(settings[name], tables[name], chosen, name, layouts) for name in chosen.index}
+    asked = next(iter(settings.values()))
     plan = Plan(
         model=model_name,
-        cluster=cluster.name,
-        workload=workload.name,
-        objective=objective,
-        precision=precision or PrecisionSpec(),
+        cluster=asked.cluster.name,
+        workload=asked.workload.name,
+        objective=asked.objective,
+        precision=asked.precision,
         phases=plans,
-        cluster_config=cluster_to_json(cluster),
-        workload_config=workload_to_json(workload),
+        cluster_config=cluster_to_json(asked.cluster),
+        workload_config=workload_to_json(asked.workload),
         request_tokens_per_s=request_tokens_per_s(settings, plans),
         num_candidates=sum(table.total_considered for table in tables.values()),
         search_s=time.monotonic() - started_s,
@@ -125,6 +112,15 @@ def settings_of(
     limits: SearchLimits | None = None,
 ) -> dict[PhaseName, Setting]:
     """The setting of each phase; with both, prefill hands its KV cache to another pool."""
+    wrong = {"ttft": "decode", "tpot": "prefill"}.get(objective)
+    if objective in LATENCIES and (len(phases) != 1 or wrong in phases):
+        others = ", ".join(name for name in PHASES if name != wrong)
+        raise UserError(
+            f"objective {objective} is of one kind of server that has that time, not of {' and '.join(phases)}: plan "
+            f"one of the phases {others}"
+        )
+    if not phases or len(set(phases)) != len(phases) or not set(phases) <= set(PHASES):
+        raise UserError(f"phases are {phases}: give some of {', '.join(PHASES)}, each once")
     return {
         name: Setting(
             model=model,
@@ -139,21 +135,6 @@ def settings_of(
         )
         for name in phases
     }
-
-
-def _check(phases: tuple[PhaseName, ...], layouts: tuple[Layout, ...], objective: Objective) -> None:
-    wrong = {"ttft": "decode", "tpot": "prefill"}.get(objective)
-    if objective in LATENCIES and (len(phases) != 1 or wrong in phases):
-        others = ", ".join(name for name in PHASES if name != wrong)
-        raise UserError(
-            f"objective {objective} is of one kind of server that has that time, not of {' and '.join(phases)}: plan "
-            f"one of the phases {others}"
-        )
-    if not phases or len(set(phases)) != len(phases) or not set(phases) <= set(PHASES):
-        raise UserError(f"phases are {phases}: give some of {', '.join(PHASES)}, each once")
-    unknown = [layout for layout in layouts if layout not in LAYOUTS]
-    if unknown or not layouts:
-        raise UserError(f"layouts are {tuple(layouts)}: give some of {', '.join(LAYOUTS)}")
 
 
 def evaluate_phases(

@@ -35,7 +35,7 @@ Rejected: to plan for the peak of a day. It needs a record of one, and a server 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -49,6 +49,7 @@ from antiphon.planner.search import (
     POOLS,
     SERVERS,
     PlanResult,
+    Progress,
     again,
     evaluate_phase,
     evaluate_phases,
@@ -159,44 +160,38 @@ def with_network(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 
 def smallest_cluster(
-    model: ModelSpec,
+    asked: dict[PhaseName, Setting],
     *,
     model_name: str,
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    phases: tuple[PhaseName, ...] = ("decode",),
     layouts: tuple[Layout, ...] = LAYOUTS,
-    **options: Any,
+    on_progress: Progress | None = None,
 ) -> PlanResult:
     """The plan on the cheapest whole nodes of the cluster's kinds that keep the promises at the workload's rate.
 
-    `options` as `make_plan`. The cluster's own numbers of nodes only say where to start looking."""
+    As `make_plan`. The cluster's own numbers of nodes only say where to start looking."""
+    one = next(iter(asked.values()))
+    workload, cluster = one.workload, one.cluster
     if workload.requests_per_s is None:
         raise UserError(
             f"workload {workload.name} has no rate: give requests_per_s, the smallest cluster depends on it"
         )
-    progress = options.pop("on_progress", None)
     for factor in GROWTH:
         larger = with_nodes(cluster, tuple(factor * group.num_nodes for group in cluster.groups))
-        settings = settings_of(model, larger, workload, phases=phases, **options)
-        tables = evaluate_phases(settings, layouts, progress)
+        settings = _on(larger, asked)
+        tables = evaluate_phases(settings, layouts, on_progress)
         nodes = _fewest_nodes(settings, tables)
         if nodes is not None:
-            return make_plan(
-                model,
-                model_name=model_name,
-                cluster=with_nodes(larger, nodes),
-                workload=workload,
-                phases=phases,
-                layouts=layouts,
-                on_progress=progress,
-                **options,
-            )
+            fewest = _on(with_nodes(larger, nodes), asked)
+            return make_plan(fewest, model_name=model_name, layouts=layouts, on_progress=on_progress)
     for name, table in tables.items():
         if not table.feasible.any():
             raise no_plan(settings[name], table)
     most = {group.device.name: group.num_nodes for group in larger.groups}
     raise NoPlan(f"{workload.requests_per_s:g} requests/s need more than {most} nodes: lower the rate", {})
+
+
+def _on(cluster: ClusterSpec, settings: dict[PhaseName, Setting]) -> dict[PhaseName, Setting]:
+    return {name: replace(setting, cluster=cluster) for name, setting in settings.items()}
 
 
 def with_nodes(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:
@@ -394,17 +389,16 @@ def _best_plan(
     """The best of all layouts, or of `only`; or why there is none."""
     limits = SearchLimits(servable=True, overlapped=False) if only is None else _limits_of(only)
     try:
-        found = make_plan(
+        settings = settings_of(
             model,
-            model_name=plan.model,
-            cluster=cluster,
-            workload=workload,
+            cluster,
+            workload,
             phases=(name,),
             objective=plan.objective,
             precision=plan.precision,
             limits=limits,
-            layouts=LAYOUTS if only is None else (only.layout,),
         )
+        found = make_plan(settings, model_name=plan.model, layouts=LAYOUTS if only is None else (only.layout,))
     except NoPlan as error:
         return None, str(error)
     return found.plan.phases[name], ""

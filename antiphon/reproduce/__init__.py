@@ -5,9 +5,10 @@ Here: what is shipped and many rows ask for, read once.
 
 from functools import cache
 
+from antiphon.cost.network import Network, network
 from antiphon.models.config import load_model_spec
 from antiphon.specs.catalog import shipped_model_config
-from antiphon.specs.cluster import ClusterSpec, DeviceSpec, NodeGroup, load_cluster, load_device
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec, equal_nodes, load_cluster, load_device
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.workload import load_workload
 
@@ -23,14 +24,12 @@ def shipped_model(name: str) -> ModelSpec:
 def cluster_of(
     device: DeviceSpec, num_nodes: int, domain: int = 8, *, in_node: int = 8, nics: float = 0.0
 ) -> ClusterSpec:
-    """Nodes of `in_node` devices with the device's own links, which join `domain` of them. `nics`: bytes per second of
-    all NICs of a node; 0: the device's, for each."""
-    group = NodeGroup(
-        device=device,
-        num_nodes=num_nodes,
-        devices_per_node=in_node,
-        scale_up_domain=domain,
-        scale_up_bytes_per_s=device.scale_up_bytes_per_s,
-        node_scale_out_bytes_per_s=nics or in_node * device.scale_out_bytes_per_s,
-    )
+    """A cluster of `equal_nodes`, called as its device."""
+    group = equal_nodes(device, num_nodes, in_node, domain, nics_bytes_per_s=nics)
     return ClusterSpec(name=device.name, groups=(group,))
+
+
+def shipped_network(name: str) -> Network:
+    """Of the first nodes of a cluster that is shipped."""
+    cluster = shipped_cluster(name)
+    return network(cluster, cluster.groups[0])

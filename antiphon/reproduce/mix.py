@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from antiphon.cost.memory import mix_memory_bytes
-from antiphon.cost.network import Network, collective_bytes, network
+from antiphon.cost.network import collective_bytes
 from antiphon.cost.parts import Number
 from antiphon.planner.candidates import Candidates, Pins
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
-from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
+from antiphon.reproduce import shipped_cluster, shipped_model, shipped_network, shipped_workload
 from antiphon.sim.collectives import Exchange, simulate_exchange
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import Layout, PhaseName
@@ -264,24 +264,19 @@ def tokens_per_s(model: str, cluster_name: str, name: str, *, fused: bool | None
 BASELINES = ("TP+PP", "DP+EP TP8", "DP+EP TP4", "Tutel TP8", "Tutel TP4")
 
 
-def _net() -> Network:
-    cluster = shipped_cluster(ASCEND)
-    return network(cluster, cluster.groups[0])
-
-
 def _rows_bytes() -> float:
     model = shipped_model(R1)
     return IN_FLIGHT * shipped_workload(WORKLOAD).input_tokens.mean * model.hidden_size * 2.0
 
 
 def _all_reduce_s(degree: int) -> float:
-    return float(_net().all_reduce(_rows_bytes(), degree).total_s)
+    return float(shipped_network(ASCEND).all_reduce(_rows_bytes(), degree).total_s)
 
 
 def _exchange_s(degree: int) -> float:
     """Dispatch and combine; each rank holds its share of the rows, top-k copies of each."""
     copies = _rows_bytes() / degree * shipped_model(R1).router.top_k
-    return 2 * float(_net().all_to_all(copies, degree).total_s)
+    return 2 * float(shipped_network(ASCEND).all_to_all(copies, degree).total_s)
 
 
 def _exchanged_s(name: str, *, fused: bool | None = None) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from antiphon.cost.network import Network, collective_bytes, network
+from antiphon.cost.network import collective_bytes
 from antiphon.cost.parts import roofs
 from antiphon.cost.training.counts import (
     StepEstimate,
@@ -46,7 +46,7 @@ from antiphon.cost.training.step import (
     fused_speedup,
     sync_time,
 )
-from antiphon.reproduce import shipped_cluster, shipped_model
+from antiphon.reproduce import shipped_cluster, shipped_model, shipped_network
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 
@@ -194,11 +194,6 @@ def step_for_memory(name: str, num_devices: int, rematerialize: Rematerialize) -
     raise AssertionError(f"no pipeline has room for {name}")
 
 
-def _network() -> Network:
-    cluster = shipped_cluster(H800)
-    return network(cluster, cluster.groups[0])
-
-
 def number(value: object) -> float:
     """The one value of an estimate that holds one candidate."""
     return float(np.max(np.asarray(value, dtype=np.float64)))
@@ -216,7 +211,7 @@ FIGURE_13 = {"H800": H800, "A100": "msm-a100", "H20": "msm-h20"}
 
 def _crossover() -> float:
     row_bytes = 2.0 * TABLE_2["Mixtral-8x7B"].hidden_size
-    return float(crossover_top_k(_network(), SEQUENCE_LENGTH, row_bytes, NODE_DEVICES))
+    return float(crossover_top_k(shipped_network(H800), SEQUENCE_LENGTH, row_bytes, NODE_DEVICES))
 
 
 def _rate(variant: Variant, num_devices: int) -> float:
@@ -318,7 +313,9 @@ def _state_ratios() -> tuple[float, ...]:
 
 
 def _sync(size: SyncBytes, data_parallel: int) -> SyncTime:
-    return sync_time(_network(), degree=NODE_DEVICES, data_parallel=data_parallel, gradients=size, parameters=size)
+    return sync_time(
+        shipped_network(H800), degree=NODE_DEVICES, data_parallel=data_parallel, gradients=size, parameters=size
+    )
 
 
 @cache
@@ -371,7 +368,7 @@ def _pair_speedups() -> tuple[float, ...]:
             model=row.model(),
             setup=_setup("intra", NODE_DEVICES),
             roofs=roofs(cluster.groups[0].device, efficiency),
-            network=_network(),
+            network=shipped_network(H800),
             sequence_length=SEQUENCE_LENGTH,
         )
         operators = layer_operators(case)

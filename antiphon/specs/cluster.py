@@ -189,6 +189,21 @@ class NodeGroup:
         return self.node_scale_out_bytes_per_s / self.devices_per_node
 
 
+def equal_nodes(
+    device: DeviceSpec, num_nodes: int, in_node: int, domain: int, *, nics_bytes_per_s: float = 0.0
+) -> NodeGroup:
+    """Nodes of `in_node` devices with the device's own links, which join `domain` of them. `nics_bytes_per_s`: of all
+    NICs of a node; 0: the device's, for each."""
+    return NodeGroup(
+        device=device,
+        num_nodes=num_nodes,
+        devices_per_node=in_node,
+        scale_up_domain=domain,
+        scale_up_bytes_per_s=device.scale_up_bytes_per_s,
+        node_scale_out_bytes_per_s=nics_bytes_per_s or in_node * device.scale_out_bytes_per_s,
+    )
+
+
 @checked("cluster")
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.comm.collectives import Collective, Flight
-from antiphon.comm.mesh import Group
 from antiphon.kernels.ops import differentiable
 from antiphon.train.layer_plan import LayerPlan, records_again
 from antiphon.train.layer_schedule import (
@@ -258,7 +257,9 @@ class _LayerRun:
 
     def _gradient(self, operator: Compute) -> None:
         if operator.leads_to in self._collectives:  # what goes in tiles has a wire of its own
-            self._make_way(self._collectives[operator.leads_to].group)
+            group = self._collectives[operator.leads_to].group
+            if group.launcher is not None and group.size > 1:
+                group.launcher.combine_begins()  # it makes way for this exchange
         found = {name: self._gradient_of(name) for name in operator.makes}
         grads = {name: grad for name, grad in found.items() if grad is not None}
         of_read, of_parameters = self._graphs.pop(operator.name).gradients(grads)
@@ -268,12 +269,6 @@ class _LayerRun:
             self._add(operator, name, grad)
         for parameter, grad in of_parameters:
             self._add_parameter(parameter, grad)
-
-    @staticmethod
-    def _make_way(group: Group) -> None:
-        """For an exchange over `group` that is about to begin."""
-        if group.launcher is not None and group.size > 1:
-            group.launcher.combine_begins()
 
     def _product_gradient(self, operator: WeightProduct, verb: str) -> None:
         grad = self._gradient_of(operator.makes[0])

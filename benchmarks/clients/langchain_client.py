@@ -6,23 +6,16 @@ Runs in an environment with `langchain-openai`; an exception or a failed check e
 import sys
 from typing import Any, Literal
 
-from checking import check
+from checking import Verdict, check
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
 
 
 @tool
 def look_up(city: Literal["Oslo", "Rome"], celsius: bool) -> str:
     """The weather of a city."""
     return f"{city}: 20 {'C' if celsius else 'F'}"
-
-
-class CityVerdict(BaseModel):
-    """An opinion."""
-
-    good: bool
 
 
 def main() -> None:
@@ -43,8 +36,8 @@ def main() -> None:
     result = ToolMessage(look_up.invoke(call["args"]), tool_call_id=call["id"])
     check(bool(chat.bind_tools([look_up]).invoke([HumanMessage("bada"), message, result]).id), "its result is read")
     for method in ("function_calling", "json_schema"):
-        verdict = long.with_structured_output(CityVerdict, method=method, strict=True).invoke("bada")
-        check(isinstance(verdict, CityVerdict), f"structured output by {method}")
+        verdict = long.with_structured_output(Verdict, method=method, strict=True).invoke("bada")
+        check(isinstance(verdict, Verdict), f"structured output by {method}")
 
 
 if __name__ == "__main__":

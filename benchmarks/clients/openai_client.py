@@ -8,17 +8,10 @@ import sys
 from typing import Any, Literal
 
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
-from checking import check
+from checking import Verdict, check
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
 
 SEEN: list[str] = []
-
-
-class OpenaiVerdict(BaseModel):
-    """An opinion."""
-
-    good: bool
 
 
 @function_tool
@@ -35,9 +28,9 @@ def check_chats(client: OpenAI, model: str) -> None:
     stream = client.chat.completions.create(model=model, messages=messages, max_tokens=8, stream=True)
     check(len(list(stream)) > 5, "streamed chat")
     parsed = client.chat.completions.parse(
-        model=model, messages=messages, max_tokens=400, seed=3, response_format=OpenaiVerdict
+        model=model, messages=messages, max_tokens=400, seed=3, response_format=Verdict
     )
-    check(isinstance(parsed.choices[0].message.parsed, OpenaiVerdict), "parsed chat")
+    check(isinstance(parsed.choices[0].message.parsed, Verdict), "parsed chat")
 
 
 def check_responses(client: OpenAI, model: str) -> None:
@@ -49,9 +42,9 @@ def check_responses(client: OpenAI, model: str) -> None:
         kinds = [event.type for event in stream]
     check(kinds[0] == "response.created" and kinds[-1] == "response.incomplete", "streamed response")
     parsed = client.responses.parse(
-        model=model, input="bada", max_output_tokens=400, text_format=OpenaiVerdict, extra_body={"seed": 3}
+        model=model, input="bada", max_output_tokens=400, text_format=Verdict, extra_body={"seed": 3}
     )
-    check(isinstance(parsed.output_parsed, OpenaiVerdict), "parsed response")
+    check(isinstance(parsed.output_parsed, Verdict), "parsed response")
 
 
 def check_agent(url: str, model: str) -> None:
@@ -65,10 +58,10 @@ def check_agent(url: str, model: str) -> None:
         model_settings=ModelSettings(
             tool_choice="required", max_tokens=400, parallel_tool_calls=False, extra_body={"seed": 3}
         ),
-        output_type=OpenaiVerdict,  # a model that was trained on nothing ends an answer where a grammar does
+        output_type=Verdict,  # a model that was trained on nothing ends an answer where a grammar does
     )
     result = Runner.run_sync(agent, "bada do", max_turns=20)
-    check(bool(SEEN) and isinstance(result.final_output, OpenaiVerdict), "an agent calls a tool and answers")
+    check(bool(SEEN) and isinstance(result.final_output, Verdict), "an agent calls a tool and answers")
 
 
 def main() -> None:

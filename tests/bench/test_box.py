@@ -151,7 +151,7 @@ def test_says_which_tool_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_have_names_addresses_and_processes_of_their_own(box: Box) -> None:
-    assert box.addresses == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert [box.address(node) for node in range(3)] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
     for node in range(3):
         code = "import socket, os; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
         code += "; print(len([p for p in os.listdir('/proc') if p.isdigit()]), os.listdir('/sys/class/net'))"

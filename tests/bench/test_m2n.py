@@ -46,7 +46,6 @@ from antiphon.bench.m2n.rounds import (
     WAIT,
     Bytes,
     MemberSeat,
-    RoundPhase,
     RoundTraffic,
     WrongData,
     check_pattern,
@@ -203,7 +202,7 @@ def test_operations_of_timed_processes_count() -> None:
 
 def test_the_clock_is_read_before_and_after_every_phase() -> None:
     calls: list[tuple[str, int]] = []
-    phases = [RoundPhase(name, lambda step, name=name: calls.append((name, step))) for name in (SEND, WAIT)]  # type: ignore[misc]
+    phases = [(name, lambda step, name=name: calls.append((name, step))) for name in (SEND, WAIT)]  # type: ignore[misc]
     marks = timed_rounds(phases, 7, 3)
     assert calls == [(SEND, 7), (WAIT, 7), (SEND, 8), (WAIT, 8), (SEND, 9), (WAIT, 9)]
     assert len(marks) == 3 * 3
@@ -220,7 +219,7 @@ def test_a_checked_round_looks_between_arrival_and_release() -> None:
         def compare(self, step: int) -> None:
             calls.append("check")
 
-    phases = [RoundPhase(name, lambda step, name=name: calls.append(name)) for name in (SEND, WAIT, RELEASE)]  # type: ignore[misc]
+    phases = [(name, lambda step, name=name: calls.append(name)) for name in (SEND, WAIT, RELEASE)]  # type: ignore[misc]
     checked_round(Recorder(), phases, 1)  # type: ignore[arg-type]
     assert calls == ["produce", SEND, WAIT, "check", RELEASE]
 
@@ -238,10 +237,8 @@ def test_a_touched_round_writes_before_its_start_and_reads_what_arrived() -> Non
             return [memory]
 
     member: Any = Recorder()
-    phases = with_reading(
-        member, [RoundPhase(name, lambda step, name=name: calls.append(name)) for name in (WAIT, RELEASE)]
-    )  # type: ignore[misc]
-    assert [phase.name for phase in phases] == [WAIT, READ, RELEASE]
+    phases = with_reading(member, [(name, lambda step, name=name: calls.append(name)) for name in (WAIT, RELEASE)])  # type: ignore[misc]
+    assert [name for name, _ in phases] == [WAIT, READ, RELEASE]
     marks = timed_rounds(phases, 257, 2, partial(write_anew, member))
     assert calls == [WAIT, "arrived 257: [1, 1, 1, 1, 0]", RELEASE, WAIT, "arrived 258: [2, 2, 2, 2, 0]", RELEASE]
     assert len(marks) == 2 * 4

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.base.errors import UserError
 from benchmarks import clients_check as check
-from benchmarks.clients_check import CheckError, Client, ServerTarget, run
+from benchmarks.clients_check import Client, ServerTarget, run
 
 TARGET = ServerTarget("http://127.0.0.1:9", "tiny", Path("tiny"), Path())
 
 
 def fails(_environment: Path, _target: ServerTarget) -> None:
-    raise CheckError("it said no")
+    raise UserError("it said no")
 
 
 def passes(_environment: Path, _target: ServerTarget) -> None:
@@ -44,12 +45,12 @@ def test_a_client_that_cannot_be_installed_is_skipped_with_the_reason(monkeypatc
 
 
 def test_commands_that_hang_are_ended() -> None:
-    with pytest.raises(CheckError, match="did not end within 1 s"):
+    with pytest.raises(UserError, match="did not end within 1 s"):
         run([sys.executable, "-c", "import time; time.sleep(600)"], 1)
 
 
 def test_commands_that_do_not_exist_are_named() -> None:
-    with pytest.raises(CheckError, match=r"cannot run /no/such/client: No such file"):
+    with pytest.raises(UserError, match=r"cannot run /no/such/client: No such file"):
         run(["/no/such/client"], 1)
 
 
@@ -80,5 +81,5 @@ def test_the_clients_report_decides(
     if message is None:
         check.guidellm("/v1/completions", tmp_path, target)
     else:
-        with pytest.raises(CheckError, match=message):
+        with pytest.raises(UserError, match=message):
             check.guidellm("/v1/completions", tmp_path, target)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from antiphon.planner.candidates import DISAGGREGATED, Candidates, candidates_of
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.rate_match import pools_fit
-from antiphon.planner.search import PlanResult, make_plan
+from antiphon.planner.search import PlanResult, make_plan, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.specs.cluster import ClusterSpec, DeviceSpec, NodeGroup
 from antiphon.specs.model import AttentionSpec, FeedForwardSpec, ModelSpec, RopeSpec, RouterSpec
@@ -91,8 +91,9 @@ def setting(**changes: object) -> Setting:
 
 
 def planned(**changes: object) -> PlanResult:
-    values: dict[str, object] = {"model_name": "small", "cluster": cluster(), "workload": workload()}
-    return make_plan(changes.pop("model", model()), **{**values, **changes})  # type: ignore[arg-type]
+    given = {name: changes.pop(name) for name in ("layouts", "on_progress") if name in changes}
+    values: dict[str, object] = {"model": model(), "cluster": cluster(), "workload": workload()}
+    return make_plan(settings_of(**values | changes), model_name="small", **given)  # type: ignore[arg-type]
 
 
 def check_counts(result: PlanResult, machines: ClusterSpec, experts: int) -> None:

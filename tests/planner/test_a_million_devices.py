@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from antiphon.planner.candidates import MANY_DOMAINS, stage_sizes
 from antiphon.planner.rate_match import _packed
-from antiphon.planner.search import make_plan
+from antiphon.planner.search import make_plan, settings_of
 from antiphon.planner.what_if import smallest_cluster
 from antiphon.reproduce import shipped_cluster, shipped_model, shipped_workload
 from antiphon.specs.cluster import ClusterSpec
@@ -40,14 +40,9 @@ def workload(requests_per_s: float | None) -> WorkloadSpec:
 )
 def test_a_million_devices_in_seconds(skew: float, phases: tuple[PhaseName, ...]) -> None:
     started_s = time.process_time()
-    result = make_plan(
-        shipped_model("deepseek-v3"),
-        model_name="deepseek-v3",
-        cluster=cluster_of(1_000_000),
-        workload=replace(workload(None), expert_skew=skew),
-        phases=phases,
-        precision=FP8,
-    )
+    asked = replace(workload(None), expert_skew=skew)
+    settings = settings_of(shipped_model("deepseek-v3"), cluster_of(1_000_000), asked, phases=phases, precision=FP8)
+    result = make_plan(settings, model_name="deepseek-v3")
     assert time.process_time() - started_s < PATIENCE_S
     used: Counter[str] = Counter()
     for phase in result.plan.phases.values():
@@ -58,14 +53,10 @@ def test_a_million_devices_in_seconds(skew: float, phases: tuple[PhaseName, ...]
 @pytest.mark.parametrize("phases", [DECODE, pytest.param(BOTH, marks=slow)])
 def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, ...]) -> None:
     started_s = time.process_time()
-    found = smallest_cluster(
-        shipped_model("deepseek-v3"),
-        model_name="deepseek-v3",
-        cluster=cluster_of(1_000_000),
-        workload=workload(1e6),
-        phases=phases,
-        precision=FP8,
+    settings = settings_of(
+        shipped_model("deepseek-v3"), cluster_of(1_000_000), workload(1e6), phases=phases, precision=FP8
     )
+    found = smallest_cluster(settings, model_name="deepseek-v3")
     assert time.process_time() - started_s < PATIENCE_S
     assert sum(group.num_nodes for group in found.cluster.groups) < 125_000
 
@@ -74,9 +65,7 @@ def test_the_smallest_cluster_for_millions_of_requests(phases: tuple[PhaseName, 
 def test_rates_grow_with_the_cluster() -> None:
     model = shipped_model("deepseek-v3")
     rates = [
-        make_plan(
-            model, model_name="deepseek-v3", cluster=cluster_of(num_devices), workload=workload(None), precision=FP8
-        )
+        make_plan(settings_of(model, cluster_of(num_devices), workload(None), precision=FP8), model_name="deepseek-v3")
         .plan.phases["decode"]
         .predicted.tokens_per_s
         for num_devices in (1_000, 100_000)

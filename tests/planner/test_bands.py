@@ -111,13 +111,9 @@ def test_a_tie_goes_to_the_simpler_layout_and_says_so() -> None:
 
 
 def test_predictions_carry_their_band() -> None:
-    plan = make_plan(
-        deepseek_v3(),
-        model_name="v3",
-        cluster=load_cluster("h800-h20-64"),
-        workload=WorkloadSpec(input_tokens=LengthSpec(median=500), output_tokens=LengthSpec(median=100)),
-        layouts=("dp_ep",),
-    ).plan
+    workload = WorkloadSpec(input_tokens=LengthSpec(median=500), output_tokens=LengthSpec(median=100))
+    settings = settings_of(deepseek_v3(), load_cluster("h800-h20-64"), workload)
+    plan = make_plan(settings, model_name="v3", layouts=("dp_ep",)).plan
     band = plan.phases["decode"].predicted.band
     assert band is not None
     assert 0.15 < band < 0.3

@@ -12,19 +12,26 @@ from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, SearchLimits, evaluate_phase, make_plan, settings_of
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import load_cluster
+from antiphon.specs.plan import LAYOUTS, Layout
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
 
 WORKLOAD = "msi-production"
 
 
-def planned(name: str, cluster: str, workload: str | WorkloadSpec = WORKLOAD, **options: object) -> PlanResult:
-    return make_plan(
+def planned(
+    name: str,
+    cluster: str,
+    workload: str | WorkloadSpec = WORKLOAD,
+    layouts: tuple[Layout, ...] = LAYOUTS,
+    **options: object,
+) -> PlanResult:
+    settings = settings_of(
         load_model_spec(shipped_model_config(name)),
-        model_name=name,
-        cluster=load_cluster(cluster),
-        workload=load_workload(workload) if isinstance(workload, str) else workload,
+        load_cluster(cluster),
+        load_workload(workload) if isinstance(workload, str) else workload,
         **options,  # type: ignore[arg-type]
     )
+    return make_plan(settings, model_name=name, layouts=layouts)
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "dbrx", "scaled-moe"])

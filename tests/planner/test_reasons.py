@@ -9,7 +9,7 @@ import pytest
 from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan, most_requests_per_s, why_slower
 from antiphon.planner.rate_match import best_by_size
-from antiphon.planner.search import SearchLimits, evaluate_phase, make_plan
+from antiphon.planner.search import SearchLimits, evaluate_phase, make_plan, settings_of
 from antiphon.specs.plan import Objective
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import check_counts, cluster, device, group, model, planned, setting, workload
@@ -95,7 +95,7 @@ def test_shares_that_round_above_one_are_one() -> None:
 
 def test_a_rate_beyond_all_counting_is_too_many() -> None:
     with pytest.raises(NoPlan, match="are too many"):
-        make_plan(model(), model_name="small", cluster=cluster(), workload=workload(requests_per_s=1e20))
+        make_plan(settings_of(model(), cluster(), workload(requests_per_s=1e20)), model_name="small")
 
 
 @pytest.mark.parametrize("objective", ["per-gpu", "tpot"])

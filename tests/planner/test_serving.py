@@ -59,7 +59,7 @@ def server(*, tp: int, dp: int = 1, ep: int = 1, batch: int = 32) -> Candidates:
 
 @pytest.fixture(scope="module")
 def found() -> PlanResult:
-    return make_plan(MODEL, model_name="m", cluster=SERVER, workload=REQUESTS, phases=SERVE)
+    return make_plan(settings_of(MODEL, SERVER, REQUESTS, phases=SERVE), model_name="m")
 
 
 def test_a_step_without_prompts_is_one_of_decode() -> None:

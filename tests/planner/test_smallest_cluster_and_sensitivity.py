@@ -7,9 +7,9 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.planner.explain import NoPlan
-from antiphon.planner.search import evaluate_phase, make_plan
+from antiphon.planner.search import evaluate_phase, make_plan, settings_of
 from antiphon.planner.what_if import base_value, one_more_node, sensitivity, smallest_cluster, with_nodes, with_prompts
-from antiphon.specs.plan import LAYOUTS
+from antiphon.specs.plan import LAYOUTS, PhaseName
 from antiphon.specs.workload import LengthSpec, SloSpec
 from tests.planner.serving_specimens import cluster, device, group, model, setting, two_kinds, workload
 
@@ -18,12 +18,12 @@ def test_the_smallest_cluster_is_the_smallest() -> None:
     """By brute force: with one node less there is no plan."""
     machines = cluster(group(num_nodes=6, devices_per_node=2))
     requests = workload(requests_per_s=700.0)
-    found = smallest_cluster(model(), model_name="small", cluster=machines, workload=requests)
+    found = smallest_cluster(settings_of(model(), machines, requests), model_name="small")
     count = found.cluster.groups[0].num_nodes
     feasible = []
     for nodes in range(1, 7):
         try:
-            make_plan(model(), model_name="small", cluster=with_nodes(machines, (nodes,)), workload=requests)
+            make_plan(settings_of(model(), with_nodes(machines, (nodes,)), requests), model_name="small")
             feasible.append(nodes)
         except NoPlan:
             pass
@@ -32,20 +32,15 @@ def test_the_smallest_cluster_is_the_smallest() -> None:
 
 def test_a_cluster_that_is_too_small_grows() -> None:
     machines = cluster(group(num_nodes=1, devices_per_node=2))
-    found = smallest_cluster(model(), model_name="small", cluster=machines, workload=workload(requests_per_s=700.0))
+    found = smallest_cluster(settings_of(model(), machines, workload(requests_per_s=700.0)), model_name="small")
     assert found.cluster.groups[0].num_nodes > 1
     assert found.plan.phases["decode"].predicted.tokens_per_s == pytest.approx(700 * workload().output_tokens.mean)
 
 
 def test_both_phases_and_two_kinds() -> None:
-    found = smallest_cluster(
-        model(),
-        model_name="small",
-        cluster=two_kinds(),
-        workload=workload(requests_per_s=20.0),
-        phases=("prefill", "decode"),
-        objective="per-cost",
-    )
+    both: tuple[PhaseName, ...] = ("prefill", "decode")
+    settings = settings_of(model(), two_kinds(), workload(requests_per_s=20.0), phases=both, objective="per-cost")
+    found = smallest_cluster(settings, model_name="small")
     devices = {group.device.name for group in found.cluster.groups}
     for phase in found.plan.phases.values():
         assert all(use.device in devices for use in phase.devices)
@@ -53,10 +48,10 @@ def test_both_phases_and_two_kinds() -> None:
 
 def test_size_needs_a_rate_and_a_possible_promise() -> None:
     with pytest.raises(UserError, match="has no rate: give requests_per_s"):
-        smallest_cluster(model(), model_name="small", cluster=cluster(), workload=workload())
+        smallest_cluster(settings_of(model(), cluster(), workload()), model_name="small")
     hopeless = workload(requests_per_s=1.0, slo=SloSpec(tpot_s=1e-5))
     with pytest.raises(NoPlan, match="nearest feasible promise"):
-        smallest_cluster(model(), model_name="small", cluster=cluster(), workload=hopeless)
+        smallest_cluster(settings_of(model(), cluster(), hopeless), model_name="small")
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

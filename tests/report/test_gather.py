@@ -12,7 +12,7 @@ from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
 from antiphon.planner.candidates import Pins
 from antiphon.planner.predict import candidate_of, step_parts_of
-from antiphon.planner.search import PlanResult, SearchLimits, make_plan
+from antiphon.planner.search import PlanResult, SearchLimits, make_plan, settings_of
 from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import front
 from antiphon.report.gather import Report, gather, measured_like, pipeline_bars, swept
@@ -24,15 +24,14 @@ from antiphon.specs.workload import load_workload
 
 
 def search(layouts: tuple[Layout, ...] = LAYOUTS) -> PlanResult:
-    return make_plan(
+    settings = settings_of(
         load_model_spec(shipped_model_config("mixtral-8x22b")),
-        model_name="mixtral-8x22b",
-        cluster=load_cluster("msi-hetero"),
-        workload=load_workload("msi-production"),
+        load_cluster("msi-hetero"),
+        load_workload("msi-production"),
         phases=("prefill", "decode") if layouts == LAYOUTS else ("decode",),
-        layouts=layouts,
         objective="per-cost",
     )
+    return make_plan(settings, model_name="mixtral-8x22b", layouts=layouts)
 
 
 @pytest.fixture(scope="module")
@@ -223,14 +222,13 @@ def test_a_front_holds_whom_nobody_beats(points: list[tuple[int, int]]) -> None:
 def test_servers_like_measured_ones_are_priced_as_those() -> None:
     """By every engine's constants, in its band; other layouts are not."""
     pins = Pins(attention_tp=8, pp=1)
-    planned = make_plan(
+    settings = settings_of(
         load_model_spec(shipped_model_config("mixtral-8x22b")),
-        model_name="mixtral-8x22b",
-        cluster=load_cluster("msi-hetero"),
-        workload=load_workload("msi-production"),
-        layouts=("tp_pp", "disaggregated"),
+        load_cluster("msi-hetero"),
+        load_workload("msi-production"),
         limits=SearchLimits(pins=pins),
     )
+    planned = make_plan(settings, model_name="mixtral-8x22b", layouts=("tp_pp", "disaggregated"))
     (phase,) = planned.plan.phases.values()
     setting = planned.settings["decode"]
     if phase.layout == "disaggregated":

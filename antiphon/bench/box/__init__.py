@@ -102,12 +102,8 @@ class Box:
         self._keeper.configure(None, "bridge", forwarding)
         self._keeper.configure(None, "tc", down)
 
-    @property
-    def addresses(self) -> list[str]:
-        """IPv4 address of every node, in order."""
-        return [topology.address(node) for node in range(self.num_nodes)]
-
     def address(self, node: int) -> str:
+        """The node's IPv4 address."""
         return topology.address(self._checked(node))
 
     def network(self, node: int) -> str:

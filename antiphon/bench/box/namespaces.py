@@ -159,7 +159,7 @@ class NodeKeeper:
             os.lseek(streams[0], 0, os.SEEK_SET)
             target = None if node is None else self._live(node)
             child = self._spawn(target, args, dict(os.environ), "/", streams)
-            code = self._wait_for(child, COMMAND_TIMEOUT_S)
+            code = self._wait_for(child)
             out, error = (os.pread(stream, 1 << 22, 0).decode(errors="replace") for stream in streams[1:])
         finally:
             for stream in streams:
@@ -189,7 +189,7 @@ class NodeKeeper:
         self._kill_init(target)
         init = self.children.get(target.pidfd)
         if init is not None:
-            self._wait_for(init, COMMAND_TIMEOUT_S)
+            self._wait_for(init)
         return {}
 
     # Processes.
@@ -240,7 +240,7 @@ class NodeKeeper:
         child = NodeChild(pid=pid, pidfd=os.pidfd_open(pid), status=status)
         self.children[child.pidfd] = child
         if error := _read_all(heard):
-            self._wait_for(child, COMMAND_TIMEOUT_S)
+            self._wait_for(child)
             raise RuntimeError(error)
         return child
 
@@ -258,14 +258,14 @@ class NodeKeeper:
             os.close(child.status)
         return code
 
-    def _wait_for(self, child: NodeChild, timeout_s: float) -> int:
+    def _wait_for(self, child: NodeChild) -> int:
         """Exit code of `child`. Others are collected meanwhile: an init ends only after those of its namespace."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + COMMAND_TIMEOUT_S
         while True:
             ready = self._wait([*self.children], deadline)
             if not ready:
                 signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
-                raise RuntimeError(f"process {child.pid} did not end within {timeout_s:.0f} s")
+                raise RuntimeError(f"process {child.pid} did not end within {COMMAND_TIMEOUT_S:.0f} s")
             for pidfd in ready - {child.pidfd}:
                 self._reap(pidfd)
             if child.pidfd in ready:

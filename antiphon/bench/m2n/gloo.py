@@ -24,7 +24,6 @@ from antiphon.bench.m2n.rounds import (
     MemberSeat,
     RoundPhase,
     RoundTraffic,
-    phases_of_pairs,
 )
 
 _DATA, _ACK = 0, 1
@@ -93,11 +92,7 @@ class GlooMember(GlooProcessGroup):
         self._sent = [torch.zeros(flow.num_bytes, dtype=torch.uint8) for flow in self.outgoing]
         self.received, self.sent = as_bytes(self._received), as_bytes(self._sent)
         self._acks = [torch.zeros(ACK_BYTES, dtype=torch.uint8) for _ in self.outgoing]
-        return phases_of_pairs(
-            self._send if self.outgoing else None,
-            (self._wait, self._release) if self.incoming else None,
-            self._wait_for_acks,
-        )
+        return self.phases_of_pairs(self._send, self._wait, self._release, self._wait_for_acks)
 
     def _send(self, step: int) -> None:
         if self.incoming:
@@ -170,7 +165,7 @@ class GlooAllToAllMember(GlooProcessGroup):
         self.received = as_bytes([from_ranks[flow.source] for flow in self.incoming])
         # Acknowledgements go the other way.
         self._acks = _buffers([ACK_BYTES * (n > 0) for n in received], [ACK_BYTES * (n > 0) for n in sent])
-        return [RoundPhase(WAIT, self._exchange_data), RoundPhase(RELEASE, self._exchange_acks)]
+        return [(WAIT, self._exchange_data), (RELEASE, self._exchange_acks)]
 
     def _exchange_data(self, step: int) -> None:
         dist.all_to_all_single(*self._data)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from antiphon.base.allowance import allowance
 from antiphon.base.errors import PeerTimeout, UserError
-from antiphon.bench.m2n.rounds import ACK_BYTES, Member, MemberSeat, RoundPhase, RoundTraffic, phases_of_pairs
+from antiphon.bench.m2n.rounds import ACK_BYTES, Member, MemberSeat, RoundPhase, RoundTraffic
 
 _DATA, _ACK = 1, 2
 _LOOKS_BETWEEN_CLOCKS = 256
@@ -55,11 +55,7 @@ class MpiMember(Member):
         self._ack_receives = [
             world.Recv_init(np.zeros(ACK_BYTES, np.uint8), flow.destination, _ACK) for flow in self.outgoing
         ]
-        return phases_of_pairs(
-            self._send if self.outgoing else None,
-            (self._wait, self._release) if self.incoming else None,
-            self._wait_for_acks,
-        )
+        return self.phases_of_pairs(self._send, self._wait, self._release, self._wait_for_acks)
 
     def _send(self, step: int) -> None:
         if self.incoming:

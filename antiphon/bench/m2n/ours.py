@@ -36,7 +36,6 @@ from antiphon.bench.m2n.rounds import (
     WrongData,
     check_pattern,
     pattern,
-    phases_of_pairs,
 )
 
 NUM_SLOTS = 1
@@ -91,11 +90,8 @@ class AntiphonMember(Member):
         lengths = [0 if self._in_place else flow.num_bytes for flow in self.outgoing]
         self._pieces = np.split(np.zeros(sum(lengths), np.uint8), np.cumsum(lengths)[:-1]) if lengths else []
         self._arrived = []
-        return phases_of_pairs(
-            (self._commit_call() if self._in_place else self._send_call()) if self.outgoing else None,
-            self._receive_calls() if self.incoming else None,
-            self._wait_for_credits_call(),
-        )
+        send = self._commit_call() if self._in_place else self._send_call()
+        return self.phases_of_pairs(send, *self._receive_calls(), self._wait_for_credits_call())
 
     def compare(self, step: int) -> None:
         assert self._inbox is not None, "only a receiver waits"
@@ -148,13 +144,18 @@ class AntiphonMember(Member):
         return run
 
     def _receive_calls(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
-        assert self._inbox is not None, "only a receiver waits"
+        if self._inbox is None:  # nothing is received
+            return _nothing, _nothing
         wait, num_sources, timeout_s = self._inbox.wait, len(self.incoming), self.seat.timeout_s
         return lambda step: wait(step, num_sources, timeout_s), self._inbox.release
 
     def _wait_for_credits_call(self) -> Callable[[int], None]:
         wait_all, outboxes, timeout_s = _m2n.wait_all_credits, self._outboxes, self.seat.timeout_s
         return lambda _: wait_all(outboxes, timeout_s)
+
+
+def _nothing(step: int) -> None:
+    """What a sender does to receive."""
 
 
 # --- the bound
@@ -206,8 +207,8 @@ class MemcpyMember(Member):
         pieces = zip(self._arrived, self._sources, mine, strict=True)
         self._copies = [(arrived[piece], source) for arrived, source, piece in pieces if source.size]
         # What arrived is read by all before it is written again.
-        released = [RoundPhase(RELEASE, self._wait_for_all)] if traffic.touched else []
-        return [RoundPhase(SEND, self._copy), RoundPhase(WAIT, self._wait_for_all), *released]
+        released: list[RoundPhase] = [(RELEASE, self._wait_for_all)] if traffic.touched else []
+        return [(SEND, self._copy), (WAIT, self._wait_for_all), *released]
 
     def produce(self, step: int) -> None:
         for number, (flow, source) in enumerate(zip(self._flows, self._sources, strict=True)):

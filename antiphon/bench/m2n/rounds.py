@@ -130,24 +130,8 @@ class MemberSeat:
         return f"{self.role}[{self.index}]"
 
 
-class RoundPhase(NamedTuple):
-    """A named part of a round. `run(step)` blocks until the part is over."""
-
-    name: str
-    run: Callable[[int], None]
-
-
-def phases_of_pairs(
-    send: Callable[[int], None] | None,
-    receive: tuple[Callable[[int], None], Callable[[int], None]] | None,
-    wait_for_credits: Callable[[int], None],
-) -> list[RoundPhase]:
-    """The parts of a round of messages and their acknowledgements: `send` None for who sends nothing, `receive` (wait,
-    release) None for who receives nothing."""
-    phases = [] if send is None else [RoundPhase(SEND, send)]
-    if receive is not None:
-        phases += [RoundPhase(WAIT, receive[0]), RoundPhase(RELEASE, receive[1])]
-    return phases if send is None else [*phases, RoundPhase(CREDITS, wait_for_credits)]
+RoundPhase = tuple[str, Callable[[int], None]]
+"""A named part of a round; called with the step, it blocks until the part is over."""
 
 
 class Member(ABC):
@@ -179,6 +163,17 @@ class Member(ABC):
 
     def set_flows(self, traffic: RoundTraffic) -> None:
         self.incoming, self.outgoing = traffic.incoming(self.seat.rank), traffic.outgoing(self.seat.rank)
+
+    def phases_of_pairs(
+        self,
+        send: Callable[[int], None],
+        wait: Callable[[int], None],
+        release: Callable[[int], None],
+        wait_for_credits: Callable[[int], None],
+    ) -> list[RoundPhase]:
+        """The parts of a round of messages and their acknowledgements, as far as this process sends and receives."""
+        received: list[RoundPhase] = [(WAIT, wait), (RELEASE, release)] if self.incoming else []
+        return [(SEND, send), *received, (CREDITS, wait_for_credits)] if self.outgoing else received
 
     def produce(self, step: int) -> None:
         """Before a checked round: fill what will be sent in it with its patterns."""
@@ -218,7 +213,7 @@ class Member(ABC):
         before = partial(write_anew, self) if self._touched else None
         marks = timed_rounds(self._phases, first_step, num_warm + num_rounds, before)
         del marks[: num_warm * (len(self._phases) + 1)]
-        return [phase.name for phase in self._phases], marks.tobytes()
+        return [name for name, _ in self._phases], marks.tobytes()
 
 
 # --- what messages hold while they are checked
@@ -285,9 +280,9 @@ def member_of(kind: str, options: Mapping[str, str], seat: MemberSeat) -> Member
 def checked_round(member: Member, phases: Sequence[RoundPhase], step: int) -> None:
     """One round with its patterns; `WrongData` if they did not arrive."""
     member.produce(step)
-    for phase in phases:
-        phase.run(step)
-        if phase.name == WAIT:
+    for name, run in phases:
+        run(step)
+        if name == WAIT:
             member.compare(step)
 
 
@@ -304,8 +299,7 @@ def with_reading(member: Member, phases: Sequence[RoundPhase]) -> list[RoundPhas
         for payload in member.arrived(step):
             payload.max()
 
-    read_phase = RoundPhase(READ, read)
-    return [each for phase in phases for each in ((phase, read_phase) if phase.name == WAIT else (phase,))]
+    return [each for phase in phases for each in ((phase, (READ, read)) if phase[0] == WAIT else (phase,))]
 
 
 def timed_rounds(
@@ -313,7 +307,7 @@ def timed_rounds(
 ) -> "array[int]":
     """Nanoseconds: per round its start and the end of each phase; `before` runs ahead of a round's start. No garbage
     collection meanwhile."""
-    calls = [phase.run for phase in phases]
+    calls = [run for _, run in phases]
     clock = time.monotonic_ns
     marks: list[int] = []  # appending to an array parses its argument, which costs more
     mark = marks.append

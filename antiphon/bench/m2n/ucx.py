@@ -23,7 +23,6 @@ from antiphon.bench.m2n.rounds import (
     MemberSeat,
     RoundPhase,
     RoundTraffic,
-    phases_of_pairs,
 )
 
 _DATA, _ACK = 1, 2
@@ -64,11 +63,7 @@ class UcxMember(Member):
         self._outgoing = [_Message(flow, self._endpoints[flow.destination]) for flow in self.outgoing]
         self.received = [message.data for message in self._incoming]
         self.sent = [message.data for message in self._outgoing]
-        return phases_of_pairs(
-            self._send if self._outgoing else None,
-            (self._wait, self._release) if self._incoming else None,
-            self._wait_for_acks,
-        )
+        return self.phases_of_pairs(self._send, self._wait, self._release, self._wait_for_acks)
 
     def _send(self, step: int) -> None:
         if self._incoming:

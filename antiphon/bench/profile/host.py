@@ -29,8 +29,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.processes import START_S, serving_here
 from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer
-from antiphon.bench.profile.measure import Effort
-from antiphon.cost.curves import Curve
+from antiphon.bench.profile.measure import Effort, curve
 from antiphon.cost.profile import HostTimes, LocalTimes
 from antiphon.specs.model import ModelSpec
 
@@ -142,16 +141,12 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
     report(next(done), num_parts)
     return HostTimes(
         request_s=max(each[0] - server_s[first], 0.0),
-        token_s=_curve(server_s),
+        token_s=curve(server_s, may_fall=True),
         client_request_s=max(each[1] - client_s[first], 0.0),
-        client_token_s=_curve(client_s),
+        client_token_s=curve(client_s, may_fall=True),
         wait_s=max(ttft_s - beside, 0.0),
         handover_s=max(pooled_s - ttft_s, 0.0),
     )
-
-
-def _curve(seconds: dict[int, float]) -> Curve:
-    return Curve(tuple(map(float, seconds)), tuple(seconds.values()), may_fall=True)
 
 
 def _step_s(times: LocalTimes, spec: ModelSpec) -> float:

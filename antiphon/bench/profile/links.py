@@ -113,15 +113,14 @@ def measure_links(
     *,
     num_joining: int = 1,
     sizes: Sequence[int] = SIZES,
-    wait_s: float = _RENDEZVOUS_S,
 ) -> list[MeasuredLink]:
-    """The listening side, at `address`: the link to each machine that joins. Waits `wait_s` for each. `PeerTimeout` if
-    one does not come."""
+    """The listening side, at `address`: the link to each machine that joins. Waits 120 s for each. `PeerTimeout` if one
+    does not come."""
     host, _ = split_address(address)
-    meeting = Rendezvous(address, serve=True, timeout_s=wait_s)
+    meeting = Rendezvous(address, serve=True, timeout_s=_RENDEZVOUS_S)
     links = []
     for number in range(num_joining):
-        end = _LinkEnd(meeting, host, secret, number, listens=True, timeout_s=wait_s)
+        end = _LinkEnd(meeting, host, secret, number, listens=True, timeout_s=_RENDEZVOUS_S)
         links.append(_measured(end, report, sizes))
     return links
 
@@ -170,12 +169,12 @@ def _quartile_s(end: _LinkEnd, step: int, size: int, order: int) -> tuple[float,
     return quantiles(took_s, n=4)[0], step
 
 
-def follow_link(address: str, host: str, secret: bytes, *, wait_s: float = _RENDEZVOUS_S) -> None:
+def follow_link(address: str, host: str, secret: bytes) -> None:
     """The joining side, reachable at `host`: does what the messages say until the last one."""
-    meeting = Rendezvous(address, timeout_s=wait_s)
+    meeting = Rendezvous(address, timeout_s=_RENDEZVOUS_S)
     number = meeting.number("joining")
     turn_s = 3 * len(SIZES) * _SIZE_S  # of each that came before
-    end = _LinkEnd(meeting, host, secret, number, listens=False, timeout_s=wait_s + number * turn_s)
+    end = _LinkEnd(meeting, host, secret, number, listens=False, timeout_s=_RENDEZVOUS_S + number * turn_s)
     try:
         step = 1
         while True:

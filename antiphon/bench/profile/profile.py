@@ -51,7 +51,7 @@ from antiphon.cost.profile import (
 from antiphon.kernels.select import check_backend, resolve_device, resolve_dtype
 from antiphon.models.config import load_model_spec, read_config
 from antiphon.models.load import open_checkpoint
-from antiphon.specs.cluster import ClusterSpec, ComputeDtype, DeviceSpec, EfficiencySpec, NodeGroup
+from antiphon.specs.cluster import ClusterSpec, ComputeDtype, DeviceSpec, EfficiencySpec, equal_nodes
 from antiphon.specs.model import ModelSpec
 
 NO_SLOWDOWNS = Slowdowns(
@@ -355,17 +355,9 @@ def this_cluster(times: LocalTimes, model: ModelSpec) -> ClusterSpec:
             "power_w": source,
         },
     )
-    group = NodeGroup(
-        device=device,
-        num_nodes=1,
-        devices_per_node=cores,
-        scale_up_domain=cores,
-        scale_up_bytes_per_s=message_rate,
-        node_scale_out_bytes_per_s=cores * message_rate,
-    )
     return ClusterSpec(
         name="this-machine",
-        groups=(group,),
+        groups=(equal_nodes(device, 1, cores, cores),),
         efficiency=_efficiency(times, model, device),
         source=f"{times.cpu}, {cores} cores, measured with {times.model} by antiphon profile",
     )

@@ -23,7 +23,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Child, Children, join_gloo, programs, seconds_of_calls
 from antiphon.bench.harness.limits import measure_gemm_flops_per_s
-from antiphon.bench.profile.measure import Effort
+from antiphon.bench.profile.measure import PROCESSES, Effort
 from antiphon.comm.collectives import AllGather, AllReduce, Collective, ReduceScatter, barrier, run
 from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.cost.curves import Curve, Surface
@@ -287,7 +287,7 @@ def measure_training(wanted: WantedTraining, report: Report) -> TrainingTables:
         "columns of an expert": spec.feed_forward.intermediate,
     }
     found: dict[int, TrainingSeconds] = {}
-    with Children("the profiler's process") as crew:
+    with Children(PROCESSES) as crew:
         handles: list[Child] = []
         for number, ranks in enumerate(counts):
             more = range(len(handles), ranks)

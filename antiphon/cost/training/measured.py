@@ -18,7 +18,7 @@ from antiphon.cost.training.counts import StepEstimate, model_flops_utilization,
 from antiphon.cost.training.memory import RankParameters, StageLayers, TrainingMemory, rank_parameters, table_parameters
 from antiphon.cost.training.rematerialize import Rematerialized
 from antiphon.cost.training.setup import Training, TrainingSetup
-from antiphon.specs.cluster import ClusterSpec, DeviceSpec, NodeGroup
+from antiphon.specs.cluster import ClusterSpec, DeviceSpec, equal_nodes
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import BYTES_OF, ModelSpec
 
@@ -43,15 +43,7 @@ def machine_of_ranks(profile: Profile, sequence_length: int) -> ClusterSpec:
         power_w=1.0,
         sources={"all": f"antiphon profile of {profile.model} on {machine.name}, an even share"},
     )
-    group = NodeGroup(
-        device=device,
-        num_nodes=1,
-        devices_per_node=ranks,
-        scale_up_domain=ranks,
-        scale_up_bytes_per_s=rate,
-        node_scale_out_bytes_per_s=ranks * rate,
-    )
-    return ClusterSpec(name="this-machine", groups=(group,), source=machine.name)
+    return ClusterSpec(name="this-machine", groups=(equal_nodes(device, 1, ranks, ranks),), source=machine.name)
 
 
 def measured_step(
@@ -166,9 +158,7 @@ def held_parameters(model: ModelSpec, setup: TrainingSetup, layers: StageLayers)
 def _owned(training: Training, setup: TrainingSetup, layers: StageLayers) -> FloatArray:
     """Parameters that one rank updates."""
     held = held_parameters(training.model, setup, layers)
-    data = np.asarray(setup.data_parallel, np.float64) if setup.zero else np.ones(1)
-    group = np.asarray(setup.model_parallel, np.float64) if setup.zero else np.ones(1)
-    return np.asarray(held.sharded / data + held.replicated / (data * group))
+    return np.asarray(held.owned(setup) if setup.zero else held.total)
 
 
 def _sync(
