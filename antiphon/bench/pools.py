@@ -66,7 +66,7 @@ _LONG_ANSWER = 2  # tokens: more than the first one, so that the prompt has to a
 _NEAR = 0.05  # a smaller difference is none
 _FIRST_PORT = 7710  # where workers join the first engine in a box
 _HAND_OVERS: dict[HandOver, str] = {"end": "at the end", "layers": "layer by layer"}
-_WAITS_S = 2.0  # for which waits for cores are measured after a run
+_WAITS_S = 5.0  # for which waits for cores are measured after a run
 _IDLE_S = 60.0  # in which aborted requests give back their blocks
 _HERE = "here"  # in place of a profile's file
 
