@@ -118,7 +118,7 @@ def bench_step(
     vocab_size, rows = load_model_spec(model).vocab_size, []
     with _engine_clock() as engine_clock, engine:
         for count in counts:
-            say(f"{count} requests")
+            say(f"requests at once: {count}")
             size = WorkloadSize(count, case.input_tokens, case.output_tokens)
             prompts = make_workload(size, vocab_size).prompts
             windows = [_window(engine, prompts, case.params(), engine_clock) for _ in range(case.rounds)]

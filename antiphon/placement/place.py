@@ -89,7 +89,7 @@ def _changed_or_new(
     """Step 4."""
     changed = np.stack([_improve(costs[layer], now[layer], slots, speeds, move_cost) for layer in range(len(costs))])
     maps = np.stack([now, changed, _new(costs, slots, speeds, now, move_cost)])
-    prices = np.stack([_worst(costs, each, speeds) + move_cost * num_moves(now, each) for each in maps])
+    prices = np.stack([_worst(costs, each, speeds) + move_cost * moves_by_layer(now, each) for each in maps])
     prices[1:] += noise
     best: BoolArray = maps[np.argmin(prices, axis=0), np.arange(len(costs))]  # of equals the first
     return best
@@ -117,7 +117,7 @@ def owners_of(held: BoolArray) -> Owners:
     return tuple(tuple(np.flatnonzero(workers).tolist()) for workers in held)
 
 
-def num_moves(before: BoolArray, after: BoolArray) -> IntArray:
+def moves_by_layer(before: BoolArray, after: BoolArray) -> IntArray:
     """Experts [L] whose weights a worker has to fetch, from [L, E, W] to [L, E, W]."""
     moves: IntArray = (after & ~before).sum(axis=(-2, -1))
     return moves
@@ -212,7 +212,7 @@ def _improve(costs: FloatArray, held: BoolArray, slots: int, speeds: FloatArray,
         if not len(changed):
             break
         split = split_loads(np.broadcast_to(costs, (len(changed), costs.size)), changed, speeds)
-        times = (split.sum(axis=1) / speeds).max(axis=1) + move_cost * num_moves(first, changed)
+        times = (split.sum(axis=1) / speeds).max(axis=1) + move_cost * moves_by_layer(first, changed)
         order = np.argsort(times, kind="stable")[:width]
         beam = [(changed[index], split[index]) for index in order]
         if times[order[0]] < worst * (1 - 1e-6):

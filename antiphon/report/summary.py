@@ -219,7 +219,8 @@ def given(report: Report) -> str:
     wire = f"rows sent as {precision.dispatch}, back as {precision.combine}"
     spread = report.workload.expert_spread
     loads = f"; an expert's load varies by {spread:.0%} from step to step" if spread else ""
-    sizes = f"{number(counts.total / 1e9)} B parameters, {number(counts.active / 1e9)} B active"
+    scale, unit = (1e9, "B") if counts.total >= 1e9 else (1e6, "M")
+    sizes = f"{number(counts.total / scale)} {unit} parameters, {number(counts.active / scale)} {unit} active"
     return f"{sizes}; {nodes}; {formats}, {wire}{loads}"
 
 

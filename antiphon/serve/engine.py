@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
+from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepFailure, StepGroup
@@ -37,7 +38,7 @@ from antiphon.serve.timeline import SpanCollections
 from antiphon.serve.worker.spans import Spans
 from antiphon.serve.worker_handle import WorkerName
 from antiphon.serve.workforce import Workforce
-from antiphon.specs.placement import ExpertPlacement, num_moves
+from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("engine")

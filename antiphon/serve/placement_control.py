@@ -51,6 +51,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.placement.moves import next_placement, num_moves
 from antiphon.placement.place import chance_of, matrix_of, owners_of, place, recent_loads
 from antiphon.placement.split import FloatArray
 from antiphon.serve.fleet import Fleet
@@ -58,7 +59,7 @@ from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import ExpertReport, Place, Prepared, PreparePlacement, Retire
 from antiphon.serve.worker_handle import WorkerName, WorkerProcess
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.placement import ExpertPlacement, next_placement, num_moves
+from antiphon.specs.placement import ExpertPlacement
 
 _NEWS = 0.8  # a share of another number above this is chance
 _FASTER = 0.9  # above this, if it is so all the time

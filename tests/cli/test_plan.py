@@ -59,6 +59,11 @@ def check_contract(phase: dict[str, Any], num_experts: int) -> None:
     assert all(loser["reason"] for loser in phase["rejected"])
 
 
+def test_small_models_have_millions_of_parameters(antiphon: PlanCommand) -> None:
+    out = antiphon.plans(ROOT / "examples" / "demo-moe", "--cluster", "laptop", "--slo-tpot", "none")
+    assert re.search(r"^5 M parameters, 2\.25 M active; ", out, re.MULTILINE), out[:400]
+
+
 def test_json_keeps_the_contract(antiphon: PlanCommand) -> None:
     out = antiphon.plans("mixtral-8x22b", "--cluster", "msi-hetero", "--phase", "both", "--json", "-")
     plan = json.loads(out)

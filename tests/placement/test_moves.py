@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.specs.placement import ExpertPlacement, Owners, next_placement, num_moves
+from antiphon.placement.moves import next_placement, num_moves
+from antiphon.specs.placement import ExpertPlacement, Owners
 
 
 def random_owners(random: np.random.Generator, num_experts: int, num_workers: int, slots: int) -> Owners:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
-from antiphon.placement.place import chance_of, contiguous, num_moves, place, recent_loads
+from antiphon.placement.place import chance_of, contiguous, moves_by_layer, place, recent_loads
 from antiphon.placement.split import balancedness, split_loads
 
 
@@ -102,8 +102,8 @@ def test_moves_are_made_only_if_they_pay() -> None:
     dear = place(later, 8, 5, present=now, move_cost=1e9)
     some = place(later, 8, 5, present=now, move_cost=0.02)
     assert (dear == now).all()
-    assert (num_moves(now, some) <= num_moves(now, free)).all()
-    assert num_moves(now, some).sum() < num_moves(now, free).sum()
+    assert (moves_by_layer(now, some) <= moves_by_layer(now, free)).all()
+    assert moves_by_layer(now, some).sum() < moves_by_layer(now, free).sum()
     stays, moved = (balancedness(split_loads(later, held)) for held in (now, some))
     assert (moved >= stays).all()
 
@@ -122,7 +122,7 @@ def test_few_moves_level_the_load_and_chance_moves_little(hot: bool) -> None:
     for _ in range(6):
         loads = recent_loads(random.multinomial(4096, shares, size=(40, 1)).astype(float))
         wanted = place(loads, 8, 10, present=held[None], move_cost=0.02 * loads.sum() / 8)[0]
-        moves.append(int(num_moves(held, wanted)))
+        moves.append(int(moves_by_layer(held, wanted)))
         held = wanted
     assert balancedness(split_loads(4096 * shares, held)) > 0.9
     assert moves[0] < 10
@@ -147,7 +147,7 @@ def test_noise_is_what_a_change_must_gain_besides_its_moves() -> None:
     now = contiguous(8, 4) > 0
     loads = np.full(8, 10.0)
     loads[0] = 18.0  # 28 on the busiest worker, 22 would be even
-    assert num_moves(now[None], place(loads, 4, 3, present=now, move_cost=0.1, noise=3.0)[None]) > 0
+    assert moves_by_layer(now[None], place(loads, 4, 3, present=now, move_cost=0.1, noise=3.0)[None]) > 0
     assert (place(loads, 4, 3, present=now, move_cost=0.1, noise=6.0) == now).all()
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from antiphon.base.errors import UserError
+from antiphon.placement.moves import num_moves
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, PrefetchCounts, ShuttingDown
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.worker.spans import Spans
-from antiphon.specs.placement import ExpertPlacement, contiguous_placement, num_moves
+from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs, SamplingParams
 
 Script = Callable[[list[int], SamplingParams], list[int]]
