@@ -142,7 +142,7 @@ class Replicas:
     def start_sum(self, flat: Tensor) -> Pending:
         """`sum`, begun where one collective is all it takes."""
         if self.sums_at_once:
-            return start(AllReduce(self.group_of_sums, "gradients", in_place=True), flat)
+            return start(AllReduce(self.sums[0].group, "gradients", in_place=True), flat)
         return Pending(self.sum(flat))
 
     def sum(self, flat: Tensor) -> Tensor:
@@ -186,10 +186,6 @@ class Replicas:
     def gather(self, shard: Tensor, sizes: Sequence[int]) -> Tensor:
         """The parameters of which this rank has a shard."""
         return self._gather(self.gathers, "parameters", shard, sizes)
-
-    @property
-    def group_of_sums(self) -> Group:
-        return self.sums[0].group
 
     def _gather(self, levels: Sequence[Level], purpose: str, shard: Tensor, sizes: Sequence[int]) -> Tensor:
         count = self._chunks(levels, sizes, shard.element_size())

@@ -232,7 +232,8 @@ class CpuBackend:
         if not (x_TH.dtype == delta_TH.dtype == self.dtype and delta_TH.shape == x_TH.shape):
             raise ValueError(f"{x_TH.dtype} {tuple(x_TH.shape)} and {delta_TH.dtype} {tuple(delta_TH.shape)}")
         total_TH = torch.empty_like(x_TH)
-        _native.add_rows(self._is_bf16, x_TH.data_ptr(), delta_TH.data_ptr(), num_rows, width, total_TH.data_ptr())
+        given = x_TH.data_ptr(), delta_TH.data_ptr(), num_rows, width
+        _native.add_rms_norm(self._is_bf16, *given, 0, 0.0, total_TH.data_ptr(), 0)  # without a norm
         return total_TH
 
     def new_kv_cache(self, spec: KVCacheSpec) -> KVCache:

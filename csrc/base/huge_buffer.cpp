@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <new>
-#include <utility>
 
 namespace antiphon {
 
@@ -16,39 +15,28 @@ size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) /
 }  // namespace
 
 HugeBuffer::HugeBuffer(size_t num_bytes) {
-    size_ = round_up(num_bytes, page_bytes);
-    if (size_ == 0) return;
-    const size_t alignment = size_ >= huge_page_bytes ? huge_page_bytes : page_bytes;
-    const size_t reserved = size_ + alignment;
+    const size_t size = round_up(num_bytes, page_bytes);
+    if (size == 0) return;
+    const size_t alignment = size >= huge_page_bytes ? huge_page_bytes : page_bytes;
+    const size_t reserved = size + alignment;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #if defined(MAP_NORESERVE)
     flags |= MAP_NORESERVE;
 #endif
     void* mapping = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (mapping == MAP_FAILED) throw std::bad_alloc();
-    // Give back what alignment does not need, so that the destructor unmaps exactly [data_, data_ + size_).
+    // Give back what alignment does not need, so that the destructor unmaps exactly `size` bytes.
     const auto start = reinterpret_cast<uintptr_t>(mapping);
     const uintptr_t aligned = round_up(start, alignment);
     if (aligned > start) munmap(mapping, aligned - start);
-    const uintptr_t end = aligned + size_;
+    const uintptr_t end = aligned + size;
     if (start + reserved > end) munmap(reinterpret_cast<void*>(end), start + reserved - end);
-    data_ = reinterpret_cast<char*>(aligned);
+    data_ = std::unique_ptr<char, Unmap>(reinterpret_cast<char*>(aligned), {size});
 #if defined(MADV_HUGEPAGE)
-    if (size_ >= huge_page_bytes) madvise(data_, size_, MADV_HUGEPAGE);
+    if (size >= huge_page_bytes) madvise(data_.get(), size, MADV_HUGEPAGE);
 #endif
 }
 
-HugeBuffer::~HugeBuffer() {
-    if (data_ != nullptr) munmap(data_, size_);
-}
-
-HugeBuffer::HugeBuffer(HugeBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
-
-HugeBuffer& HugeBuffer::operator=(HugeBuffer&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(size_, other.size_);
-    return *this;
-}
+void Unmap::operator()(void* mapping) const { munmap(mapping, num_bytes); }
 
 }  // namespace antiphon

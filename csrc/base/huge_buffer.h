@@ -2,25 +2,25 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 namespace antiphon {
+
+struct Unmap {
+    size_t num_bytes = 0;
+    void operator()(void* mapping) const;
+};
 
 class HugeBuffer {
   public:
     HugeBuffer() = default;
     explicit HugeBuffer(size_t num_bytes);  // throws std::bad_alloc
-    ~HugeBuffer();
-    HugeBuffer(HugeBuffer&& other) noexcept;
-    HugeBuffer& operator=(HugeBuffer&& other) noexcept;
-    HugeBuffer(const HugeBuffer&) = delete;
-    HugeBuffer& operator=(const HugeBuffer&) = delete;
 
-    char* data() const { return data_; }
-    size_t size() const { return size_; }
+    char* data() const { return data_.get(); }
+    size_t size() const { return data_ ? data_.get_deleter().num_bytes : 0; }
 
   private:
-    char* data_ = nullptr;
-    size_t size_ = 0;
+    std::unique_ptr<char, Unmap> data_;
 };
 
 }  // namespace antiphon

@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "kernels/operations.h"
 
@@ -22,23 +24,19 @@ inline kernels::Rows rows(uintptr_t address, int64_t count, int64_t stride) {
     return {pointer<const void>(address), count, stride};
 }
 
-// A matrix to be packed, as Python hands it over.
-struct SourceAddresses {
-    const char* data;
-    int64_t row_bytes;
-    const char* scales;
-    const char* offsets;
-    int64_t scale_stride;
+// Python hands a matrix over without the number of its rows.
+inline kernels::SourceMatrix with_rows(kernels::SourceMatrix source, int64_t num_rows) {
+    source.rows = num_rows;
+    return source;
+}
 
-    SourceAddresses(uintptr_t data_address, int64_t bytes, uintptr_t scales_address, uintptr_t offsets_address,
-                    int64_t stride)
-        : data(pointer<const char>(data_address)), row_bytes(bytes), scales(pointer<const char>(scales_address)),
-          offsets(pointer<const char>(offsets_address)), scale_stride(stride) {}
-
-    kernels::SourceMatrix matrix(int64_t num_rows) const {
-        return {data, num_rows, row_bytes, scales, offsets, scale_stride};
-    }
-};
+inline kernels::Activation activation_named(const std::string& name) {
+    if (name == "silu") return kernels::Activation::silu;
+    if (name == "gelu") return kernels::Activation::gelu;
+    if (name == "swiglu_oai") return kernels::Activation::swiglu_oai;
+    throw std::invalid_argument("activation '" + name +
+                                "' is not known to the cpu back-end: use silu, gelu or swiglu_oai");
+}
 
 void bind_formats(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);  // PackedLinear and the gate that uses it

@@ -16,6 +16,7 @@ namespace antiphon::bind {
 
 namespace {
 
+using kernels::SourceMatrix;
 using kernels::ThreadPool;
 
 class PackedExperts {
@@ -51,11 +52,11 @@ class PackedExperts {
     }
 
     // gate and up are [intermediate][hidden], down is [hidden][intermediate], in the formats of these experts.
-    void set_expert(int64_t index, const SourceAddresses& gate, const SourceAddresses& up,
-                    const SourceAddresses& down) {
+    void set_expert(int64_t index, const SourceMatrix& gate, const SourceMatrix& up, const SourceMatrix& down) {
         const nb::gil_scoped_release released;
-        kernels::pack_expert(weights_, index, gate.matrix(weights_.intermediate), up.matrix(weights_.intermediate),
-                             down.matrix(weights_.hidden), ThreadPool::instance());
+        kernels::pack_expert(weights_, index, with_rows(gate, weights_.intermediate),
+                             with_rows(up, weights_.intermediate), with_rows(down, weights_.hidden),
+                             ThreadPool::instance());
     }
 
     // gate and up are float32 [intermediate], down is float32 [hidden].
@@ -89,14 +90,6 @@ class PackedExperts {
     }
 
   private:
-    static kernels::Activation activation_named(const std::string& name) {
-        if (name == "silu") return kernels::Activation::silu;
-        if (name == "gelu") return kernels::Activation::gelu;
-        if (name == "swiglu_oai") return kernels::Activation::swiglu_oai;
-        throw std::invalid_argument("activation '" + name +
-                                    "' is not known to the cpu back-end: use silu, gelu or swiglu_oai");
-    }
-
     kernels::ExpertWeights weights_;
     HugeBuffer buffer_;
     std::vector<float> bias_;

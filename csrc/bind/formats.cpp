@@ -17,6 +17,7 @@ using kernels::CodeKind;
 using kernels::OffsetKind;
 using kernels::PackedFormat;
 using kernels::ScaleKind;
+using kernels::SourceMatrix;
 
 template <class Kind, size_t count>
 Kind kind_named(const std::string& name, const char* const (&names)[count]) {
@@ -64,10 +65,16 @@ void bind_formats(nb::module_& module) {
         .def_static("floats", &float_format, nb::arg("is_bf16"))
         .def_static("quantized", &quantized_format, nb::arg("codes"), nb::arg("scales"), nb::arg("offset"),
                     nb::arg("group"));
-    nb::class_<SourceAddresses>(module, "SourceAddresses")
-        .def(nb::init<uintptr_t, int64_t, uintptr_t, uintptr_t, int64_t>(), nb::arg("data_address"),
-             nb::arg("row_bytes"), nb::arg("scales_address") = 0, nb::arg("offsets_address") = 0,
-             nb::arg("scale_stride") = 0);
+    nb::class_<SourceMatrix>(module, "SourceAddresses")
+        .def(
+            "__init__",
+            [](SourceMatrix* self, uintptr_t data, int64_t row_bytes, uintptr_t scales, uintptr_t offsets,
+               int64_t scale_stride) {
+                new (self) SourceMatrix{pointer<const char>(data), 0, row_bytes, pointer<const char>(scales),
+                                        pointer<const char>(offsets), scale_stride};
+            },
+            nb::arg("data_address"), nb::arg("row_bytes"), nb::arg("scales_address") = 0,
+            nb::arg("offsets_address") = 0, nb::arg("scale_stride") = 0);
     module.def("read_ggml_rows", &read_ggml_rows, nb::arg("type"), nb::arg("blocks_address"), nb::arg("row_bytes"),
                nb::arg("num_rows"), nb::arg("num_blocks"), nb::arg("codes_address"), nb::arg("scales_address"),
                nb::arg("offsets_address"));

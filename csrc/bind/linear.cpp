@@ -24,11 +24,11 @@ class PackedLinear {
     // `weight` is [outputs][inner] in `format`, `bias` float32 [outputs] or null; both are copied. Rows in and out are
     // bfloat16 or float32.
     PackedLinear(bool is_bf16, const kernels::PackedFormat& format, int64_t outputs, int64_t inner,
-                 const SourceAddresses& weight, uintptr_t bias)
+                 const kernels::SourceMatrix& weight, uintptr_t bias)
         : type_(element_type(is_bf16)), buffer_(format.num_bytes(outputs, inner)),
           weight_(kernels::packed_matrix(format, buffer_.data(), outputs, inner)) {
         const nb::gil_scoped_release released;
-        kernels::pack_matrix(format, weight.matrix(outputs), inner, buffer_.data(), ThreadPool::instance());
+        kernels::pack_matrix(format, with_rows(weight, outputs), inner, buffer_.data(), ThreadPool::instance());
         if (bias != 0) bias_.assign(pointer<const float>(bias), pointer<const float>(bias) + outputs);
     }
 
@@ -115,7 +115,7 @@ void gate(const PackedLinear& weight, const GateOptions& options, uintptr_t x, i
 
 void bind_linear(nb::module_& module) {
     nb::class_<PackedLinear>(module, "PackedLinear")
-        .def(nb::init<bool, const kernels::PackedFormat&, int64_t, int64_t, const SourceAddresses&, uintptr_t>(),
+        .def(nb::init<bool, const kernels::PackedFormat&, int64_t, int64_t, const kernels::SourceMatrix&, uintptr_t>(),
              nb::arg("is_bf16"), nb::arg("format"), nb::arg("outputs"), nb::arg("inner"), nb::arg("weight"),
              nb::arg("bias_address"))
         .def_prop_ro("num_bytes", &PackedLinear::num_bytes)
@@ -150,21 +150,13 @@ void rms_norm(bool is_bf16, uintptr_t x, int64_t num_rows, int64_t stride, int64
     kernels::perform(element_type(is_bf16), call);
 }
 
-// x, delta, sum and out are contiguous.
+// x, delta, sum and out are contiguous; out 0: only the sum is wanted.
 void add_rms_norm(bool is_bf16, uintptr_t x, uintptr_t delta, int64_t num_rows, int64_t width, uintptr_t weight,
                   float eps, uintptr_t sum, uintptr_t out) {
     const nb::gil_scoped_release released;
     const RmsNormCall call{rows(x, num_rows, width), rows(delta, num_rows, width), pointer<const void>(weight),
                            pointer<void>(sum),       pointer<void>(out),           width,
                            eps,                      width};
-    kernels::perform(element_type(is_bf16), call);
-}
-
-// x, delta and sum are contiguous.
-void add_rows(bool is_bf16, uintptr_t x, uintptr_t delta, int64_t num_rows, int64_t width, uintptr_t sum) {
-    const nb::gil_scoped_release released;
-    const RmsNormCall call{rows(x, num_rows, width), rows(delta, num_rows, width), nullptr, pointer<void>(sum), nullptr,
-                           width,                    0.0f,                         width};
     kernels::perform(element_type(is_bf16), call);
 }
 
@@ -199,8 +191,6 @@ void bind_rows(nb::module_& module) {
     module.def("add_rms_norm", &add_rms_norm, nb::arg("is_bf16"), nb::arg("x_address"), nb::arg("delta_address"),
                nb::arg("num_rows"), nb::arg("width"), nb::arg("weight_address"), nb::arg("eps"),
                nb::arg("sum_address"), nb::arg("out_address"));
-    module.def("add_rows", &add_rows, nb::arg("is_bf16"), nb::arg("x_address"), nb::arg("delta_address"),
-               nb::arg("num_rows"), nb::arg("width"), nb::arg("sum_address"));
     module.def("argmax_rows", &argmax_rows, nb::arg("logits_address"), nb::arg("num_rows"), nb::arg("width"),
                nb::arg("stride"), nb::arg("ids_address"));
     module.def("choose_rows", &choose_rows, nb::arg("logits_address"), nb::arg("num_rows"), nb::arg("width"),

@@ -24,9 +24,6 @@ void bind_wait_word(nb::module_& module) {
         },
         nb::arg("address"), nb::arg("old_value"), nb::arg("timeout_ns"), nb::arg("spin_ns"),
         nb::call_guard<nb::gil_scoped_release>());
-    module.def("store_wake_u32",
-               [](uintptr_t address, uint32_t value) { store_wake_u32(pointer<uint32_t>(address), value); },
-               nb::arg("address"), nb::arg("value"));
     module.def(
         "fetch_add_wake_u32",
         [](uintptr_t address, uint32_t amount) { return fetch_add_wake_u32(pointer<uint32_t>(address), amount); },

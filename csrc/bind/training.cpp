@@ -53,18 +53,11 @@ void turn_gradient(bool is_bf16, const GridRows& grad, int64_t width, const kern
                                     ThreadPool::instance());
 }
 
-kernels::Activation activation_of(const std::string& name) {
-    if (name == "silu") return kernels::Activation::silu;
-    if (name == "gelu") return kernels::Activation::gelu;
-    if (name == "swiglu_oai") return kernels::Activation::swiglu_oai;
-    throw std::invalid_argument("activation \"" + name + "\" is not known");
-}
-
 void activate(bool is_bf16, uintptr_t x, int64_t x_stride, uintptr_t grad, int64_t grad_stride, int64_t num_rows,
               int64_t width, const std::string& activation, float alpha, float limit, uintptr_t out) {
     const nb::gil_scoped_release released;
     training(is_bf16).activate({rows(x, num_rows, x_stride), rows(grad, num_rows, grad_stride), pointer<void>(out),
-                                activation_of(activation), width, alpha, limit},
+                                activation_named(activation), width, alpha, limit},
                                ThreadPool::instance());
 }
 

@@ -21,7 +21,7 @@ namespace antiphon::bind {
 
 inline m2n::Deadline deadline_after(double timeout_s) {
     if (!(timeout_s >= 0) || timeout_s > 1e9) {
-        throw m2n::Error(m2n::Code::invalid, "a timeout of " + std::to_string(timeout_s) + " s: it must be 0 to 1e9");
+        m2n::throw_invalid("a timeout of ", timeout_s, " s: it must be 0 to 1e9");
     }
     return m2n::Deadline::after_ns(static_cast<int64_t>(std::llround(timeout_s * 1e9)));
 }
@@ -59,8 +59,7 @@ class Buffer {
 
 inline m2n::MessageLabel make_label(uint64_t step, const std::vector<uint32_t>& user, uint32_t participants) {
     if (user.size() > m2n::num_user_words) {
-        throw m2n::Error(m2n::Code::invalid, std::to_string(user.size()) + " user words: a header holds " +
-                                                 std::to_string(m2n::num_user_words));
+        m2n::throw_invalid(user.size(), " user words: a header holds ", m2n::num_user_words);
     }
     m2n::MessageLabel label{step, participants, {}};
     std::copy(user.begin(), user.end(), label.user);
@@ -91,7 +90,7 @@ inline nanobind::bytes bytes_object(const std::vector<std::byte>& bytes) {
 }
 
 [[noreturn]] inline void refuse_sources(const std::string& what, uint32_t num_sources) {
-    throw m2n::Error(m2n::Code::invalid, what + ": the inbox has " + std::to_string(num_sources));
+    m2n::throw_invalid(what, ": the inbox has ", num_sources);
 }
 
 inline m2n::SourceId source_of(int64_t source, uint32_t num_sources) {
@@ -104,7 +103,7 @@ inline m2n::RowType row_type_of(const std::string& name) {
     if (name == "bfloat16") return m2n::RowType::bf16;
     if (name == "float16") return m2n::RowType::fp16;
     if (name == "float32") return m2n::RowType::fp32;
-    throw m2n::Error(m2n::Code::invalid, "rows of " + name + ": they can be bfloat16, float16 or float32");
+    m2n::throw_invalid("rows of ", name, ": they can be bfloat16, float16 or float32");
 }
 
 // `expect`: how many sources, or which.

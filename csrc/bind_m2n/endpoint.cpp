@@ -61,8 +61,7 @@ std::shared_ptr<Outbox> connect(Endpoint& endpoint, nb::handle ticket, int64_t s
     const Buffer buffer(ticket);
     const m2n::Ticket decoded = m2n::Ticket::decode({buffer.data(), static_cast<size_t>(buffer.size())});
     if (source < 0 || source >= decoded.sources) {
-        throw m2n::Error(m2n::Code::invalid, "source " + std::to_string(source) + ": the inbox of " + decoded.name +
-                                                 " has " + std::to_string(decoded.sources));
+        m2n::throw_invalid("source ", source, ": the inbox of ", decoded.name, " has ", decoded.sources);
     }
     return within(timeout_s, [&](m2n::Deadline deadline) {
         return endpoint.connect(decoded, static_cast<m2n::SourceId>(source), deadline);

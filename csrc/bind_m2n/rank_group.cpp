@@ -18,20 +18,18 @@ using Sizes = std::vector<uint64_t>;
 
 void check(const RankGroup& group, const Sizes& sizes) {
     if (sizes.size() == group.size()) return;
-    throw m2n::Error(m2n::Code::invalid, std::to_string(sizes.size()) + " sizes for a group of " +
-                                             std::to_string(group.size()) + " ranks: give one for each");
+    m2n::throw_invalid(sizes.size(), " sizes for a group of ", group.size(), " ranks: give one for each");
 }
 
 void check_peer(const RankGroup& group, uint32_t peer) {
     if (peer < group.size() && peer != group.rank()) return;
-    throw m2n::Error(m2n::Code::invalid, "rank " + std::to_string(peer) + " is no peer of rank " +
-                                             std::to_string(group.rank()) + " of " + std::to_string(group.size()));
+    m2n::throw_invalid("rank ", peer, " is no peer of rank ", group.rank(), " of ", group.size());
 }
 
 void post(RankGroup& group, uint32_t exchange, uint32_t peer,
           const std::vector<std::pair<uintptr_t, uint64_t>>& pieces, double timeout_s) {
     check_peer(group, peer);
-    std::vector<RankGroup::Part> parts;
+    std::vector<m2n::Bytes> parts;
     for (const auto& [address, bytes] : pieces) parts.push_back({pointer_to<const std::byte>(address), bytes});
     within(timeout_s, [&](m2n::Deadline deadline) { group.post(exchange, peer, parts, deadline); });
 }
@@ -110,9 +108,9 @@ void bind_m2n_rank_group(nb::module_& module) {
         .def("take",
              [](RankGroup& group, uint32_t exchange, uint32_t peer, double timeout_s) {
                  check_peer(group, peer);
-                 const RankGroup::Part part = within(
+                 const m2n::Bytes part = within(
                      timeout_s, [&](m2n::Deadline deadline) { return group.take(exchange, peer, deadline); });
-                 return nb::make_tuple(reinterpret_cast<uintptr_t>(part.data), part.bytes);
+                 return nb::make_tuple(reinterpret_cast<uintptr_t>(part.data()), part.size());
              },
              nb::arg("exchange"), nb::arg("peer"), nb::arg("timeout_s"))
         .def("release", &RankGroup::release, nb::arg("exchange"), nb::arg("peer"))

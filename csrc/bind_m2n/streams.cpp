@@ -23,35 +23,27 @@ using m2n::StreamDevice;
 
 constexpr int64_t signal_look_ns = 200'000'000;
 
-// The thread may want the interpreter's lock (it looks for signals), so it is joined without it.
-struct CoreHolder {
-    std::unique_ptr<StreamCore> core;
-
-    ~CoreHolder() {
-        nb::gil_scoped_release release;
-        core.reset();
-    }
-};
-
-// An end whose core's thread may want the lock too when it is stopped. `memory`: what the end's calls refer to.
-template <class End>
-struct Unlocked : End {
-    using End::End;
+// The core's thread may want the interpreter's lock (it looks for signals), so it is stopped without it: by the core
+// itself, and by an end that it serves.
+template <class Stopped>
+struct Unlocked : Stopped {
+    using Stopped::Stopped;
     ~Unlocked() {
         nb::gil_scoped_release release;
         this->stop();
     }
 };
+using Core = Unlocked<StreamCore>;
 using AttentionEnd = Unlocked<m2n::AttentionStream>;
 using ExpertEnd = Unlocked<m2n::ExpertStream>;
 
-bool wait_idle(CoreHolder& holder, double timeout_s) {
+bool wait_idle(Core& core, double timeout_s) {
     const m2n::Deadline deadline = deadline_after(timeout_s);
     for (;;) {
         bool idle = false;
         {
             nb::gil_scoped_release release;
-            idle = holder.core->wait_idle(std::min(deadline.left_ns(), signal_look_ns));
+            idle = core.wait_idle(std::min(deadline.left_ns(), signal_look_ns));
         }
         if (idle || deadline.passed()) return idle;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -65,29 +57,26 @@ void bind_core(nb::module_& module) {
         .def_prop_ro("why_not_written", &StreamDevice::why_not_written);
     module.def("stream_device", &m2n::make_stream_device, nb::arg("kind"), nb::arg("library") = "");
 
-    nb::class_<CoreHolder>(module, "StreamCore")
+    nb::class_<Core>(module, "StreamCore")
         .def("__init__",
-             [](CoreHolder* self, m2n::Endpoint& endpoint, std::shared_ptr<StreamDevice> device,
-                double stream_timeout_s) {
-                 new (self) CoreHolder{std::make_unique<StreamCore>(
-                     endpoint.name(), std::move(device), [&endpoint] { endpoint.interrupt(); },
-                     static_cast<int64_t>(stream_timeout_s * 1e9))};
+             [](Core* self, m2n::Endpoint& endpoint, std::shared_ptr<StreamDevice> device, double stream_timeout_s) {
+                 new (self) Core(endpoint.name(), std::move(device), [&endpoint] { endpoint.interrupt(); },
+                                 static_cast<int64_t>(stream_timeout_s * 1e9));
              },
              nb::arg("endpoint"), nb::arg("device"), nb::arg("stream_timeout_s"), nb::keep_alive<1, 2>())
         .def("wait_idle", &wait_idle, nb::arg("timeout_s"))
-        .def("check", [](CoreHolder& holder) { holder.core->check(); })
-        .def("is_over", [](const CoreHolder& holder, uint32_t number) { return holder.core->is_over(number); },
-             nb::arg("number"))
-        .def("abort", [](CoreHolder& holder, uint32_t epoch) { holder.core->abort(epoch); }, nb::arg("epoch"))
-        .def("begin", [](CoreHolder& holder, uint32_t epoch) { holder.core->begin(epoch); }, nb::arg("epoch"))
-        .def("stop", [](CoreHolder& holder) { holder.core->stop(); }, nb::call_guard<nb::gil_scoped_release>());
+        .def("check", &Core::check)
+        .def("is_over", &Core::is_over, nb::arg("number"))
+        .def("abort", &Core::abort, nb::arg("epoch"))
+        .def("begin", &Core::begin, nb::arg("epoch"))
+        .def("stop", &Core::stop, nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_attention_stream(nb::module_& module) {
     nb::class_<AttentionEnd>(module, "AttentionStream")
         .def("__init__",
-             [](AttentionEnd* self, m2n::AttentionSide& side, CoreHolder& holder, nb::handle) {
-                 new (self) AttentionEnd(side, *holder.core);
+             [](AttentionEnd* self, m2n::AttentionSide& side, Core& core, nb::handle) {
+                 new (self) AttentionEnd(side, core);
              },
              nb::arg("side"), nb::arg("core"), nb::arg("memory"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
              nb::keep_alive<1, 4>())
@@ -109,22 +98,22 @@ void bind_attention_stream(nb::module_& module) {
              },
              nb::arg("stream"), nb::arg("epoch"), nb::arg("step"), nb::arg("layer"), nb::arg("micro_batch"),
              nb::arg("out"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
-        .def_prop_ro("wait_ns", [](const AttentionEnd& self) { return self.wait_ns(); })
-        .def_prop_ro("exposed_ns", [](const AttentionEnd& self) { return self.exposed_ns(); });
+        .def_prop_ro("wait_ns", &AttentionEnd::wait_ns)
+        .def_prop_ro("exposed_ns", &AttentionEnd::exposed_ns);
 }
 
 void bind_expert_stream(nb::module_& module) {
     using Addresses = std::tuple<uintptr_t, uintptr_t, uintptr_t>;
     nb::class_<ExpertEnd>(module, "ExpertStream")
         .def("__init__",
-             [](ExpertEnd* self, m2n::ExpertSide& side, CoreHolder& holder, const std::vector<Addresses>& stages,
+             [](ExpertEnd* self, m2n::ExpertSide& side, Core& core, const std::vector<Addresses>& stages,
                 uint32_t stage_rows, nb::handle) {
                  std::vector<m2n::BatchPlace> made;
                  for (const auto& [rows, ids, weights] : stages) {
                      made.push_back({pointer_to<std::byte>(rows), pointer_to<int32_t>(ids), pointer_to<float>(weights),
                                      stage_rows});
                  }
-                 new (self) ExpertEnd(side, *holder.core, std::move(made));
+                 new (self) ExpertEnd(side, core, std::move(made));
              },
              nb::arg("side"), nb::arg("core"), nb::arg("stages"), nb::arg("stage_rows"), nb::arg("memory"),
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>())
@@ -161,7 +150,7 @@ void bind_expert_stream(nb::module_& module) {
         .def("overdue",
              [](ExpertEnd& self, double age_s) { return self.overdue(static_cast<int64_t>(age_s * 1e9)); },
              nb::arg("age_s"), nb::call_guard<nb::gil_scoped_release>())
-        .def("forget", [](ExpertEnd& self) { self.forget(); });
+        .def("forget", &ExpertEnd::forget);
 }
 
 }  // namespace

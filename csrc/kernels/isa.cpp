@@ -3,7 +3,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
+#include <string_view>
 
+#include "kernels/training_calls.h"
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <cpuid.h>
@@ -83,6 +85,16 @@ const KernelTable& kernels() {
         chosen.store(table, std::memory_order_release);
     }
     return *table;
+}
+
+const TrainingTable& training_table() {
+    [[maybe_unused]] const std::string_view name = kernels().name;
+#if defined(__x86_64__)
+    if (name == "avx2") return *avx2_training();
+    if (name == "avx512") return *avx512_training();
+    if (name == "avx512_bf16" || name == "amx") return *avx512_bf16_training();
+#endif
+    return *plain_training();
 }
 
 void set_isa(const std::string& name) { chosen.store(find(name), std::memory_order_release); }

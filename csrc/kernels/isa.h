@@ -1,6 +1,4 @@
 // Which compiled variant this machine runs, chosen once: the environment's ANTIPHON_ISA, else the best it can.
-//
-// The compiled variants (variant.cpp); but for the first and the last, only where the target is x86-64.
 #pragma once
 
 #include <string>

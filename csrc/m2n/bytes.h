@@ -57,8 +57,7 @@ class ByteReader {
 
     Bytes raw(size_t num_bytes) {
         if (num_bytes > bytes_.size() - at_) {
-            throw Error(Code::invalid, std::string(what_) + " ends early: " + std::to_string(num_bytes) +
-                                           " bytes announced, " + std::to_string(bytes_.size() - at_) + " left");
+            throw_invalid(what_, " ends early: ", num_bytes, " bytes announced, ", bytes_.size() - at_, " left");
         }
         const Bytes part = bytes_.subspan(at_, num_bytes);
         at_ += num_bytes;
@@ -70,8 +69,7 @@ class ByteReader {
     // Bytes that were not asked for mean that the two sides disagree about the format.
     void expect_end() const {
         if (at_ == bytes_.size()) return;
-        throw Error(Code::invalid,
-                    std::string(what_) + " has " + std::to_string(bytes_.size() - at_) + " bytes too many");
+        throw_invalid(what_, " has ", bytes_.size() - at_, " bytes too many");
     }
 
   private:

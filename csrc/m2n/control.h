@@ -60,7 +60,6 @@ class ControlHandler {
 struct ControlOptions {
     std::string name;              // of this endpoint
     std::string secret;            // shared by all peers; empty: only proves that both have none
-    bool unix_socket = true;       // listen on an abstract Unix socket
     std::string host;              // listen on TCP too, at this address; empty: do not
     uint16_t port = 0;             // 0: any free one
     int64_t heartbeat_ns = 200'000'000;

@@ -26,13 +26,6 @@ constexpr int reads_per_event = 64;
 constexpr size_t max_openings = 256;  // of strangers, who may all be silent
 constexpr FrameTypes from_peers = {FrameType::heartbeat, FrameType::goodbye};
 
-void set_interest(int epoll, int fd, uint32_t events, uint64_t key) {
-    epoll_event event{};
-    event.events = events;
-    event.data.u64 = key;
-    if (epoll_ctl(epoll, EPOLL_CTL_MOD, fd, &event) != 0) throw_errno("epoll_ctl");
-}
-
 constexpr int64_t first_retry_ns = 1'000'000;
 constexpr int64_t longest_retry_ns = 50'000'000;
 
@@ -119,8 +112,7 @@ std::pair<ConnectionId, Welcome> Control::connect(const Address& peer, const std
 
 std::vector<std::byte> attach_greeting(std::span<const std::byte> token) {
     if (token.empty() || token.size() > max_token_bytes) {
-        throw Error(Code::invalid, "a token of " + std::to_string(token.size()) + " bytes: it must have 1 to " +
-                                       std::to_string(max_token_bytes));
+        throw_invalid("a token of ", token.size(), " bytes: it must have 1 to ", max_token_bytes);
     }
     return encode_frame(FrameType::attach, token);
 }
@@ -135,7 +127,11 @@ void Control::accept_from(int listener, bool unix_socket) {
         if (errno == EAGAIN) return;
         if ((errno == EMFILE || errno == ENFILE) && drop_oldest_opening()) continue;
         // Out of descriptors or memory: the listener would be reported again and again.
-        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) return pause_accepting();
+        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+            listen_for(0);
+            resume_accepting_ns_ = monotonic_ns() + accept_pause_ns;
+            return;
+        }
         // Anything else concerns a connection that is already gone.
     }
 }
@@ -184,20 +180,9 @@ bool Control::drop_oldest_opening() {
     return true;
 }
 
-void Control::pause_accepting() {
-    for (const auto& [listener, key] : {std::pair{unix_listener_.get(), unix_listener_key},
-                                        std::pair{tcp_listener_.get(), tcp_listener_key}}) {
-        if (listener >= 0) set_interest(epoll_.get(), listener, 0, key);
-    }
-    resume_accepting_ns_ = monotonic_ns() + accept_pause_ns;
-}
-
-void Control::resume_accepting() {
-    for (const auto& [listener, key] : {std::pair{unix_listener_.get(), unix_listener_key},
-                                        std::pair{tcp_listener_.get(), tcp_listener_key}}) {
-        if (listener >= 0) set_interest(epoll_.get(), listener, EPOLLIN, key);
-    }
-    resume_accepting_ns_ = 0;
+void Control::listen_for(uint32_t events) {
+    control_epoll(epoll_.get(), EPOLL_CTL_MOD, unix_listener_.get(), events, unix_listener_key);
+    if (tcp_listener_) control_epoll(epoll_.get(), EPOLL_CTL_MOD, tcp_listener_.get(), events, tcp_listener_key);
 }
 
 void Control::serve(Connection& connection, uint32_t events) {
@@ -227,8 +212,7 @@ bool Control::receive(Connection& connection) {
         const int64_t received = receive_some(connection.socket.get(), connection.reader.space(), descriptors);
         if (received == -EAGAIN) return true;
         if (received == -EMSGSIZE || connection.received.size() > max_descriptors_per_message) {
-            throw Error(Code::invalid, "more descriptors than " + std::to_string(max_descriptors_per_message) +
-                                           ", or than this process may open");
+            throw_invalid("more descriptors than ", max_descriptors_per_message, ", or than this process may open");
         }
         if (received <= 0) {
             end_of_stream(connection, static_cast<int>(-received));
@@ -252,7 +236,7 @@ void Control::end_of_stream(Connection& connection, int error) {
 void Control::take_frame(Connection& connection) {
     const Frame frame = connection.reader.take();
     if (connection.opening == nullptr) {
-        if (!connection.received.empty()) throw Error(Code::invalid, "descriptors that nobody asked for");
+        if (!connection.received.empty()) throw_invalid("descriptors that nobody asked for");
         if (frame.type == FrameType::goodbye) connection.end(Fate::lost, "closed its endpoint");
         return;
     }
@@ -344,7 +328,7 @@ void Control::flush(Connection& connection) {
     connection.waits_for_room = !connection.output.empty();
     if (connection.waits_for_room == waited) return;
     const uint32_t events = EPOLLIN | EPOLLRDHUP | (connection.waits_for_room ? uint32_t{EPOLLOUT} : 0u);
-    set_interest(epoll_.get(), connection.socket.get(), events, connection.id);
+    control_epoll(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), events, connection.id);
 }
 
 void Control::say_goodbye(Connection& connection) {

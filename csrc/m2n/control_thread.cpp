@@ -37,7 +37,7 @@ std::string random_unix_name() {
 
 void check_positive(const char* what, int64_t value) {
     if (value > 0) return;
-    throw Error(Code::invalid, std::string(what) + " is " + std::to_string(value) + ": it must be positive");
+    throw_invalid(what, " is ", value, ": it must be positive");
 }
 
 void check(const ControlOptions& options) {
@@ -46,9 +46,8 @@ void check(const ControlOptions& options) {
     check_positive("handshake_ns", options.handshake_ns);
     check_positive("max_connections", options.max_connections);
     if (options.dead_after_ns <= options.heartbeat_ns) {
-        throw Error(Code::invalid, "dead_after_ns is " + std::to_string(options.dead_after_ns) +
-                                       ": it must be longer than heartbeat_ns, which is " +
-                                       std::to_string(options.heartbeat_ns));
+        throw_invalid("dead_after_ns is ", options.dead_after_ns, ": it must be longer than heartbeat_ns, which is ",
+                      options.heartbeat_ns);
     }
 }
 
@@ -61,8 +60,7 @@ void set_keep_alive(int socket, int option_level, int option, int value) {
 Control::Control(ControlOptions options, ControlHandler& handler)
     : options_(std::move(options)), handler_(handler), next_id_(first_connection_key) {
     check(options_);
-    epoll_ = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
-    if (!epoll_) throw_errno("epoll_create1");
+    epoll_ = make_epoll();
     bell_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!bell_) throw_errno("eventfd");
     timer_ = FileDescriptor(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
@@ -83,11 +81,9 @@ Control::~Control() {
 }
 
 void Control::listen() {
-    if (options_.unix_socket) {
-        address_.unix_name = random_unix_name();
-        unix_listener_ = listen_abstract(address_.unix_name);
-        watch(unix_listener_.get(), unix_listener_key);
-    }
+    address_.unix_name = random_unix_name();
+    unix_listener_ = listen_abstract(address_.unix_name);
+    watch(unix_listener_.get(), unix_listener_key);
     if (options_.host.empty()) return;
     tcp_listener_ = listen_tcp(options_.host, options_.port);
     address_.host = bound_host(tcp_listener_.get());
@@ -111,16 +107,13 @@ void Control::start() {
         thread_ = std::thread(&Control::run, this);
     } catch (const std::system_error& error) {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw Error(Code::system, std::string("cannot start the control thread: ") + error.what());
+        throw Error(Code::system, concat("cannot start the control thread: ", error.what()));
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Control::watch(int fd, uint64_t key) const {
-    epoll_event event{};
-    event.events = key < first_connection_key ? EPOLLIN : EPOLLIN | EPOLLRDHUP;
-    event.data.u64 = key;
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) throw_errno("epoll_ctl");
+    control_epoll(epoll_.get(), EPOLL_CTL_ADD, fd, key < first_connection_key ? EPOLLIN : EPOLLIN | EPOLLRDHUP, key);
 }
 
 void Control::ring() const {
@@ -258,7 +251,10 @@ void Control::on_timer() {
     [[maybe_unused]] const ssize_t got = read(timer_.get(), &expirations, sizeof(expirations));
     armed_ns_ = 0;  // it fires once; the next arm_timer must set it, whatever the time
     const int64_t now = monotonic_ns();
-    if (resume_accepting_ns_ != 0 && now >= resume_accepting_ns_) resume_accepting();
+    if (resume_accepting_ns_ != 0 && now >= resume_accepting_ns_) {
+        listen_for(EPOLLIN);
+        resume_accepting_ns_ = 0;
+    }
     expire_openings(now);
     if (num_tcp_peers_ > 0 && now >= next_heartbeat_ns_) send_heartbeats();
 }

@@ -122,8 +122,7 @@ class Control {
     void accept_from(int listener, bool unix_socket);
     void admit(FileDescriptor socket, bool unix_socket);
     bool drop_oldest_opening();
-    void pause_accepting();
-    void resume_accepting();
+    void listen_for(uint32_t events);  // 0: no connection is accepted
 
     void serve(Connection& connection, uint32_t events);
     bool receive(Connection& connection);  // false: there may be more

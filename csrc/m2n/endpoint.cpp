@@ -20,7 +20,7 @@ std::shared_ptr<Transport> make_transport(const std::string& kind, const Transpo
     if (kind == "shm") return make_shared_memory(options);
     if (kind == "tcp") return make_tcp(options);
     if (kind == "libfabric") return make_libfabric(options);
-    throw Error(Code::invalid, "transport is " + kind + ": it must be shm, tcp, libfabric or loopback");
+    throw_invalid("transport is ", kind, ": it must be shm, tcp, libfabric or loopback");
 }
 
 namespace {
@@ -38,17 +38,11 @@ ControlOptions control_options(const EndpointOptions& options, bool same_host_on
     return control;
 }
 
-void check_range(const std::string& what, uint64_t value, uint64_t limit) {
-    if (value >= 1 && value <= limit) return;
-    throw Error(Code::invalid, what + " is " + std::to_string(value) + ": it must be 1 to " + std::to_string(limit));
-}
-
 }  // namespace
 
 Endpoint::Endpoint(EndpointOptions options)
     : options_(std::move(options)),
-      policy_(choose_waiting(options_.waiting, options_.local_processes,
-                             options_.cores.count > 0 ? options_.cores : usable_cores(), options_.spin_ns)),
+      policy_(choose_waiting(options_.waiting, options_.local_processes, options_.cores, options_.spin_ns)),
       interrupted_(std::make_shared<std::atomic<bool>>(false)) {
     policy_.between_sleeps = options_.between_sleeps;
     options_.transport_options.host = options_.host;
@@ -89,17 +83,16 @@ void Endpoint::close() {
 
 std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, uint64_t slot_bytes,
                                             std::vector<std::string> names, std::shared_ptr<StreamDevice> device) {
-    if (control_ == nullptr) throw Error(Code::invalid, options_.name + " is closed: it cannot receive");
-    check_range("sources", sources, max_sources);
-    check_range("slots", slots, max_slots);
-    check_range("slot bytes", slot_bytes, max_slot_bytes);
+    if (control_ == nullptr) throw_invalid(options_.name, " is closed: it cannot receive");
+    check_range("sources", sources, 1, max_sources);
+    check_range("slots", slots, 1, max_slots);
+    check_range("slot bytes", slot_bytes, 1, max_slot_bytes);
     if (!names.empty() && names.size() != sources) {
-        throw Error(Code::invalid, std::to_string(names.size()) + " names for " + std::to_string(sources) +
-                                       " sources: give one for each, or none");
+        throw_invalid(names.size(), " names for ", sources, " sources: give one for each, or none");
     }
     if (device) {
         if (const std::string reason = why_staged(device); !reason.empty()) {
-            throw Error(Code::invalid, "messages for the memory of " + std::string(device->name()) + ": " + reason);
+            throw_invalid("messages for the memory of ", device->name(), ": ", reason);
         }
     }
     InboxSpec spec{random_value<uint64_t>(), sources, slots, slot_bytes, std::move(names), std::move(device)};
@@ -112,7 +105,7 @@ std::shared_ptr<Inbox> Endpoint::make_inbox(uint32_t sources, uint32_t slots, ui
 }
 
 Ticket Endpoint::ticket(const Inbox& inbox) const {
-    if (control_ == nullptr) throw Error(Code::invalid, options_.name + " is closed: it has no tickets to give");
+    if (control_ == nullptr) throw_invalid(options_.name, " is closed: it has no tickets to give");
     const InboxSpec& spec = inbox.spec();
     Ticket ticket;
     ticket.transport = options_.transport;
@@ -127,21 +120,21 @@ Ticket Endpoint::ticket(const Inbox& inbox) const {
 }
 
 std::shared_ptr<Outbox> Endpoint::connect(const Ticket& ticket, SourceId source, Deadline deadline) {
-    if (control_ == nullptr) throw Error(Code::invalid, options_.name + " is closed: it cannot connect");
+    if (control_ == nullptr) throw_invalid(options_.name, " is closed: it cannot connect");
     if (ticket.transport != options_.transport) {
-        throw Error(Code::invalid, options_.name + " speaks " + options_.transport + ", " + ticket.name + " speaks " +
-                                       ticket.transport + ": give both the same transport");
+        throw_invalid(options_.name, " speaks ", options_.transport, ", ", ticket.name, " speaks ", ticket.transport,
+                      ": give both the same transport");
     }
     const bool local = ticket.host_id == host_identity();
     if (transport_->same_host_only() && !local) {
-        throw Error(Code::invalid, ticket.name + " is on another machine, which " + options_.transport +
-                                       " does not reach: use tcp or libfabric");
+        throw_invalid(ticket.name, " is on another machine, which ", options_.transport,
+                      " does not reach: use tcp or libfabric");
     }
     Hello hello{ticket.inbox, source, options_.name, transport_->introduce()};
     auto [connection, welcome] = control_->connect(ticket.address, ticket.name, local, hello, deadline);
     try {
-        check_range("slots of " + ticket.name, welcome.slots, max_slots);
-        check_range("slot bytes of " + ticket.name, welcome.slot_bytes, max_slot_bytes);
+        check_range("slots of " + ticket.name, welcome.slots, 1, max_slots);
+        check_range("slot bytes of " + ticket.name, welcome.slot_bytes, 1, max_slot_bytes);
         const PairSpec spec{source, welcome.slots, welcome.slot_bytes, welcome.incarnation, ticket.sources};
         std::shared_ptr<Link> link =
             transport_->open_link(spec, welcome.blob, ticket.address.host, ticket.address.port, deadline);
@@ -174,8 +167,8 @@ Welcome Endpoint::on_hello(ConnectionId connection, const Hello& hello) {
         if (found == inboxes_.end()) throw Error(Code::refused, "has no such inbox: the ticket is of an earlier run");
         inbox = found->second.inbox;
         if (hello.source >= inbox->spec().sources) {
-            throw Error(Code::refused, "source " + std::to_string(hello.source) + " asked for, the inbox has " +
-                                           std::to_string(inbox->spec().sources));
+            throw Error(Code::refused,
+                        concat("source ", hello.source, " asked for, the inbox has ", inbox->spec().sources));
         }
         spec = {hello.source, inbox->spec().slots, inbox->spec().slot_bytes, found->second.next_incarnation,
                 inbox->spec().sources, inbox->spec().device};

@@ -28,7 +28,7 @@ struct EndpointOptions {
     std::string secret;
     std::string waiting = "auto";
     uint32_t local_processes = 0;
-    Cores cores{.count = 0};  // that it may use; none: those of its affinity
+    Cores cores;  // that it may use
     int64_t spin_ns = 100'000;
     void (*between_sleeps)() = nullptr;  // see WaitPolicy
     int64_t heartbeat_ns = 200'000'000;

@@ -16,8 +16,6 @@ constexpr int max_rounds = 12;
 constexpr double settled = 1e-3;  // of the mean load
 constexpr double never = std::numeric_limits<double>::infinity();
 
-[[noreturn]] void refuse(const std::string& what) { throw Error(Code::invalid, what); }
-
 }  // namespace
 
 ExpertSplit::ExpertSplit(uint32_t num_workers, const std::vector<std::vector<int32_t>>& owners,
@@ -25,22 +23,21 @@ ExpertSplit::ExpertSplit(uint32_t num_workers, const std::vector<std::vector<int
     : num_workers_(num_workers), knee_(knee), speeds_(std::move(speeds)), loads_(num_workers) {
     if (speeds_.empty()) speeds_.assign(num_workers, 1.0);
     if (speeds_.size() != num_workers) {
-        refuse(std::to_string(speeds_.size()) + " speeds for " + std::to_string(num_workers) + " workers");
+        throw_invalid(speeds_.size(), " speeds for ", num_workers, " workers");
     }
     for (const double speed : speeds_) {
         if (speed > 0 && speed != never) continue;
-        refuse("a worker's speed is " + std::to_string(speed) + ": give more than 0");
+        throw_invalid("a worker's speed is ", speed, ": give more than 0");
     }
-    if (knee == 0) refuse("a knee of 0 rows: it must be at least 1");
+    if (knee == 0) throw_invalid("a knee of 0 rows: it must be at least 1");
     size_t most = 0;
     first_.push_back(0);
     for (const auto& workers : owners) {
         const auto expert = static_cast<uint32_t>(first_.size() - 1);
-        if (workers.empty()) refuse("expert " + std::to_string(expert) + " is placed on no worker");
+        if (workers.empty()) throw_invalid("expert ", expert, " is placed on no worker");
         for (const int32_t worker : workers) {
             if (worker < 0 || static_cast<uint32_t>(worker) >= num_workers) {
-                refuse("expert " + std::to_string(expert) + " is placed on worker " + std::to_string(worker) + " of " +
-                       std::to_string(num_workers));
+                throw_invalid("expert ", expert, " is placed on worker ", worker, " of ", num_workers);
             }
             owners_.push_back(worker);
         }
@@ -60,7 +57,7 @@ double ExpertSplit::cost(double rows) const { return rows > 0 ? std::max(rows, d
 
 std::span<const uint32_t> ExpertSplit::split(std::span<const uint32_t> counts) {
     if (counts.size() != num_experts()) {
-        refuse(std::to_string(counts.size()) + " counts for " + std::to_string(num_experts()) + " experts");
+        throw_invalid(counts.size(), " counts for ", num_experts(), " experts");
     }
     counts_ = counts;
     place_single();
@@ -89,7 +86,7 @@ std::span<const uint32_t> ExpertSplit::split(std::span<const uint32_t> counts) {
 
 std::vector<WantedCopy> ExpertSplit::wanted_copies(std::span<const uint32_t> counts, std::span<const bool> open) {
     if (open.size() != num_workers_) {
-        refuse(std::to_string(open.size()) + " flags for " + std::to_string(num_workers_) + " workers");
+        throw_invalid(open.size(), " flags for ", num_workers_, " workers");
     }
     split(counts);
     parts_of_.resize(num_workers_);

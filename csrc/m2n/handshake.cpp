@@ -18,24 +18,22 @@ constexpr size_t proof_bytes = std::tuple_size_v<Digest>;
 
 void check_descriptors(const Blob& blob, bool allowed) {
     if (!blob.descriptors.empty() && !allowed) {
-        throw Error(Code::invalid, "descriptors can be handed over on a Unix socket only: peers of one machine and one "
-                                   "network namespace");
+        throw_invalid(
+            "descriptors can be handed over on a Unix socket only: peers of one machine and one network namespace");
     }
     if (blob.descriptors.size() > max_descriptors_per_message) {
-        throw Error(Code::invalid, std::to_string(blob.descriptors.size()) + " descriptors: the limit is " +
-                                       std::to_string(max_descriptors_per_message));
+        throw_invalid(blob.descriptors.size(), " descriptors: the limit is ", max_descriptors_per_message);
     }
 }
 
 // Fewer than announced arrive where a process may open no more files.
 std::vector<FileDescriptor> take_announced(std::vector<FileDescriptor>& descriptors, size_t announced, bool allowed) {
     if (announced > 0 && !allowed) {
-        throw Error(Code::invalid, "descriptors announced on a connection that cannot carry them");
+        throw_invalid("descriptors announced on a connection that cannot carry them");
     }
     if (descriptors.size() != announced) {
-        throw Error(Code::invalid, std::to_string(announced) + " descriptors announced, " +
-                                       std::to_string(descriptors.size()) +
-                                       " arrived; is the limit of open files reached?");
+        throw_invalid(announced, " descriptors announced, ", descriptors.size(),
+                      " arrived; is the limit of open files reached?");
     }
     return std::exchange(descriptors, {});
 }
@@ -58,7 +56,7 @@ FrameTypes ServerOpening::allowed() const {
 }
 
 ServerOpening::Next ServerOpening::take(const Frame& frame, std::vector<FileDescriptor>& descriptors) {
-    if (!allowed().contains(frame.type)) throw Error(Code::invalid, "a frame that is not allowed at this point");
+    if (!allowed().contains(frame.type)) throw_invalid("a frame that is not allowed at this point");
     if (frame.type == FrameType::proof) {
         check_proof(frame, descriptors);
         state_ = State::proven;
@@ -66,7 +64,7 @@ ServerOpening::Next ServerOpening::take(const Frame& frame, std::vector<FileDesc
     }
     take_announced(descriptors, 0, descriptors_allowed_);
     if (frame.type == FrameType::attach) {
-        if (frame.body.empty()) throw Error(Code::invalid, "an attach frame without a token");
+        if (frame.body.empty()) throw_invalid("an attach frame without a token");
         token_ = frame.body;
         state_ = State::proven;
         return Next::attach;
@@ -191,7 +189,7 @@ class Conversation {
         if (error == ETIMEDOUT) {
             throw Error(Code::timeout, peer_name_ + " does not answer: " + words, {peer_name_});
         }
-        throw Error(Code::system, std::string(call) + " to " + peer_name_ + ": " + words, {peer_name_}, words);
+        throw Error(Code::system, concat(call, " to ", peer_name_, ": ", words), {peer_name_}, words);
     }
 
     int socket_;

@@ -72,11 +72,15 @@ void Inbox::take_arrivals() {
     std::string reason;
     for (SourceId source = 0; source < sources_.size(); ++source) {
         if (sources_[source].counters.state != SourceState::live) continue;
-        sink_.clear();
-        const bool sound = sources_[source].landing->poll(sink_, reason);
-        for (const Immediate immediate : sink_) arrive(source, immediate);
-        if (!sound) lose(source, reason);  // the sender's end breaks with ours
+        if (!poll(source, reason)) lose(source, reason);  // the sender's end breaks with ours
     }
+}
+
+bool Inbox::poll(SourceId source, std::string& reason) {
+    sink_.clear();
+    const bool sound = sources_[source].landing->poll(sink_, reason);
+    for (const Immediate immediate : sink_) arrive(source, immediate);
+    return sound;
 }
 
 bool Inbox::take_membership() {
@@ -89,20 +93,14 @@ bool Inbox::take_membership() {
         for (SourceId source = 0; source < sources_.size(); ++source) {
             Source& gone = sources_[source];
             if (gone.connection != event.connection || gone.counters.state != SourceState::live) continue;
-            take_last_arrivals(source);
+            // What a source wrote completely before it died still counts, also if the news of its death overtook it.
+            transport_->progress();
+            std::string unused;
+            poll(source, unused);
             lose(source, event.name);
         }
     }
     return !events.empty();
-}
-
-// What a source wrote completely before it died still counts, also if the news of its death overtook it.
-void Inbox::take_last_arrivals(SourceId source) {
-    transport_->progress();
-    sink_.clear();
-    std::string unused;
-    sources_[source].landing->poll(sink_, unused);
-    for (const Immediate immediate : sink_) arrive(source, immediate);
 }
 
 void Inbox::join(MembershipEvent& event) {
@@ -285,16 +283,18 @@ std::string Inbox::name_of(SourceId source) const {
     return "source " + std::to_string(source) + " (never connected)";
 }
 
+template <class Body>
+void Inbox::for_each_of(const Expected& expected, Body&& body) const {
+    for (const SourceId source : expected.sources) body(source);
+    if (!expected.sources.empty()) return;
+    for (SourceId source = 0; source < sources_.size(); ++source) body(source);
+}
+
 std::vector<std::string> Inbox::names_of_missing(const StepEntry* entry, const Expected& expected) const {
     std::vector<std::string> names;
-    const auto add = [&](SourceId source) {
+    for_each_of(expected, [&](SourceId source) {
         if (!here(entry, source)) names.push_back(name_of(source));
-    };
-    if (expected.sources.empty()) {
-        for (SourceId source = 0; source < sources_.size(); ++source) add(source);
-    } else {
-        for (const SourceId source : expected.sources) add(source);
-    }
+    });
     return names;
 }
 
@@ -303,7 +303,7 @@ void Inbox::time_out(const std::string& what, const std::vector<std::string>& na
 }
 
 void Inbox::throw_if_over() {
-    if (membership_.closed()) throw Error(Code::invalid, name_ + " is closed: nothing can arrive any more");
+    if (membership_.closed()) throw_invalid(name_, " is closed: nothing can arrive any more");
     if (interrupted_->exchange(false)) throw Error(Code::interrupted, name_ + ": the wait was interrupted");
 }
 
@@ -311,7 +311,7 @@ EndId Inbox::look_for_needed(const StepEntry* entry, const Expected& expected, u
     uint32_t can_come = 0;
     const Source* lost = nullptr;
     EndId live = any_end;
-    const auto weigh = [&](SourceId index) {
+    for_each_of(expected, [&](SourceId index) {
         if (here(entry, index)) return;
         if (sources_[index].counters.state == SourceState::lost) {
             lost = &sources_[index];
@@ -319,16 +319,10 @@ EndId Inbox::look_for_needed(const StepEntry* entry, const Expected& expected, u
             ++can_come;
             if (sources_[index].counters.state == SourceState::live) live = sources_[index].landing->id();
         }
-    };
-    if (expected.sources.empty()) {
-        for (SourceId source = 0; source < sources_.size(); ++source) weigh(source);
-    } else {
-        for (const SourceId source : expected.sources) weigh(source);
-    }
+    });
     if (can_come == missing) return live;
     if (lost == nullptr || can_come > missing) return any_end;
-    const SourceCounters& who = lost->counters;
-    throw Error(Code::peer_lost, "lost " + who.name + ": " + who.reason, {who.name}, who.reason);
+    throw_lost(lost->counters.name, lost->counters.reason);
 }
 
 void Inbox::wait(Step step, const Expected& expected, Deadline deadline) {
@@ -371,8 +365,7 @@ void Inbox::report_losses_before(uint64_t announcement) {
     for (Source& source : sources_) {
         if (source.loss_reported || source.lost_after >= announcement) continue;
         source.loss_reported = true;
-        const SourceCounters& who = source.counters;
-        throw Error(Code::peer_lost, "lost " + who.name + ": " + who.reason, {who.name}, who.reason);
+        throw_lost(source.counters.name, source.counters.reason);
     }
 }
 
@@ -410,16 +403,10 @@ void Inbox::wait_connected(const Expected& expected, Deadline deadline) {
     const bool came = wait_for(*transport_, Event::arrival, patience, deadline, [&]() -> Lacking {
         const std::vector<SourceId> live = connected();
         absent.clear();
-        const auto add = [&](SourceId source) {
+        for_each_of(expected, [&](SourceId source) {
             if (std::ranges::find(live, source) == live.end()) absent.push_back(name_of(source));
-        };
-        if (expected.sources.empty()) {
-            for (SourceId source = 0; source < sources_.size(); ++source) add(source);
-            if (live.size() >= expected.count) return {};
-        } else {
-            for (const SourceId source : expected.sources) add(source);
-            if (absent.empty()) return {};
-        }
+        });
+        if (expected.sources.empty() ? live.size() >= expected.count : absent.empty()) return {};
         throw_if_over();
         return {1};
     });

@@ -179,7 +179,7 @@ class Inbox {
     uint32_t place_of(Immediate immediate) const { return immediate.source * spec_.slots + immediate.slot; }
     void look();  // takes in everything that happened since the last look
     void take_arrivals();
-    void take_last_arrivals(SourceId source);
+    bool poll(SourceId source, std::string& reason);  // false: broken, and why
     bool take_membership();  // true: there was some news
     void join(MembershipEvent& event);
     void lose(SourceId source, const std::string& reason);
@@ -197,6 +197,9 @@ class Inbox {
     // few can.
     EndId look_for_needed(const StepEntry* entry, const Expected& expected, uint32_t missing);
     void throw_if_over();
+    // The sources that are expected: all, where only their number is.
+    template <class Body>
+    void for_each_of(const Expected& expected, Body&& body) const;
     std::vector<std::string> names_of_missing(const StepEntry* entry, const Expected& expected) const;
 
     std::string name_;

@@ -97,8 +97,8 @@ bool is_wildcard(const std::vector<std::byte>& address, uint32_t format) {
 LibfabricDomain::LibfabricDomain(const TransportOptions& options)
     : library_(open_libfabric(options.library)), info_(choose_provider(library_, options)) {
     if (!options.congestion.empty()) {
-        throw Error(Code::invalid, "libfabric: congestion control \"" + options.congestion +
-                                       "\" cannot be set, its providers have no such option: use the transport tcp");
+        throw_invalid("libfabric: congestion control \"", options.congestion,
+                      "\" cannot be set, its providers have no such option: use the transport tcp");
     }
     fid_fabric* fabric = nullptr;
     check(library_.fabric(info_->fabric_attr, &fabric, nullptr), "fi_fabric");
@@ -119,15 +119,14 @@ LibfabricDomain::LibfabricDomain(const TransportOptions& options)
     own_peer_.data_address = name_of(endpoint(Lane::data));
     own_peer_.credit_address = name_of(endpoint(Lane::credit));
     if (is_wildcard(own_peer_.data_address, info_->addr_format)) {
-        throw Error(Code::invalid, "libfabric: host is '" + options.host +
-                                       "', which no peer can reach: name an address of this machine");
+        throw_invalid("libfabric: host is '", options.host,
+                      "', which no peer can reach: name an address of this machine");
     }
 }
 
 void LibfabricDomain::check(int64_t result, const char* call) const {
     if (result >= 0) return;
-    throw Error(Code::system, std::string("libfabric ") + call + " (provider " + provider() +
-                                  "): " + library_.words_for(result));
+    throw Error(Code::system, concat("libfabric ", call, " (provider ", provider(), "): ", library_.words_for(result)));
 }
 
 void LibfabricDomain::open_queue() {
@@ -196,9 +195,9 @@ MemoryRegion LibfabricDomain::register_memory(void* memory, uint64_t num_bytes, 
         if (result != -FI_ENOKEY) break;
     }
     if (result != 0) {
-        throw Error(Code::system, "libfabric fi_mr_regattr (provider " + provider() + ") of " +
-                                      std::to_string(num_bytes) + " bytes: " + library_.words_for(result) +
-                                      "; where the card pins memory, raise the limit (ulimit -l)");
+        throw Error(Code::system, concat("libfabric fi_mr_regattr (provider ", provider(), ") of ", num_bytes,
+                                         " bytes: ", library_.words_for(result),
+                                         "; where the card pins memory, raise the limit (ulimit -l)"));
     }
     MemoryRegion registered;
     registered.registration.reset(region);
@@ -221,10 +220,9 @@ fi_addr_t LibfabricDomain::acquire_address(Bytes address, const std::string& of_
     const bool whole = is_text ? !address.empty() && address.back() == std::byte{0}
                                : address.size() == own_peer_.data_address.size();
     if (!whole) {
-        throw Error(Code::refused, "libfabric: the peer's address of " + std::to_string(address.size()) +
-                                       " bytes is none of provider " + provider() + ", whose have " +
-                                       std::to_string(own_peer_.data_address.size()) +
-                                       ": use IPv4 or IPv6 on both sides");
+        throw Error(Code::refused, concat("libfabric: the peer's address of ", address.size(),
+                                          " bytes is none of provider ", provider(), ", whose have ",
+                                          own_peer_.data_address.size(), ": use IPv4 or IPv6 on both sides"));
     }
     KnownAddress& known = known_[{address.begin(), address.end()}];
     if (known.users == 0) {
@@ -267,8 +265,7 @@ void put_counted(ByteWriter& writer, Bytes bytes) {
 std::vector<std::byte> take_counted(ByteReader& reader, const char* what, size_t limit) {
     const size_t size = reader.u16();
     if (size == 0 || size > limit) {
-        throw Error(Code::invalid, std::string("libfabric: the peer's ") + what + " has " + std::to_string(size) +
-                                       " bytes: it must have 1 to " + std::to_string(limit));
+        throw_invalid("libfabric: the peer's ", what, " has ", size, " bytes: it must have 1 to ", limit);
     }
     const Bytes bytes = reader.raw(size);
     return {bytes.begin(), bytes.end()};
@@ -295,14 +292,13 @@ LibfabricPeer take_peer(ByteReader& reader) {
 
 void expect_magic(ByteReader& reader, uint32_t magic, const char* what) {
     if (reader.u32() == magic) return;
-    throw Error(Code::invalid, std::string("libfabric: what the peer sent is not ") + what +
-                                   " of this version: run the same version of Antiphon on both sides");
+    throw_invalid("libfabric: what the peer sent is not ", what,
+                  " of this version: run the same version of Antiphon on both sides");
 }
 
 void check_tag(PairTag tag) {
     if (tag < num_tags) return;
-    throw Error(Code::invalid, "libfabric: the peer's tag is " + std::to_string(tag) + ": it must be below " +
-                                   std::to_string(num_tags));
+    throw_invalid("libfabric: the peer's tag is ", tag, ": it must be below ", num_tags);
 }
 
 }  // namespace

@@ -89,8 +89,8 @@ PairTag LibfabricFabric::next_free_tag() {
             return static_cast<PairTag>(tag);
         }
     }
-    throw Error(Code::invalid, "libfabric: all " + std::to_string(num_tags) +
-                                   " pairs of this endpoint are in use: close some, or use another endpoint");
+    throw_invalid("libfabric: all ", num_tags,
+                  " pairs of this endpoint are in use: close some, or use another endpoint");
 }
 
 LibfabricIntroduction LibfabricFabric::make_introduction() {
@@ -107,17 +107,15 @@ LibfabricIntroduction LibfabricFabric::make_introduction() {
 
 std::unique_ptr<LibfabricPair> LibfabricFabric::make_pair(PairRole role, const PairSpec& spec, PairTag tag) {
     if (spec.slots == 0 || spec.slots > max_slots || spec.slot_bytes > max_slot_bytes) {
-        throw Error(Code::invalid, "libfabric: a pair of " + std::to_string(spec.slots) + " slots of " +
-                                       std::to_string(spec.slot_bytes) + " bytes: 1 to " + std::to_string(max_slots) +
-                                       " slots of up to " + std::to_string(max_slot_bytes) + " bytes");
+        throw_invalid("libfabric: a pair of ", spec.slots, " slots of ", spec.slot_bytes, " bytes: 1 to ", max_slots,
+                      " slots of up to ", max_slot_bytes, " bytes");
     }
     reap();
     if (reserved_entries_ + entries_per_slot * spec.slots > LibfabricDomain::queue_entries) {
-        throw Error(Code::invalid, "libfabric: the pairs of this endpoint have " +
-                                       std::to_string(reserved_entries_ / entries_per_slot) + " slots, " +
-                                       std::to_string(spec.slots) + " more are too many: the completion queue allows " +
-                                       std::to_string(LibfabricDomain::queue_entries / entries_per_slot) +
-                                       " in all; use fewer slots for each source, or several endpoints");
+        throw_invalid("libfabric: the pairs of this endpoint have ", reserved_entries_ / entries_per_slot, " slots, ",
+                      spec.slots, " more are too many: the completion queue allows ",
+                      LibfabricDomain::queue_entries / entries_per_slot,
+                      " in all; use fewer slots for each source, or several endpoints");
     }
     return std::make_unique<LibfabricPair>(domain_, role, spec, tag, mailbox_region_, mailbox_);
 }
@@ -160,14 +158,7 @@ LibfabricPair& LibfabricFabric::make_receiver(const PairSpec& spec, const Libfab
     const Visit visit(*this);
     const PairTag tag = next_free_tag();
     std::unique_ptr<LibfabricPair> pair = make_pair(PairRole::receiver, spec, tag);
-    const LibfabricPeer& peer = introduction.peer;
-    PairTarget target;
-    target.address = domain_.acquire_address(peer.credit_address, peer.provider, peer.protocol);
-    target.base = introduction.credit_base;
-    target.key = introduction.credit_key;
-    target.tag = introduction.tag;
-    pair->set_target(target, FI_ADDR_UNSPEC);
-    pair->set_target(target, domain_.acquire_address(peer.data_address, peer.provider, peer.protocol));
+    pair->connect(introduction.peer, introduction.credit_base, introduction.credit_key, introduction.tag);
     welcome.peer = domain_.own_peer();
     welcome.tag = tag;
     welcome.introduced_tag = introduction.tag;
@@ -185,21 +176,13 @@ LibfabricPair& LibfabricFabric::make_sender(const PairSpec& spec, const Libfabri
         throw Error(Code::refused, "libfabric: the welcome answers no introduction of this endpoint: connect again");
     }
     if (welcome.slots_bytes != spec.slots * slot_stride(spec.slot_bytes)) {
-        throw Error(Code::refused, "libfabric: the receiver has " + std::to_string(welcome.slots_bytes) +
-                                       " bytes of slots, " + std::to_string(spec.slots) + " slots of " +
-                                       std::to_string(spec.slot_bytes) + " bytes take " +
-                                       std::to_string(spec.slots * slot_stride(spec.slot_bytes)) +
-                                       ": run the same version of Antiphon on both sides");
+        throw Error(Code::refused,
+                    concat("libfabric: the receiver has ", welcome.slots_bytes, " bytes of slots, ", spec.slots,
+                           " slots of ", spec.slot_bytes, " bytes take ", spec.slots * slot_stride(spec.slot_bytes),
+                           ": run the same version of Antiphon on both sides"));
     }
     std::unique_ptr<LibfabricPair> pair = make_pair(PairRole::sender, spec, tag);
-    const LibfabricPeer& peer = welcome.peer;
-    PairTarget target;
-    target.address = domain_.acquire_address(peer.data_address, peer.provider, peer.protocol);
-    target.base = welcome.slots_base;
-    target.key = welcome.slots_key;
-    target.tag = welcome.tag;
-    pair->set_target(target, FI_ADDR_UNSPEC);
-    pair->set_target(target, domain_.acquire_address(peer.credit_address, peer.provider, peer.protocol));
+    pair->connect(welcome.peer, welcome.slots_base, welcome.slots_key, welcome.tag);
     return adopt(tag, std::move(pair));
 }
 
@@ -207,21 +190,22 @@ void LibfabricFabric::close(LibfabricPair& pair) {
     const Visit visit(*this);
     Entry& entry = tags_[pair.tag()];
     entry.open = false;
+    entry.closed_at_ns = monotonic_ns();
     if (!std::exchange(entry.heard, true)) --unheard_;
     if (std::exchange(entry.stalled, false)) std::erase(stalled_, &pair);
     if (pair.role() == PairRole::receiver) pair.hollow();
-    closed_.push_back({pair.tag(), monotonic_ns()});
+    closed_.push_back(pair.tag());
     reap();
 }
 
 void LibfabricFabric::reap() {
     const int64_t now_ns = monotonic_ns();
     next_reap_ns_ = now_ns + reap_every_ns;
-    std::erase_if(closed_, [&](const Closed& closed) {
-        Entry& entry = tags_[closed.tag];
+    std::erase_if(closed_, [&](PairTag tag) {
+        Entry& entry = tags_[tag];
         LibfabricPair& pair = *entry.pair;
         const bool receiver = pair.role() == PairRole::receiver;
-        if (pair.in_flight() > 0 || (receiver && now_ns - closed.since_ns < grace_ns)) return false;
+        if (pair.in_flight() > 0 || (receiver && now_ns - entry.closed_at_ns < grace_ns)) return false;
         reserved_entries_ -= entries_per_slot * pair.spec().slots;
         receives_wanted_[static_cast<size_t>(receiver ? Lane::data : Lane::credit)] -= pair.spec().slots;
         if (receiver) {

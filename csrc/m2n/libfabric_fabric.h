@@ -67,10 +67,7 @@ class LibfabricFabric final : public Transport, public std::enable_shared_from_t
         bool heard = false;       // something came in, so the connection stands
         uint64_t nonce = 0;       // of an introduction that has not been answered yet
         uint64_t polled_at = 0;   // `looks_` when it was last polled
-    };
-    struct Closed {
-        PairTag tag;
-        int64_t since_ns;
+        int64_t closed_at_ns = 0;
     };
     struct Receive {  // a posted receive, which some providers consume for each completion
         fi_context2 context{};
@@ -112,7 +109,7 @@ class LibfabricFabric final : public Transport, public std::enable_shared_from_t
     std::vector<Entry> tags_;
     uint32_t last_tag_;
     std::vector<LibfabricPair*> stalled_;
-    std::vector<Closed> closed_;
+    std::vector<PairTag> closed_;
     std::deque<HugeBuffer> hollow_;  // memory of closed landings: addresses without pages
     uint32_t reserved_entries_ = 0;
     uint64_t looks_ = 1;

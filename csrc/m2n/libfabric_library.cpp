@@ -119,10 +119,9 @@ LibfabricLibrary open_libfabric(const std::string& path) {
         if (reason.empty()) return library;
         reasons += (reasons.empty() ? "" : "; ") + reason;
     }
-    throw Error(Code::invalid, "library libfabric.so.1 not found (" + reasons +
-                                   "): install libfabric (libfabric1), name it with "
-                                   "ANTIPHON_LIBFABRIC=/path/to/libfabric.so.1, or fetch a copy into a checkout with "
-                                   "bash scripts/fetch_libfabric.sh .venv/libfabric");
+    throw_invalid("library libfabric.so.1 not found (", reasons,
+                  "): install libfabric (libfabric1), name it with ANTIPHON_LIBFABRIC=/path/to/libfabric.so.1, or "
+                  "fetch a copy into a checkout with bash scripts/fetch_libfabric.sh .venv/libfabric");
 }
 
 #if defined(ANTIPHON_HAVE_LIBFABRIC)
@@ -246,12 +245,12 @@ FabricInfo query_providers(const LibfabricLibrary& library, const ProviderWish& 
 
 FabricInfo choose_provider(const LibfabricLibrary& library, const TransportOptions& options) {
     if (core_provider(options.provider) == "sockets") {
-        throw Error(Code::invalid, "libfabric provider is sockets: its writes with completion data hang, use tcp");
+        throw_invalid("libfabric provider is sockets: its writes with completion data hang, use tcp");
     }
     if (core_provider(options.provider) == "shm" && library.version < FI_VERSION(2, 0)) {
-        throw Error(Code::invalid, "libfabric provider is shm, of version " + library.version_text() +
-                                       ": before 2.0 a peer that is killed leaves a lock behind and hangs all others; "
-                                       "use the transport shm, or a newer libfabric");
+        throw_invalid("libfabric provider is shm, of version ", library.version_text(),
+                      ": before 2.0 a peer that is killed leaves a lock behind and hangs all others; use the transport "
+                      "shm, or a newer libfabric");
     }
     std::vector<std::string> names;
     if (options.provider.empty()) {
@@ -264,9 +263,9 @@ FabricInfo choose_provider(const LibfabricLibrary& library, const TransportOptio
         if (info) return info;
     }
     const std::string wanted = options.provider.empty() ? "efa, verbs or tcp" : options.provider;
-    throw Error(Code::invalid, "libfabric " + library.version_text() + " (" + library.path + ") has no provider " +
-                                   wanted + " that writes with completion data from host '" + options.host +
-                                   "'; providers that do: " + names_of(library));
+    throw_invalid("libfabric ", library.version_text(), " (", library.path, ") has no provider ", wanted,
+                  " that writes with completion data from host '", options.host,
+                  "'; providers that do: ", names_of(library));
 }
 
 #endif

@@ -38,10 +38,9 @@ LibfabricPair::LibfabricPair(LibfabricDomain& domain, PairRole role, const PairS
       news_(spec.slots) {
     const uint64_t largest = domain.info().ep_attr->max_msg_size;
     if (header_bytes + spec.slot_bytes > largest) {
-        throw Error(Code::invalid, "libfabric provider " + domain.provider() + " writes at most " +
-                                       std::to_string(largest) + " bytes at once, a slot of " +
-                                       std::to_string(spec.slot_bytes) + " with its header needs " +
-                                       std::to_string(header_bytes + spec.slot_bytes) + ": make the slots smaller");
+        throw_invalid("libfabric provider ", domain.provider(), " writes at most ", largest,
+                      " bytes at once, a slot of ", spec.slot_bytes, " with its header needs ",
+                      header_bytes + spec.slot_bytes, ": make the slots smaller");
     }
     for (PairWrite& write : writes_) write.pair = this;
     const uint64_t access = role == PairRole::sender ? FI_WRITE : FI_REMOTE_WRITE;
@@ -49,21 +48,28 @@ LibfabricPair::LibfabricPair(LibfabricDomain& domain, PairRole role, const PairS
 }
 
 LibfabricPair::~LibfabricPair() {
-    if (target_.address != FI_ADDR_UNSPEC) domain_.release_address(target_.address);
+    if (target_address_ != FI_ADDR_UNSPEC) domain_.release_address(target_address_);
     if (other_address_ != FI_ADDR_UNSPEC) domain_.release_address(other_address_);
 }
 
-void LibfabricPair::set_target(const PairTarget& target, fi_addr_t other_address) {
-    target_ = target;
-    other_address_ = other_address;
+void LibfabricPair::connect(const LibfabricPeer& peer, uint64_t base, uint64_t key, PairTag tag) {
+    const bool sends = role_ == PairRole::sender;
+    const auto acquire = [&](const std::vector<std::byte>& address) {
+        return domain_.acquire_address(address, peer.provider, peer.protocol);
+    };
+    target_base_ = base;
+    target_key_ = key;
+    target_tag_ = tag;
+    target_address_ = acquire(sends ? peer.data_address : peer.credit_address);
+    other_address_ = acquire(sends ? peer.credit_address : peer.data_address);
 }
 
 int64_t LibfabricPair::write_gathered(PairWrite& write, SlotId slot_id) {
     const iovec parts[2] = {{slot(slot_id), header_bytes},
                             {const_cast<std::byte*>(write.payload), write.num_bytes - header_bytes}};
     void* descriptors[2] = {region_.descriptor(), nullptr};
-    const fi_rma_iov place{target_.base + slot_id * stride_, write.num_bytes, target_.key};
-    const fi_msg_rma message{parts, descriptors, 2, target_.address, &place, 1, &write.context, write.word};
+    const fi_rma_iov place{target_base_ + slot_id * stride_, write.num_bytes, target_key_};
+    const fi_msg_rma message{parts, descriptors, 2, target_address_, &place, 1, &write.context, write.word};
     return fi_writemsg(domain_.endpoint(Lane::data), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION);
 }
 
@@ -72,15 +78,15 @@ int64_t LibfabricPair::hand_over(PairWrite& write) {
     if (write.payload != nullptr) return write_gathered(write, slot_id);
     if (role_ == PairRole::sender) {
         return fi_writedata(domain_.endpoint(Lane::data), slot(slot_id), write.num_bytes, region_.descriptor(),
-                            write.word, target_.address, target_.base + slot_id * stride_, target_.key,
+                            write.word, target_address_, target_base_ + slot_id * stride_, target_key_,
                             &write.context);
     }
     if (inject_credits_) {
         return fi_inject_writedata(domain_.endpoint(Lane::credit), credit_bytes_, credit_payload_bytes, write.word,
-                                   target_.address, target_.base, target_.key);
+                                   target_address_, target_base_, target_key_);
     }
     return fi_writedata(domain_.endpoint(Lane::credit), credit_bytes_, credit_payload_bytes, credit_descriptor_,
-                        write.word, target_.address, target_.base, target_.key, &write.context);
+                        write.word, target_address_, target_base_, target_key_, &write.context);
 }
 
 void LibfabricPair::keep(PairWrite& write) {
@@ -92,7 +98,7 @@ void LibfabricPair::keep(PairWrite& write) {
 void LibfabricPair::submit(SlotId slot, uint16_t sequence, uint64_t num_bytes, const std::byte* payload) {
     if (!broken_.empty() || slot >= writes_.size()) return;
     PairWrite& write = writes_[slot];
-    write.word = Immediate{target_.tag, slot, sequence}.pack();
+    write.word = Immediate{target_tag_, slot, sequence}.pack();
     write.num_bytes = num_bytes;
     write.payload = payload;
     keep(write);

@@ -35,14 +35,6 @@ struct PairWrite {
 
 enum class PairRole { sender, receiver };
 
-// Where this end writes to.
-struct PairTarget {
-    fi_addr_t address = FI_ADDR_UNSPEC;
-    uint64_t base = 0;
-    uint64_t key = 0;
-    PairTag tag = 0;
-};
-
 class LibfabricPair {
   public:
     static constexpr uint64_t least_gathered_bytes = 16 * 1024;  // below, a copy costs less than a second segment
@@ -66,8 +58,9 @@ class LibfabricPair {
     const std::string& broken() const { return broken_; }
     bool gathers(uint64_t payload_bytes) const { return gathers_ && payload_bytes >= least_gathered_bytes; }
 
-    // Takes over one use of both addresses (of the lane to write on, and of the other one, which EFA must know).
-    void set_target(const PairTarget& target, fi_addr_t other_address);
+    // Where this end writes to. Uses both of the peer's addresses: that of the lane to write on, and the other one,
+    // which EFA must know. Error: as LibfabricDomain::acquire_address.
+    void connect(const LibfabricPeer& peer, uint64_t base, uint64_t key, PairTag tag);
 
     // Starts the write of a slot's message (`num_bytes`, header included) or of its credit, or keeps it for `flush`.
     // With `payload` only the header lies in the slot; only where `gathers`.
@@ -107,8 +100,11 @@ class LibfabricPair {
     const void* credit_bytes_;
     bool inject_credits_;
     bool gathers_;
-    PairTarget target_;
+    fi_addr_t target_address_ = FI_ADDR_UNSPEC;
     fi_addr_t other_address_ = FI_ADDR_UNSPEC;
+    uint64_t target_base_ = 0;
+    uint64_t target_key_ = 0;
+    PairTag target_tag_ = 0;
     std::vector<PairWrite> writes_;  // by slot
     FixedQueue<SlotId> waiting_;     // slots of writes that the provider refused for now
     FixedQueue<Immediate> news_;     // what came in

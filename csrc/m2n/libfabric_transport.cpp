@@ -114,9 +114,9 @@ std::shared_ptr<Transport> make_libfabric(const TransportOptions& options) {
 namespace antiphon::m2n {
 
 std::shared_ptr<Transport> make_libfabric(const TransportOptions&) {
-    throw Error(Code::invalid,
-                "built without libfabric's headers: install them (libfabric-dev, libfabric-devel) and build again with "
-                "pip install . or make clean setup");
+    throw_invalid(
+        "built without libfabric's headers: install them (libfabric-dev, libfabric-devel) and build again with pip "
+        "install . or make clean setup");
 }
 
 }  // namespace antiphon::m2n

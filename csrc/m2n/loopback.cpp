@@ -55,23 +55,22 @@ class Exchange {
     std::map<Token, std::shared_ptr<T>> offered_;
 };
 
-Exchange<Bells>& introductions() {
-    static Exchange<Bells> exchange;
+template <class T>
+Exchange<T>& offered() {
+    static Exchange<T> exchange;
     return exchange;
 }
 
-Exchange<Shared>& pairs() {
-    static Exchange<Shared> exchange;
-    return exchange;
-}
-
-// Holds back and reorders what arrived, when it has a seed.
-class Shuffler {
+// An end that holds back and reorders what it polled, when it has a seed.
+template <class End>
+class Shuffled final : public End {
   public:
-    explicit Shuffler(uint64_t seed) : enabled_(seed != 0), random_(seed) {}
+    Shuffled(const std::shared_ptr<Shared>& shared, Bell& rung, uint64_t seed)
+        : End(shared->memory, rung, shared), enabled_(seed != 0), random_(seed) {}
 
-    void pass(ImmediateSink& sink) {
-        if (!enabled_) return;
+    bool poll(ImmediateSink& sink, std::string& reason) override {
+        End::poll(sink, reason);
+        if (!enabled_) return true;
         held_.insert(held_.end(), sink.begin(), sink.end());
         sink.clear();
         std::shuffle(held_.begin(), held_.end(), random_);
@@ -80,6 +79,7 @@ class Shuffler {
             sink.push_back(held_.back());
             held_.pop_back();
         }
+        return true;
     }
 
   private:
@@ -88,45 +88,28 @@ class Shuffler {
     ImmediateSink held_;
 };
 
-// An end that passes on what it polled as its shuffler likes.
-template <class End>
-class Shuffled final : public End {
-  public:
-    Shuffled(const std::shared_ptr<Shared>& shared, Bell& rung, uint64_t seed)
-        : End(shared->memory, rung, shared), shuffler_(seed) {}
-
-    bool poll(ImmediateSink& sink, std::string& reason) override {
-        End::poll(sink, reason);
-        shuffler_.pass(sink);
-        return true;
-    }
-
-  private:
-    Shuffler shuffler_;
-};
-
 class Loopback final : public MemoryTransport {
   public:
     explicit Loopback(uint64_t seed) : bells_(std::make_shared<Bells>()), seed_(seed) {}
 
     const char* name() const override { return "loopback"; }
 
-    Blob introduce() override { return {introductions().offer(bells_), {}}; }
+    Blob introduce() override { return {offered<Bells>().offer(bells_), {}}; }
 
     std::shared_ptr<Landing> open_landing(const PairSpec& spec, const Blob& introduction, Blob& welcome) override {
         auto shared = std::make_shared<Shared>();
         shared->buffer = HugeBuffer(PairMemory::bytes(spec));
         shared->memory = PairMemory(reinterpret_cast<std::byte*>(shared->buffer.data()), spec);
-        shared->sender = introductions().take(introduction.bytes);
+        shared->sender = offered<Bells>().take(introduction.bytes);
         shared->receiver = bells_;
-        welcome.bytes = pairs().offer(shared);
+        welcome.bytes = offered<Shared>().offer(shared);
         return std::make_shared<Shuffled<MemoryLanding>>(shared, shared->sender->of(Event::credit),
                                                          seed_ == 0 ? 0 : seed_ + spec.source);
     }
 
     std::shared_ptr<Link> open_link(const PairSpec& spec, Blob& welcome, const std::string&, uint16_t,
                                     Deadline) override {
-        const std::shared_ptr<Shared> shared = pairs().take(welcome.bytes);
+        const std::shared_ptr<Shared> shared = offered<Shared>().take(welcome.bytes);
         return std::make_shared<Shuffled<MemoryLink>>(shared, shared->receiver->of(Event::arrival),
                                                       seed_ == 0 ? 0 : seed_ + ~spec.source);
     }

@@ -54,9 +54,7 @@ void Outbox::look() {
 }
 
 void Outbox::throw_if_lost() const {
-    if (!tie_->lost()) return;
-    const std::string reason = tie_->reason();
-    throw Error(Code::peer_lost, "lost " + peer_ + ": " + reason, {peer_}, reason);
+    if (tie_->lost()) throw_lost(peer_, tie_->reason());
 }
 
 void Outbox::throw_if_unusable() {
@@ -92,13 +90,12 @@ std::byte* Outbox::slot(Deadline deadline) {
 
 void Outbox::check_length(uint64_t length) const {
     if (length <= spec_.slot_bytes) return;
-    throw Error(Code::invalid, name_ + ": a message of " + std::to_string(length) + " bytes to " + peer_ +
-                                   ", whose slots hold " + std::to_string(spec_.slot_bytes) +
-                                   ": make the inbox with larger slots or split the message");
+    throw_invalid(name_, ": a message of ", length, " bytes to ", peer_, ", whose slots hold ", spec_.slot_bytes,
+                  ": make the inbox with larger slots or split the message");
 }
 
 void Outbox::commit(const MessageLabel& label, uint64_t length) {
-    if (!reserved_) throw Error(Code::invalid, name_ + ": commit without slot(): there is nothing to send");
+    if (!reserved_) throw_invalid(name_, ": commit without slot(): there is nothing to send");
     check_length(length);
     throw_if_lost();
     post(label, nullptr, length);
@@ -153,8 +150,7 @@ void Outbox::wait_reusable(Deadline deadline) {
 
 void Outbox::wait_credits(uint32_t num_credits, Deadline deadline) {
     if (num_credits > slots_.size()) {
-        throw Error(Code::invalid, name_ + ": waiting for " + std::to_string(num_credits) + " credits, " + peer_ +
-                                       " gives " + std::to_string(slots_.size()));
+        throw_invalid(name_, ": waiting for ", num_credits, " credits, ", peer_, " gives ", slots_.size());
     }
     Patience patience(policy_);
     const bool came = wait_for(*transport_, Event::credit, patience, deadline, [&]() -> Lacking {
@@ -171,8 +167,8 @@ void Outbox::wait_all_credits(std::span<Outbox* const> outboxes, Deadline deadli
     if (outboxes.empty()) return;
     for (const Outbox* outbox : outboxes) {
         if (outbox->transport_ == outboxes.front()->transport_) continue;
-        throw Error(Code::invalid, "outboxes of " + outboxes.front()->name_ + " and of " + outbox->name_ +
-                                       ": one wait serves those of one endpoint");
+        throw_invalid("outboxes of ", outboxes.front()->name_, " and of ", outbox->name_,
+                      ": one wait serves those of one endpoint");
     }
     Transport& transport = *outboxes.front()->transport_;
     Patience patience(outboxes.front()->policy_);

@@ -13,6 +13,7 @@
 #include <memory>
 #include <utility>
 
+#include "base/huge_buffer.h"
 #include "m2n/transport.h"
 #include "m2n/waiting.h"
 
@@ -25,25 +26,18 @@ FileDescriptor duplicate(const FileDescriptor& descriptor, const char* what);  /
 // away under a reader.
 class MappedFile {
   public:
-    MappedFile() = default;
     static MappedFile create(uint64_t bytes);  // zero-filled; pages are used once written
     // A file from a peer: Error(refused) unless it is a sealed memory file of exactly the expected size.
     static MappedFile adopt(FileDescriptor descriptor, uint64_t bytes);
-    ~MappedFile();
-    MappedFile(MappedFile&& other) noexcept;
-    MappedFile& operator=(MappedFile&& other) noexcept;
-    MappedFile(const MappedFile&) = delete;
-    MappedFile& operator=(const MappedFile&) = delete;
 
-    std::byte* data() const { return data_; }
+    std::byte* data() const { return data_.get(); }
     const FileDescriptor& descriptor() const { return descriptor_; }
 
   private:
     MappedFile(FileDescriptor descriptor, uint64_t bytes);
 
     FileDescriptor descriptor_;
-    std::byte* data_ = nullptr;
-    uint64_t bytes_ = 0;
+    std::unique_ptr<std::byte, Unmap> data_;
 };
 
 class PairMemory {
@@ -141,13 +135,6 @@ class MemoryLink : public Link {
     Bell& arrivals_;
     std::shared_ptr<const void> kept_;
     WordReader credits_;
-};
-
-// One endpoint's bells, by Event.
-struct Bells {
-    Bell bells[2];
-
-    Bell& of(Event event) { return bells[static_cast<size_t>(event)]; }
 };
 
 // What both transports do alike: wait for the own bells.

@@ -31,17 +31,14 @@ RankGroup::RankGroup(uint32_t rank, std::shared_ptr<Inbox> inbox)
       parts_(size()),
       rooms_(size()) {
     if (rank < size() && chunk_bytes_ > 0 && inbox_->spec().slots >= num_slots) return;
-    throw Error(Code::invalid, "rank " + std::to_string(rank) + " of " + std::to_string(size()) + " with " +
-                                   std::to_string(inbox_->spec().slots) + " slots of " +
-                                   std::to_string(inbox_->spec().slot_bytes) + " bytes: use at least " +
-                                   std::to_string(num_slots) + " slots of 64 bytes");
+    throw_invalid("rank ", rank, " of ", size(), " with ", inbox_->spec().slots, " slots of ",
+                  inbox_->spec().slot_bytes, " bytes: use at least ", num_slots, " slots of 64 bytes");
 }
 
 void RankGroup::set_peer(uint32_t rank, std::shared_ptr<Outbox> outbox) {
     if (outbox->spec().slot_bytes != inbox_->spec().slot_bytes || outbox->spec().slots != inbox_->spec().slots) {
-        throw Error(Code::invalid, outbox->peer() + " has slots of " + std::to_string(outbox->spec().slot_bytes) +
-                                       " bytes, this rank of " + std::to_string(inbox_->spec().slot_bytes) +
-                                       ": give all ranks of a group the same");
+        throw_invalid(outbox->peer(), " has slots of ", outbox->spec().slot_bytes, " bytes, this rank of ",
+                      inbox_->spec().slot_bytes, ": give all ranks of a group the same");
     }
     peers_.at(rank) = std::move(outbox);
 }
@@ -53,7 +50,7 @@ template <class Wait>
 auto RankGroup::waiting(Wait&& wait) {
     for (;;) {
         if (aborted_.load() > epoch_) {
-            throw Error(Code::interrupted, "the epoch " + std::to_string(epoch_) + " of the group was given up");
+            throw Error(Code::interrupted, concat("the epoch ", epoch_, " of the group was given up"));
         }
         try {
             return wait();
@@ -69,7 +66,7 @@ void RankGroup::begin(uint32_t epoch, Deadline deadline) {
     usable_ = false;
     for (uint32_t peer = 0; peer < size(); ++peer) {
         if (peer != rank_ && peers_[peer] == nullptr) {
-            throw Error(Code::invalid, "no connection to rank " + std::to_string(peer) + ": set_peer first");
+            throw_invalid("no connection to rank ", peer, ": set_peer first");
         }
     }
     inbox_->discard_below(BatchKey::first_of(epoch));
@@ -97,8 +94,7 @@ void RankGroup::abort(uint32_t epoch) {
 
 void RankGroup::check_usable() const {
     if (usable_) return;
-    throw Error(Code::invalid, "rank " + std::to_string(rank_) +
-                                   ": a collective of its group failed, or no epoch has begun: reset the group first");
+    throw_invalid("rank ", rank_, ": a collective of its group failed, or no epoch has begun: reset the group first");
 }
 
 template <class Work>
@@ -112,17 +108,18 @@ void RankGroup::collective(Work&& work) {
 
 Step RankGroup::step_of(uint32_t number, uint64_t chunk) const {
     if (chunk >> chunk_bits != 0) {
-        throw Error(Code::invalid, std::to_string(chunk * chunk_bytes_) + " bytes for one rank: a collective carries " +
-                                       std::to_string((uint64_t{1} << (chunk_bits - 1)) * chunk_bytes_));
+        throw_invalid(chunk * chunk_bytes_, " bytes for one rank: a collective carries ",
+                      (uint64_t{1} << (chunk_bits - 1)) * chunk_bytes_);
     }
     return BatchKey::first_of(epoch_) | uint64_t{number} << chunk_bits | chunk;
 }
 
 // --- messages ---
 
-RankGroup::Part RankGroup::chunk_of(Part whole, uint64_t chunk) const {
-    const uint64_t begin = std::min(chunk * chunk_bytes_, whole.bytes);
-    return {whole.data + begin, std::min(chunk_bytes_, whole.bytes - begin)};
+template <class Byte>
+std::span<Byte> RankGroup::chunk_of(std::span<Byte> whole, uint64_t chunk) const {
+    const uint64_t begin = std::min<uint64_t>(chunk * chunk_bytes_, whole.size());
+    return whole.subspan(begin, std::min(chunk_bytes_, whole.size() - begin));
 }
 
 std::byte* RankGroup::slot_of(uint32_t peer, Deadline deadline) {
@@ -137,10 +134,10 @@ void RankGroup::commit(uint32_t peer, Step step, uint64_t length, uint32_t more)
     bytes_sent_ += length;
 }
 
-void RankGroup::send(uint32_t peer, uint64_t number, Part part, Deadline deadline, uint32_t more) {
+void RankGroup::send(uint32_t peer, uint64_t number, Bytes part, Deadline deadline, uint32_t more) {
     std::byte* slot = slot_of(peer, deadline);
-    if (part.bytes > 0) std::memcpy(slot, part.data, part.bytes);
-    commit(peer, step(number), part.bytes, more);
+    if (!part.empty()) std::memcpy(slot, part.data(), part.size());
+    commit(peer, step(number), part.size(), more);
 }
 
 void RankGroup::receive(uint64_t number, Deadline deadline) {
@@ -153,10 +150,8 @@ void RankGroup::receive(uint64_t number, Deadline deadline) {
     waiting([&] { inbox_->wait(step(number), {0, sources_}, deadline); });
     inbox_->for_each(step(number), [&](const MessageHeader& header, SourceId source, const std::byte* payload) {
         if (header.length != expected_[source]) {
-            throw Error(Code::invalid, inbox_->name_of(source) + " sent " + std::to_string(header.length) +
-                                           " bytes where rank " + std::to_string(rank_) + " expects " +
-                                           std::to_string(expected_[source]) +
-                                           ": all ranks must make the same calls with sizes that fit");
+            throw_invalid(inbox_->name_of(source), " sent ", header.length, " bytes where rank ", rank_, " expects ",
+                          expected_[source], ": all ranks must make the same calls with sizes that fit");
         }
         arrived_[source] = payload;
     });
@@ -183,27 +178,30 @@ void RankGroup::barrier(Deadline deadline) {
     });
 }
 
-void RankGroup::exchange(std::span<const Part> parts, std::span<const Room> rooms, Deadline deadline) {
+void RankGroup::exchange(Deadline deadline) {
     uint64_t chunks = 0;
     for (uint32_t peer = 0; peer < size(); ++peer) {
-        if (peer != rank_) chunks = std::max({chunks, num_chunks(parts[peer].bytes), num_chunks(rooms[peer].bytes)});
+        if (peer == rank_) continue;
+        chunks = std::max({chunks, num_chunks(parts_[peer].size()), num_chunks(rooms_[peer].size())});
     }
     for (uint64_t turn = 0; turn <= chunks; ++turn) {
-        if (turn < chunks) send_chunk_of_each(parts, turn, turn, deadline);
-        if (turn == 0) continue;
-        const uint64_t chunk = turn - 1;
-        for (uint32_t peer = 0; peer < size(); ++peer) {
-            expected_[peer] = peer == rank_ ? 0 : chunk_of({nullptr, rooms[peer].bytes}, chunk).bytes;
-        }
-        receive(chunk, deadline);
-        for (uint32_t peer = 0; peer < size(); ++peer) {
-            if (expected_[peer] == 0) continue;
-            std::memcpy(rooms[peer].data + chunk * chunk_bytes_, arrived_[peer], expected_[peer]);
-        }
-        inbox_->release(step(chunk));
+        if (turn < chunks) send_chunk_of_each_part(turn, turn, deadline);
+        if (turn > 0) receive_into_rooms(turn - 1, turn - 1, deadline);
     }
-    const Part own = parts[rank_];
-    if (own.bytes > 0 && own.data != rooms[rank_].data) std::memcpy(rooms[rank_].data, own.data, own.bytes);
+    const Bytes own = parts_[rank_];
+    std::byte* to = rooms_[rank_].data();
+    if (!own.empty() && own.data() != to) std::memcpy(to, own.data(), own.size());
+}
+
+void RankGroup::receive_into_rooms(uint64_t chunk, uint64_t number, Deadline deadline) {
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        expected_[peer] = peer == rank_ ? 0 : chunk_of(rooms_[peer], chunk).size();
+    }
+    receive(number, deadline);
+    for (uint32_t peer = 0; peer < size(); ++peer) {
+        if (expected_[peer] > 0) std::memcpy(chunk_of(rooms_[peer], chunk).data(), arrived_[peer], expected_[peer]);
+    }
+    inbox_->release(step(number));
 }
 
 void RankGroup::all_gather(const std::byte* in, std::byte* out, std::span<const uint64_t> bytes, Deadline deadline) {
@@ -213,7 +211,7 @@ void RankGroup::all_gather(const std::byte* in, std::byte* out, std::span<const 
             rooms_[peer] = {out, bytes[peer]};
             out += bytes[peer];
         }
-        exchange(parts_, rooms_, deadline);
+        exchange(deadline);
     });
 }
 
@@ -226,23 +224,22 @@ void RankGroup::all_to_all(const std::byte* in, std::byte* out, std::span<const 
             in += bytes_to[peer];
             out += bytes_from[peer];
         }
-        exchange(parts_, rooms_, deadline);
+        exchange(deadline);
     });
 }
 
-void RankGroup::send_chunk_of_each(std::span<const Part> segments, uint64_t chunk, uint64_t number,
-                                   Deadline deadline) {
+void RankGroup::send_chunk_of_each_part(uint64_t chunk, uint64_t number, Deadline deadline) {
     for (uint32_t next = 1; next < size(); ++next) {
         const uint32_t peer = (rank_ + next) % size();
-        const Part part = chunk_of(segments[peer], chunk);
-        if (part.bytes > 0) send(peer, number, part, deadline);
+        const Bytes part = chunk_of(parts_[peer], chunk);
+        if (!part.empty()) send(peer, number, part, deadline);
     }
 }
 
-void RankGroup::receive_addends(Part own, uint64_t number, Deadline deadline) {
-    for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.bytes;
+void RankGroup::receive_addends(Bytes own, uint64_t number, Deadline deadline) {
+    for (uint32_t peer = 0; peer < size(); ++peer) expected_[peer] = peer == rank_ ? 0 : own.size();
     receive(number, deadline);
-    arrived_[rank_] = own.data;
+    arrived_[rank_] = own.data();
 }
 
 void RankGroup::reduce_scatter(const std::byte* in, std::byte* out, std::span<const uint64_t> counts, RowType type,
@@ -251,8 +248,8 @@ void RankGroup::reduce_scatter(const std::byte* in, std::byte* out, std::span<co
         uint64_t chunks = 0;
         for (uint32_t peer = 0; peer < size(); ++peer) {
             parts_[peer] = {in, counts[peer] * bytes_of(type)};
-            in += parts_[peer].bytes;
-            chunks = std::max(chunks, num_chunks(parts_[peer].bytes));
+            in += parts_[peer].size();
+            chunks = std::max(chunks, num_chunks(parts_[peer].size()));
         }
         sum_chunks(chunks, out, type, deadline);
     });
@@ -263,7 +260,7 @@ void RankGroup::all_reduce(std::byte* data, uint64_t count, RowType type, Deadli
         const uint64_t bytes = count * bytes_of(type);
         if (size() == 1 || count == 0) return;
         if (bytes * (size() - 2) <= direct_bytes) {
-            std::ranges::fill(parts_, Part{data, bytes});
+            std::ranges::fill(parts_, Bytes{data, bytes});
             sum_chunks(num_chunks(bytes), data, type, deadline);
         } else {
             shared_sum(data, bytes, type, deadline);
@@ -273,12 +270,12 @@ void RankGroup::all_reduce(std::byte* data, uint64_t count, RowType type, Deadli
 
 void RankGroup::sum_chunks(uint64_t chunks, std::byte* out, RowType type, Deadline deadline) {
     for (uint64_t turn = 0; turn <= chunks; ++turn) {
-        if (turn < chunks) send_chunk_of_each(parts_, turn, turn, deadline);
+        if (turn < chunks) send_chunk_of_each_part(turn, turn, deadline);
         if (turn == 0) continue;
-        const Part own = chunk_of(parts_[rank_], turn - 1);
-        if (own.bytes == 0) continue;
+        const Bytes own = chunk_of(parts_[rank_], turn - 1);
+        if (own.empty()) continue;
         receive_addends(own, turn - 1, deadline);
-        sum_rows(type, arrived_, own.bytes / bytes_of(type), out + (turn - 1) * chunk_bytes_, {});
+        sum_rows(type, arrived_, own.size() / bytes_of(type), out + (turn - 1) * chunk_bytes_, {});
         inbox_->release(step(turn - 1));
     }
 }
@@ -293,38 +290,28 @@ void RankGroup::shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadli
     for (uint32_t peer = 0; peer < size(); ++peer) {
         const uint64_t begin = std::min(count, lines * peer / size() * line);
         const uint64_t end = std::min(count, lines * (peer + 1) / size() * line);
-        parts_[peer] = {data + begin * bytes_of(type), (end - begin) * bytes_of(type)};
+        parts_[peer] = rooms_[peer] = {data + begin * bytes_of(type), (end - begin) * bytes_of(type)};
     }
     uint64_t chunks = 0;
-    for (const Part& part : parts_) chunks = std::max(chunks, num_chunks(part.bytes));
+    for (const Bytes part : parts_) chunks = std::max(chunks, num_chunks(part.size()));
     for (uint64_t turn = 0; turn < chunks + 2; ++turn) {
-        if (turn < chunks) send_chunk_of_each(parts_, turn, 2 * turn, deadline);
+        if (turn < chunks) send_chunk_of_each_part(turn, 2 * turn, deadline);
         if (turn >= 1 && turn - 1 < chunks) {
             const uint64_t chunk = turn - 1;
-            if (const Part own = chunk_of(parts_[rank_], chunk); own.bytes > 0) {
+            if (const std::span<std::byte> own = chunk_of(rooms_[rank_], chunk); !own.empty()) {
                 receive_addends(own, 2 * chunk, deadline);
                 copies_.clear();
                 for (uint32_t next = 1; next < size(); ++next) {
                     copies_.push_back(slot_of((rank_ + next) % size(), deadline));
                 }
-                sum_rows(type, arrived_, own.bytes / bytes_of(type), const_cast<std::byte*>(own.data), copies_);
+                sum_rows(type, arrived_, own.size() / bytes_of(type), own.data(), copies_);
                 for (uint32_t next = 1; next < size(); ++next) {
-                    commit((rank_ + next) % size(), step(2 * chunk + 1), own.bytes);
+                    commit((rank_ + next) % size(), step(2 * chunk + 1), own.size());
                 }
                 inbox_->release(step(2 * chunk));
             }
         }
-        if (turn < 2) continue;
-        const uint64_t chunk = turn - 2;
-        for (uint32_t peer = 0; peer < size(); ++peer) {
-            expected_[peer] = peer == rank_ ? 0 : chunk_of(parts_[peer], chunk).bytes;
-        }
-        receive(2 * chunk + 1, deadline);
-        for (uint32_t peer = 0; peer < size(); ++peer) {
-            if (expected_[peer] == 0) continue;
-            std::memcpy(const_cast<std::byte*>(chunk_of(parts_[peer], chunk).data), arrived_[peer], expected_[peer]);
-        }
-        inbox_->release(step(2 * chunk + 1));
+        if (turn >= 2) receive_into_rooms(turn - 2, 2 * (turn - 2) + 1, deadline);
     }
 }
 
@@ -335,32 +322,31 @@ uint32_t RankGroup::open_exchange() {
     return number_++;
 }
 
-void RankGroup::post(uint32_t exchange, uint32_t peer, std::span<const Part> pieces, Deadline deadline) {
+void RankGroup::post(uint32_t exchange, uint32_t peer, std::span<const Bytes> pieces, Deadline deadline) {
     check_usable();
     uint64_t length = 0;
-    for (const Part& piece : pieces) length += piece.bytes;
+    for (const Bytes piece : pieces) length += piece.size();
     if (length > chunk_bytes_) {
-        throw Error(Code::invalid, std::to_string(length) + " bytes for " + peers_[peer]->peer() +
-                                       ", whose slots hold " + std::to_string(chunk_bytes_) +
-                                       ": make the group with larger slots");
+        throw_invalid(length, " bytes for ", peers_[peer]->peer(), ", whose slots hold ", chunk_bytes_,
+                      ": make the group with larger slots");
     }
     usable_ = false;
     std::byte* slot = slot_of(peer, deadline);
-    for (const Part& piece : pieces) {
-        if (piece.bytes > 0) std::memcpy(slot, piece.data, piece.bytes);
-        slot += piece.bytes;
+    for (const Bytes piece : pieces) {
+        if (!piece.empty()) std::memcpy(slot, piece.data(), piece.size());
+        slot += piece.size();
     }
     commit(peer, step_of(exchange, 0), length);
     usable_ = true;
 }
 
-RankGroup::Part RankGroup::take(uint32_t exchange, uint32_t peer, Deadline deadline) {
+Bytes RankGroup::take(uint32_t exchange, uint32_t peer, Deadline deadline) {
     check_usable();
     usable_ = false;
     const SourceId source = static_cast<SourceId>(peer);
     const Step step = step_of(exchange, 0);
     waiting([&] { inbox_->wait(step, {0, {&source, 1}}, deadline); });
-    Part part;
+    Bytes part;
     inbox_->for_each(step, [&](const MessageHeader& header, SourceId from, const std::byte* payload) {
         if (from == source) part = {payload, header.length};
     });
@@ -376,12 +362,12 @@ void RankGroup::release(uint32_t exchange, uint32_t peer) {
 
 void RankGroup::broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline, int64_t rest_ns) {
     if (root >= size()) {
-        throw Error(Code::invalid, "root " + std::to_string(root) + " of a group of " + std::to_string(size()));
+        throw_invalid("root ", root, " of a group of ", size());
     }
     if (root == rank_) {
         return collective([&] {
-            const Part whole{payload.data(), payload.size()};
-            const uint64_t chunks = std::max<uint64_t>(1, num_chunks(whole.bytes));
+            const Bytes whole = payload;
+            const uint64_t chunks = std::max<uint64_t>(1, num_chunks(whole.size()));
             for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
                 for (uint32_t peer = 0; peer < size(); ++peer) {
                     if (peer != rank_) send(peer, chunk, chunk_of(whole, chunk), deadline, chunk + 1 < chunks);

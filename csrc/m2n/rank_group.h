@@ -21,6 +21,7 @@
 #include <span>
 #include <vector>
 
+#include "m2n/bytes.h"
 #include "m2n/inbox.h"
 #include "m2n/outbox.h"
 #include "m2n/row_scatter.h"
@@ -29,10 +30,6 @@ namespace antiphon::m2n {
 
 class RankGroup {
   public:
-    struct Part {
-        const std::byte* data = nullptr;
-        uint64_t bytes = 0;
-    };
     static constexpr uint32_t num_slots = 4;  // two kinds of message, one chunk ahead
 
     // `inbox`: its source i is rank i; the source `rank` never connects. All ranks have inboxes of the same shape.
@@ -61,8 +58,8 @@ class RankGroup {
     // exchanges in the same order; in each, a rank posts at most one message to each peer, of one slot at most. It
     // takes each of them and releases it; a slot that is not released is missing when a later message needs it.
     uint32_t open_exchange();
-    void post(uint32_t exchange, uint32_t peer, std::span<const Part> pieces, Deadline deadline);
-    Part take(uint32_t exchange, uint32_t peer, Deadline deadline);
+    void post(uint32_t exchange, uint32_t peer, std::span<const Bytes> pieces, Deadline deadline);
+    Bytes take(uint32_t exchange, uint32_t peer, Deadline deadline);
     void release(uint32_t exchange, uint32_t peer);
 
     // `payload` of `root`, to all. A timeout before anything came leaves the group usable; once something has come, the
@@ -70,11 +67,6 @@ class RankGroup {
     void broadcast(std::vector<std::byte>& payload, uint32_t root, Deadline deadline, int64_t rest_ns);
 
   private:
-    struct Room {
-        std::byte* data = nullptr;
-        uint64_t bytes = 0;
-    };
-
     template <class Work>
     void collective(Work&& work);
     template <class Wait>
@@ -83,20 +75,23 @@ class RankGroup {
     Step step_of(uint32_t number, uint64_t chunk) const;
     Step step(uint64_t chunk) const { return step_of(number_, chunk); }
     uint64_t num_chunks(uint64_t bytes) const { return (bytes + chunk_bytes_ - 1) / chunk_bytes_; }
-    Part chunk_of(Part whole, uint64_t chunk) const;
+    template <class Byte>
+    std::span<Byte> chunk_of(std::span<Byte> whole, uint64_t chunk) const;
     std::byte* slot_of(uint32_t peer, Deadline deadline);
     void commit(uint32_t peer, Step step, uint64_t length, uint32_t more = 0);
-    void send(uint32_t peer, uint64_t number, Part part, Deadline deadline, uint32_t more = 0);
+    void send(uint32_t peer, uint64_t number, Bytes part, Deadline deadline, uint32_t more = 0);
     void greet(Deadline deadline);
     // Waits for message `number` from every peer of which `expected_` is not 0, and puts the payloads into `arrived_`.
     void receive(uint64_t number, Deadline deadline);
-    void exchange(std::span<const Part> parts, std::span<const Room> rooms, Deadline deadline);
+    void exchange(Deadline deadline);  // of `parts_`, into `rooms_`
+    // Message `number` of every peer is a chunk of its room.
+    void receive_into_rooms(uint64_t chunk, uint64_t number, Deadline deadline);
     // The sum of all ranks' segment for this one, as `parts_` says; every rank sends each other one its segment.
     void sum_chunks(uint64_t chunks, std::byte* out, RowType type, Deadline deadline);
     void shared_sum(std::byte* data, uint64_t bytes, RowType type, Deadline deadline);
-    void send_chunk_of_each(std::span<const Part> segments, uint64_t chunk, uint64_t number, Deadline deadline);
+    void send_chunk_of_each_part(uint64_t chunk, uint64_t number, Deadline deadline);
     // As many bytes from every peer as `own` has; with `own` they are `arrived_`, in the order of ranks.
-    void receive_addends(Part own, uint64_t number, Deadline deadline);
+    void receive_addends(Bytes own, uint64_t number, Deadline deadline);
 
     const uint32_t rank_;
     std::shared_ptr<Inbox> inbox_;
@@ -112,8 +107,8 @@ class RankGroup {
     std::vector<uint64_t> expected_;
     std::vector<const std::byte*> arrived_;
     std::vector<SourceId> sources_;
-    std::vector<Part> parts_;
-    std::vector<Room> rooms_;
+    std::vector<Bytes> parts_;
+    std::vector<std::span<std::byte>> rooms_;
     std::vector<std::byte*> copies_;
 };
 

@@ -14,8 +14,7 @@ RowScatter::RowScatter(const RowShape& shape, uint32_t num_workers) : shape_(sha
 
 void RowScatter::place(uint32_t layer, ExpertSplit split) {
     if (split.num_workers() != num_workers_) {
-        throw Error(Code::invalid, "a placement on " + std::to_string(split.num_workers()) + " workers: there are " +
-                                       std::to_string(num_workers_));
+        throw_invalid("a placement on ", split.num_workers(), " workers: there are ", num_workers_);
     }
     if (layer >= splits_.size()) {
         splits_.resize(layer + 1);
@@ -27,7 +26,7 @@ void RowScatter::place(uint32_t layer, ExpertSplit split) {
 
 ExpertSplit& RowScatter::split_of(uint32_t layer) {
     if (layer >= splits_.size() || !splits_[layer]) {
-        throw Error(Code::invalid, "the experts of layer " + std::to_string(layer) + " are placed nowhere");
+        throw_invalid("the experts of layer ", layer, " are placed nowhere");
     }
     return *splits_[layer];
 }
@@ -64,9 +63,8 @@ void RowScatter::count(uint32_t layer, const int32_t* ids, uint32_t count) {
     for (size_t choice = 0; choice < size_t{count} * shape_.top_k; ++choice) {
         const int32_t id = ids[choice];
         if (id < 0 || static_cast<uint32_t>(id) >= split.num_experts()) {
-            throw Error(Code::invalid, "row " + std::to_string(choice / shape_.top_k) + " chose expert " +
-                                           std::to_string(id) + ": the placement has " +
-                                           std::to_string(split.num_experts()));
+            throw_invalid("row ", choice / shape_.top_k, " chose expert ", id, ": the placement has ",
+                          split.num_experts());
         }
         ++counts_[static_cast<uint32_t>(id)];
     }

@@ -23,10 +23,10 @@ FileDescriptor duplicate(const FileDescriptor& descriptor, const char* what) {
     return copy;
 }
 
-MappedFile::MappedFile(FileDescriptor descriptor, uint64_t bytes) : descriptor_(std::move(descriptor)), bytes_(bytes) {
+MappedFile::MappedFile(FileDescriptor descriptor, uint64_t bytes) : descriptor_(std::move(descriptor)) {
     void* mapping = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
     if (mapping == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes) + " shared bytes");
-    data_ = static_cast<std::byte*>(mapping);
+    data_ = std::unique_ptr<std::byte, Unmap>(static_cast<std::byte*>(mapping), {bytes});
 }
 
 MappedFile MappedFile::create(uint64_t bytes) {
@@ -51,26 +51,9 @@ MappedFile MappedFile::adopt(FileDescriptor descriptor, uint64_t bytes) {
         throw Error(Code::refused, "the peer's memory file is not sealed against resizing");
     }
     if (status.st_size < 0 || static_cast<uint64_t>(status.st_size) != bytes) {
-        throw Error(Code::refused, "the peer's memory file has " + std::to_string(status.st_size) + " bytes, not " +
-                                       std::to_string(bytes));
+        throw Error(Code::refused, concat("the peer's memory file has ", status.st_size, " bytes, not ", bytes));
     }
     return MappedFile(std::move(descriptor), bytes);
-}
-
-MappedFile::~MappedFile() {
-    if (data_ != nullptr) munmap(data_, bytes_);
-}
-
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : descriptor_(std::move(other.descriptor_)),
-      data_(std::exchange(other.data_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
-
-MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
-    std::swap(descriptor_, other.descriptor_);
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
 }
 
 namespace {

@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/un.h>
 
 #include <algorithm>
@@ -38,7 +39,7 @@ SocketAddress look_up(const std::string& host, uint16_t port, int flags) {
     if (status != 0 || found == nullptr) {
         const char* kind = flags & AI_NUMERICHOST ? " is not an IPv4 or IPv6 address in numbers: "
                                                   : " is not the name or address of a host: ";
-        throw Error(Code::invalid, "'" + host + "'" + kind + gai_strerror(status));
+        throw_invalid("'", host, "'", kind, gai_strerror(status));
     }
     SocketAddress address;
     std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
@@ -109,8 +110,7 @@ SocketAddress abstract_address(const std::string& name) {
     auto* local = reinterpret_cast<sockaddr_un*>(&address.storage);
     const size_t longest = sizeof(local->sun_path) - 1;
     if (name.empty() || name.size() > longest) {
-        throw Error(Code::invalid, "the name of an abstract Unix socket has " + std::to_string(name.size()) +
-                                       " bytes; it needs 1 to " + std::to_string(longest));
+        throw_invalid("the name of an abstract Unix socket has ", name.size(), " bytes; it needs 1 to ", longest);
     }
     local->sun_family = AF_UNIX;
     std::memcpy(local->sun_path + 1, name.data(), name.size());
@@ -132,7 +132,7 @@ std::string bound_host(int socket) {
     const SocketAddress address = bound_address(socket);
     char host[NI_MAXHOST] = {};
     const int status = getnameinfo(address.get(), address.length, host, sizeof(host), nullptr, 0, NI_NUMERICHOST);
-    if (status != 0) throw Error(Code::system, std::string("getnameinfo: ") + gai_strerror(status));
+    if (status != 0) throw Error(Code::system, concat("getnameinfo: ", gai_strerror(status)));
     return host;
 }
 
@@ -179,6 +179,19 @@ short wait_ready(int fd, short events, Deadline deadline) {
 void sleep_until(Deadline deadline, int64_t at_most_ns) {
     const timespec time = to_timespec(std::min(deadline.left_ns(), at_most_ns));
     nanosleep(&time, nullptr);  // a signal may end it early; callers look again
+}
+
+FileDescriptor make_epoll() {
+    FileDescriptor made(epoll_create1(EPOLL_CLOEXEC));
+    if (!made) throw_errno("epoll_create1");
+    return made;
+}
+
+void control_epoll(int epoll, int operation, int fd, uint32_t events, uint64_t key) {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = key;
+    if (epoll_ctl(epoll, operation, fd, &event) != 0) throw_errno("epoll_ctl");
 }
 
 void apply_settings(int socket, const TcpSettings& settings) {

@@ -52,6 +52,10 @@ FileDescriptor accept_socket(int listener);
 short wait_ready(int fd, short events, Deadline deadline);
 void sleep_until(Deadline deadline, int64_t at_most_ns);
 
+FileDescriptor make_epoll();
+// `operation`: EPOLL_CTL_ADD, MOD or DEL. Error(system).
+void control_epoll(int epoll, int operation, int fd, uint32_t events, uint64_t key);
+
 struct TcpSettings {
     int type_of_service = -1;       // IP_TOS or IPv6 traffic class; -1: as it is
     int priority = -1;              // SO_PRIORITY; above 6 needs CAP_NET_ADMIN; -1: as it is

@@ -75,7 +75,7 @@ class CpuDevice final : public StreamDevice {
     void flush_writes() override {}
     std::string why_not_written() const override { return "a CPU computes in host memory"; }
     int ordinal() const override { return 0; }
-    std::shared_ptr<std::byte> allocate(size_t) override { throw Error(Code::invalid, why_not_written()); }
+    std::shared_ptr<std::byte> allocate(size_t) override { throw_invalid(why_not_written()); }
     void copy(void* to, const void* from, size_t num_bytes) override { std::memcpy(to, from, num_bytes); }
     void finish_copies() override {}
 
@@ -86,58 +86,56 @@ class CpuDevice final : public StreamDevice {
 // The few calls of CUDA's driver. Names end as in the driver's table, types are those of cuda.h.
 struct Driver {
     using Result = int;
-    Result (*init)(unsigned) = nullptr;
-    Result (*current_context)(void**) = nullptr;
-    Result (*set_context)(void*) = nullptr;
-    Result (*current_device)(int*) = nullptr;
-    Result (*attribute)(int*, int, int) = nullptr;
-    Result (*register_host)(void*, size_t, unsigned) = nullptr;
-    Result (*unregister_host)(void*) = nullptr;
-    Result (*device_pointer)(uint64_t*, void*, unsigned) = nullptr;
-    Result (*write_value)(void*, uint64_t, uint32_t, unsigned) = nullptr;
-    Result (*wait_value)(void*, uint64_t, uint32_t, unsigned) = nullptr;
-    Result (*flush_writes)(int, int) = nullptr;
-    Result (*synchronize)() = nullptr;
-    Result (*allocate)(uint64_t*, size_t) = nullptr;
-    Result (*free)(uint64_t) = nullptr;
-    Result (*set_pointer_attribute)(const void*, int, uint64_t) = nullptr;
-    Result (*create_stream)(void**, unsigned) = nullptr;
-    Result (*destroy_stream)(void*) = nullptr;
-    Result (*copy)(uint64_t, uint64_t, size_t, void*) = nullptr;
-    Result (*finish)(void*) = nullptr;
+
+    explicit Driver(const std::string& name) : library(open(name)) {}
+
+    struct Symbol {
+        void* address;
+        template <class Function>
+        operator Function*() const {
+            return reinterpret_cast<Function*>(address);
+        }
+    };
+    Symbol find(const char* name) const {
+        if (void* address = ::dlsym(library, name)) return {address};
+        throw_invalid("streams of a GPU: the driver lacks ", name,
+                      ": it is older than CUDA 11.7, update it or use --streams off");
+    }
+    static void* open(const std::string& name) {
+        if (void* library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
+        throw_invalid("streams of a GPU: ", name, " cannot be opened (", ::dlerror(),
+                      "): install NVIDIA's driver, or use --streams off");
+    }
+
+    void* library;
+    Result (*init)(unsigned) = find("cuInit");
+    Result (*current_context)(void**) = find("cuCtxGetCurrent");
+    Result (*set_context)(void*) = find("cuCtxSetCurrent");
+    Result (*current_device)(int*) = find("cuCtxGetDevice");
+    Result (*attribute)(int*, int, int) = find("cuDeviceGetAttribute");
+    Result (*register_host)(void*, size_t, unsigned) = find("cuMemHostRegister_v2");
+    Result (*unregister_host)(void*) = find("cuMemHostUnregister");
+    Result (*device_pointer)(uint64_t*, void*, unsigned) = find("cuMemHostGetDevicePointer_v2");
+    Result (*write_value)(void*, uint64_t, uint32_t, unsigned) = find("cuStreamWriteValue32_v2");
+    Result (*wait_value)(void*, uint64_t, uint32_t, unsigned) = find("cuStreamWaitValue32_v2");
+    Result (*flush_writes)(int, int) = find("cuFlushGPUDirectRDMAWrites");
+    Result (*synchronize)() = find("cuCtxSynchronize");
+    Result (*allocate)(uint64_t*, size_t) = find("cuMemAlloc_v2");
+    Result (*free)(uint64_t) = find("cuMemFree_v2");
+    Result (*set_pointer_attribute)(const void*, int, uint64_t) = find("cuPointerSetAttribute");
+    Result (*create_stream)(void**, unsigned) = find("cuStreamCreate");
+    Result (*destroy_stream)(void*) = find("cuStreamDestroy_v2");
+    Result (*copy)(uint64_t, uint64_t, size_t, void*) = find("cuMemcpyAsync");
+    Result (*finish)(void*) = find("cuStreamSynchronize");
 };
 
 class CudaDevice final : public StreamDevice {
   public:
-    explicit CudaDevice(const std::string& library) {
-        library_ = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (library_ == nullptr) {
-            throw Error(Code::invalid, "streams of a GPU: " + library + " cannot be opened (" + ::dlerror() +
-                                           "): install NVIDIA's driver, or use --streams off");
-        }
-        find(driver_.init, "cuInit");
-        find(driver_.current_context, "cuCtxGetCurrent");
-        find(driver_.set_context, "cuCtxSetCurrent");
-        find(driver_.current_device, "cuCtxGetDevice");
-        find(driver_.attribute, "cuDeviceGetAttribute");
-        find(driver_.register_host, "cuMemHostRegister_v2");
-        find(driver_.unregister_host, "cuMemHostUnregister");
-        find(driver_.device_pointer, "cuMemHostGetDevicePointer_v2");
-        find(driver_.write_value, "cuStreamWriteValue32_v2");
-        find(driver_.wait_value, "cuStreamWaitValue32_v2");
-        find(driver_.flush_writes, "cuFlushGPUDirectRDMAWrites");
-        find(driver_.synchronize, "cuCtxSynchronize");
-        find(driver_.allocate, "cuMemAlloc_v2");
-        find(driver_.free, "cuMemFree_v2");
-        find(driver_.set_pointer_attribute, "cuPointerSetAttribute");
-        find(driver_.create_stream, "cuStreamCreate");
-        find(driver_.destroy_stream, "cuStreamDestroy_v2");
-        find(driver_.copy, "cuMemcpyAsync");
-        find(driver_.finish, "cuStreamSynchronize");
+    explicit CudaDevice(const std::string& library) : driver_(library) {
         call("cuInit", driver_.init(0));
         call("cuCtxGetCurrent", driver_.current_context(&context_));
         if (context_ == nullptr) {
-            throw Error(Code::invalid, "streams of a GPU: this thread has no context; use the device first");
+            throw_invalid("streams of a GPU: this thread has no context; use the device first");
         }
         call("cuCtxGetDevice", driver_.current_device(&ordinal_));
         takes_writes_ = attribute(direct_supported) != 0;
@@ -152,7 +150,7 @@ class CudaDevice final : public StreamDevice {
         driver_.synchronize();
         driver_.destroy_stream(copies_);
         for (std::byte* page : pages_.all()) driver_.unregister_host(page);
-        ::dlclose(library_);
+        ::dlclose(driver_.library);
     }
 
     const char* name() const override { return "cuda"; }
@@ -182,7 +180,7 @@ class CudaDevice final : public StreamDevice {
 
     bool needs_flush() const override { return needs_flush_; }
     void flush_writes() override {
-        if (!can_flush_) throw Error(Code::invalid, why_not_written() + ": stage messages in host memory");
+        if (!can_flush_) throw_invalid(why_not_written(), ": stage messages in host memory");
         enter();
         constexpr int current_context = 0, to_all_devices = 200;
         call("cuFlushGPUDirectRDMAWrites", driver_.flush_writes(current_context, to_all_devices));
@@ -224,16 +222,9 @@ class CudaDevice final : public StreamDevice {
     static constexpr int direct_supported = 116, flush_options = 117, writes_ordering = 118;
     static constexpr int flush_by_host = 1, ordered_for_owner = 100;
 
-    template <class Function>
-    void find(Function& function, const char* symbol) {
-        function = reinterpret_cast<Function>(::dlsym(library_, symbol));
-        if (function != nullptr) return;
-        throw Error(Code::invalid, std::string("streams of a GPU: the driver lacks ") + symbol +
-                                       ": it is older than CUDA 11.7, update it or use --streams off");
-    }
     static void call(const char* name, Driver::Result result) {
         if (result != 0) {
-            throw Error(Code::system, std::string(name) + " failed with CUDA error " + std::to_string(result));
+            throw Error(Code::system, concat(name, " failed with CUDA error ", result));
         }
     }
     int attribute(int which) const {
@@ -243,9 +234,8 @@ class CudaDevice final : public StreamDevice {
     }
     void enter() const { call("cuCtxSetCurrent", driver_.set_context(context_)); }
 
-    void* library_ = nullptr;
+    const Driver driver_;
     void* context_ = nullptr;
-    Driver driver_;
     WordPages pages_;
     void* copies_ = nullptr;  // a stream of its own
     int ordinal_ = 0;
@@ -259,7 +249,7 @@ class CudaDevice final : public StreamDevice {
 std::shared_ptr<StreamDevice> make_stream_device(const std::string& kind, const std::string& library) {
     if (kind == "cpu") return std::make_shared<CpuDevice>();
     if (kind == "cuda") return std::make_shared<CudaDevice>(library.empty() ? "libcuda.so.1" : library);
-    throw Error(Code::invalid, "streams of " + kind + ": they can be those of cpu or cuda");
+    throw_invalid("streams of ", kind, ": they can be those of cpu or cuda");
 }
 
 }  // namespace antiphon::m2n

@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "m2n/control.h"
+#include "m2n/socket.h"
 #include "m2n/types.h"
 #include "m2n/waiting.h"
 
@@ -38,19 +39,6 @@ constexpr uint64_t arrivals_id = 2;
 constexpr uint64_t first_channel_id = 3;
 static_assert(first_channel_id > any_end);
 
-void control(int epoll, int operation, int fd, uint32_t events, uint64_t id) {
-    epoll_event event{};
-    event.events = events;
-    event.data.u64 = id;
-    if (::epoll_ctl(epoll, operation, fd, &event) != 0) throw_errno("epoll_ctl");
-}
-
-FileDescriptor make_epoll() {
-    FileDescriptor fd(::epoll_create1(EPOLL_CLOEXEC));
-    if (!fd) throw_errno("epoll_create1");
-    return fd;
-}
-
 }  // namespace
 
 TcpHub::TcpHub()
@@ -60,9 +48,9 @@ TcpHub::TcpHub()
       knock_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       next_id_(first_channel_id) {
     if (!knock_) throw_errno("eventfd");
-    control(urgent_.get(), EPOLL_CTL_ADD, knock_.get(), EPOLLIN, knock_id);
-    control(arrivals_.get(), EPOLL_CTL_ADD, urgent_.get(), EPOLLIN, urgent_id);
-    control(everything_.get(), EPOLL_CTL_ADD, arrivals_.get(), EPOLLIN, arrivals_id);
+    control_epoll(urgent_.get(), EPOLL_CTL_ADD, knock_.get(), EPOLLIN, knock_id);
+    control_epoll(arrivals_.get(), EPOLL_CTL_ADD, urgent_.get(), EPOLLIN, urgent_id);
+    control_epoll(everything_.get(), EPOLL_CTL_ADD, arrivals_.get(), EPOLLIN, arrivals_id);
 }
 
 TcpHub::ChannelId TcpHub::add(std::shared_ptr<TcpChannel> channel) {
@@ -105,20 +93,20 @@ bool TcpHub::attach(std::span<const std::byte> token, FileDescriptor& connection
     return true;
 }
 
-void TcpHub::watch_landing(ChannelId id, int fd) { control(arrivals_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, id); }
+void TcpHub::watch_landing(ChannelId id, int fd) { control_epoll(arrivals_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, id); }
 
 void TcpHub::watch_link(ChannelId id, int fd) {
-    control(arrivals_.get(), EPOLL_CTL_ADD, fd, EPOLLRDHUP, id);
-    control(everything_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, id);
+    control_epoll(arrivals_.get(), EPOLL_CTL_ADD, fd, EPOLLRDHUP, id);
+    control_epoll(everything_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, id);
 }
 
 void TcpHub::want_output(ChannelId id, int fd, bool wanted) {
-    control(urgent_.get(), wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, fd, EPOLLOUT, id);
+    control_epoll(urgent_.get(), wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, fd, EPOLLOUT, id);
 }
 
 void TcpHub::rouse(Event event) {
     roused(event).store(true);
-    ring_always(bell(event));
+    ring_always(bells_.of(event));
 }
 
 void TcpHub::interrupt() {
@@ -133,32 +121,16 @@ void TcpHub::knock() {
     [[maybe_unused]] const ssize_t written = ::write(knock_.get(), &one, sizeof(one));
 }
 
-void TcpHub::note_buffers(uint64_t wanted, uint64_t granted_send, uint64_t granted_receive) {
-    const auto least = [](uint64_t before, uint64_t now) {
-        if (now == 0) return before;
-        return before == 0 ? now : std::min(before, now);
-    };
-    {
-        const std::lock_guard lock(mutex_);
-        buffers_.wanted = std::max(buffers_.wanted, wanted);
-        buffers_.granted_send = least(buffers_.granted_send, granted_send);
-        buffers_.granted_receive = least(buffers_.granted_receive, granted_receive);
-    }
-    if (std::max(granted_send, granted_receive) >= wanted) return;
-    if (!wants_thread_.exchange(true)) knock();  // the owner starts it; if it sleeps, now
-}
-
-TcpBufferReport TcpHub::buffers() const {
-    const std::lock_guard lock(mutex_);
-    return buffers_;
+void TcpHub::note_buffer(uint64_t wanted, uint64_t granted) {
+    if (granted < wanted && !wants_thread_.exchange(true)) knock();  // the owner starts it; if it sleeps, now
 }
 
 bool TcpHub::reached(Event event, uint32_t target) {
-    return static_cast<int32_t>(bell(event).count.load() - target) >= 0;
+    return static_cast<int32_t>(bells_.of(event).count.load() - target) >= 0;
 }
 
 void TcpHub::wait_on_bell(Event event, uint32_t prepared, uint32_t needed, Deadline deadline) {
-    wait(bell(event), prepared, needed, roused(event), deadline, 0);
+    wait(bells_.of(event), prepared, needed, roused(event), deadline, 0);
 }
 
 bool TcpHub::has_news(ChannelId id) {
@@ -211,13 +183,9 @@ namespace {
 constexpr int64_t longest_sleep_ms = 60'000;  // then look again, whatever happened
 
 void check_spec(const PairSpec& spec) {
-    const auto refuse = [](const char* what, uint64_t value, uint64_t least, uint64_t most) {
-        throw Error(Code::invalid, std::string("tcp: ") + what + " is " + std::to_string(value) + ": it must be " +
-                                       std::to_string(least) + " to " + std::to_string(most));
-    };
-    if (spec.source >= max_sources) refuse("the source's number", spec.source, 0, max_sources - 1);
-    if (spec.slots == 0 || spec.slots > max_slots) refuse("the number of slots", spec.slots, 1, max_slots);
-    if (spec.slot_bytes > max_slot_bytes) refuse("a slot's size", spec.slot_bytes, 0, max_slot_bytes);
+    check_range("tcp: the source's number", spec.source, 0, max_sources - 1);
+    check_range("tcp: the number of slots", spec.slots, 1, max_slots);
+    check_range("tcp: a slot's size", spec.slot_bytes, 0, max_slot_bytes);
 }
 
 int sleep_ms(Deadline deadline) {
@@ -225,7 +193,7 @@ int sleep_ms(Deadline deadline) {
     return static_cast<int>(std::min(left_ns / 1'000'000 + (left_ns % 1'000'000 != 0), longest_sleep_ms));
 }
 
-class Tcp final : public TcpTransport {
+class Tcp final : public Transport {
   public:
     Tcp(const TransportOptions& options, const TcpTuning& tuning)
         : options_(options), tuning_(tuning), hub_(std::make_shared<TcpHub>()) {}
@@ -239,8 +207,6 @@ class Tcp final : public TcpTransport {
 
     const char* name() const override { return "tcp"; }
     bool same_host_only() const override { return false; }
-    TcpBufferReport buffers() const override { return hub_->buffers(); }
-    bool has_progress_thread() const override { return thread_.joinable(); }
 
     Blob introduce() override { return {}; }
 
@@ -256,9 +222,9 @@ class Tcp final : public TcpTransport {
                                     Deadline deadline) override {
         check_spec(spec);
         if (welcome.bytes.size() != token_bytes) {
-            throw Error(Code::refused, "tcp: the receiver's welcome holds " + std::to_string(welcome.bytes.size()) +
-                                           " bytes, not a token of " + std::to_string(token_bytes) +
-                                           ": is its endpoint of another transport?");
+            throw Error(Code::refused,
+                        concat("tcp: the receiver's welcome holds ", welcome.bytes.size(), " bytes, not a token of ",
+                               token_bytes, ": is its endpoint of another transport?"));
         }
         FileDescriptor connection = connect_tcp(host, port, options_, deadline);
         const std::string peer = host + ":" + std::to_string(port);
@@ -316,7 +282,7 @@ class Tcp final : public TcpTransport {
         try {
             thread_ = std::thread([this] { move_bytes(); });
         } catch (const std::system_error& error) {
-            throw Error(Code::system, std::string("tcp: the progress thread cannot be started: ") + error.what());
+            throw Error(Code::system, concat("tcp: the progress thread cannot be started: ", error.what()));
         }
     }
 
@@ -334,7 +300,7 @@ class Tcp final : public TcpTransport {
 
 }  // namespace
 
-std::shared_ptr<TcpTransport> make_tcp(const TransportOptions& options, const TcpTuning& tuning) {
+std::shared_ptr<Transport> make_tcp(const TransportOptions& options, const TcpTuning& tuning) {
     check_tcp_options(options);
     return std::make_shared<Tcp>(options, tuning);
 }

@@ -75,19 +75,18 @@ class TcpHub {
     // Also report when `fd` can be written. Closing a descriptor ends its watch.
     void want_output(ChannelId id, int fd, bool wanted);
 
-    void count(Event event) { ring(bell(event)); }  // one more of them happened
+    void count(Event event) { ring(bells_.of(event)); }  // one more of them happened
     void rouse(Event event);                        // end the owner's wait: it should look
     void interrupt();                               // both, wherever the owner sleeps
 
     OutstandingBytes& outstanding() { return outstanding_; }
 
-    void note_buffers(uint64_t wanted, uint64_t granted_send, uint64_t granted_receive);
-    TcpBufferReport buffers() const;
+    void note_buffer(uint64_t wanted, uint64_t granted);  // payload bytes of a pair's slots, and of its socket's buffer
     bool wants_thread() const { return wants_thread_.load(); }  // some pair's slots do not fit into its buffer
     void knock();                                               // make a sleeper on an epoll set look around
 
     // Owner.
-    uint32_t prepare(Event event) { return bell(event).count.load(); }
+    uint32_t prepare(Event event) { return bells_.of(event).count.load(); }
     bool reached(Event event, uint32_t target);
     bool take_rouse(Event event) { return roused(event).exchange(false); }
     void wait_on_bell(Event event, uint32_t prepared, uint32_t needed, Deadline deadline);
@@ -100,7 +99,6 @@ class TcpHub {
     void visit_everything(int timeout_ms, Visit visit) { visit_ready(everything_.get(), timeout_ms, visit); }
 
   private:
-    Bell& bell(Event event) { return bells_[static_cast<size_t>(event)]; }
     std::atomic<bool>& roused(Event event) { return roused_[static_cast<size_t>(event)]; }
     void visit_ready(int epoll, int timeout_ms, Visit visit);
     std::shared_ptr<TcpChannel> find(ChannelId id);
@@ -109,26 +107,18 @@ class TcpHub {
     FileDescriptor arrivals_;
     FileDescriptor everything_;
     FileDescriptor knock_;  // an eventfd
-    Bell bells_[2] = {};    // by Event
+    Bells bells_ = {};
     std::atomic<bool> roused_[2] = {};
     std::atomic<bool> wants_thread_{false};
     OutstandingBytes outstanding_;
 
-    mutable std::mutex mutex_;  // of what follows; held for look-ups only, never while a channel is visited
+    std::mutex mutex_;  // of what follows; held for look-ups only, never while a channel is visited
     std::unordered_map<ChannelId, std::shared_ptr<TcpChannel>> channels_;
     std::map<Token, ChannelId> expected_;
     ChannelId next_id_;
-    TcpBufferReport buffers_;
 };
 
-// Beyond what `Transport` offers: test limits, and what `doctor` reports.
-class TcpTransport : public Transport {
-  public:
-    virtual TcpBufferReport buffers() const = 0;     // of the pairs opened so far; any thread
-    virtual bool has_progress_thread() const = 0;    // owner
-};
-
-std::shared_ptr<TcpTransport> make_tcp(const TransportOptions& options, const TcpTuning& tuning);
+std::shared_ptr<Transport> make_tcp(const TransportOptions& options, const TcpTuning& tuning);
 
 // Makes room for a source. `token`: what the source's data connection must present.
 std::shared_ptr<Landing> make_tcp_landing(const std::shared_ptr<TcpHub>& hub, const PairSpec& spec,

@@ -53,8 +53,8 @@ void choose_congestion(int socket, const std::string& asked) {
         return;
     }
     if (set_congestion(socket, asked)) return;
-    throw Error(Code::invalid, "tcp: congestion control \"" + asked +
-                                   "\" is not available to this process; the system has: " + available());
+    throw_invalid("tcp: congestion control \"", asked,
+                  "\" is not available to this process; the system has: ", available());
 }
 
 bool set_option(int fd, int level, int name, int value) {
@@ -66,13 +66,6 @@ int int_option(int fd, int level, int name) {
     socklen_t size = sizeof(value);
     if (::getsockopt(fd, level, name, &value, &size) != 0) throw_errno("getsockopt " + std::to_string(name));
     return value;
-}
-
-// For asking what is allowed; it connects to no peer.
-FileDescriptor make_probe() {
-    FileDescriptor fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, IPPROTO_TCP));
-    if (!fd) throw_errno("socket");
-    return fd;
 }
 
 // The word behind `name` of a file of whitespace-separated numbers; 0 where there is none.
@@ -105,15 +98,16 @@ uint64_t largest_window(int fd) {
 }  // namespace
 
 void check_tcp_options(const TransportOptions& options) {
-    const FileDescriptor fd = make_probe();
+    const FileDescriptor fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, IPPROTO_TCP));  // it connects to no peer
+    if (!fd) throw_errno("socket");
     for (const int priority : {options.data_priority, options.credit_priority}) {
         if (set_option(fd.get(), SOL_SOCKET, SO_PRIORITY, priority)) continue;
-        throw Error(Code::invalid, "tcp: priority " + std::to_string(priority) +
-                                       " is not allowed to this process: use 0 to 6, or grant it CAP_NET_ADMIN");
+        throw_invalid("tcp: priority ", priority,
+                      " is not allowed to this process: use 0 to 6, or grant it CAP_NET_ADMIN");
     }
     for (const int service : {options.data_type_of_service, options.credit_type_of_service}) {
         if (service >= 0 && service <= 255 && set_option(fd.get(), IPPROTO_IP, IP_TOS, service)) continue;
-        throw Error(Code::invalid, "tcp: type of service " + std::to_string(service) + ": it must be 0 to 255");
+        throw_invalid("tcp: type of service ", service, ": it must be 0 to 255");
     }
     choose_congestion(fd.get(), options.congestion);
 }
@@ -121,7 +115,7 @@ void check_tcp_options(const TransportOptions& options) {
 FileDescriptor connect_tcp(const std::string& host, uint16_t port, const TransportOptions& options, Deadline deadline) {
     const std::string peer = host + ":" + std::to_string(port);
     if (host.empty() || port == 0) {
-        throw Error(Code::invalid, "tcp: the receiver listens on no TCP address: give its endpoint a host");
+        throw_invalid("tcp: the receiver listens on no TCP address: give its endpoint a host");
     }
     FileDescriptor fd;
     const int error = connect_socket(numeric_address(host, port), deadline, fd, [&](int socket) {
@@ -180,11 +174,6 @@ uint64_t widen_receive_buffer(int fd, uint64_t wanted, const TcpTuning& tuning) 
         }
     }
     return std::min(payload_part(fd, SO_RCVBUF), largest_window(fd));
-}
-
-TcpBufferReport probe_tcp_buffers(uint64_t wanted, const TcpTuning& tuning) {
-    const FileDescriptor fd = make_probe();
-    return {wanted, widen_send_buffer(fd.get(), wanted, tuning), widen_receive_buffer(fd.get(), wanted, tuning)};
 }
 
 namespace {

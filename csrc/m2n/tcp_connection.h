@@ -38,13 +38,6 @@
 
 namespace antiphon::m2n {
 
-// What pairs need so that the kernel can hold all their slots, and what it grants: payload bytes, one connection.
-struct TcpBufferReport {
-    uint64_t wanted = 0;           // the largest pair's slots * slot_stride
-    uint64_t granted_send = 0;     // 0: not asked for yet
-    uint64_t granted_receive = 0;
-};
-
 // What users have no reason to change.
 struct TcpTuning {
     uint64_t least_buffer_bytes = uint64_t{4} << 20;     // 17% faster than 256 KiB with 8 x 8 messages of that size
@@ -67,9 +60,6 @@ void set_receiver_options(int fd, const TransportOptions& options);
 // Ask for room for `wanted` payload bytes; returns the payload bytes that the kernel promises.
 uint64_t widen_send_buffer(int fd, uint64_t wanted, const TcpTuning& tuning);
 uint64_t widen_receive_buffer(int fd, uint64_t wanted, const TcpTuning& tuning);
-
-// What this machine grants to this process, asked of a socket that connects to no peer.
-TcpBufferReport probe_tcp_buffers(uint64_t wanted, const TcpTuning& tuning = {});
 
 // How much of an endpoint's messages is on its way, posted and not credited. Any thread.
 class OutstandingBytes {

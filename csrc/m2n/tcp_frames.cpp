@@ -12,23 +12,20 @@ constexpr size_t staging_bytes = 8192;
 static_assert(staging_bytes >= header_bytes);
 
 std::string fault_text(HeaderFault fault, const MessageHeader& header, Immediate expected, const PairSpec& spec) {
-    const auto pair = [](const char* what, uint64_t got, const char* instead, uint64_t want) {
-        return std::string(what) + std::to_string(got) + instead + std::to_string(want);
-    };
     switch (fault) {
         case HeaderFault::magic:
-            return pair("a frame begins with the word ", header.magic, ", not with the magic ", header_magic);
+            return concat("a frame begins with the word ", header.magic, ", not with the magic ", header_magic);
         case HeaderFault::incarnation:
-            return pair("a frame carries incarnation ", header.incarnation, ", this connection has ", spec.incarnation);
+            return concat("a frame carries incarnation ", header.incarnation, ", this connection has ",
+                          spec.incarnation);
         case HeaderFault::length:
-            return pair("a frame announces ", header.length, " bytes for slots of ", spec.slot_bytes);
+            return concat("a frame announces ", header.length, " bytes for slots of ", spec.slot_bytes);
         case HeaderFault::immediate: {
             const Immediate got = Immediate::unpack(header.immediate);
-            if (got.slot >= spec.slots) return pair("a frame names slot ", got.slot, " of ", spec.slots);
+            if (got.slot >= spec.slots) return concat("a frame names slot ", got.slot, " of ", spec.slots);
             return "a frame is of " + describe(got) + ", expected was " + describe(expected);
         }
-        case HeaderFault::none:
-            break;
+        case HeaderFault::none: break;
     }
     return "no fault";
 }
@@ -36,8 +33,7 @@ std::string fault_text(HeaderFault fault, const MessageHeader& header, Immediate
 }  // namespace
 
 std::string describe(Immediate immediate) {
-    return "source " + std::to_string(immediate.source) + ", slot " + std::to_string(immediate.slot) + ", sequence " +
-           std::to_string(immediate.sequence);
+    return concat("source ", immediate.source, ", slot ", immediate.slot, ", sequence ", immediate.sequence);
 }
 
 TcpFrameReader::TcpFrameReader(const PairSpec& spec, std::byte* memory)

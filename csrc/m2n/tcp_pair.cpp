@@ -30,8 +30,8 @@ HugeBuffer make_slots(const PairSpec& spec) {
     try {
         return HugeBuffer(spec.slots * slot_stride(spec.slot_bytes));
     } catch (const std::bad_alloc&) {
-        throw Error(Code::system, "tcp: no address space for " + std::to_string(spec.slots) + " slots of " +
-                                      std::to_string(spec.slot_bytes) + " bytes: ask for less or smaller ones");
+        throw Error(Code::system, concat("tcp: no address space for ", spec.slots, " slots of ", spec.slot_bytes,
+                                         " bytes: ask for less or smaller ones"));
     }
 }
 
@@ -159,8 +159,7 @@ class LandingChannel final : public PairChannel, public Landing {
         try {
             set_receiver_options(connection_.get(), options_);
             const uint64_t wanted = spec_.slots * slot_stride(spec_.slot_bytes);
-            const uint64_t granted = widen_receive_buffer(connection_.get(), wanted, tuning_);
-            hub_->note_buffers(wanted, 0, granted);
+            hub_->note_buffer(wanted, widen_receive_buffer(connection_.get(), wanted, tuning_));
             hub_->watch_landing(id_, connection_.get());
         } catch (const Error& error) {
             break_off(error.what());
@@ -402,7 +401,7 @@ std::shared_ptr<Link> make_tcp_link(const std::shared_ptr<TcpHub>& hub, const Pa
                                     const TransportOptions& options, const TcpTuning& tuning,
                                     FileDescriptor connection) {
     const uint64_t wanted = spec.slots * slot_stride(spec.slot_bytes);
-    hub->note_buffers(wanted, widen_send_buffer(connection.get(), wanted, tuning), 0);
+    hub->note_buffer(wanted, widen_send_buffer(connection.get(), wanted, tuning));
     const uint64_t cached_bytes = tuning.cached_bytes / std::max(options.local_processes, 1u);
     auto channel = std::make_shared<LinkChannel>(hub, spec, cached_bytes);
     auto link = handle_of<Link>(channel);

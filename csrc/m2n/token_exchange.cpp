@@ -30,9 +30,8 @@ uint32_t count_bits(uint64_t set) { return static_cast<uint32_t>(__builtin_popco
 // Messages are composed in the slot, so it must be large enough before the first one.
 void check_slots(const Outbox& outbox, uint64_t largest_message) {
     if (outbox.spec().slot_bytes >= largest_message) return;
-    throw Error(Code::invalid, "the slots of " + outbox.peer() + " hold " + std::to_string(outbox.spec().slot_bytes) +
-                                   " bytes, the largest message is " + std::to_string(largest_message) +
-                                   ": give both ends the same shape");
+    throw_invalid("the slots of ", outbox.peer(), " hold ", outbox.spec().slot_bytes, " bytes, the largest message is ",
+                  largest_message, ": give both ends the same shape");
 }
 
 }  // namespace
@@ -69,8 +68,7 @@ AttentionSide::AttentionSide(RowScatter scatter, std::shared_ptr<Inbox> replies,
       pending_(num_micro_batches),
       prefetches_(scatter_.num_workers()) {
     if (num_micro_batches > max_micro_batches) {
-        throw Error(Code::invalid, std::to_string(num_micro_batches) + " micro-batches: a step number has room for " +
-                                       std::to_string(max_micro_batches));
+        throw_invalid(num_micro_batches, " micro-batches: a step number has room for ", max_micro_batches);
     }
     for (Pending& pending : pending_) pending.rows_of.resize(scatter_.num_workers());
 }
@@ -92,9 +90,8 @@ void AttentionSide::place(uint32_t version, uint32_t layer, ExpertSplit split) {
 void AttentionSide::prefetch(uint32_t worker, uint32_t layer, uint32_t expert) {
     std::vector<uint32_t>& words = prefetches_.at(worker);
     if (layer >= max_layers || expert >= max_placed_experts || words.size() == max_prefetches) {
-        throw Error(Code::invalid, "expert " + std::to_string(expert) + " of layer " + std::to_string(layer) +
-                                       " cannot be asked for: a header has room for " + std::to_string(max_prefetches) +
-                                       " of " + std::to_string(max_placed_experts) + " experts");
+        throw_invalid("expert ", expert, " of layer ", layer, " cannot be asked for: a header has room for ",
+                      max_prefetches, " of ", max_placed_experts, " experts");
     }
     words.push_back(prefetch_bit | layer << expert_bits | expert);
 }
@@ -107,12 +104,10 @@ void AttentionSide::forget() {
 void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const GatedRows& rows, Deadline deadline) {
     const RowShape& shape = scatter_.shape();
     if (rows.count > shape.max_rows) {
-        throw Error(Code::invalid, std::to_string(rows.count) + " rows in one micro-batch: the exchange was made for " +
-                                       std::to_string(shape.max_rows));
+        throw_invalid(rows.count, " rows in one micro-batch: the exchange was made for ", shape.max_rows);
     }
     if (key.layer >= max_layers) {
-        throw Error(Code::invalid, "layer " + std::to_string(key.layer) + ": a step number has room for " +
-                                       std::to_string(max_layers));
+        throw_invalid("layer ", key.layer, ": a step number has room for ", max_layers);
     }
     Pending& pending = pending_.at(key.micro_batch);
     scatter_.plan(key.layer, rows.ids, rows.count, pending.rows_of);
@@ -121,8 +116,7 @@ void AttentionSide::dispatch(const BatchKey& key, uint64_t participants, const G
         if (experts_[worker] != nullptr) {
             experts_[worker]->slot(deadline);
         } else if (!pending.rows_of[worker].empty()) {
-            throw Error(Code::invalid,
-                        "no connection to expert worker " + std::to_string(worker) + ": set_expert first");
+            throw_invalid("no connection to expert worker ", worker, ": set_expert first");
         }
     }
     MessageLabel label;
@@ -154,8 +148,8 @@ void AttentionSide::combine(const BatchKey& key, std::byte* out, std::vector<Com
     times.assign(experts_.size(), {});
     replies_->for_each(step, [&](const MessageHeader& header, SourceId worker, const std::byte* payload) {
         if (header.length != scatter_.shape().combine_bytes(static_cast<uint32_t>(pending.rows_of[worker].size()))) {
-            throw Error(Code::invalid, replies_->name_of(worker) + " returned " + std::to_string(header.length) +
-                                           " bytes for " + std::to_string(pending.rows_of[worker].size()) + " rows");
+            throw_invalid(replies_->name_of(worker), " returned ", header.length, " bytes for ",
+                          pending.rows_of[worker].size(), " rows");
         }
         partials_[worker] = payload;
         std::memcpy(static_cast<void*>(&times[worker]), &header.user[times_word], sizeof(ComputeTimes));
@@ -214,8 +208,7 @@ std::optional<ReceivedBatch> ExpertSide::collect(std::span<const Step> steps, co
             const uint32_t num_rows = header.user[num_rows_word];
             const uint64_t expected = num_rows == 0 ? 0 : shape_.dispatch_bytes(num_rows);
             if (num_rows > shape_.max_rows || header.length != expected) {
-                throw Error(Code::invalid, requests_->name_of(source) + " sent " + std::to_string(header.length) +
-                                               " bytes for " + std::to_string(num_rows) + " rows");
+                throw_invalid(requests_->name_of(source), " sent ", header.length, " bytes for ", num_rows, " rows");
             }
             Part part{step, source, num_rows, header.user[placement_word], {}, payload};
             std::copy_n(&header.user[first_prefetch_word], max_prefetches, part.prefetches.begin());
@@ -264,8 +257,7 @@ BatchPlace ExpertSide::own_place(uint32_t num_rows) {
 void ExpertSide::gather(ReceivedBatch& batch, const std::vector<const std::byte*>& payloads,
                         const BatchPlace& place) const {
     if (batch.num_rows > place.max_rows) {
-        throw Error(Code::invalid, "a batch of " + std::to_string(batch.num_rows) + " rows: there is room for " +
-                                       std::to_string(place.max_rows));
+        throw_invalid("a batch of ", batch.num_rows, " rows: there is room for ", place.max_rows);
     }
     size_t first = 0;
     for (size_t i = 0; i < payloads.size(); ++i) {
@@ -287,7 +279,7 @@ void ExpertSide::gather(ReceivedBatch& batch, const std::vector<const std::byte*
 void ExpertSide::reply(ReceivedBatch& batch, const std::byte* partials, ComputeTimes times, Deadline deadline) {
     for (const SourceId source : batch.sources) {
         if (attention_[source] == nullptr) {
-            throw Error(Code::invalid, requests_->name_of(source) + " sent rows before it introduced itself");
+            throw_invalid(requests_->name_of(source), " sent rows before it introduced itself");
         }
     }
     for (size_t i = 0; i < batch.num_replied; ++i) partials += shape_.combine_bytes(batch.rows_per_source[i]);

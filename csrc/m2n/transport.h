@@ -79,6 +79,12 @@ class Link {
 // What an endpoint waits for. Each kind has its own bell, so that credits do not wake who waits for data.
 enum class Event { arrival = 0, credit = 1 };
 
+struct Bells {
+    Bell bells[2];
+
+    Bell& of(Event event) { return bells[static_cast<size_t>(event)]; }
+};
+
 class Transport {
   public:
     virtual ~Transport() = default;

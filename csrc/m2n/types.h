@@ -17,11 +17,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <limits>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -60,16 +61,12 @@ inline uint16_t next_sequence(uint16_t sequence) {
     return static_cast<uint16_t>((sequence + 1u) % sequence_modulus);
 }
 
-// A point on the monotonic clock. `never()` waits without end; the Python interface always gives a finite one.
+// A point on the monotonic clock.
 class Deadline {
   public:
-    static Deadline after_ns(int64_t timeout_ns) {
-        return Deadline(timeout_ns < 0 ? std::numeric_limits<int64_t>::max() : monotonic_ns() + timeout_ns);
-    }
-    static Deadline never() { return Deadline(std::numeric_limits<int64_t>::max()); }
+    static Deadline after_ns(int64_t timeout_ns) { return Deadline(monotonic_ns() + timeout_ns); }
 
     int64_t left_ns() const {  // 0 once it has passed
-        if (at_ns_ == std::numeric_limits<int64_t>::max()) return at_ns_;
         const int64_t left = at_ns_ - monotonic_ns();
         return left > 0 ? left : 0;
     }
@@ -128,6 +125,36 @@ class Error : public std::runtime_error {
     std::string reason;
 };
 
+// One text of words and numbers.
+template <class... Parts>
+std::string concat(const Parts&... parts) {
+    std::string text;
+    const auto add = [&text]<class Part>(const Part& part) {
+        if constexpr (std::is_arithmetic_v<Part>) {
+            text += std::to_string(part);
+        } else {
+            text += part;
+        }
+    };
+    (add(parts), ...);
+    return text;
+}
+
+template <class... Parts>
+[[noreturn]] void throw_invalid(const Parts&... parts) {
+    throw Error(Code::invalid, concat(parts...));
+}
+
+inline void check_range(std::string_view what, uint64_t value, uint64_t lowest, uint64_t highest) {
+    if (value >= lowest && value <= highest) return;
+    throw_invalid(what, " is ", value, ": it must be ", lowest, " to ", highest);
+}
+
+// `name` is gone, and `reason` says how we know.
+[[noreturn]] inline void throw_lost(const std::string& name, const std::string& reason) {
+    throw Error(Code::peer_lost, "lost " + name + ": " + reason, {name}, reason);
+}
+
 // The same error; one of a deadline says how long was waited.
 inline Error with_patience(const Error& error, double timeout_s) {
     if (error.code != Code::timeout && error.code != Code::no_credit) return error;
@@ -175,7 +202,6 @@ class FileDescriptor {
 
     int get() const { return fd_; }
     explicit operator bool() const { return fd_ >= 0; }
-    int release() { return std::exchange(fd_, -1); }
     void reset() {
         if (fd_ >= 0) ::close(fd_);
         fd_ = -1;

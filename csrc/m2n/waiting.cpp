@@ -91,6 +91,13 @@ const char* name_of(Waiting waiting) {
 
 namespace {
 
+Waiting waiting_named(const std::string& wish) {
+    for (const Waiting each : {Waiting::poll, Waiting::spin, Waiting::block}) {
+        if (wish == name_of(each)) return each;
+    }
+    throw_invalid("waiting is ", wish, ": it must be auto, poll, spin or block");
+}
+
 Waiting automatic(uint32_t local_processes, Cores cores) {
     if (local_processes == 0) return cores.count >= 4 ? Waiting::spin : Waiting::block;
     if (cores.are_quota) return cores.count >= local_processes ? Waiting::spin : Waiting::block;
@@ -101,32 +108,13 @@ Waiting automatic(uint32_t local_processes, Cores cores) {
 }  // namespace
 
 WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, Cores cores, int64_t spin_ns) {
-    Waiting waiting{};
-    if (wish == "auto") {
-        waiting = automatic(local_processes, cores);
-    } else if (wish == "poll") {
-        waiting = Waiting::poll;
-    } else if (wish == "spin") {
-        waiting = Waiting::spin;
-    } else if (wish == "block") {
-        waiting = Waiting::block;
-    } else {
-        throw Error(Code::invalid, "waiting is " + wish + ": it must be auto, poll, spin or block");
-    }
+    const Waiting waiting = wish == "auto" ? automatic(local_processes, cores) : waiting_named(wish);
     switch (waiting) {
         case Waiting::poll: return {.waiting = waiting, .spin_ns = std::numeric_limits<int64_t>::max()};
         case Waiting::spin: return {.waiting = waiting, .spin_ns = spin_ns};
         case Waiting::block: return {.waiting = waiting};
     }
     return {};
-}
-
-Cores usable_cores() {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof(set), &set) != 0) return {};
-    const int count = CPU_COUNT(&set);
-    return {.count = count > 0 ? static_cast<uint32_t>(count) : 1};
 }
 
 namespace {

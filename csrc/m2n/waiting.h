@@ -119,8 +119,6 @@ const char* name_of(Waiting waiting);
 // other words.
 WaitPolicy choose_waiting(const std::string& wish, uint32_t local_processes, Cores cores, int64_t spin_ns);
 
-Cores usable_cores();  // of this process's affinity
-
 // Lies in memory that processes share; all zero is the initial state.
 struct Bell {
     alignas(64) std::atomic<uint32_t> count;

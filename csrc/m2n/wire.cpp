@@ -46,14 +46,6 @@ TypeTraits traits_of(FrameType type) {
     return {nullptr, 0};
 }
 
-[[noreturn]] void nonsense(const std::string& words) { throw Error(Code::invalid, words); }
-
-void check_range(const char* what, uint64_t value, uint64_t lowest, uint64_t highest) {
-    if (value >= lowest && value <= highest) return;
-    nonsense(std::string(what) + " is " + std::to_string(value) + ": it must be " + std::to_string(lowest) + " to " +
-             std::to_string(highest));
-}
-
 void write_blob(ByteWriter& writer, const Blob& blob) {
     check_range("the blob's number of bytes", blob.bytes.size(), 0, max_blob_bytes);
     check_range("the blob's number of descriptors", blob.descriptors.size(), 0, max_descriptors_per_message);
@@ -88,10 +80,7 @@ std::vector<std::byte> encode_frame(FrameType type, Bytes body) {
     std::vector<std::byte> frame;
     frame.reserve(frame_header_bytes + body.size());
     ByteWriter writer(frame);
-    writer.u32(frame_magic);
-    writer.u8(frame_version);
-    writer.u8(static_cast<uint8_t>(type));
-    writer.u16(0);
+    writer.numbers(frame_magic, frame_version, static_cast<uint8_t>(type), uint16_t{0});
     writer.u32(static_cast<uint32_t>(body.size()));
     writer.raw(body);
     return frame;
@@ -127,32 +116,30 @@ Frame FrameReader::take() {
 
 void FrameReader::check_header() {
     ByteReader reader(header_, "the frame's header");
-    if (reader.u32() != frame_magic) nonsense("bytes that are no frame of the M2N control protocol");
+    if (reader.u32() != frame_magic) throw_invalid("bytes that are no frame of the M2N control protocol");
     const unsigned version = reader.u8();
     if (version != frame_version) {
-        nonsense("a frame of version " + std::to_string(version) + " of the control protocol, this library speaks " +
-                 std::to_string(frame_version));
+        throw_invalid("a frame of version ", version, " of the control protocol, this library speaks ", frame_version);
     }
     const uint8_t type_byte = reader.u8();
     frame_.type = static_cast<FrameType>(type_byte);
     const TypeTraits traits = traits_of(frame_.type);
-    if (traits.name == nullptr) nonsense("a frame of unknown type " + std::to_string(unsigned{type_byte}));
+    if (traits.name == nullptr) throw_invalid("a frame of unknown type ", unsigned{type_byte});
     const std::string frame = std::string("a ") + traits.name + " frame";
-    if (!allowed_.contains(frame_.type)) nonsense(frame + ", not allowed at this point");
-    if (reader.u16() != 0) nonsense(frame + " whose reserved bits are set");
+    if (!allowed_.contains(frame_.type)) throw_invalid(frame, ", not allowed at this point");
+    if (reader.u16() != 0) throw_invalid(frame, " whose reserved bits are set");
     body_length_ = reader.u32();
     if (body_length_ > traits.max_bytes) {
-        nonsense(frame + " of " + std::to_string(body_length_) + " bytes, the limit is " +
-                 std::to_string(traits.max_bytes));
+        throw_invalid(frame, " of ", body_length_, " bytes, the limit is ", traits.max_bytes);
     }
 }
 
 void check_text(const std::string& what, std::string_view text, size_t max_bytes) {
     if (text.size() > max_bytes) {
-        nonsense(what + " has " + std::to_string(text.size()) + " bytes: the limit is " + std::to_string(max_bytes));
+        throw_invalid(what, " has ", text.size(), " bytes: the limit is ", max_bytes);
     }
     if (!std::all_of(text.begin(), text.end(), printable)) {
-        nonsense(what + " has characters that are not printable ASCII: use letters, digits and signs only");
+        throw_invalid(what, " has characters that are not printable ASCII: use letters, digits and signs only");
     }
 }
 
@@ -267,8 +254,7 @@ constexpr size_t max_unix_name_bytes = 107;  // sun_path without the leading zer
 
 void check_ticket_range(const char* what, uint64_t value, uint64_t lowest, uint64_t highest) {
     if (value >= lowest && value <= highest) return;
-    throw Error(Code::invalid, std::string("a ticket with ") + what + " = " + std::to_string(value) + "; allowed are " +
-                                   std::to_string(lowest) + " to " + std::to_string(highest));
+    throw_invalid("a ticket with ", what, " = ", value, "; allowed are ", lowest, " to ", highest);
 }
 
 void check(const Ticket& ticket) {
@@ -281,8 +267,8 @@ void check(const Ticket& ticket) {
     check_ticket_range("slots", ticket.slots, 1, max_slots);
     check_ticket_range("slot_bytes", ticket.slot_bytes, 0, max_slot_bytes);
     if (ticket.address.host.empty() != (ticket.address.port == 0)) {
-        throw Error(Code::invalid, "a ticket with host '" + ticket.address.host + "' and port " +
-                                       std::to_string(ticket.address.port) + "; it needs both or neither");
+        throw_invalid("a ticket with host '", ticket.address.host, "' and port ", ticket.address.port,
+                      "; it needs both or neither");
     }
 }
 
@@ -290,7 +276,7 @@ std::string first_line(const char* path) {
     std::ifstream file(path);
     std::string line;
     if (!std::getline(file, line) || line.empty()) {
-        throw Error(Code::system, std::string("cannot read ") + path + ", which identifies this machine");
+        throw Error(Code::system, concat("cannot read ", path, ", which identifies this machine"));
     }
     return line;
 }
@@ -301,8 +287,7 @@ std::vector<std::byte> Ticket::encode() const {
     check(*this);
     std::vector<std::byte> bytes;
     ByteWriter writer(bytes);
-    writer.u32(ticket_magic);
-    writer.u8(ticket_version);
+    writer.numbers(ticket_magic, ticket_version);
     for (const std::string& text : {transport, name, address.unix_name, address.host}) write_text(writer, text);
     writer.u16(address.port);
     write_text(writer, host_id);
@@ -312,11 +297,11 @@ std::vector<std::byte> Ticket::encode() const {
 
 Ticket Ticket::decode(std::span<const std::byte> bytes) {
     ByteReader reader(bytes, "the ticket");
-    if (reader.u32() != ticket_magic) throw Error(Code::invalid, "these bytes are not a ticket of an M2N inbox");
+    if (reader.u32() != ticket_magic) throw_invalid("these bytes are not a ticket of an M2N inbox");
     const unsigned version = reader.u8();
     if (version != ticket_version) {
-        throw Error(Code::invalid, "the ticket has version " + std::to_string(version) + ", this library reads " +
-                                       std::to_string(ticket_version) + "; run the same release on both sides");
+        throw_invalid("the ticket has version ", version, ", this library reads ", ticket_version,
+                      "; run the same release on both sides");
     }
     Ticket ticket;
     for (std::string* text : {&ticket.transport, &ticket.name, &ticket.address.unix_name, &ticket.address.host}) {

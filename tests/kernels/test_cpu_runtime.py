@@ -34,7 +34,7 @@ def test_waiting_times_out(word: int) -> None:
 
 @pytest.mark.parametrize("spin_ns", [0, 2_000_000_000])
 def test_a_store_wakes_the_waiter(word: int, spin_ns: int) -> None:
-    threading.Timer(0.02, _native.store_wake_u32, (word, 7)).start()
+    threading.Timer(0.02, _native.fetch_add_wake_u32, (word, 7)).start()
     assert _native.wait_u32(word, 0, 10_000_000_000, spin_ns)
     assert _native.load_u32(word) == 7
     assert _native.fetch_add_wake_u32(word, 3) == 7

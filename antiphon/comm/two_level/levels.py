@@ -89,9 +89,6 @@ class TwoLevel:
         """Expert groups of a node."""
         return self.ranks_per_node // self.expert_tp
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
-
     def place_of(self, rank: int) -> int:
         return rank % self.ranks_per_node
 
@@ -147,7 +144,7 @@ class Levels:
 
     @property
     def node(self) -> int:
-        return self.topology.node_of(self.rank)
+        return self.rank // self.topology.ranks_per_node
 
     @property
     def bytes_sent(self) -> int:

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 #include "harness.h"
 #include "m2n/pair_memory.h"
@@ -35,7 +36,7 @@ class Rogue : public ControlHandler {
         connection_ = id;
         spec_ = {source, welcome.slots, welcome.slot_bytes, welcome.incarnation};
         file_ = MappedFile::adopt(duplicate(welcome.blob.descriptors[0]), PairMemory::bytes(spec_));
-        memory_ = PairMemory(file_.data(), spec_);
+        memory_ = PairMemory(file_->data(), spec_);
         link_ = transport_->open_link(spec_, welcome.blob, "", 0, soon());
     }
     // As a receiver, with memory that the test decides.
@@ -56,7 +57,7 @@ class Rogue : public ControlHandler {
         Welcome welcome{spec_.incarnation, spec_.slots, spec_.slot_bytes, "rogue", {}};
         landing_ = transport_->open_landing(spec_, hello.introduction, welcome.blob);
         file_ = MappedFile::adopt(duplicate(welcome.blob.descriptors[0]), PairMemory::bytes(spec_));
-        memory_ = PairMemory(file_.data(), spec_);
+        memory_ = PairMemory(file_->data(), spec_);
         if (offered) welcome.blob.descriptors[0] = duplicate(offered);
         return welcome;
     }
@@ -92,7 +93,7 @@ class Rogue : public ControlHandler {
     std::shared_ptr<Transport> transport_;
     ConnectionId connection_ = 0;
     PairSpec spec_;
-    MappedFile file_;
+    std::optional<MappedFile> file_;
     PairMemory memory_;
     std::shared_ptr<Link> link_;
     std::shared_ptr<Landing> landing_;

@@ -103,7 +103,7 @@ void Node::serve() {
     while (FileDescriptor connection = listener_.accept()) {
         std::byte token[token_bytes];
         if (read_fully(connection.get(), token, sizeof(token)) != sizeof(token)) continue;
-        if (!transport_->adopt(connection, token)) ++num_refused_;
+        ++(transport_->adopt(connection, token) ? num_adopted_ : num_refused_);
     }
 }
 
@@ -129,7 +129,7 @@ RawPair open_raw_sender(Node& receiver, const PairSpec& spec) {
 
 void wait_adopted(Node& receiver) {
     const Deadline deadline = soon();
-    while (receiver.transport().buffers().granted_receive == 0) {
+    while (receiver.num_adopted() == 0) {
         CHECK(!deadline.passed());
         sleep_for_ms(1);
     }

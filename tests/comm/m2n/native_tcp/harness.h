@@ -79,15 +79,17 @@ class Node {
     explicit Node(const TcpTuning& tuning = {}, const TransportOptions& options = {});
     ~Node();
 
-    TcpTransport& transport() { return *transport_; }
+    Transport& transport() { return *transport_; }
     uint16_t port() const { return listener_.port(); }
+    int num_adopted() const { return num_adopted_.load(); }
     int num_refused() const { return num_refused_.load(); }
 
   private:
     void serve();
 
-    std::shared_ptr<TcpTransport> transport_;
+    std::shared_ptr<Transport> transport_;
     Listener listener_;
+    std::atomic<int> num_adopted_{0};
     std::atomic<int> num_refused_{0};
     std::thread acceptor_;
 };
