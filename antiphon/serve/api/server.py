@@ -1,7 +1,7 @@
 """Puts the server together (one engine, one tokenizer, routes, key check, OpenAPI description), runs it on a
 socket, and ends it without cutting clients off.
 
-On SIGTERM or SIGINT (a second one ends at once):
+On SIGTERM, SIGINT or a closed terminal (a second one ends at once):
 
 1. new requests are refused with 503 and `/health` says 503, so that load balancers look elsewhere;
 2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
