@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 from antiphon.base.units import parse_bytes
 from antiphon.bench.harness.contest import Patience, UpTo
 from antiphon.cli.commands import given_options
@@ -278,7 +278,9 @@ def numbers_of(option: str, text: str, example: str, *, may_be_empty: bool = Fal
     try:
         return [int(word) for word in words]
     except ValueError as error:
-        raise UserError(f"{option} {text!r} is not a list of numbers: write for example {example}") from error
+        raise UserError(
+            f"{option} {shortened(text)!r} is not a list of numbers: write for example {example}"
+        ) from error
 
 
 def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
@@ -289,7 +291,7 @@ def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise UserError(
-            f"{option} {str(text)[:80]!r} is no JSON object: write for example '{{\"enable_thinking\": false}}'"
+            f"{option} {shortened(str(text))!r} is no JSON object: write for example '{{\"enable_thinking\": false}}'"
         )
     return value
 
@@ -321,7 +323,7 @@ def check_timeout(option: str, value_s: float) -> None:
 def check_one_of(option: str, value: str, known: Collection[str]) -> str:
     """`value`; `UserError` unless it is one of `known`."""
     if value not in known:
-        raise UserError(f"{option} {value} does not exist: use {', '.join(known)}")
+        raise UserError(f"{option} {shortened(value)} does not exist: use {', '.join(known)}")
     return value
 
 

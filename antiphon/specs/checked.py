@@ -34,7 +34,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, ErrorDetails, SchemaValidator
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 
 Item = TypeVar("Item")
 
@@ -231,7 +231,7 @@ def _path(location: Sequence[int | str], value: Any, *, is_missing: bool = False
         elif (isinstance(value, Mapping) and step in value) or (is_missing and number == len(location) - 1):
             value = value.get(step) if isinstance(value, Mapping) else None
             path += f".{step}" if path else str(step)
-    return path[:_MAX_PATH_CHARACTERS]
+    return shortened(path, _MAX_PATH_CHARACTERS)
 
 
 def describe(value: object) -> str:
@@ -242,8 +242,7 @@ def describe(value: object) -> str:
         return _LITERALS[str(value)]
     if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:  # Python refuses to write thousands of them
         return f"a number of more than {_MOST_DIGITS:,} digits"
-    text = repr(value[:61] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
 
 
 @cache

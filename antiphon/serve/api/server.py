@@ -39,7 +39,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.base.system import resident_bytes
 from antiphon.serve.api import anthropic_routes, completions, openai_responses_routes, operation, tokens
-from antiphon.serve.api.anthropic_routes import CountTokensRequest, MessagesRequest
+from antiphon.serve.api.anthropic_requests import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers
