@@ -18,10 +18,10 @@ from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Stepping, Switch, WeightFormatName
+from antiphon.serve.config import MAX_TIMEOUT_S, OneRole, ServeConfig, Stepping, Switch, WeightFormatName
+from antiphon.serve.layout_text import Layout, parse_layout
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.placement_control import Policy
-from antiphon.serve.served_plan import parse_layout
 from antiphon.specs.model import KVStorage
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
@@ -136,10 +136,11 @@ class WorkerOptions:
     attention_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
     expert_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
 
-    def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
-        """A validated configuration; options that do not apply to the layout are refused, not ignored."""
+    def config(self, model: Path, capacity: CapacityOptions, *, trace: bool, written_in: str = "") -> ServeConfig:
+        """A validated configuration; options that do not apply to the layout are refused, not ignored. `written_in`:
+        the phase of a plan that the sizes are from."""
         if self.prefill is None and self.decode is None:
-            return self._one_pool(self._layout_fields(), capacity, model, trace=trace)
+            return self._one_pool(self._layout_fields() | {"written_in": written_in}, capacity, model, trace=trace)
         layouts = self._pool_layouts().items()
         decode, prefill = (parse_layout(f"--{name}", text) | {"pool": name} for name, text in layouts)
         of_decode, of_prefill = self.for_pools(decode["layout"], prefill["layout"])
@@ -349,7 +350,11 @@ def _names_of(option: OptionInfo) -> list[str]:
 
 def refuse_alone(context: typer.Context, group: type[Any], needed: str, why: str) -> None:
     """`UserError` if an option of the group was written, and `needed` was not, without which none of them applies."""
-    names = [field.name for field in fields(group) if field.name != needed]
+    refuse_given(context, [field.name for field in fields(group) if field.name != needed], why)
+
+
+def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
+    """`UserError` with `why` if options of these names were written: they would do nothing."""
     given = given_options(context, names)
     if named := [f"--{name.replace('_', '-')}" for name in names if name in given]:
         raise UserError(f"{', '.join(named)}: {why}")

@@ -116,9 +116,16 @@ class Mistake(NamedTuple):
     is_missing: bool = False
 
 
-def checked(what: str, name_of: Callable[[str], str] = str) -> Callable[[type[Item]], type[Item]]:
+def _own_name(field: str, _values: Mapping[str, Any]) -> str:
+    return field
+
+
+def checked(
+    what: str, name_of: Callable[[str, Mapping[str, Any]], str] = _own_name
+) -> Callable[[type[Item]], type[Item]]:
     """A decorator of a frozen dataclass: its constructor raises `UserError` for an argument that its field does not
-    allow. `what` stands before the message; `name_of` gives what users call a field, where that is not its name."""
+    allow. `what` stands before the message; `name_of` gives what users call a field of a call with these
+    values, where that is not its name."""
 
     def decorate(kind: type[Item]) -> type[Item]:
         @wraps(kind.__init__)
@@ -129,7 +136,7 @@ def checked(what: str, name_of: Callable[[str], str] = str) -> Callable[[type[It
                 if isinstance(broken := error.errors()[0].get("ctx", {}).get("error"), UserError):
                     raise broken from None
                 path, sentence, *_ = first_mistake(error, values)
-                sentence = name_of(path) + sentence.removeprefix(path)
+                sentence = name_of(path, values) + sentence.removeprefix(path)
                 raise UserError(f"{what}: {sentence}" if what else sentence) from None
 
         kind.__init__ = construct  # type: ignore[method-assign, assignment]
