@@ -286,6 +286,8 @@ def test_cuda_without_a_device(antiphon: Cli, checkpoint: Path, monkeypatch: pyt
     antiphon.refuses(2, message, "serve", checkpoint, "--device", "cuda", "--port", 0)
 
 
+MODEL = ROOT / "examples" / "demo-moe"
+DEMO = MODEL / "train.toml"
 WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
 
 
@@ -297,12 +299,20 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
         (("bench", "nothing"), "No such command 'nothing'; see 'antiphon bench --help'"),
         (("bench", "serve", "x", "--concurrency", "a"), "--concurrency 'a' is not a list of numbers: .*"),
         (("profile", "--phase", "both", "x"), "--phase is both: it must be one of serve, train"),
+        (
+            ("placement", "x", "--workers", 1, "--slots", 1, "--path-length", 2),
+            "--path-length: it is of --profile-paths FILE: add that, or leave it out",
+        ),
         (("placement", "x", "--knee", "0"), "--knee is 0: it must be at least 1"),
         (
             ("export", "x", "y", "--dtype", "int4"),
             "--dtype is int4: it must be one of bfloat16, float16, float32, float64, fp8",
         ),
         (("train", "none.toml", "--tokenize", "--print-config"), "--tokenize and --print-config: .* leave one .* out"),
+        (("train", DEMO, "--tokenize", "--nproc", 2), "--nproc: --tokenize stops before that .*, leave one of .* out"),
+        (("train", DEMO, "--print-config", "--json", "x.json"), "--json: --print-config stops before that .*"),
+        (("quantize", MODEL, "x", "--experts", "mxfp4", "--group", 64), "--group: mxfp4 has blocks of 32 columns, .*"),
+        (("plan", MODEL, "--explain", "--json", "-"), "--explain with --json -: no text is printed, .*"),
         (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be at least 1"),
         (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),
         (("worker", *WORKER, "--host", ""), "--host is empty: give a value, or leave the option out"),
