@@ -4,11 +4,34 @@
 Everything else that escapes is a bug and keeps its traceback.
 """
 
+import errno
+import os
+import resource
+
+_MOST_VALUE, _MOST_MESSAGE = 80, 4000  # characters
+
+
+def shortened(text: str, most: int = _MOST_VALUE) -> str:
+    """`text`, or its two ends with the number of characters between them if it is longer than `most`: a value of a
+    megabyte is no help in an error."""
+    if len(text) <= most:
+        return text
+    end = most // 2
+    return f"{text[:end]}… {len(text) - 2 * end:,} more characters …{text[-end:]}"
+
+
+def shortened_message(text: str) -> str:
+    """The same for a whole message, whose ends are its subject and its fix."""
+    return shortened(text, _MOST_MESSAGE)
+
 
 class UserError(ValueError):
     """A mistake in what was asked for. The message names the value, the limit and what to do about it."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened_message(message))
 
 
 class CheckpointError(UserError):
@@ -68,8 +91,28 @@ class Interrupted(RuntimeError):
     """A wait ended early because this process asked it to."""
 
 
+_LIMITS = {  # by an error of the system: the limit that it may be of, and what is wrong, with the limit's value
+    errno.EFBIG: (resource.RLIMIT_FSIZE, "the size of a file is limited{}, raise it (ulimit -f unlimited)"),
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "the open files of a process are limited{}, raise them (ulimit -n)"),
+    errno.ENFILE: (None, "all open files of the system are in use, raise fs.file-max"),
+    errno.ENOMEM: (resource.RLIMIT_AS, "memory or addresses are limited{}, use less or raise them (ulimit -v)"),
+    errno.ENOSPC: (None, "the file system is full, make room (for /dev/shm in a container: docker run --shm-size=1g)"),
+}
+
+
+def with_fix(message: str) -> str:
+    """`message` with the limit and the fix behind the system's words for an error. They are found by these words: of
+    errors in other processes there are only words."""
+    for code, (limit, fix) in _LIMITS.items():
+        if os.strerror(code) in message and fix.partition("{")[0] not in message:
+            value = resource.RLIM_INFINITY if limit is None else resource.getrlimit(limit)[0]
+            return f"{message}: {fix.format('' if value == resource.RLIM_INFINITY else f' to {value:,} here')}"
+    return message
+
+
 def native_error(code: str, message: str, peers: list[str], reason: str) -> Exception:
     """The exception for an error of the native communication library (`csrc/m2n/types.h`)."""
+    message, reason = with_fix(message), with_fix(reason)
     if code == "peer_lost":
         return PeerLost(peers[0] if peers else "a peer", reason)
     if code in ("timeout", "no_credit"):

@@ -9,8 +9,8 @@ for each wait, which costs a descriptor at the moment when there are none left.
 folder, would be run by every worker in the place of Python's own. `-P` leaves that folder out, unless it is where this
 program came from. Rejected: `-I`, which drops `PYTHONPATH` and what users have installed for themselves.
 
-A terminal's Ctrl-C and a service manager's signals reach a whole process group: the server decides alone. A child
-starts with them blocked (`ending_signals_blocked`), because it needs a moment until it can ignore them
+A terminal's Ctrl-C or end and a service manager's signals reach a whole process group: the server decides alone. A
+child starts with them blocked (`ending_signals_blocked`), because it needs a moment until it can ignore them
 (`ignore_ending_signals`).
 """
 
@@ -41,7 +41,7 @@ _log = get_logger("base")
 _MOST = 1 << 20  # where the system sets no limit; no server has more connections
 _LONGEST_S = 86400.0  # of one call: `poll` counts milliseconds in 32 bits
 _PAUSE_S = 0.01
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def raise_limit() -> None:
@@ -235,19 +235,30 @@ def ignore_ending_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
+def end_with_terminal() -> None:
+    """From now on a closed terminal (SIGHUP) ends this process as SIGTERM does, whatever handles that by then. A
+    process that `nohup` started outlives its terminal."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda _number, _frame: signal.raise_signal(signal.SIGTERM))
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within it, Ctrl-C ends the process at once, without a word: for the main thread, in a long call of a library,
-    with nothing to close. Python would run its own handler only after the call."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    """Within it, Ctrl-C and the end of the terminal end the process at once, without a word: for the main thread, in a
+    long call of a library, with nothing to close. Python would run its own handlers only after the call."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or before[signal.SIGINT] is not signal.default_int_handler:
         yield  # handlers belong to the main thread, and one that was set by others stays
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -54,9 +54,9 @@ from antiphon.models.config import load_model_spec
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start_engine
+from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.policy.handover import HandOver
-from antiphon.serve.served_plan import parse_layout
 from antiphon.sim.host import CoreWaits
 from antiphon.specs.counts import blocks_of, kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams

@@ -43,8 +43,8 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start_engine
+from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.outputs import ThreadSink
-from antiphon.serve.served_plan import parse_layout
 from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
@@ -253,6 +253,7 @@ def parse_contestant(text: str) -> LocalChoice:
         )
     try:
         found = parse_layout("contestant", text)
+        del found["written_in"]
         if found.pop("num_instances") > 1:
             raise UserError("a contestant is one instance")
         if found["layout"] == "hybrid":

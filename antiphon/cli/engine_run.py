@@ -24,9 +24,10 @@ from antiphon.kernels.select import resolve_dtype
 from antiphon.models.checkpoint_folder import weights_folder
 from antiphon.models.config import load_model_spec
 from antiphon.report.words import plural
-from antiphon.serve.config import LAYOUT_FIELDS, ServeConfig
+from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.launch import start
+from antiphon.serve.layout_text import LAYOUT_FIELDS
 from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.prepare import PreparedEngine
 from antiphon.serve.served_plan import ServedPlan, check_workers_fit, served_plan_of
@@ -95,8 +96,13 @@ def _obey(
         decode=None,
     )
     most = capacity.max_batch_tokens if room is None else max(served.max_batch_tokens or room, served.max_running)
+    if most < served.max_running:
+        raise UserError(
+            f"--max-batch-tokens is {most}: {served.written_in} has a batch of {served.max_running} on each attention "
+            "worker, and it must be at least that"
+        )
     planned_capacity = replace(capacity, max_running=served.max_running, max_batch_tokens=most)
-    config = planned.config(model, planned_capacity, trace=trace)
+    config = planned.config(model, planned_capacity, trace=trace, written_in=served.written_in)
     return replace(config, placement=config.placement or served.placement)
 
 

@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 from antiphon.base.units import parse_bytes
 from antiphon.bench.harness.contest import Patience, UpTo
 from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
 from antiphon.placement.sample_paths import read_path_profile
-from antiphon.serve.config import MAX_TIMEOUT_S, Layout, OneRole, ServeConfig, Stepping, Switch, WeightFormatName
+from antiphon.serve.config import MAX_TIMEOUT_S, OneRole, ServeConfig, Stepping, Switch, WeightFormatName
+from antiphon.serve.layout_text import Layout, parse_layout
 from antiphon.serve.micro_batch_choice import UNMEASURED, choose_micro_batches
 from antiphon.serve.placement_control import Policy
-from antiphon.serve.served_plan import parse_layout
 from antiphon.specs.model import KVStorage
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
@@ -136,10 +136,11 @@ class WorkerOptions:
     attention_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
     expert_threads: Annotated[int | None, rare_option(metavar="N", help="Of one.")] = None
 
-    def config(self, model: Path, capacity: CapacityOptions, *, trace: bool) -> ServeConfig:
-        """A validated configuration; options that do not apply to the layout are refused, not ignored."""
+    def config(self, model: Path, capacity: CapacityOptions, *, trace: bool, written_in: str = "") -> ServeConfig:
+        """A validated configuration; options that do not apply to the layout are refused, not ignored. `written_in`:
+        the phase of a plan that the sizes are from."""
         if self.prefill is None and self.decode is None:
-            return self._one_pool(self._layout_fields(), capacity, model, trace=trace)
+            return self._one_pool(self._layout_fields() | {"written_in": written_in}, capacity, model, trace=trace)
         layouts = self._pool_layouts().items()
         decode, prefill = (parse_layout(f"--{name}", text) | {"pool": name} for name, text in layouts)
         of_decode, of_prefill = self.for_pools(decode["layout"], prefill["layout"])
@@ -278,7 +279,9 @@ def numbers_of(option: str, text: str, example: str, *, may_be_empty: bool = Fal
     try:
         return [int(word) for word in words]
     except ValueError as error:
-        raise UserError(f"{option} {text!r} is not a list of numbers: write for example {example}") from error
+        raise UserError(
+            f"{option} {shortened(text)!r} is not a list of numbers: write for example {example}"
+        ) from error
 
 
 def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
@@ -289,7 +292,7 @@ def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise UserError(
-            f"{option} {str(text)[:80]!r} is no JSON object: write for example '{{\"enable_thinking\": false}}'"
+            f"{option} {shortened(str(text))!r} is no JSON object: write for example '{{\"enable_thinking\": false}}'"
         )
     return value
 
@@ -321,7 +324,7 @@ def check_timeout(option: str, value_s: float) -> None:
 def check_one_of(option: str, value: str, known: Collection[str]) -> str:
     """`value`; `UserError` unless it is one of `known`."""
     if value not in known:
-        raise UserError(f"{option} {value} does not exist: use {', '.join(known)}")
+        raise UserError(f"{option} {shortened(value)} does not exist: use {', '.join(known)}")
     return value
 
 
@@ -347,7 +350,11 @@ def _names_of(option: OptionInfo) -> list[str]:
 
 def refuse_alone(context: typer.Context, group: type[Any], needed: str, why: str) -> None:
     """`UserError` if an option of the group was written, and `needed` was not, without which none of them applies."""
-    names = [field.name for field in fields(group) if field.name != needed]
+    refuse_given(context, [field.name for field in fields(group) if field.name != needed], why)
+
+
+def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
+    """`UserError` with `why` if options of these names were written: they would do nothing."""
     given = given_options(context, names)
     if named := [f"--{name.replace('_', '-')}" for name in names if name in given]:
         raise UserError(f"{', '.join(named)}: {why}")

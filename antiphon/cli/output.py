@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from antiphon.base.allowance import allowance
-from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError, shortened, shortened_message, with_fix
 from antiphon.base.logging import get_logger
 from antiphon.base.system import cpu_name
 from antiphon.bench.harness.contest import ContestColumns
@@ -238,7 +238,7 @@ def _explain(error: BaseException, debug: bool) -> tuple[int, str]:
         return EXIT_INTERRUPTED, "interrupted"
     if isinstance(error, _UsageError):
         return EXIT_USAGE, _usage_message(error)
-    if isinstance(error, (UserError, PeerLost, PeerTimeout)):
+    if isinstance(error, (UserError, PeerLost, PeerTimeout, Refused)):
         return error.exit_code if isinstance(error, UserError) else EXIT_FAILED, _one_line(error)
     hint = "" if debug else "; --debug shows where"
     return EXIT_FAILED, f"{type(error).__name__}: {_one_line(error)}{hint}"
@@ -252,14 +252,14 @@ def _usage_message(error: Any) -> str:
     if value is None or not error.message:
         return f"{' '.join(error.format_message().split()).rstrip('.')}; see '{path} --help'"
     if choices := error.message.partition(" is not one of ")[2]:
-        return f"{options[0]} is {value}: it must be one of {choices.rstrip('.').replace(chr(39), '')}"
+        return f"{options[0]} is {shortened(value)}: it must be one of {choices.rstrip('.').replace(chr(39), '')}"
     for bound, words in (("greater than or equal to ", "at least "), ("less than or equal to ", "at most ")):
         if limit := error.message.partition(bound)[2]:
-            return f"{options[0]} is {value}: it must be {words}{limit}"
+            return f"{options[0]} is {shortened(value)}: it must be {words}{limit}"
     if limits := error.message.partition(" is not in the range ")[2]:
-        return f"{options[0]} is {value}: it must be in the range {limits.rstrip('.')}"
+        return f"{options[0]} is {shortened(value)}: it must be in the range {limits.rstrip('.')}"
     reason = error.message.partition(",")[0].removeprefix("Input should be ").rstrip(".")
-    return f"{options[0]} is {value!r}: it must be {reason}; see '{path} --help'"
+    return f"{options[0]} is {shortened(value)!r}: it must be {reason}; see '{path} --help'"
 
 
 def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
@@ -279,13 +279,14 @@ def _exit_code(code: object) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or "no further message"
+    message = " ".join(str(error).split()) or "no further message"
+    return with_fix(message) if isinstance(error, OSError) else message
 
 
 def _print_error(message: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    print(f"error: {shortened_message(message)}", file=sys.stderr, flush=True)
 
 
 def ready_standard_streams() -> None:

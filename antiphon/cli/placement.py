@@ -19,6 +19,7 @@ import typer
 
 from antiphon import _m2n
 from antiphon.base.errors import UserError
+from antiphon.cli.options import refuse_given
 from antiphon.cli.output import (
     JsonOption,
     check_output_file,
@@ -45,6 +46,7 @@ COLUMNS = ("layer", "contiguous", "shared evenly", "split", "5th percentile", "a
 
 
 def placement(
+    context: typer.Context,
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What antiphon serve --record-routing wrote.")],
     workers: Annotated[int, typer.Option("--workers", metavar="N", help="Expert workers.")],
     slots: Annotated[int, typer.Option("--slots", metavar="S", help="Experts a worker holds in a layer.")],
@@ -71,6 +73,8 @@ def placement(
     """Place experts by recorded routing: copies of the popular ones, and how even the load becomes."""
     check_output_file("--out", out)
     check_output_file("--profile-paths", profile_paths)
+    if profile_paths is None:
+        refuse_given(context, ["path_length"], "it is of --profile-paths FILE: add that, or leave it out")
     recorded = read_routing_trace(trace)
     if phase != "both":
         recorded = recorded.of_phase(phase)

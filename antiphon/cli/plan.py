@@ -139,6 +139,9 @@ class AnswerOptions:
         check_output_file("--html", self.html)
         if self.emit is not None and json == "-":
             raise UserError("--emit and --json - both write to standard output: write the JSON to a file")
+        if self.explain and self.html is None and (self.emit is not None or json == "-"):
+            instead = "--json -" if self.emit is None else f"--emit {self.emit}"
+            raise UserError(f"--explain with {instead}: no text is printed, leave one of them out or add --html FILE")
 
 
 @takes_groups

@@ -101,11 +101,14 @@ def find_training_plan(model: str, search: SearchOptions, options: TrainingOptio
 
 
 def _read_profile(search: SearchOptions, options: TrainingOptions) -> Profile:
-    """Measurements of this machine's trainer. They fix machine, formats and overlap, so those options are refused."""
+    """Measurements of this machine's trainer. They fix machine, formats and exchanges, so those options are refused."""
     said = {
         "--cluster": bool(search.cluster),
         "--precision": search.precision is not None,
         "--device": options.device is not None,
+        "--overlap": options.overlap != TrainingOptions.overlap,
+        "--no-compress": options.no_compress,
+        "--deduplicate": options.deduplicate,
     }
     if given := [name for name, is_given in said.items() if is_given]:
         raise UserError(f"{given[0]} beside --profile: with --phase {TRAIN} the profile says it: leave it out")

@@ -10,6 +10,7 @@ from rich.table import Table
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.units import format_bytes
+from antiphon.cli.options import refuse_given
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.kernels.select import make_backend, resolve_dtype
 from antiphon.models.checkpoint_folder import weights_folder
@@ -31,6 +32,7 @@ TextOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Compare t
 
 
 def quantize(
+    context: typer.Context,
     model: Annotated[
         Path,
         typer.Argument(metavar="MODEL", help="Checkpoint folder in Hugging Face format.", callback=weights_folder),
@@ -45,6 +47,8 @@ def quantize(
     """Write MODEL to OUT in few bits: rounded to the nearest, with the best clip of every group."""
     if group < 1 or group % 8:
         raise UserError(f"--group is {group}: it must be a multiple of 8, for example 32 or 128")
+    if experts == "mxfp4" and dense == "bf16":
+        refuse_given(context, ["group"], "mxfp4 has blocks of 32 columns, and nothing else is rounded: leave it out")
     wanted = WeightRounding(experts=experts, dense="int8" if dense == "int8" else None, group=group)
     sample = None if text is None else _token_ids(model, text)
     with progress("rounding shards") as report:

@@ -182,6 +182,11 @@ class ElsewhereOptions:
         joined = [(int(each.group(1)), int(each.group(2))) for each in counts if each is not None]
         if config.prefill is not None and self.join_address and not any(map(any, joined)):
             raise UserError("--join-address without --join-workers: say how many workers of each pool join")
+        if self.secret_file is not None and not self.join_address:
+            raise UserError(
+                f"--secret-file {self.secret_file}: no worker joins without --join-address HOST:PORT and "
+                "--join-workers: give them, or leave it out"
+            )
         secret = read_join_secret(self.secret_file) if self.join_address else b""
         prefill = None if config.prefill is None else self._joined(config.prefill, *joined[0], secret)
         return replace(self._joined(config, *joined[-1], secret), prefill=prefill)

@@ -65,6 +65,7 @@ from antiphon.train.trainer import TrainedStep, Trainer
 
 MOST_RANKS, RESTARTS = 256, 3
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_OF_A_RUN = ("timeline", "nproc", "allow_change", "max_hours")  # options without effect where no step is taken
 SHOWN_SEQUENCES = 2  # by --show-data
 ENDED_S = 3.0  # from the end of a rank to that of its process, at most
 SAVE_S = 600  # for the ranks to save in after a signal
@@ -73,6 +74,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="What to train,
 
 
 def train(
+    context: typer.Context,
     config: ConfigFile,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key; may be repeated.")
@@ -105,6 +107,9 @@ def train(
     ends = {"--tokenize": tokenize, "--show-data": show_data, "--print-config": print_config}
     if len(asked := [option for option, is_asked in ends.items() if is_asked]) > 1:
         raise UserError(f"{' and '.join(asked)}: each says where to stop, leave one of them out")
+    if asked:
+        unused = [*_OF_A_RUN, *(() if tokenize else ("json",))]
+        options.refuse_given(context, unused, f"{asked[0]} stops before that would do anything, leave one of them out")
     read, planned = read_config(config, changes or []), None
     if plan is not None:
         planned = read_training_plan(plan)

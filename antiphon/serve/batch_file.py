@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 from antiphon.base.progress import Report
 
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -92,7 +92,9 @@ def check_requests(path: Path) -> int:
     for line in read_lines(path):
         first = seen.setdefault(line.custom_id, line.number)
         if first != line.number:
-            raise UserError(f"{path} lines {first} and {line.number} have the same custom_id {line.custom_id[:60]!r}")
+            raise UserError(
+                f"{path} lines {first} and {line.number} have the same custom_id {shortened(line.custom_id)!r}"
+            )
     if not seen:
         raise UserError(f"{path} holds no requests")
     return len(seen)

@@ -6,10 +6,10 @@ only if every worker has a core, because spinning with more processes than cores
 waits for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from antiphon.models.families.config_keys import check_rope_scaling
 from antiphon.models.families.config_values import MAX_POSITIONS
 from antiphon.placement.split import Phases
 from antiphon.serve.joining import refuse_wildcard
+from antiphon.serve.layout_text import Layout, layout_name, size_name, sizes_text
 from antiphon.serve.placement_control import FORECASTING, Policy
 from antiphon.serve.policy.handover import HandOver
 from antiphon.serve.worker.messages import ExchangeLibrary, Pool, Role
@@ -29,7 +30,6 @@ from antiphon.specs.model import KVStorage, ModelSpec
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from antiphon.specs.plan import MAX_ATTENTION_WORKERS, MAX_INSTANCES, MAX_MICRO_BATCHES, Collectives
 
-Layout = Literal["colocated", "disaggregated", "hybrid"]
 Switch = Literal["auto", "on", "off"]
 WeightFormatName = Literal["as-stored", "int8", "int4", "mxfp4"]
 Stepping = Literal["barrier", "free"]
@@ -37,34 +37,13 @@ TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
-LAYOUT_FIELDS = (
-    "layout",
-    "num_instances",
-    "num_attention",
-    "num_experts",
-    "attention_tp",
-    "expert_tp",
-    "num_stages",
-    "num_micro_batches",
-)
+_OPTIONS = {"num_threads": "--threads", "expert_bytes": "--expert-memory", "timeout_s": "--timeout"}
 
 
-_OPTIONS = {
-    "num_attention": "attention",
-    "num_experts": "experts",
-    "num_instances": "instances",
-    "attention_tp": "tp",
-    "num_stages": "pp",
-    "num_micro_batches": "micro-batches",
-    "num_threads": "threads",
-    "expert_bytes": "expert-memory",
-    "timeout_s": "timeout",
-}
-
-
-def _option(field: str) -> str:
-    """``num_stages`` -> ``--pp``: what a user calls a field."""
-    return f"--{_OPTIONS.get(field, field.replace('_', '-'))}"
+def _name(field: str, values: Mapping[str, Any]) -> str:
+    """``num_threads`` -> ``--threads``: what a user calls a field of the configuration with these values."""
+    option = _OPTIONS.get(field, f"--{field.replace('_', '-')}")
+    return size_name(field, values.get("written_in", "")) or option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +54,13 @@ class OneRole:
     dtype: str = ""
     num_threads: int | None = None
 
+    def given(self, role: str) -> str:
+        """The first option of these that was given, with its value; empty: none."""
+        options = {"device": self.device, "dtype": self.dtype, "threads": self.num_threads}
+        return next((f"--{role}-{name} {value}" for name, value in options.items() if value), "")
 
-@checked("", _option)
+
+@checked("", _name)
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """One running server. `num_attention` counts attention workers, or replicas in the colocated layout. Disaggregated
@@ -101,6 +85,8 @@ class ServeConfig:
     and all workers join or none. Of the first of them `ranks_here` ranks are on this machine: it is spread over
     several.
 
+    `written_in`: where the sizes of the layout were written, for refusals (`serve/layout_text`); empty: as options.
+
     `prefill`: where prompts are computed in workers of their own, those; the rest is then about the workers that
     decode. `pools` has one configuration for each of the two, `pool` says which it is, and `workers_beside` and
     `caches_beside` what the other one has (processes on this machine, KV caches).
@@ -108,6 +94,7 @@ class ServeConfig:
 
     model: Path
     layout: Layout
+    written_in: str = ""
     num_attention: Annotated[Whole, Field(ge=1, le=MAX_ATTENTION_WORKERS)] = 1
     num_experts: Count = 1
     num_instances: Annotated[Whole, Field(ge=1, le=MAX_INSTANCES)] = 1
@@ -175,6 +162,17 @@ class ServeConfig:
         if self.prefill is not None:
             self._check_prefill(self.prefill)
 
+    def size_name(self, field: str) -> str:
+        """What the user calls a size of the layout."""
+        return _name(field, {"written_in": self.written_in})
+
+    def sizes(self, *names: str) -> str:
+        """Some of these with their values."""
+        return sizes_text({name: getattr(self, name) for name in names}, self.written_in)
+
+    def _layouts(self, *layouts: Layout) -> str:
+        return layout_name(self.written_in, *layouts)
+
     def _check_prefill(self, prefill: "ServeConfig") -> None:
         """Keys and values go from one pool to the other as they are."""
         for what, theirs, ours in (
@@ -207,7 +205,7 @@ class ServeConfig:
             raise UserError(f"--streams on: {self.exchange_library} knows no streams; leave it out")
         if self.streams == "on" and self.layout != "disaggregated":
             raise UserError(
-                f"--streams on needs --layout disaggregated: in --layout {self.layout} no rows go to expert workers"
+                f"--streams on needs {self._layouts('disaggregated')}: {self.layout}, no rows go to expert workers"
             )
 
     def uses_streams(self, role: Role) -> bool:
@@ -220,9 +218,10 @@ class ServeConfig:
     def _no_graphs(self) -> str:
         """Why decode steps cannot run without the host; empty: they can."""
         if self.layout != "colocated":
-            return f"--layout {self.layout} exchanges rows between layers, which the host sends"
+            return f"a {self.layout} layout exchanges rows between layers, which the host sends"
         if self.attention_ranks > 1:
-            return "the ranks of a worker (--tp, --pp) add their parts up through the host"
+            sizes = self.sizes("attention_tp", "num_stages")
+            return f"the ranks of a worker ({sizes}) add their parts up through the host"
         if self.record_routing is not None or self.replay_routing is not None:
             return "a record of the routing is read and written by the host"
         return ""
@@ -235,9 +234,9 @@ class ServeConfig:
     def _check_exchange(self) -> None:
         if self.expert_bytes is not None and not self._may_offload:
             raise UserError(
-                f"--expert-memory {self.expert_bytes} needs experts on CPUs that stay where they are: --layout "
-                "colocated on this machine without --tp, --pp and --graphs, or disaggregated without --balance and "
-                "--expert-slots"
+                f"--expert-memory {self.expert_bytes} needs experts on CPUs that stay where they are: "
+                f"{self._layouts('colocated')} on this machine, of one rank and one stage and without --graphs, or "
+                f"{self._layouts('disaggregated')} without --balance and --expert-slots"
             )
         if self.exchange_library == "gloo" and (
             (self.layout, self.attention_tp, self.expert_tp, self.balance) != ("disaggregated", 1, 1, "off")
@@ -257,21 +256,24 @@ class ServeConfig:
 
     def _check_layout(self) -> None:
         for name, own in (("attention", self.of_attention), ("expert", self.of_experts)):
-            if own != OneRole() and self.layout != "disaggregated":
+            if (option := own.given(name)) and self.layout != "disaggregated":
                 raise UserError(
-                    f"--{name}-device, -dtype and -threads need --layout disaggregated: a replica is one place"
+                    f"{option} needs {self._layouts('disaggregated')}: a replica is one place; leave it out"
                 )
             if own.num_threads is not None and not 1 <= own.num_threads <= MAX_THREADS:
                 raise UserError(f"--{name}-threads is {own.num_threads}: it must be 1 to {MAX_THREADS}")
         for phase, form in (("prefill", self.prefill_collectives), ("decode", self.decode_collectives)):
             if form != "auto" and self.layout != "hybrid" and (phase == "decode" or self.attention_tp == 1):
+                or_ranks = " or several ranks of an attention worker" if phase == "prefill" else ""
                 raise UserError(
-                    f"--{phase}-collectives {form} needs --layout hybrid{' or --tp' if phase == 'prefill' else ''}: "
-                    "elsewhere there is one form"
+                    f"--{phase}-collectives {form} needs {self._layouts('hybrid')}{or_ranks}: elsewhere there is one "
+                    "form; leave it out"
                 )
         if self.layout == "colocated" and (self.balance != "off" or self.expert_slots is not None):
+            option = f"--expert-slots {self.expert_slots}" if self.balance == "off" else f"--balance {self.balance}"
             raise UserError(
-                "--balance and --expert-slots need --layout disaggregated or hybrid: here every replica has all experts"
+                f"{option} needs {self._layouts('disaggregated', 'hybrid')}: here every replica has all experts; leave "
+                "it out"
             )
         if (self.path_profile is not None) != (self.balance == "paths"):
             raise UserError(
@@ -281,23 +283,24 @@ class ServeConfig:
         self._check_stepping()
         if self.layout == "hybrid" and self.balance in FORECASTING and self.expert_tp > self.attention_tp:
             raise UserError(
-                f"--balance {self.balance} with --tp {self.attention_tp} and --expert-tp {self.expert_tp}: what a "
-                "replica asks of an expert's ranks reaches all of them where they are no more than its own; raise "
-                "--tp, or use window"
+                f"--balance {self.balance} with {self.sizes('attention_tp', 'expert_tp')}: what a replica asks of an "
+                "expert's ranks reaches all of them where they are no more than its own; raise the first, or use "
+                "--balance window"
             )
         if self.num_stages > 1 and self.balance != "off":
             raise UserError(
-                f"--balance {self.balance} with --pp {self.num_stages}: a pipeline's leader counts the rows of its own "
-                f"layers only: leave one of them out"
+                f"--balance {self.balance} with {self.sizes('num_stages')}: a pipeline's leader counts the rows of its "
+                "own layers only: leave --balance out or use one stage"
             )
         if self.num_stages > 1 and self.layout == "disaggregated":
             raise UserError(
-                "--pp needs --layout colocated or hybrid: apart from experts, an attention worker has all layers"
+                f"{self.sizes('num_stages')}: apart from experts, an attention worker has all layers; leave it out, or "
+                f"use {self._layouts('colocated', 'hybrid')}"
             )
         if self.num_stages > 1 and self.record_routing is not None:
             raise UserError(
-                f"--record-routing with --pp {self.num_stages}: a pipeline's leader sees the choices of its own layers "
-                "only; use --pp 1"
+                f"--record-routing with {self.sizes('num_stages')}: a pipeline's leader sees the choices of its own "
+                "layers only; use one stage"
             )
 
     def _check_stepping(self) -> None:
@@ -306,7 +309,7 @@ class ServeConfig:
         if self.layout != "disaggregated":
             why = "replicas exchange rows in every layer" if self.layout == "hybrid" else "replicas step freely anyway"
             raise UserError(
-                f"--stepping {self.stepping} needs --layout disaggregated: {self.layout}, {why}; leave it out"
+                f"--stepping {self.stepping} needs {self._layouts('disaggregated')}: {self.layout}, {why}; leave it out"
             )
         if self.balance in FORECASTING:
             raise UserError(
@@ -315,29 +318,33 @@ class ServeConfig:
             )
 
     def _check_joining(self) -> None:
-        for name, joined, all_workers in (
-            ("attention", self.joined_attention, self.num_attention),
-            ("experts", self.joined_experts, self.num_experts),
+        for name, joined, size in (
+            ("attention", self.joined_attention, "num_attention"),
+            ("experts", self.joined_experts, "num_experts"),
         ):
-            if not 0 <= joined <= all_workers:
-                raise UserError(f"--join-workers has {joined} {name}: it must be 0 to --{name}, which is {all_workers}")
+            if not 0 <= joined <= (all_workers := getattr(self, size)):
+                raise UserError(
+                    f"--join-workers has {joined} {name}: it must be 0 to {all_workers}, which is "
+                    f"{self.size_name(size)}"
+                )
         joined_of_each = self.joined_attention, self.joined_experts
         num_joined = sum(joined_of_each)
         if self.layout == "hybrid":
             self._check_hybrid()
         if self.num_instances > 1 and self.layout == "colocated":
             raise UserError(
-                "--instances needs --layout disaggregated: colocated, an instance is a replica (--attention)"
+                f"{self.sizes('num_instances')}: a colocated layout has replicas in their place "
+                f"({self.size_name('num_attention')}); write these, or use {self._layouts('disaggregated', 'hybrid')}"
             )
         if self.joined_experts and self.layout != "disaggregated":
             raise UserError(
-                f"--join-workers {self.joined_attention}+{self.joined_experts}: --layout {self.layout} has no expert "
+                f"--join-workers {self.joined_attention}+{self.joined_experts}: a {self.layout} layout has no expert "
                 f"workers, only replicas: write {num_joined}+0"
             )
         everyone = self.num_attention, self.num_expert_workers
         if num_joined and self.num_instances > 1 and ((*everyone, 0) != (*joined_of_each, self.ranks_here)):
             raise UserError(
-                f"--join-workers {self.joined_attention}+{self.joined_experts} with --instances {self.num_instances}: "
+                f"--join-workers {self.joined_attention}+{self.joined_experts} with {self.sizes('num_instances')}: "
                 f"all workers join or none; write {everyone[0]}+{everyone[1]}, those of one instance"
             )
         if num_joined and not self.join_address:
@@ -360,7 +367,10 @@ class ServeConfig:
         try:
             _ = self.topology
         except UserError as error:
-            raise UserError(f"--layout hybrid with --tp and --expert-tp: {error}") from error
+            raise UserError(
+                f"{self.sizes('attention_tp', 'expert_tp')} on {self.num_attention * self.attention_tp} ranks: one "
+                "must divide the other, and the larger the number of ranks"
+            ) from error
 
     @property
     def side_by_side(self) -> bool:
@@ -513,6 +523,16 @@ class ServeConfig:
     def expert_placement(self, spec: ModelSpec) -> ExpertPlacement:
         """The given placement, checked against the model, or a contiguous one."""
         num_experts = spec.router.num_experts
+        if self.num_expert_workers > num_experts:
+            raise UserError(
+                f"{self.size_name('num_experts')} is {self.num_experts}: the model has {num_experts} experts a layer, "
+                "so it must be at most that"
+            )
+        if self.layout == "hybrid" and self.num_expert_parts > num_experts:
+            raise UserError(
+                f"{self.sizes('num_attention', 'attention_tp', 'expert_tp')}: experts are in {self.num_expert_parts} "
+                f"parts, and the model has {num_experts} a layer: use fewer ranks, or more for an expert"
+            )
         moe_layers = list(spec.expert_layers)
         if self.placement is None:
             return contiguous_placement(num_experts, self.num_expert_parts, moe_layers)

@@ -80,7 +80,8 @@ def choose_micro_batches(config: ServeConfig) -> ServeConfig:
     on_cpu = [config.own(role).device == "cpu" for role in ROLES]
     if elsewhere or not any(on_cpu):
         what = "other machines" if elsewhere else "workers on GPUs alone"
-        _log.info("%d micro-batches: %s are not measured here, --micro-batches says another number", UNMEASURED, what)
+        other = f"{config.written_in}/mN" if config.written_in else "--micro-batches"
+        _log.info("%d micro-batches: %s are not measured here, %s says another number", UNMEASURED, what, other)
         return replace(config, num_micro_batches=UNMEASURED)
     if config.stepping == "free" and config.num_attention > 1 and all(on_cpu) and config.num_workers > _num_cores():
         _log.info(

@@ -253,24 +253,25 @@ def _say_how_it_steps(config: ServeConfig) -> None:
     if config.stepping == "free" and not config.side_by_side:
         _log.info(
             "--stepping free: attention workers step each for itself, the micro-batches of one step together; with "
-            "--tp 1, on CPUs and without --record-routing each would be a step of its own"
+            "workers of one rank, on CPUs and without --record-routing each would be a step of its own"
         )
 
 
 def _check_ranks(config: ServeConfig, spec: ModelSpec) -> None:
     """`UserError` unless every rank of every worker has something to work on."""
     colocated = config.layout == "colocated"
-    check_ranks(spec, "--tp", config.attention_tp, attention=True, experts=colocated)
-    check_ranks(spec, "--expert-tp", config.expert_tp, attention=False, experts=not colocated)
+    check_ranks(spec, config.size_name("attention_tp"), config.attention_tp, attention=True, experts=colocated)
+    check_ranks(spec, config.size_name("expert_tp"), config.expert_tp, attention=False, experts=not colocated)
     if config.num_stages > spec.num_layers:
         raise UserError(
-            f"--pp is {config.num_stages}: the model has {spec.num_layers} layers, so it must be at most that"
+            f"{config.size_name('num_stages')} is {config.num_stages}: the model has {spec.num_layers} layers, so it "
+            "must be at most that"
         )
     if config.layout == "hybrid":
         shards = config.topology.num_shards
         if spec.hidden_size % shards:
             raise UserError(
-                f"--tp {config.attention_tp} and --expert-tp {config.expert_tp}: rows of {spec.hidden_size} values "
+                f"{config.sizes('attention_tp', 'expert_tp')}: rows of {spec.hidden_size} values "
                 f"are cut into {shards} equal parts: the smaller degree must divide {spec.hidden_size}"
             )
 
@@ -318,7 +319,7 @@ def _check_all_fits(run: PreparedEngine, stored_bytes: int) -> None:
             raise ResourceError(
                 f"--expert-memory {format_bytes(run.config.expert_bytes or 0)} does not fit: with it weights of all "
                 f"replicas need {format_bytes(sum(weights.values()))}, KV caches {format_bytes(kv_bytes)}, and "
-                f"{format_bytes(free_bytes)} of memory are free: lower it, --kv-bytes or --attention"
+                f"{format_bytes(free_bytes)} of memory are free: lower it, --kv-bytes or the number of replicas"
             )
         parts = " and ".join(f"{format_bytes(size)} of --{pool}" for pool, size in weights.items())
         raise ResourceError(
@@ -350,7 +351,8 @@ def _check_gpu_memory(run: PreparedEngine, stored_bytes: int) -> None:
             raise ResourceError(
                 f"{gpu} has {format_bytes(free_bytes)} free and needs {format_bytes(needed)} ({listed}): "
                 f"{format_bytes(needed - free_bytes)} are missing; lower --kv-bytes, round experts (--weights int4), "
-                "use more GPUs (--tp, --experts), or keep the experts in the machine's memory (--expert-device cpu)"
+                "use more GPUs (more ranks or expert workers), or keep the experts in the machine's memory "
+                "(--expert-device cpu)"
             )
 
 

@@ -187,10 +187,11 @@ class RayPlacement:
                 whom += f" need {each} for each rank, a worker's on one node"
             others = " or --experts" if self._num_experts else ""
             others = f", --instances{others}" if config.num_instances > 1 else others
+            sizes = f"the workers of {config.written_in}" if config.written_in else f"--attention{others}"
             have = ", ".join(f"{node.num_cpus:g} CPUs and {node.num_gpus:g} GPUs" for node in nodes) or "nothing"
             raise ResourceError(
                 f"{whom}; the Ray cluster's nodes have {have}, and {free:g} CPUs "
-                f"are free in all: add nodes, end other jobs, or lower --threads, --attention{others}"
+                f"are free in all: add nodes, end other jobs, or lower --threads, {sizes}"
             )
         for place, (_, node) in zip(self._places, chosen, strict=True):
             place.node = node

@@ -1,5 +1,4 @@
-"""What this engine must be to follow a plan's decode phase, or both its phases, or the line that says why it cannot;
-and the text of a layout (`parse_layout`).
+"""What this engine must be to follow a plan's decode phase, or both its phases, or the line that says why it cannot.
 
     served = served_plan_of(plan, spec, Path("plan.json"))
     config = ServeConfig(model=..., layout=served.layout, num_attention=served.num_attention, ...)
@@ -14,28 +13,18 @@ and the text of a layout (`parse_layout`).
 What the engine does differently without being wrong (rows are split by load, whatever the fractions) is a note, which
 the caller shows. Rejected: running the nearest thing to a plan that cannot be run. The prediction beside it would then
 be of something else.
-
-A layout as text: ``2`` is two replicas, ``3+2/m4`` three attention and two expert workers with four micro-batches.
-
-    [Nx] A [tR] [pS] [*E] [+ F [tR]] [/mM]
-
-`A` attention workers or replicas of `R` ranks and `S` stages; `F` expert workers of `R` ranks; ``*E``: hybrid, replicas
-that share experts, each on `E` ranks; `N` instances of all that; `M` micro-batches in turn. So ``1t2+1t3`` is one
-attention worker of two ranks and one expert worker of three; ``2t2*1`` a hybrid of two replicas of two ranks. Where
-prefill and decode are apart there are two layouts. Rejected: every option once more with `--prefill-` before it.
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.comm.two_level.levels import TwoLevel
 from antiphon.models.planned import check_planned_for
 from antiphon.models.shares import check_ranks
-from antiphon.serve.config import MAX_BATCH_TOKENS, Layout, ServeConfig
+from antiphon.serve.config import MAX_BATCH_TOKENS, ServeConfig
+from antiphon.serve.layout_text import Layout
 from antiphon.specs.cluster import NodeGroup, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import ExpertPlacement
@@ -45,6 +34,7 @@ from antiphon.specs.plan import (
     MAX_MICRO_BATCHES,
     Collectives,
     Parallel,
+    PhaseName,
     PhasePlan,
     Plan,
     Predicted,
@@ -54,19 +44,16 @@ from antiphon.specs.plan import (
 MAX_WORKERS_PER_DEVICE = 4
 MIN_BATCH_TOKENS = 256  # of a prefill worker's step: long prompts come in chunks
 _MOST_PREFILLS = 256  # at once on a worker
+_DECODING: tuple[PhaseName, ...] = ("decode", "serve")  # phases that serving needs one of
 _UNEVEN = 0.05  # a replica's fraction that differs more than this from an even share is worth a note
-_LAYOUT = re.compile(
-    r"(?:(?P<instances>\d+)x)?(?P<attention>\d+)(?:t(?P<tp>\d+))?(?:p(?P<pp>\d+))?(?:\*(?P<hybrid>\d+))?"
-    r"(?:\+(?P<experts>\d+)(?:t(?P<expert_tp>\d+))?)?(?:/m(?P<m>\d+))?"
-)
-_EXAMPLES = "2 (replicas), 2t2 (of two ranks), 1+2/m2 (attention + experts, micro-batches) or 2t2*1 (hybrid)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPlan:
     """A plan in this engine's own terms. `placement` None: colocated workers hold all experts.
 
-    The collectives are those of the plan's phases; `auto` where it leaves them open.
+    `written_in`: the file and the phase in it. The collectives are those of the plan's phases; `auto` where it leaves
+    them open.
     `max_batch_tokens`: of a step of a worker, 0 where the plan does not say; `prefill`: the pool for prompts.
     `devices`: what the plan counts on; `node_devices`: those of a node, 0 if the plan is for one node;
     `experts_beside`: experts are on nodes of the same kind. `attention_device`, `expert_device`: names for
@@ -75,6 +62,7 @@ class ServedPlan:
     """
 
     file: Path
+    written_in: str = ""
     layout: Layout
     num_instances: int
     num_attention: int
@@ -137,31 +125,32 @@ class ServedPlan:
 
 def served_plan_of(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     """`plan`, read from `file`, for the model `spec`. `UserError` says what keeps it from being run here."""
-    phase = plan.phases.get("decode") or plan.phases.get("serve")
-    if phase is None:
+    name = next((each for each in _DECODING if each in plan.phases), None)
+    if name is None:
         phases = " and ".join(plan.phases) or "no phase"
         raise UserError(
             f"{file} plans {phases} only: serving needs a phase that decodes, plan with --phase decode, both or serve"
         )
     check_planned_for(spec, plan.model_config, plan.model, file)
-    served = replace(_served_phase(plan, phase, spec, file), max_batch_tokens=phase.step_tokens or 0)
+    phase = plan.phases[name]
+    served = replace(_served_phase(plan, name, spec, file), max_batch_tokens=phase.step_tokens or 0)
     for what, rows in (("batch", served.max_running), ("step_tokens", served.max_batch_tokens)):
         if rows > MAX_BATCH_TOKENS:
             raise UserError(
-                f"{file} has a {what} of {rows:,} on each attention worker: a step has at most {MAX_BATCH_TOKENS:,} "
-                "rows, plan with a smaller one (--pin batch=N)"
+                f"{served.written_in} has a {what} of {rows:,} on each attention worker: a step has at most "
+                f"{MAX_BATCH_TOKENS:,} rows, plan with a smaller one (--pin batch=N)"
             )
-    prefill = plan.phases.get("prefill")
-    if prefill is None:
+    if "prefill" not in plan.phases:
         return served
-    predicted = replace(served.predicted, ttft_s=prefill.predicted.ttft_s)
-    return replace(served, prefill=_prefill_pool(plan, prefill, spec, file), predicted=predicted)
+    predicted = replace(served.predicted, ttft_s=plan.phases["prefill"].predicted.ttft_s)
+    return replace(served, prefill=_prefill_pool(plan, spec, file), predicted=predicted)
 
 
-def _served_phase(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+def _served_phase(plan: Plan, name: PhaseName, spec: ModelSpec, file: Path) -> ServedPlan:
     """The workers of one phase; those of a hybrid layout exchange rows as it says in all their steps."""
+    phase, where = plan.phases[name], f"{file}: phases.{name}"
     apart = phase.layout == "disaggregated"
-    served = _disaggregated(phase, spec, file) if apart else _colocated(phase, spec, file)
+    served = (_disaggregated if apart else _colocated)(phase, spec, file, where)
     names = [use.device for use in phase.devices]
     served = replace(served, node_devices=_node_devices(plan, names), experts_beside=len(set(names)) <= 1)
     of_role = _device_of_role(plan, phase)
@@ -177,9 +166,9 @@ def _served_phase(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> 
     return served
 
 
-def _prefill_pool(plan: Plan, phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+def _prefill_pool(plan: Plan, spec: ModelSpec, file: Path) -> ServedPlan:
     """A prefill phase's batch counts tokens: rows of a step, not requests."""
-    served = _served_phase(plan, phase, spec, file)
+    served = _served_phase(plan, "prefill", spec, file)
     running, rows = min(served.max_running, _MOST_PREFILLS), max(served.max_running, MIN_BATCH_TOKENS)
     notes = served.notes
     if rows > MAX_BATCH_TOKENS:
@@ -199,58 +188,60 @@ def check_workers_fit(config: ServeConfig, num_devices: int, file: Path) -> None
         )
 
 
-def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+def _disaggregated(phase: PhasePlan, spec: ModelSpec, file: Path, where: str) -> ServedPlan:
     sizes = phase.parallel
     if sizes.pp != 1:
         raise UserError(
-            f"{file} has pp {sizes.pp}: apart from experts, attention workers have all layers, so it must be 1; plan "
+            f"{where} has pp {sizes.pp}: apart from experts, attention workers have all layers, so it must be 1; plan "
             f"again without it"
         )
-    _check_instances(phase, file)
-    check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=False)
-    check_ranks(spec, f"{file}: expert_tp", sizes.expert_tp, attention=False, experts=True)
+    _check_instances(phase, where)
+    check_ranks(spec, f"{where}: attention_tp", sizes.attention_tp, attention=True, experts=False)
+    check_ranks(spec, f"{where}: expert_tp", sizes.expert_tp, attention=False, experts=True)
     if not 1 <= sizes.attention_dp <= MAX_ATTENTION_WORKERS:
-        raise UserError(f"{file} has {sizes.attention_dp} attention workers: it must be 1 to {MAX_ATTENTION_WORKERS}")
+        raise UserError(f"{where} has {sizes.attention_dp} attention workers: it must be 1 to {MAX_ATTENTION_WORKERS}")
     num_experts = spec.router.num_experts
     if sizes.expert_workers < 1:
-        raise UserError(f"{file} has {sizes.expert_workers} expert workers: a disaggregated plan needs at least 1")
+        raise UserError(f"{where} has {sizes.expert_workers} expert workers: a disaggregated plan needs at least 1")
     if len(phase.placement) != num_experts:
         raise UserError(
-            f"{file} places {len(phase.placement)} experts, this model has {num_experts}: plan for this one"
+            f"{where} places {len(phase.placement)} experts, this model has {num_experts}: plan for this one"
         )
     return ServedPlan(
         file=file,
+        written_in=where,
         layout="disaggregated",
         num_instances=phase.num_instances,
         attention_tp=sizes.attention_tp,
         expert_tp=sizes.expert_tp,
         num_attention=sizes.attention_dp,
         num_experts=sizes.expert_workers,
-        num_micro_batches=_micro_batches(phase, file),
-        max_running=_per_worker(phase, sizes.attention_dp, file),
-        placement=_placement(phase, spec, file),
+        num_micro_batches=_micro_batches(phase, where),
+        max_running=_per_worker(phase, sizes.attention_dp, where),
+        placement=_placement(phase, spec, where),
         predicted=phase.predicted,
         devices=_devices(phase),
         notes=_uneven_replicas(phase),
     )
 
 
-def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
+def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path, where: str) -> ServedPlan:
     """Whatever its name in the plan: replicas that hold the whole model, each on its ranks, or, with data or expert
     parallelism inside an instance, hybrid ones, which share their experts."""
     sizes = phase.parallel
     is_hybrid = sizes.attention_dp > 1 or sizes.expert_ep > 1 or sizes.expert_tp != sizes.attention_tp
     if is_hybrid:
-        _check_hybrid(sizes, file)
-        _check_instances(phase, file)
+        _check_hybrid(sizes, where)
+        _check_instances(phase, where)
     elif not 1 <= phase.num_instances <= MAX_ATTENTION_WORKERS:
-        raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_ATTENTION_WORKERS}")
-    check_ranks(spec, f"{file}: attention_tp", sizes.attention_tp, attention=True, experts=not is_hybrid)
-    check_ranks(spec, f"{file}: expert_tp", sizes.expert_tp, attention=False, experts=True)
+        raise UserError(f"{where} has {phase.num_instances} instances: it must be 1 to {MAX_ATTENTION_WORKERS}")
+    check_ranks(spec, f"{where}: attention_tp", sizes.attention_tp, attention=True, experts=not is_hybrid)
+    check_ranks(spec, f"{where}: expert_tp", sizes.expert_tp, attention=False, experts=True)
     if not 1 <= sizes.pp <= spec.num_layers:
-        raise UserError(f"{file} has pp {sizes.pp}: it must be 1 to {spec.num_layers}, which is the model's layers")
+        raise UserError(f"{where} has pp {sizes.pp}: it must be 1 to {spec.num_layers}, which is the model's layers")
     return ServedPlan(
         file=file,
+        written_in=where,
         layout="hybrid" if is_hybrid else "colocated",
         num_instances=phase.num_instances if is_hybrid else 1,
         attention_tp=sizes.attention_tp,
@@ -258,57 +249,58 @@ def _colocated(phase: PhasePlan, spec: ModelSpec, file: Path) -> ServedPlan:
         num_stages=sizes.pp,
         num_attention=sizes.attention_dp if is_hybrid else phase.num_instances,
         num_experts=1,
-        num_micro_batches=_micro_batches(phase, file),
-        max_running=_per_worker(phase, sizes.attention_dp, file),
-        placement=_placement(phase, spec, file) if is_hybrid else None,
+        num_micro_batches=_micro_batches(phase, where),
+        max_running=_per_worker(phase, sizes.attention_dp, where),
+        placement=_placement(phase, spec, where) if is_hybrid else None,
         predicted=phase.predicted,
         devices=_devices(phase),
         notes=_uneven_replicas(phase) if is_hybrid else (),
     )
 
 
-def _check_hybrid(sizes: Parallel, file: Path) -> None:
+def _check_hybrid(sizes: Parallel, where: str) -> None:
     """Attention and experts are dealt out over the same ranks, in groups of which one kind divides the other."""
     num_ranks, of_experts = sizes.attention_dp * sizes.attention_tp, sizes.expert_ep * sizes.expert_tp
     if num_ranks != of_experts:
         raise UserError(
-            f"{file} has attention on {num_ranks} ranks and experts on {of_experts}: colocated, they are the same ranks"
+            f"{where} has attention on {num_ranks} ranks and experts on {of_experts}: colocated, they are the same "
+            "ranks"
         )
     try:
         TwoLevel.of_ranks(num_ranks, sizes.attention_tp, sizes.expert_tp)
     except UserError as error:
-        raise UserError(f"{file} has {error}") from error
+        raise UserError(f"{where} has {error}") from error
 
 
-def _check_instances(phase: PhasePlan, file: Path) -> None:
+def _check_instances(phase: PhasePlan, where: str) -> None:
     if not 1 <= phase.num_instances <= MAX_INSTANCES:
-        raise UserError(f"{file} has {phase.num_instances} instances: it must be 1 to {MAX_INSTANCES}")
+        raise UserError(f"{where} has {phase.num_instances} instances: it must be 1 to {MAX_INSTANCES}")
 
 
-def _micro_batches(phase: PhasePlan, file: Path) -> int:
+def _micro_batches(phase: PhasePlan, where: str) -> int:
     if not 1 <= phase.micro_batches <= MAX_MICRO_BATCHES:
-        raise UserError(f"{file} has {phase.micro_batches} micro-batches: it must be 1 to {MAX_MICRO_BATCHES}")
+        raise UserError(f"{where} has {phase.micro_batches} micro-batches: it must be 1 to {MAX_MICRO_BATCHES}")
     return phase.micro_batches
 
 
-def _per_worker(phase: PhasePlan, num_workers: int, file: Path) -> int:
+def _per_worker(phase: PhasePlan, num_workers: int, where: str) -> int:
     """Requests that one attention worker runs at once: an even share of the instance's, the odd ones on top."""
     if phase.batch < 1:
-        raise UserError(f"{file} has a batch of {phase.batch}: it must be at least 1")
+        raise UserError(f"{where} has a batch of {phase.batch}: it must be at least 1")
     return -(-phase.batch // num_workers)
 
 
-def _placement(phase: PhasePlan, spec: ModelSpec, file: Path) -> ExpertPlacement:
+def _placement(phase: PhasePlan, spec: ModelSpec, where: str) -> ExpertPlacement:
     """The workers with a share of each expert become its owners, in every layer."""
     owners = tuple(tuple(worker for worker, fraction in shares if fraction > 0) for shares in phase.placement)
     sizes = phase.parallel
     num_workers = sizes.expert_workers if phase.layout == "disaggregated" else sizes.expert_ep
     if idle := set(range(num_workers)) - {worker for workers in owners for worker in workers}:
-        raise UserError(f"{file}: expert workers [{_first(idle)}] hold no expert: use at most {len(owners)} workers")
+        raise UserError(f"{where}: expert workers [{_first(idle)}] hold no expert: use at most {len(owners)} workers")
     try:
         return ExpertPlacement(num_workers, dict.fromkeys(spec.expert_layers, owners))
     except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def _node_devices(plan: Plan, names: list[str]) -> int:
@@ -355,25 +347,3 @@ def _first(numbers: Collection[int]) -> str:
 
 def _num_owners(shares: tuple[tuple[int, float], ...]) -> int:
     return sum(fraction > 0 for _, fraction in shares)
-
-
-def parse_layout(option: str, text: str) -> dict[str, Any]:
-    """Fields of a `ServeConfig`; `UserError` names the option. Sizes are checked by the configuration they go into."""
-    found = _LAYOUT.fullmatch(text.replace(" ", ""))
-    if found is None:
-        raise UserError(f"{option} is {text!r}: write a layout, for example {_EXAMPLES}")
-    given = {name: int(value) for name, value in found.groupdict().items() if value is not None}
-    if "hybrid" in given and "experts" in given:
-        raise UserError(f"{option} is {text!r}: replicas that share experts (*) have no expert workers (+)")
-    layout = "disaggregated" if "experts" in given else "hybrid" if "hybrid" in given else "colocated"
-    num_stages = given.get("pp", 1)
-    return {
-        "layout": layout,
-        "num_instances": given.get("instances", 1),
-        "num_attention": given["attention"],
-        "num_experts": given.get("experts", 1),
-        "attention_tp": given.get("tp", 1),
-        "expert_tp": given.get("expert_tp", given.get("hybrid", 1)),
-        "num_stages": num_stages,
-        "num_micro_batches": given.get("m", 2 if layout == "disaggregated" else min(num_stages, MAX_MICRO_BATCHES)),
-    }

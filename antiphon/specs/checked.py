@@ -34,7 +34,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_type
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, ErrorDetails, SchemaValidator
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 
 Item = TypeVar("Item")
 
@@ -116,9 +116,16 @@ class Mistake(NamedTuple):
     is_missing: bool = False
 
 
-def checked(what: str, name_of: Callable[[str], str] = str) -> Callable[[type[Item]], type[Item]]:
+def _own_name(field: str, _values: Mapping[str, Any]) -> str:
+    return field
+
+
+def checked(
+    what: str, name_of: Callable[[str, Mapping[str, Any]], str] = _own_name
+) -> Callable[[type[Item]], type[Item]]:
     """A decorator of a frozen dataclass: its constructor raises `UserError` for an argument that its field does not
-    allow. `what` stands before the message; `name_of` gives what users call a field, where that is not its name."""
+    allow. `what` stands before the message; `name_of` gives what users call a field of a call with these
+    values, where that is not its name."""
 
     def decorate(kind: type[Item]) -> type[Item]:
         @wraps(kind.__init__)
@@ -129,7 +136,7 @@ def checked(what: str, name_of: Callable[[str], str] = str) -> Callable[[type[It
                 if isinstance(broken := error.errors()[0].get("ctx", {}).get("error"), UserError):
                     raise broken from None
                 path, sentence, *_ = first_mistake(error, values)
-                sentence = name_of(path) + sentence.removeprefix(path)
+                sentence = name_of(path, values) + sentence.removeprefix(path)
                 raise UserError(f"{what}: {sentence}" if what else sentence) from None
 
         kind.__init__ = construct  # type: ignore[method-assign, assignment]
@@ -231,7 +238,7 @@ def _path(location: Sequence[int | str], value: Any, *, is_missing: bool = False
         elif (isinstance(value, Mapping) and step in value) or (is_missing and number == len(location) - 1):
             value = value.get(step) if isinstance(value, Mapping) else None
             path += f".{step}" if path else str(step)
-    return path[:_MAX_PATH_CHARACTERS]
+    return shortened(path, _MAX_PATH_CHARACTERS)
 
 
 def describe(value: object) -> str:
@@ -242,8 +249,7 @@ def describe(value: object) -> str:
         return _LITERALS[str(value)]
     if isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:  # Python refuses to write thousands of them
         return f"a number of more than {_MOST_DIGITS:,} digits"
-    text = repr(value[:61] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return repr(shortened(value)) if isinstance(value, str) else shortened(repr(value))
 
 
 @cache

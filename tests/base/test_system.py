@@ -30,6 +30,26 @@ assert time.process_time() - started < 0.2, "nobody looks at a million descripto
 """
 
 
+END_WITH_TERMINAL = """
+import os, signal, sys
+from antiphon.base.system import end_with_terminal, sigterm_exits
+end_with_terminal()
+with sigterm_exits():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("before", "code", "said"), [("", 143, "closed"), ("trap '' HUP; ", 0, "closed")])
+def test_a_closed_terminal_ends_a_program_as_sigterm_does(before: str, code: int, said: str) -> None:
+    """But for one that was started to outlive it."""
+    command = ["sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, END_WITH_TERMINAL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (code, said, "")
+
+
 def test_the_limit_is_raised_as_far_as_the_system_allows_and_children_have_it() -> None:
     done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

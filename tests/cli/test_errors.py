@@ -90,8 +90,8 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
         2,
         "--experts 0 does not apply to --layout colocated: leave it out or use disaggregated",
     ),
-    ("--token-ids 1 --experts 9", 2, "9 expert workers for 8 experts: use 1 to 8"),
-    ("--token-ids 1 --experts 100000", 2, "100000 expert workers for 8 experts: use 1 to 8"),
+    ("--token-ids 1 --experts 9", 2, "--experts is 9: the model has 8 experts a layer, so it must be at most that"),
+    ("--token-ids 1 --experts 100000", 2, "--experts is 100000: the model has 8 experts .*"),
     ("--token-ids 1 --attention 0", 2, "--attention is 0: it must be at least 1"),
     ("--token-ids 1 --attention 65", 2, "--attention is 65: it must be at most 64"),
     ("--token-ids 1 --micro-batches 0", 2, "--micro-batches is 0: it must be at least 1"),
@@ -153,6 +153,25 @@ WRONG_SERVER_OPTIONS: list[tuple[str, str]] = [
     ("--join-address=", "--join-address is empty: give a value, or leave the option out"),
     ("--ray-address=", "--ray-address is empty: give a value, or leave the option out"),
     ("--max-running 4000", "--max-batch-tokens is 2048: it must be at least --max-running, which is 4000"),
+    ("--secret-file none", "--secret-file none: no worker joins without --join-address .*, or leave it out"),
+    (
+        "--prefill 999 --decode 1",
+        "--prefill 999: number of attention workers or replicas is 999: it must be at most 64",
+    ),
+    ("--prefill 1 --decode 99x1", "--decode 99x1: number of instances is 99: it must be at most 64"),
+    ("--prefill 1 --decode 1+9", r"--decode 1\+9: number of expert workers is 9: the model has 8 experts .*"),
+    ("--prefill 1 --decode 1+1/m99", r"--decode 1\+1/m99: number of micro-batches is 99: it must be at most 64"),
+    ("--prefill 1t0 --decode 1", "--prefill 1t0: number of ranks of an attention worker is 0: it must be at least 1"),
+    ("--prefill 1p99 --decode 1", "--prefill 1p99: number of stages is 99: the model has 2 layers, so it must .*"),
+    ("--prefill 1 --decode 1p2+1", r"2 stages in --decode 1p2\+1: apart from experts, .*"),
+    ("--prefill 1 --decode 2t2*3", r"2 ranks of an attention worker and 3 ranks of an expert in --decode 2t2\*3 on .*"),
+    ("--prefill 1 --decode 2x1", "2 instances in --decode 2x1: a colocated layout has replicas in their place .*"),
+    ("--prefill 1 --decode 1 --balance window", r"--balance window needs expert workers .* in --decode 1: .*"),
+    ("--prefill 1 --decode 1 --expert-device cpu", r"--expert-device cpu needs expert workers .* in --decode 1: .*"),
+    (
+        f"--prefill {'1' * 5000} --decode 1",
+        "--prefill 1*… 4,920 more characters …1*: number of .* it must be at most 64",
+    ),
     ("--drain-timeout -1", "--drain-timeout is -1 s: it must be 0 to 1000000"),
 ]
 
@@ -267,6 +286,8 @@ def test_cuda_without_a_device(antiphon: Cli, checkpoint: Path, monkeypatch: pyt
     antiphon.refuses(2, message, "serve", checkpoint, "--device", "cuda", "--port", 0)
 
 
+MODEL = ROOT / "examples" / "demo-moe"
+DEMO = MODEL / "train.toml"
 WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
 
 
@@ -278,12 +299,20 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
         (("bench", "nothing"), "No such command 'nothing'; see 'antiphon bench --help'"),
         (("bench", "serve", "x", "--concurrency", "a"), "--concurrency 'a' is not a list of numbers: .*"),
         (("profile", "--phase", "both", "x"), "--phase is both: it must be one of serve, train"),
+        (
+            ("placement", "x", "--workers", 1, "--slots", 1, "--path-length", 2),
+            "--path-length: it is of --profile-paths FILE: add that, or leave it out",
+        ),
         (("placement", "x", "--knee", "0"), "--knee is 0: it must be at least 1"),
         (
             ("export", "x", "y", "--dtype", "int4"),
             "--dtype is int4: it must be one of bfloat16, float16, float32, float64, fp8",
         ),
         (("train", "none.toml", "--tokenize", "--print-config"), "--tokenize and --print-config: .* leave one .* out"),
+        (("train", DEMO, "--tokenize", "--nproc", 2), "--nproc: --tokenize stops before that .*, leave one of .* out"),
+        (("train", DEMO, "--print-config", "--json", "x.json"), "--json: --print-config stops before that .*"),
+        (("quantize", MODEL, "x", "--experts", "mxfp4", "--group", 64), "--group: mxfp4 has blocks of 32 columns, .*"),
+        (("plan", MODEL, "--explain", "--json", "-"), "--explain with --json -: no text is printed, .*"),
         (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be at least 1"),
         (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),
         (("worker", *WORKER, "--host", ""), "--host is empty: give a value, or leave the option out"),

@@ -19,10 +19,10 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.launch import start
+from antiphon.serve.layout_text import parse_layout
 from antiphon.serve.mask_pool import MakeMatcher
 from antiphon.serve.outputs import ThreadSink
 from antiphon.serve.prepare import prepare
-from antiphon.serve.served_plan import parse_layout
 from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
@@ -116,7 +116,7 @@ def config(model: TinyModel, layout: str = "1", *, num_blocks: int = 0, **change
 
 
 def _fields(layout: str) -> dict[str, Any]:
-    found = parse_layout("layout", layout)
+    found = parse_layout("layout", layout) | {"written_in": ""}  # refusals name options
     return found if "/m" in layout else found | {"num_micro_batches": 1}
 
 

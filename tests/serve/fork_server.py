@@ -333,6 +333,7 @@ def _become(request: _Request, descriptors: list[int]) -> NoReturn:
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     if request.new_session:
         os.setsid()
     numbers = [0, 1, 2, *request.numbers]

@@ -261,6 +261,35 @@ def test_blocks_that_would_be_lost_are_refused(server: Live, role: str, content:
     assert message in said
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [LOOK, LOOK]}, "tools"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "output_config.format"),
+    ],
+)
+def test_refusals_of_the_chat_name_what_the_client_sent(body: dict[str, Any], param: str) -> None:
+    with live(says("yes"), chat_template=HERMES) as server:
+        response = send(server, **body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert param in message
+    assert not any(word in message for word in ("tool_calls", "max_completion", "response_format", "json_schema"))
+
+
+def test_results_that_a_template_does_not_read_are_named_as_they_were_sent() -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "blue"}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    text = {"type": "text", "text": "there"}
+    turns = [*HELLO, {"role": "assistant", "content": [text, call]}, {"role": "user", "content": [result]}]
+    with live(says("yes"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as server:
+        answer = send(server, messages=turns, system="be kind")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages[1].content: this model's chat template does not read")
+
+
 def test_thinking_is_a_block_and_comes_back() -> None:
     template = HERMES.replace("{{ message['content'] }}", "{{ message.reasoning_content }}{{ message['content'] }}")
     template += "{# <think> </think> #}{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from antiphon.serve.api.context import ResponseStore
+from antiphon.serve.api.errors import ApiError, bad_request, in_client_words
 from tests.serve.api_harness import Live, fake_engine, ids, live, small_tokenizer
 from tests.serve.test_api_tools import HERMES, says
 
@@ -306,6 +307,42 @@ def test_mistakes_are_named(server: Live, body: dict[str, Any], param: str, mess
     error = response.json()["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+def call_item(number: int, **changes: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": "{}", **changes}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [{"role": "user", "content": "x"}, call_item(0), call_item(1, arguments="[1]")]},
+         "input[2].arguments"),
+        ({"input": [{"role": "user", "content": "x"}, call_item(0, arguments="[1]")], "instructions": "be kind"},
+         "input[1].arguments"),
+        ({"tools": [{"type": "function", "name": "f"}, {"type": "namespace", "name": "n", "tools": [
+            {"type": "function", "name": "x" * 100}, {"type": "function", "name": "x" * 128}]}]},
+         "tools[1].tools[1].name"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "text.format"),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_chat_name_what_the_client_sent(body: dict[str, Any], param: str) -> None:
+    with live(says("yes"), chat_template=HERMES) as server:
+        response = send(server, **body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == param
+        words = ("messages", "tool_calls", ".function", "max_tokens", "response_format")
+        assert not any(word in error["message"] for word in words)
+
+
+def test_refusals_of_kept_turns_name_the_answer_they_are_of() -> None:
+    names: dict[str, str] = {"messages[0]": "previous_response_id", "messages[1]": "input[0]"}
+    with pytest.raises(ApiError) as caught, in_client_words(names):
+        raise bad_request("messages[0].content has 3 messages in 'messages[1]'", param="messages[0].content")
+    assert caught.value.param == "previous_response_id.content"
+    assert caught.value.message == "previous_response_id.content has 3 messages in 'messages[1]'"
 
 
 def test_nulls_in_items_mean_nothing(server: Live) -> None:

@@ -140,7 +140,7 @@ def test_replicas_and_uneven_shares_of_experts(tiny_model: TinyModel, prompts: P
         assert complete(engine, prompts) == reference
     with pytest.raises(UserError, match="the placement is for 3 expert workers, 2 run: make one for them"):
         prepare(config(tiny_model, "1+2", placement=placement))
-    with pytest.raises(UserError, match="6 expert workers for 5 experts: use 1 to 5"):
+    with pytest.raises(UserError, match="--experts is 6: the model has 5 experts a layer, so it must be at most that"):
         prepare(config(tiny_model, "1+6"))
 
 

@@ -239,7 +239,7 @@ def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None
         ({"join_address": "127.0.0.1:7700"}, "say how many workers join"),
         (
             {"join_address": "127.0.0.1:7700", "joined_experts": 2},
-            "--join-workers has 2 experts: it must be 0 to --experts",
+            "--join-workers has 2 experts: it must be 0 to 1, which is --experts",
         ),
         ({"join_address": "0.0.0.0:7700", "joined_experts": 1}, "name the address by which the other machines"),
         ({"join_address": "127.0.0.1:x", "joined_experts": 1}, "must be HOST:PORT"),
@@ -251,7 +251,7 @@ def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None
         ({"ranks_here": 1}, "--ranks-here is 1: it must be 0 to 0"),
         (
             {"join_address": "127.0.0.1:1", "joined_experts": 1, "layout": "hybrid", "expert_tp": 1},
-            r"--join-workers 0\+1: --layout hybrid has no expert workers, only replicas: write 1\+0",
+            r"--join-workers 0\+1: a hybrid layout has no expert workers, only replicas: write 1\+0",
         ),
         (
             {"join_address": "127.0.0.1:1", "joined_experts": 1, "num_attention": 2, "num_instances": 3},

@@ -224,51 +224,61 @@ REFUSED: list[tuple[Plan, str]] = [
     ),
     (
         plan(sizes(attention_tp=7)),
-        "plan.json: attention_tp is 7: the model has 6 attention heads, so it must be at most 6",
+        "plan.json: phases.decode: attention_tp is 7: the model has 6 attention heads, so it must be at most 6",
     ),
     (
         plan(sizes(expert_tp=25)),
-        "plan.json: expert_tp is 25: the model has 24 columns in an expert, so it must be at most 24",
+        "plan.json: phases.decode: expert_tp is 25: the model has 24 columns in an expert, so it must be at most 24",
     ),
-    (plan(whole(pp=9)), f"plan.json has pp 9: it must be 1 to {SPEC.num_layers}, which is the model's layers"),
+    (
+        plan(whole(pp=9)),
+        f"plan.json: phases.decode has pp 9: it must be 1 to {SPEC.num_layers}, which is the model's layers",
+    ),
     (
         plan(whole(attention_dp=2, attention_tp=3, expert_tp=2, expert_ep=3)),
-        "plan.json has attention_tp 3 and expert_tp 2 on 6 ranks: one must divide the other, and the larger the number "
+        "plan.json: phases.decode has attention_tp 3 and expert_tp 2 on 6 ranks: one must divide the "
+        "other, and the larger the number "
         "of ranks",
     ),
     (
         plan(sizes(pp=2)),
-        "plan.json has pp 2: apart from experts, attention workers have all layers, so it must be 1; plan again "
+        "plan.json: phases.decode has pp 2: apart from experts, attention workers have all layers, so "
+        "it must be 1; plan again "
         "without it",
     ),
-    (plan(replace(APART, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
-    (plan(sizes(attention_dp=65)), "plan.json has 65 attention workers: it must be 1 to 64"),
-    (plan(sizes(expert_workers=0)), "plan.json has 0 expert workers: a disaggregated plan needs at least 1"),
+    (plan(replace(APART, num_instances=65)), "plan.json: phases.decode has 65 instances: it must be 1 to 64"),
+    (plan(sizes(attention_dp=65)), "plan.json: phases.decode has 65 attention workers: it must be 1 to 64"),
+    (
+        plan(sizes(expert_workers=0)),
+        "plan.json: phases.decode has 0 expert workers: a disaggregated plan needs at least 1",
+    ),
     (
         plan(replace(APART, placement=PLACEMENT[:4])),
-        "plan.json places 4 experts, this model has 5: plan for this one",
+        "plan.json: phases.decode places 4 experts, this model has 5: plan for this one",
     ),
     (
         plan(sizes(expert_workers=3)),
-        "plan.json: expert workers [2] hold no expert: use at most 5 workers",
+        "plan.json: phases.decode: expert workers [2] hold no expert: use at most 5 workers",
     ),
-    (plan(replace(APART, micro_batches=65)), "plan.json has 65 micro-batches: it must be 1 to 64"),
+    (plan(replace(APART, micro_batches=65)), "plan.json: phases.decode has 65 micro-batches: it must be 1 to 64"),
     (
         plan(replace(APART, batch=3 << 21)),
-        "plan.json has a batch of 2,097,152 on each attention worker: a step has at most 1,048,576 rows, plan with a "
+        "plan.json: phases.decode has a batch of 2,097,152 on each attention worker: a step has at most "
+        "1,048,576 rows, plan with a "
         "smaller one (--pin batch=N)",
     ),
     (
         plan(replace(APART, step_tokens=1 << 21)),
-        "plan.json has a step_tokens of 2,097,152 on each attention worker: a step has at most 1,048,576 rows, plan "
+        "plan.json: phases.decode has a step_tokens of 2,097,152 on each attention worker: a step has "
+        "at most 1,048,576 rows, plan "
         "with a smaller one (--pin batch=N)",
     ),
-    (plan(replace(APART, batch=0)), "plan.json has a batch of 0: it must be at least 1"),
+    (plan(replace(APART, batch=0)), "plan.json: phases.decode has a batch of 0: it must be at least 1"),
     (
         plan(whole(expert_ep=2)),
-        "plan.json has attention on 1 ranks and experts on 2: colocated, they are the same ranks",
+        "plan.json: phases.decode has attention on 1 ranks and experts on 2: colocated, they are the same ranks",
     ),
-    (plan(replace(TOGETHER, num_instances=65)), "plan.json has 65 instances: it must be 1 to 64"),
+    (plan(replace(TOGETHER, num_instances=65)), "plan.json: phases.decode has 65 instances: it must be 1 to 64"),
 ]
 
 

@@ -90,7 +90,7 @@ def test_the_server_obeys_and_measures_against_the_prediction(
         ("--layout colocated", "--layout colocated contradicts .*plan.json, which says disaggregated: leave one .*"),
         ("--micro-batches 1", "--micro-batches 1 contradicts .*plan.json, which says 3: leave one of them out"),
         ("--max-running 256", "--max-running 256 contradicts .*plan.json, which says 12: leave one of them out"),
-        ("--max-batch-tokens 8", "--max-batch-tokens is 8: it must be at least --max-running, which is 12"),
+        ("--max-batch-tokens 8", "--max-batch-tokens is 8: .*plan.json: phases.decode has a batch of 12 on each .*"),
     ],
 )
 def test_what_contradicts_the_plan_is_refused(checkpoint: Path, plan_file: Path, options: str, message: str) -> None:
@@ -183,7 +183,7 @@ def _text(shown: RenderableType) -> str:
         ("--decode 1+1", "--decode without --prefill: name the workers of both"),
         ("--prefill 1 --decode 2x", "--decode is '2x': write a layout, for example"),
         ("--prefill 1*2+1 --decode 1", "--prefill is .*: replicas that share experts .* have no expert workers"),
-        ("--prefill 0 --decode 1", "--attention is 0: it must be at least 1"),
+        ("--prefill 0 --decode 1", "--prefill 0: number of attention workers or replicas is 0: it must be at least 1"),
         ("--prefill 1 --decode 1 --experts 2", "--experts does not apply with --prefill and --decode"),
         ("--prefill 1 --decode 1 --tp 2", "--tp does not apply with --prefill and --decode"),
         ("--prefill 1 --decode 1 --plan none.json", "--prefill and --decode do not apply with --plan"),

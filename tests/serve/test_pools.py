@@ -297,7 +297,9 @@ def test_experts_that_stay_in_the_file_need_no_memory_but_their_pool(
         prepare(config(tiny_model, "1>1", num_blocks=17))
     for layout in ("1>1", "2"):
         prepare(config(tiny_model, layout, num_blocks=17, expert_bytes=experts // 2 - 1024))
-    with pytest.raises(ResourceError, match=r"--expert-memory .* does not fit: .* lower it, --kv-bytes or --attention"):
+    with pytest.raises(
+        ResourceError, match=r"--expert-memory .* does not fit: .* lower it, --kv-bytes or the number of replicas"
+    ):
         prepare(config(tiny_model, "2", num_blocks=17, expert_bytes=experts // 2 + 1024))
 
 

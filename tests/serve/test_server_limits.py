@@ -92,8 +92,9 @@ def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0(checkpoint: P
         assert "Traceback" not in server.log
 
 
-def test_a_signal_to_the_whole_group_is_a_signal_to_the_server(checkpoint: Path, tmp_path: Path) -> None:
-    """As a service manager or a terminal sends it: workers get it too and leave the decision to the server."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_is_a_signal_to_the_server(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    """As a service manager or a closed terminal sends it: workers get it too and leave the decision to the server."""
     with serve(checkpoint, tmp_path, "--layout", "disaggregated", "--drain-timeout", "600") as server:
         body = {**LONG, "max_tokens": 1000}
         ended: list[str] = []
@@ -105,7 +106,7 @@ def test_a_signal_to_the_whole_group_is_a_signal_to_the_server(checkpoint: Path,
         reader = threading.Thread(target=read)
         reader.start()
         wait_until(lambda: server.metrics()["antiphon:num_requests_running"] == 1, "it runs")
-        os.killpg(server.process.pid, signal.SIGTERM)
+        os.killpg(server.process.pid, number)
         reader.join(10 * PATIENCE_S)
         assert server.process.wait(PATIENCE_S) == 0
         assert len(ended) > 100

@@ -53,7 +53,7 @@ def test_sources_and_price_are_kept(tmp_path: Path) -> None:
         ({"power_w": None}, r"mine\.toml: power_w is missing: add it"),
         ({"flops_per_s": None}, "flops_per_s is missing"),
         ({"memory_bytes": "0"}, r"mine\.toml: memory_bytes is 0: it must be at least 1"),
-        ({"power_w": "9" * 400}, r"power_w is 9+\.\.\.: it must be a valid number"),
+        ({"power_w": "9" * 400}, r"power_w is 9+… .* more characters …9+: it must be a valid number"),
         ({"memory_bytes": "96.5"}, "memory_bytes is 96.5: it must be a valid integer"),
         ({"memory_bytes": '"96 GB"'}, "memory_bytes is '96 GB': it must be a valid integer"),
         ({"memory_bytes_per_s": "-1"}, "memory_bytes_per_s is -1: it must be above 0"),

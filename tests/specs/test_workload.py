@@ -170,7 +170,10 @@ def test_a_workload_may_name_a_trace_beside_it(tmp_path: Path) -> None:
         ('{"input_tokens": 5, "output_tokens": 1}\n{"input_tokens": 5}', "line 2: output_tokens is missing"),
         ('{"input_tokens": 0, "output_tokens": 1}', "line 1: input_tokens is 0: a whole number of at least 1"),
         ('{"input_tokens": 1.5, "output_tokens": 1}', "line 1: input_tokens is 1.5: a whole number"),
-        ('{"input_tokens": %s, "output_tokens": 1}' % ("9" * 400), r"line 1: input_tokens is 9+\.\.\.: a whole number"),
+        (
+            '{"input_tokens": %s, "output_tokens": 1}' % ("9" * 400),
+            r"line 1: input_tokens is 9+… 320 more characters …9+: a whole number",
+        ),
         ('{"input_tokens": "x", "output_tokens": 1}', "line 1: input_tokens is 'x': a whole number"),
         ('{"input_tokens": true, "output_tokens": 1}', "line 1: input_tokens is true: a whole number"),
         ('{"input_tokens": null, "output_tokens": 1}', "line 1: input_tokens is null: a whole number"),

@@ -18,9 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.cli import train as commands
+from antiphon.cli.commands import single_command
 from antiphon.report.training_run import read_run, run_page
 from antiphon.train import checkpoint
 from antiphon.train.metrics import Metrics, OutputLock
@@ -180,7 +182,7 @@ def test_what_the_disk_does_not_take_is_a_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("antiphon.train.setup.write_run_facts", full)
     monkeypatch.setattr(commands, "keep_freed_memory", lambda: False)  # this process has other tests to run
     with pytest.raises(CheckpointError, match=r"out: cannot be written \(No space left on device\): make room, or"):
-        commands.train(write_run(tmp_path))
+        CliRunner().invoke(single_command(commands.train), [str(write_run(tmp_path))], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

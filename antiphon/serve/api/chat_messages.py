@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from antiphon.base.errors import shortened
+
 
 class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -38,7 +40,7 @@ def check_kind(known: tuple[str, ...], advice: str, what: str = "it is") -> Befo
     def check(value: object) -> object:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in known:
-            shown = {"what": what, "advice": advice, "kind": repr(kind[:40])}
+            shown = {"what": what, "advice": advice, "kind": repr(shortened(kind))}
             raise PydanticCustomError("kind", "{what} of type {kind}: {advice}", shown)
         return value
 
@@ -73,6 +75,7 @@ Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("<list>")],
     TEXT_OR_LIST,
 ]
+MAX_CALLS = 128  # of one turn
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -122,7 +125,7 @@ class AssistantMessage(_Turn):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(None, description="For chat templates that read it.")
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
     refusal: str | None = Field(None, description="What the model said when it refused.")

@@ -7,18 +7,19 @@ value, the limit and the fix. Nothing a client sends may end as a 5xx.
 import http
 import math
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened, shortened_message
 from antiphon.base.logging import get_logger
 from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, ShuttingDown
 
 _log = get_logger("serve.api")
 
-_MAX_PATH_CHARACTERS = 200
 _RESTART_S = 5
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -45,7 +46,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = shortened_message(message)
         self.param = param
         self.code = code
         retry = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
@@ -63,9 +64,11 @@ class ApiError(Exception):
         }
 
     def anthropic_body(self) -> dict[str, object]:
-        """The same in the shape of Anthropic's API, for its endpoints."""
+        """The same in the shape of Anthropic's API, for its endpoints: the message alone names the parameter."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        is_named = self.param is None or self.param in self.message
+        message = self.message if is_named else f"{self.param}: {self.message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def response(self, path: str = "") -> JSONResponse:
         """The answer to a request to `path`, which decides on the shape."""
@@ -79,6 +82,39 @@ def _error_type(status: int) -> str:
     return {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error"
     )
+
+
+@contextmanager
+def in_client_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, an `ApiError` about a chat names what the client sent, of which the chat was made. `names`: path in
+    the chat -> the client's path; those that begin with a point are what may stand behind another."""
+    try:
+        yield
+    except ApiError as error:
+        param = error.param
+
+        def rename(found: re.Match[str]) -> str:
+            return _renamed(found[0], names) if found[0] == param or _is_path(found[0]) else found[0]
+
+        message, renamed = _PATH.sub(rename, error.message), None if param is None else _renamed(param, names)
+        raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from error
+
+
+# A path of a parameter, and not a value in quotes.
+_PATH = re.compile(r"""(?<![\w.'"`-])[a-z_]+(?:\[\d+\]|\.[a-z_]+)*(?![\w'"`-])""")
+
+
+def _is_path(word: str) -> bool:
+    """Whether it is a parameter wherever it stands; one such as `messages` is a word as well."""
+    return "_" in word or "[" in word
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    ends = [found.end() for found in re.finditer(r"\[\d+\]|\.?[^.\[]+", path)]
+    for end in reversed(ends):
+        if (new := names.get(path[:end])) is not None:
+            return new + _renamed(path[end:], names)
+    return path
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -146,7 +182,7 @@ def _refusal_of(app: FastAPI, request: Request, error: Exception) -> ApiError:
 
 
 def _refusal_of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
-    path = request.scope["path"][:_MAX_PATH_CHARACTERS]
+    path = shortened(request.scope["path"])
     phrase = http.HTTPStatus(error.status_code).phrase.lower()
     message = f"{request.method} {path}: {phrase}; this server's paths are listed in /openapi.json"
     without_slash = path.rstrip("/")

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
+from antiphon.base.errors import shortened
 from antiphon.serve.api.chat_messages import (
+    MAX_CALLS,
     TEXT_OR_LIST,
     WORD_OR_CHOICE,
     FunctionName,
@@ -21,7 +23,7 @@ from antiphon.serve.api.chat_messages import (
     check_kind,
     kind_by,
 )
-from antiphon.serve.api.errors import bad_request
+from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.requests import (
     ChatCompletionRequest,
@@ -257,7 +259,34 @@ class ResponsesRequest(RequestModel):
             found += [(tool.name, each) for each in tool.tools] if isinstance(tool, NamespaceTool) else [(None, tool)]
         return found
 
+    def places_of_functions(self) -> list[str]:
+        """Where each of them stands, such as ``tools[0].tools[1]``."""
+        return [
+            f"tools[{number}]{inner}"
+            for number, tool in enumerate(self.tools or ())
+            for inner in (
+                (f".tools[{each}]" for each in range(len(tool.tools))) if isinstance(tool, NamespaceTool) else [""]
+            )
+        ]
 
+
+# What refusals of the chat call a parameter, and what this API calls it (`in_client_words`).
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice": "tool_choice",
+    ".json_schema": "",
+    ".allowed_tools": "",
+    ".function": "",
+    ".function.arguments": ".arguments",
+    ".id": ".call_id",
+    ".tool_call_id": ".call_id",
+    ".tool_calls": "",
+    ".reasoning_content": "",
+}
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "safety_identifier", "top_k", "min_p",
     "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
@@ -271,12 +300,16 @@ def as_chat(
     kept_item: Callable[[str], dict[str, Any] | None],
     settable: frozenset[str],
     limits: InputLimits,
-) -> tuple[ChatCompletionRequest, list[dict[str, Any]]]:
-    """The chat that goes on from the messages `earlier`, and its messages without the instructions; `ApiError` 400
-    where a chat may not have so much, or `kept_item` does not know the id of an item that is referred to. `settable`:
-    variables of the chat template that requests can set."""
-    kept = [*earlier, *_messages(body.input if isinstance(body.input, str) else _whole_items(body.input, kept_item))]
+) -> tuple[ChatCompletionRequest, list[dict[str, Any]], dict[str, str]]:
+    """The chat that goes on from the messages `earlier`, its messages without the instructions, and what the client
+    calls its parameters (`in_client_words`); `ApiError` 400 where a chat may not have so much, or `kept_item` does not
+    know the id of an item that is referred to. `settable`: variables of the chat template that requests can set."""
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    first = len(instructions) + len(earlier)
+    names = _NAMES | {f"messages[{number}]": "previous_response_id" for number in range(len(instructions), first)}
+    names |= {"messages[0]": "instructions"} if instructions else {}
+    given = body.input if isinstance(body.input, str) else _whole_items(body.input, kept_item)
+    kept = [*earlier, *_messages(given, names, first)]
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat |= {"messages": [*instructions, *kept], "max_completion_tokens": body.max_output_tokens}
     if body.tools:
@@ -285,6 +318,7 @@ def as_chat(
             for namespace, tool in body.functions()
         ]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
+        names |= {f"tools[{number}]": where for number, where in enumerate(body.places_of_functions())}
     if body.tool_choice is not None and (body.tools or body.tool_choice not in ("none", "auto")):
         chat["tool_choice"] = _tool_choice(body.tool_choice)
     if not body.tools:
@@ -300,7 +334,8 @@ def as_chat(
     if body.enable_response_messages:
         chat["return_token_ids"] = True
     present = {key: item for key, item in chat.items() if item is not None}
-    return validate(present, ChatCompletionRequest, limits), kept
+    with in_client_words(names):
+        return validate(present, ChatCompletionRequest, limits), kept, names
 
 
 def _tool_choice(choice: str | NamedFunction | AllowedFunctions) -> str | dict[str, Any]:
@@ -319,7 +354,7 @@ def _whole_items(given: list[Any], kept_item: Callable[[str], dict[str, Any] | N
     for number, item in enumerate(items):
         if not isinstance(item, ItemReference):
             continue
-        param, shown = f"input[{number}]", repr(item.id[:80])
+        param, shown = f"input[{number}]", repr(shortened(item.id))
         if item.id in seen:
             raise bad_request(f"{param} refers to item {shown} once more: send it once", param=param)
         seen.add(item.id)
@@ -331,17 +366,31 @@ def _whole_items(given: list[Any], kept_item: Callable[[str], dict[str, Any] | N
     return items
 
 
-def _messages(given: str | list[Any]) -> list[dict[str, Any]]:
+def _messages(given: str | list[Any], names: dict[str, str], first: int) -> list[dict[str, Any]]:
+    """The messages that items are; `names` gets the item of each message and call, `first` is the first one's number
+    in the chat."""
     if isinstance(given, str):
+        names[f"messages[{first}]"] = "input"
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for item in given:
+    for number, item in enumerate(given):
+        place = f"input[{number}]"
         if isinstance(item, FunctionOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content)})
         else:
             _add_answered(messages, item)
+        turn = f"messages[{first + len(messages) - 1}]"
+        names.setdefault(turn, place)
+        if isinstance(item, FunctionCallItem):
+            if (num_calls := len(messages[-1]["tool_calls"])) > MAX_CALLS:
+                raise bad_request(
+                    f"input has {num_calls} calls of one turn up to {place}: at most {MAX_CALLS}", param="input"
+                )
+            names[f"{turn}.tool_calls[{num_calls - 1}]"] = place
+        elif isinstance(item, FunctionOutputItem):
+            names |= {f"{turn}.content": f"{place}.output", f"{turn}.role": f"{place}.type"}
     return messages
 
 

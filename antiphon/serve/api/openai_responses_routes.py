@@ -14,12 +14,13 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from antiphon.base.errors import shortened
 from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.chat_messages import Message
 from antiphon.serve.api.choice import ChoiceDelta
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import ApiContext, StoredResponse, client_of, context_of
-from antiphon.serve.api.errors import ApiError, bad_request
+from antiphon.serve.api.errors import ApiError, bad_request, in_client_words
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses_requests import ResponsesRequest, as_chat, encrypted_content, flat_name
@@ -35,8 +36,6 @@ router = APIRouter(tags=["Responses"])
 
 _BACKGROUND_TIMEOUT_S = 3600.0
 _BY_ID = described_path("response_id")
-# What a refusal of the chat calls a parameter, and what this API calls it.
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
 
 class ResponseEvents(ItemEvents):
@@ -276,13 +275,11 @@ async def create_response(request: Request) -> Response:
         raise bad_request("background answers are not streamed: leave out stream or background", param="background")
     earlier = _earlier(context, client, body.previous_response_id)
     settable = settable_variables(await context.texts.template_names())
-    try:
-        kept_item = partial(context.response_store.item, client)
-        chat, messages = as_chat(body, earlier, kept_item, settable, context.limits)
-    except ApiError as error:
-        raise _in_these_words(error) from error
+    kept_item = partial(context.response_store.item, client)
+    chat, messages, names = as_chat(body, earlier, kept_item, settable, context.limits)
     async with generation_for(context, chat, "resp") as generation:
-        await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
+        with in_client_words(names):
+            await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
         events = ResponseEvents(context, generation, body, chat, client, messages)
         if body.background:
             events.answer["status"] = "queued"
@@ -304,13 +301,14 @@ def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[
     if stored is None:
         raise ApiError(
             400,
-            f"previous_response_id {response_id[:80]!r} is not kept here (any more): send the conversation as input",
+            f"previous_response_id {shortened(response_id)!r} is not kept here (any more): send the conversation as "
+            "input",
             param="previous_response_id",
             code="previous_response_not_found",
         )
     if (client, response_id) in context.response_store.working:
         raise bad_request(
-            f"previous_response_id {response_id[:80]!r} is still being answered: wait until it is completed",
+            f"previous_response_id {shortened(response_id)!r} is still being answered: wait until it is completed",
             param="previous_response_id",
         )
     return stored.messages
@@ -319,7 +317,7 @@ def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[
 async def _submit(
     context: ApiContext, client: str, chat: ChatCompletionRequest, generation: Generation, *, truncates: bool
 ) -> None:
-    """`submit_chat`, with errors in this API's words. `truncates`: without some of the oldest turns, if the
+    """`submit_chat`. `truncates`: without some of the oldest turns, if the
     conversation does not fit; twice as many each time that the rest is still too long."""
     shorter = _without_oldest(chat.messages) if truncates else iter(())
     while True:
@@ -329,7 +327,7 @@ async def _submit(
         except ApiError as error:
             rest = next(shorter, None) if error.code == "context_length_exceeded" else None
             if rest is None:
-                raise _in_these_words(error) from error
+                raise
             chat.messages = rest
 
 
@@ -342,16 +340,6 @@ def _without_oldest(messages: list[Message]) -> Iterator[list[Message]]:
         begin = begins[num_cut]
         yield [each for each in messages[:begin] if each.role in ("system", "developer")] + messages[begin:]
         num_cut = len(begins) if num_cut == len(begins) - 1 else min(2 * num_cut, len(begins) - 1)
-
-
-def _in_these_words(error: ApiError) -> ApiError:
-    param = error.param or ""
-    name = next((name for name in _NAMES if param == name or param.startswith((f"{name}[", f"{name}."))), None)
-    if name is None:
-        return error
-    new_name = _NAMES[name]
-    message = error.message.replace(name, new_name)
-    return ApiError(error.status, message, param=new_name, code=error.code, headers=error.headers)
 
 
 @router.get(
@@ -402,5 +390,5 @@ async def delete_response(request: Request) -> Response:
 
 
 def _not_kept(response_id: str) -> ApiError:
-    message = f"Response with id {response_id[:80]!r} not found. It is not kept here (any more)"
+    message = f"Response with id {shortened(response_id)!r} not found. It is not kept here (any more)"
     return ApiError(404, message, param="response_id")

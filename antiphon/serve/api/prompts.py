@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 from antiphon.serve.api.chat_messages import (
     AssistantMessage,
     Content,
@@ -245,8 +245,8 @@ def _variables(
         if name not in settable:
             readable = ", ".join(sorted(settable)[:_MAX_NAMES_SHOWN]) or "none"
             raise bad_request(
-                f"chat_template_kwargs has {name[:60]!r}: the variables of this model's chat template that requests can"
-                f" set are: {readable}",
+                f"chat_template_kwargs has {shortened(name)!r}: the variables of this model's chat template that "
+                f"requests can set are: {readable}",
                 param="chat_template_kwargs",
             )
     if "reasoning_effort" not in asked and reasoning_effort is not None:

@@ -1,7 +1,7 @@
 """Puts the server together (one engine, one tokenizer, routes, key check, OpenAPI description), runs it on a
 socket, and ends it without cutting clients off.
 
-On SIGTERM or SIGINT (a second one ends at once):
+On SIGTERM, SIGINT or a closed terminal (a second one ends at once):
 
 1. new requests are refused with 503 and `/health` says 503, so that load balancers look elsewhere;
 2. the engine drains: running answers go on, up to `drain_timeout_s`, then the engine aborts what is left;
@@ -39,7 +39,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.base.system import resident_bytes
 from antiphon.serve.api import anthropic_routes, completions, openai_responses_routes, operator_routes, tokens
-from antiphon.serve.api.anthropic_routes import CountTokensRequest, MessagesRequest
+from antiphon.serve.api.anthropic_requests import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import install_error_handlers

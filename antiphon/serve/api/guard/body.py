@@ -18,6 +18,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from antiphon.base.errors import shortened
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import ApiError, bad_request
 from antiphon.serve.api.guard.harmless import HARMLESS
@@ -29,7 +30,6 @@ from antiphon.specs.checked import TYPE_NAMES, describe, first_mistake
 _Model = TypeVar("_Model", bound=BaseModel)
 _LARGE_BODY_BYTES = 32 * 1024  # takes milliseconds to decode and validate, if it holds many small things
 _FORM_TYPE = "application/x-www-form-urlencoded"  # what curl -d says of any body
-_MAX_PATH_CHARACTERS = 200  # of a client's own names in an answer
 # Integers beyond 64 bits are decoded a hundred times slower than others, and no parameter needs one.
 _NUM_LONG_NUMBERS = 8 * 1024
 _LONG_NUMBER = b"0" * 20
@@ -102,7 +102,7 @@ def check_model_name(context: ApiContext, name: str | None) -> None:
         served = ", ".join(map(repr, context.model_names))
         raise ApiError(
             404,
-            f"the model {name[:200]!r} does not exist here: this server serves {served}",
+            f"the model {shortened(name)!r} does not exist here: this server serves {served}",
             param="model",
             code="model_not_found",
         )
@@ -122,12 +122,12 @@ async def read_bytes(context: ApiContext, request: Request, max_bytes: int) -> b
 def _check_headers(request: Request, max_bytes: int) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":  # also when it is missing: pages of other sites may send such requests
-        sent = f"Content-Type is {media_type[:_MAX_PATH_CHARACTERS]!r}" if media_type else "Content-Type is missing"
+        sent = f"Content-Type is {shortened(media_type)!r}" if media_type else "Content-Type is missing"
         hint = " (curl -H 'Content-Type: application/json')" if media_type == _FORM_TYPE else ""
         raise ApiError(415, f"{sent}: send JSON with the header Content-Type: application/json{hint}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise ApiError(415, f"Content-Encoding is {encoding!r}: send the body uncompressed")
+        raise ApiError(415, f"Content-Encoding is {shortened(encoding)!r}: send the body uncompressed")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise body_too_large(max_bytes)
@@ -165,7 +165,9 @@ def parse_json(body: bytes | bytearray) -> dict[str, Any]:
         value = msgspec.json.decode(body)
     except RecursionError as error:
         raise bad_request("the request body is nested too deeply: flatten it") from error
-    except ValueError as error:  # msgspec's errors and UnicodeDecodeError
+    except UnicodeDecodeError as error:
+        raise bad_request("the request body is not JSON: it must be UTF-8") from error
+    except ValueError as error:  # msgspec's
         raise bad_request(
             f"the request body is not JSON (lone surrogates, NaN, Infinity and numbers beyond double precision are not"
             f" JSON either): {error}"
@@ -182,7 +184,7 @@ def validate(value: dict[str, Any], model: type[_Model], limits: InputLimits) ->
     Names and lengths come first: the model collects every mistake there is, and there may be a million."""
     for name in value:
         if name not in model.model_fields and name not in HARMLESS:
-            raise _unknown(name[:_MAX_PATH_CHARACTERS])
+            raise _unknown(shortened(name))
     for name in HARMLESS.keys() & value.keys() - model.model_fields.keys():
         entry = HARMLESS[name]
         if not entry.accepts(value[name]):

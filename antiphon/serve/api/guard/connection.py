@@ -38,14 +38,13 @@ from uvicorn.server import ServerState
 from antiphon.base.logging import get_logger
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.guard.connections import Connections
-from antiphon.serve.api.guard.http_rules import MAX_DROPPED_BYTES, LingeringTransport, StrictConnection
+from antiphon.serve.api.guard.http_rules import MAX_DROPPED_BYTES, LingeringTransport, StrictConnection, reason_of
 
 _log = get_logger("serve.api")
 
 _FIRST_PIECES = 2  # a head and a short body, which many clients send apart
 _UNSENT_IN_KERNEL_BYTES = 64 * 1024
 _LEAST_TAKEN_BYTES = 16 * 1024
-_MAX_REASON_CHARACTERS = 200
 _INTERIM_ANSWER = b"HTTP/1.1 100 Continue\r\n\r\n"
 _EVENT_COMMENT = b":\n\n"
 
@@ -191,7 +190,7 @@ class ApiConnection(H11Protocol, asyncio.BufferedProtocol):
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             self.refuse(ApiError(431, "the request line and headers are too long: send shorter ones"))
         else:
-            reason = " ".join(str(error or msg).split())[:_MAX_REASON_CHARACTERS]
+            reason = reason_of(error) if isinstance(error, h11.ProtocolError) else msg
             self.refuse(ApiError(400, f"this is not a valid HTTP/1.1 request: {reason}"))
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -25,15 +25,20 @@ from typing import Any
 import h11
 from h11._receivebuffer import ReceiveBuffer
 
+from antiphon.base.errors import shortened
+
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_HEADERS = 256
 _MAX_CHUNK_LINE_BYTES = 256
+_MAX_REASON_CHARACTERS = 200
 _MAX_CHUNK_OVERHEAD_BYTES = 64 * 1024
 _CHUNK_LINE = re.compile(rb"0*([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")  # others count in 32 or 64 bits
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 _ABSOLUTE_TARGET = re.compile(rb"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
 _CONTINUED_LINE = re.compile(rb"\n[ \t]")
-_MAX_SHOWN_BYTES = 100
+
+# How h11 shows what it was sent, in the words of Python.
+_PYTHON_BYTES = re.compile(r"""\b(?:bytearray\()?b(?P<value>(['"]).*\2)\)?""", re.DOTALL)
 
 _Event = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 _SILENCE_S = 2.0
@@ -79,9 +84,7 @@ class StrictConnection(h11.Connection):
         request = _with_path(request)
         host = dict(request.headers).get(b"host", b"")
         if not _HOST.fullmatch(host):
-            raise h11.RemoteProtocolError(
-                f"Host is {host[:_MAX_SHOWN_BYTES]!r}: it must be a name or an address, and a port"
-            )
+            raise h11.RemoteProtocolError(f"Host is {_shown(host)}: it must be a name or an address, and a port")
         return request
 
 
@@ -136,7 +139,7 @@ class _ChunkReader:
                 break
             line = _CHUNK_LINE.fullmatch(received, position, end)
             if line is None:
-                raise h11.LocalProtocolError(f"not the size of a chunk: {bytes(received[position:end])!r}")
+                raise h11.LocalProtocolError(f"not the size of a chunk: {_shown(received[position:end])}")
             size = int(line.group(1), 16)
             if size:
                 self._num_left, self._is_in_chunk, position = size, True, end + 2
@@ -147,6 +150,16 @@ class _ChunkReader:
             _expect_line_end(after, "trailers behind a body are not read: send headers")
             self._is_last, position = True, end + 4
         return position
+
+
+def _shown(sent: bytes | bytearray) -> str:
+    return repr(shortened(sent.decode("latin-1")))
+
+
+def reason_of(error: h11.ProtocolError) -> str:
+    """What is wrong with a request, in words for the client."""
+    reason = _PYTHON_BYTES.sub(lambda found: found["value"], " ".join(str(error).split()))
+    return shortened(reason, _MAX_REASON_CHARACTERS)
 
 
 def _expect_line_end(found: bytearray, problem: str = "a chunk is longer than its size") -> None:

@@ -28,6 +28,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from antiphon.base.errors import shortened
 from antiphon.serve.api.errors import ApiError
 from antiphon.serve.api.settings import ServerSettings
 
@@ -35,7 +36,6 @@ ANY_HOST = "*"
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _PORT = re.compile(r":[0-9]*$")
-_MAX_SHOWN_CHARACTERS = 100
 _ID_HEADER = b"x-request-id"
 _ID = re.compile(rb"[!-~]{1,128}")
 # They need no key: machines poll them, and they reveal nothing of what users do.
@@ -120,15 +120,15 @@ class AccessMiddleware:
         if self._names and host is not None and _plain_name(host) not in self._names:  # HTTP/1.0 knows no Host
             return ApiError(
                 403,
-                f"Host is {host[:_MAX_SHOWN_CHARACTERS]!r}, which is not a name of this server: "
-                f"start it with --allowed-hosts {_plain_name(host)[:_MAX_SHOWN_CHARACTERS] or 'NAME'} to allow it",
+                f"Host is {shortened(host)!r}, which is not a name of this server: "
+                f"start it with --allowed-hosts {shortened(_plain_name(host)) or 'NAME'} to allow it",
                 code="host_not_allowed",
             )
         if scope["method"] in _HARMLESS_METHODS or ANY_HOST in self._allowed:
             return None
         origin = headers.get(b"origin")
         if self._is_foreign(origin, host) or (origin is None and headers.get(b"sec-fetch-site") == "cross-site"):
-            shown = f"the origin {origin[:_MAX_SHOWN_CHARACTERS]!r}" if origin is not None else "another site"
+            shown = f"the origin {shortened(origin)!r}" if origin is not None else "another site"
             return ApiError(
                 403,
                 f"this request comes from a page of {shown}: only programs and pages of this server may send it; "
