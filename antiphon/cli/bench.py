@@ -14,6 +14,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
+from antiphon.base.system import sigterm_exits
 from antiphon.base.units import format_bytes
 from antiphon.bench import collectives as collecting
 from antiphon.bench import dispatch as dispatching
@@ -52,6 +53,7 @@ def root(context: typer.Context) -> None:
     """Measure Antiphon beside other engines."""
     if context.invoked_subcommand is None:
         print(context.get_help())
+    context.with_resource(sigterm_exits())  # else ranks, workers that wait for their turn and folders would stay
 
 
 # --- communication

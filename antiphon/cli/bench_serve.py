@@ -14,7 +14,6 @@ import typer
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import progress
-from antiphon.base.system import sigterm_exits
 from antiphon.base.units import format_bytes
 from antiphon.bench import apart as separating
 from antiphon.bench import balance as balancing
@@ -85,8 +84,7 @@ def serve(
     contestants += other_engines(peers, against_url, model, device)
     if not contestants:
         raise UserError("nobody to measure: give --layouts, --peers or --against-url")
-    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
-        rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=say, device=device)
+    rows, limits = serving.bench_serve(model, contestants, sizes, max_rounds=rounds, say=say, device=device)
     if not rows:
         raise ResourceError("nothing ran: no contestant could be started or came to an end; the lines above say why")
     measured = jsonlib.loads(jsonlib.dumps(asdict(limits)))
@@ -117,7 +115,6 @@ def serve_load(
     given = ["--device", device, *(["--threads", str(threads)] if threads else [])]
     with (
         tempfile.TemporaryDirectory(prefix="antiphon-load-") as folder,
-        sigterm_exits(),
         nodes_for(load) as box,
         own_servers(model, names, case, Path(folder), given, box) as peers,
     ):
@@ -250,8 +247,7 @@ def step(
     if not (counts := parse_counts(concurrency)):
         raise UserError("--concurrency is empty: name at least one number")
     case.check(model)
-    with sigterm_exits():
-        rows = step_cost.bench_step(model, counts, case, say, threads=threads)
+    rows = step_cost.bench_step(model, counts, case, say, threads=threads)
     show_rows("step", step_cost.COLUMNS, rows, json, about=asdict(case))
 
 
@@ -294,8 +290,7 @@ def pools(
     lengths = numbers_of("--prompts", prompts, "512,2048")
     for length in lengths:
         check_count("--prompts", length, MOST_TOKENS)
-    with sigterm_exits():  # workers that wait for their turn are stopped, and would stay so after our death
-        rows = pooling.bench_pools(model, lengths, case, say)
+    rows = pooling.bench_pools(model, lengths, case, say)
     said = pooling.verdicts(rows)
     show_rows("pools", pooling.columns(case), rows, json, about={"verdicts": said})
     show("\n".join(said), json=json)
@@ -323,7 +318,7 @@ def ping_pong(
     if shares is not None and traces is not None:
         raise UserError("--traces does not apply with --shares: clocks of nodes differ; leave one of them out")
     about = f"ping-pong, b = {case.micro_batch}"
-    with progress(about, format_amount=lambda done: f"{done:.0f} runs") as report, sigterm_exits():
+    with progress(about, format_amount=lambda done: f"{done:.0f} runs") as report:
         if shares is None:
             rows = pairing.bench_ping_pong(model, case, counts, traces, report)
         else:
@@ -360,19 +355,18 @@ def apart(
     slow one costs the others."""
     check_limits(case)
     refuse_other_half(context, case, is_sweep=attention is not None)
-    with sigterm_exits():
-        if attention is None:
-            rows, columns = separating.bench_ablation(model, case, say), separating.ABLATION
-        else:
-            counts = numbers_of("--attention", attention, "1,2,3")
-            if case.slow is not None and len(counts) > 1:
-                raise UserError(f"--attention {attention} with --slow: write one number, for example 3")
-            with progress("attention workers", format_amount=lambda done: f"{done:.0f} engines") as report:
-                if case.slow is None:
-                    rows, columns = separating.bench_sweep(model, case, counts, report), separating.SWEEP
-                else:
-                    rows = separating.bench_slow_worker(model, case, counts[0], report)
-                    columns = separating.SLOW_WORKER
+    if attention is None:
+        rows, columns = separating.bench_ablation(model, case, say), separating.ABLATION
+    else:
+        counts = numbers_of("--attention", attention, "1,2,3")
+        if case.slow is not None and len(counts) > 1:
+            raise UserError(f"--attention {attention} with --slow: write one number, for example 3")
+        with progress("attention workers", format_amount=lambda done: f"{done:.0f} engines") as report:
+            if case.slow is None:
+                rows, columns = separating.bench_sweep(model, case, counts, report), separating.SWEEP
+            else:
+                rows = separating.bench_slow_worker(model, case, counts[0], report)
+                columns = separating.SLOW_WORKER
     show_rows("apart", columns, rows, json, about=asdict(case))
     if attention is None:
         separating.check_steps(rows)

@@ -17,6 +17,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -36,7 +37,8 @@ from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import UserError
 from antiphon.cli.output import EXIT_INTERRUPTED
 
-FILE_METAVARS = ("FILE", "MODEL", "PLAN", "DIR")  # of parameters that are a path, or may be one
+# of parameters that are a path, or may be one
+FILE_METAVARS = re.compile(r"\b(CHECKPOINT|DIR|FILE|FOLDER|IN|MODEL|OUT|PLAN|TRACE)\b|^A B$")
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -126,13 +128,23 @@ def _ended_by_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _expand_home(command: Any) -> None:
-    """Let ``~`` mean the home folder where a parameter names a file: no shell expands it in ``--cluster=~/my.toml``."""
+def _ready_for_paths(command: Any) -> None:
+    """Where a parameter names a file, let ``~`` mean the home folder, since no shell expands it in
+    ``--cluster=~/my.toml``, and refuse an empty name, which Python takes for the working folder."""
     for inner in getattr(command, "commands", {}).values():
-        _expand_home(inner)
+        _ready_for_paths(inner)
     for parameter in command.params:
-        if any(word in str(parameter.metavar) for word in FILE_METAVARS):
+        if FILE_METAVARS.search(str(parameter.metavar)):
             parameter.callback = partial(_expanded, parameter.callback)
+            parameter.consume_value = partial(_not_empty, parameter, parameter.consume_value)
+
+
+def _not_empty(parameter: Any, consume: Callable[..., Any], *arguments: Any) -> Any:
+    value, source = consume(*arguments)
+    if source.name == "COMMANDLINE" and "" in (value if isinstance(value, (list, tuple)) else [value]):
+        name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
+        raise UserError(f"{name} is empty: name a file or folder; '.' is the working folder")
+    return value, source
 
 
 def _expanded(callback: Callable[..., Any] | None, context: Any, parameter: Any, value: Any) -> Any:
@@ -155,7 +167,7 @@ def lazy_group(places: Mapping[str, CommandPlace]) -> type[TyperGroup]:
                 command = typer.main.get_command(places[cmd_name].load())
             _share_quota()
             command.name = cmd_name
-            _expand_home(command)
+            _ready_for_paths(command)
             return command
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -263,8 +263,8 @@ def _usage_message(error: Any) -> str:
 
 
 def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """What was written behind one of `options`; the parser's errors leave it out."""
-    for position, argument in enumerate(arguments):
+    """What was written behind one of `options`, the last time; the parser's errors leave it out."""
+    for position, argument in reversed(list(enumerate(arguments))):
         name, equals, value = argument.partition("=")
         if name in options:
             return value if equals else next(iter(arguments[position + 1 :]), None)

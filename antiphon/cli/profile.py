@@ -14,6 +14,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
+from antiphon.base.system import sigterm_exits
 from antiphon.base.units import format_bytes, format_seconds, split_address
 from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
@@ -79,6 +80,7 @@ def profile(
 
     DIR gets profile.json (plan --profile) and, of serving, this-machine.json (plan --cluster). --listen adds
     these-machines.json: two of this machine, or the nodes of --cluster, with the link as it was measured."""
+    context.with_resource(sigterm_exits())  # else ranks, servers and folders would stay
     is_link = listen is not None or join is not None
     if folder is not None and folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")

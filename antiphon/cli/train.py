@@ -49,7 +49,7 @@ from antiphon.report.training_run import comparisons, read_run, write_run_page
 from antiphon.specs.training_plan import TrainingPlan, read_training_plan
 from antiphon.train import checkpoint as checkpoints
 from antiphon.train.checkpoint_parts import StoredParameters
-from antiphon.train.config import TrainConfig, config_of, read_config
+from antiphon.train.config import TrainConfig, read_config
 from antiphon.train.encoder import load_tokenizer
 from antiphon.train.further_token import FURTHER_LAYERS
 from antiphon.train.hugging_face import FLOAT8
@@ -135,11 +135,12 @@ def train(
 
 @contextmanager
 def _room(config: TrainConfig) -> Iterator[None]:
-    """Within it, what a disk does not take is a `CheckpointError` with the way out."""
+    """Within it, what a disk or `output.folder` does not take is a `CheckpointError` with the way out."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM or isinstance(error, OutputError):
+        is_output = Path(str(error.filename)).is_relative_to(config.output.folder)
+        if not (error.errno in NO_ROOM or is_output) or isinstance(error, OutputError):
             raise
         raise CheckpointError(
             f"{error.filename or config.output.folder}: cannot be written ({error.strerror}): make room, or change "
@@ -360,7 +361,7 @@ def export(
             raise UserError(f"--best: no checkpoint in {checkpoint} was evaluated: set output.keep_best for the run")
         source = lowest
     facts = checkpoints.read_facts(source)
-    config = config_of(facts["config"], f"{source}/run.json")
+    config = checkpoints.config_in(facts, source)
     spec = model_spec(facts["model_config"])
     tokenizer = tokenizer_of(config)
     beside = tokenizer if tokenizer.is_dir() else tokenizer.parent

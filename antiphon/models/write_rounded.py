@@ -52,6 +52,7 @@ from antiphon.specs.model import ModelSpec
 Report = Callable[[float, float | None], None]
 _KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 _MADE_BY, _MADE_FROM = "antiphon.quantize", "source"
+_PARTIAL = ".partial"
 _PIECE_BYTES = 1 << 20
 _BLOCK_SIZE = 16
 _WINDOW = 512  # tokens that see each other
@@ -91,7 +92,10 @@ def write_rounded(model: Path, out: Path, wanted: WeightRounding, report: Report
     errors: Errors = defaultdict(RoundedError)
     weight_map: dict[str, str] = {}
     with writing(out, "; the same command goes on from here"):
-        foreign = sorted(path.name for path in out.glob("*.safetensors") if path.name not in shards)
+        present = {path.name for path in out.glob("*.safetensors")}
+        foreign = sorted(present - shards.keys()) or [
+            name for name in ("config.json",) if not present and (out / name).exists()
+        ]
         if foreign or out.resolve() == Path(model).resolve():
             raise UserError(f"{out} holds {foreign[0] if foreign else 'the model itself'}: give another folder")
         for number, (file, names) in enumerate(sorted(shards.items())):
@@ -116,7 +120,10 @@ def writing(folder: Path, advice: str) -> Iterator[None]:
 
     try:
         with one_writer(folder, "another run writes it: wait for it, or give another folder"):
-            yield
+            try:
+                yield
+            finally:
+                shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
     except SafetensorError as error:
         raise refused(str(error)) from error
     except OSError as error:
@@ -185,14 +192,18 @@ def _write_shard(
         errors[f"{layer} {kind}"] = before[0] + error, before[1] + total
         tensors |= {name + suffix: part for suffix, part in packed_parts(weight)}
         checkpoint.release(name)
-    part = file.with_name(f".{file.name}.part")
-    try:
-        save_file(tensors, part, {"format": "pt", **made, "errors": json.dumps(errors)})
-        part.chmod(0o644)  # the library lets no one else read
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    save_whole(tensors, file, {"format": "pt", **made, "errors": json.dumps(errors)})
     return list(tensors), errors
+
+
+def save_whole(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a shard that appears whole or not at all. What is not whole, and the library's own temporary file, lie in a
+    folder beside it, which `writing` removes, after a kill too."""
+    partial = file.parent / _PARTIAL / file.name
+    partial.parent.mkdir(exist_ok=True)
+    save_file(tensors, partial, metadata)
+    partial.chmod(0o644)  # the library lets no one else read
+    partial.replace(file)
 
 
 def _kept_shard(file: Path, made: dict[str, str]) -> tuple[list[str], Squares]:

@@ -36,6 +36,7 @@ Stepping = Literal["barrier", "free"]
 TRANSPORTS = ("auto", "shm", "tcp", "libfabric")
 MAX_THREADS = 256  # as many as the native kernels' pool holds
 MAX_BATCH_TOKENS = 2**20
+MAX_EXPERT_SLOTS = 65_536  # of a layer; more is a slip
 MAX_TIMEOUT_S = 1e6  # eleven days; poll(2) counts milliseconds in 31 bits
 _OPTIONS = {"num_threads": "--threads", "expert_bytes": "--expert-memory", "timeout_s": "--timeout"}
 
@@ -546,6 +547,8 @@ class ServeConfig:
             raise UserError(
                 f"--expert-slots is {self.expert_slots}: the fullest worker holds {needed} experts; give at least that"
             )
+        if self.expert_slots is not None and self.expert_slots > MAX_EXPERT_SLOTS:
+            raise UserError(f"--expert-slots is {self.expert_slots}: it must be at most {MAX_EXPERT_SLOTS}")
         return needed if self.expert_slots is None else self.expert_slots
 
     def context_length(self, spec: ModelSpec) -> int:

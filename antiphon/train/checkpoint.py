@@ -24,13 +24,14 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from antiphon import __version__
 from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_bytes
 from antiphon.comm.mesh import Group, beside
 from antiphon.specs.checked import CountFromZero, read
 from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
-from antiphon.train.config import TrainConfig
+from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
@@ -55,6 +56,10 @@ class RunState:
 
 def folder_of(config: TrainConfig) -> Path:
     return Path(config.output.folder) / "checkpoints"
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -92,6 +97,8 @@ class Saver:
             if ranks.index == 0:
                 _log.info("memory.offload is %r: steps wait for checkpoints, which need no copy", config.memory.offload)
         self._folder = folder_of(config)
+        if ranks.index == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)  # fails now, not at the first save
 
     def save(self, state: RunState, stored: Mapping[str, Boxes], held_out_loss: float | None = None) -> None:
         """Begin to write a copy of `stored`, after the save before it has ended; or write `stored`. All ranks call it
@@ -120,7 +127,7 @@ class Saver:
             raise self._failure
 
     def _try(self, boxes: dict[str, Any], state: RunState) -> None:
-        final = self._folder / f"step-{state.step:08d}"
+        final = self._folder / _name(state.step)
         partial = self._folder / f".{final.name}.partial"
         started_s, self._failure = time.monotonic(), None
         try:
@@ -179,16 +186,27 @@ class Saver:
 
     def _complete(self, state: RunState, partial: Path, final: Path) -> None:
         """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`."""
-        facts = {"version": _VERSION, "state": asdict(state), **self._facts}
+        facts = {"version": _VERSION, "written_by": __version__, "state": asdict(state), **self._facts}
         (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
         _to_disk(partial)
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         partial.rename(final)
         _to_disk(final.parent)
         best = best_checkpoint(final.parent) if self._keep_best else None
         for old in find_checkpoints(final.parent)[: -self._keep]:
             if old != best:
-                shutil.rmtree(old)
+                try:
+                    _remove(old)
+                except OSError as error:
+                    _log.warning("%s cannot be removed (%s): remove it by hand", old, error.strerror)
+
+
+def _remove(checkpoint: Path) -> None:
+    """What a link points to stays."""
+    if checkpoint.is_dir() and not checkpoint.is_symlink():
+        shutil.rmtree(checkpoint)
+    else:
+        checkpoint.unlink(missing_ok=True)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -209,14 +227,37 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         facts = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: not a training checkpoint ({error}): name a folder step-…") from error
-    if not isinstance(facts, dict) or facts.get("version") != _VERSION:
-        raise _Lacks(f"{checkpoint}: of another version of Antiphon: export it with that one")
+    if not isinstance(facts, dict) or not isinstance(facts.get("version"), int):
+        raise CheckpointError(f"{checkpoint}/run.json has no version: it is damaged, take another one")
+    if facts["version"] != _VERSION:
+        raise _Lacks(f"{checkpoint} is of version {facts['version']}, this is {_VERSION}: {_written_by(facts)}")
     if wrong := [key for key in ("state", "config", "model_config") if not isinstance(facts.get(key), dict)]:
         raise CheckpointError(f"{checkpoint}/run.json has no {wrong[0]}: it is damaged, take another one")
     try:
-        return facts | {"state": read(RunState, facts["state"], f"{checkpoint}/run.json: state")}
+        state = read(RunState, facts["state"], f"{checkpoint}/run.json: state")
     except UserError as error:
         raise CheckpointError(f"{error}: it is damaged, take another one") from error
+    if (named := _NAME.fullmatch(checkpoint.name)) and int(named[1]) != state.step:
+        raise _Lacks(
+            f"{checkpoint} is step {state.step:,} by its run.json: rename it to {_name(state.step)}, or remove it"
+        )
+    return facts | {"state": state}
+
+
+def _written_by(facts: Mapping[str, Any]) -> str:
+    version = facts.get("written_by", "its version is not recorded")
+    return (
+        f"go on with the Antiphon that wrote it ({version}), or export it with that one and begin a new output.folder "
+        "from the export"
+    )
+
+
+def config_in(facts: Mapping[str, Any], checkpoint: Path) -> TrainConfig:
+    """What `checkpoint` was trained with, by its `facts`; `CheckpointError` where this version does not know it."""
+    try:
+        return config_of(facts["config"], f"{checkpoint}/run.json")
+    except UserError as error:
+        raise _Lacks(f"{error}; unless it was edited, {_written_by(facts)}") from error
 
 
 def readable(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -314,7 +355,7 @@ def _reason(error: BaseException) -> str:
     failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
     for each in (*failures, error, error.__cause__, error.__context__):
         if isinstance(each, OSError) and each.strerror:
-            return each.strerror
+            return each.strerror if each.filename is None else f"{Path(str(each.filename)).name}: {each.strerror}"
     text = str(failures[0] if failures else error).strip()
     if "unexpected pos" in text or "PytorchStreamWriter" in text:  # what PyTorch makes of a write that was cut short
         return "the disk took a part of it only: it is full, or a limit to the size of files was reached"

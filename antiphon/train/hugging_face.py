@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import replace_text
 from antiphon.kernels.api import ExpertShape
 from antiphon.kernels.reference import ReferenceBackend, ReferenceExperts
 from antiphon.models.checkpoint_folder import INDEX_NAME
@@ -45,6 +45,7 @@ from antiphon.models.tensors import (
     outer_plan,
 )
 from antiphon.models.weights import PLAIN_PURPOSES, WeightReader
+from antiphon.models.write_rounded import save_whole
 from antiphon.specs.model import ModelSpec
 from antiphon.train.device import HOST, SHAPES_ONLY
 from antiphon.train.further_token import (
@@ -306,10 +307,10 @@ def export(
     with a scale each, all else in bfloat16; `UserError` where a family has none that stand alone. `begun_with`: the
     checkpoint whose layers for further tokens are copied; None: there are none.
 
-    `UserError` if `folder` holds weights already: nothing is overwritten. `report`: bytes done, bytes in all."""
+    `UserError` if `folder` holds a model already: nothing is overwritten. `report`: bytes done, bytes in all."""
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.glob("*.safetensors*")):
-        raise UserError(f"{folder} holds weights already: name a new folder, or remove them")
+    if found := [*folder.glob("*.safetensors*"), *folder.glob("config.json")]:
+        raise UserError(f"{folder} holds {found[0].name} already: name a new folder, or remove what is there")
     _check_rounding(source.spec, dtype)
 
     wide_layers, kept_wide = set[str](), tuple(name.rpartition(".")[2] for name in tensor_names(source.spec).score_bias)
@@ -333,7 +334,7 @@ def export(
         report(done, total)
         left[shard_of[name]] -= 1
         if not left[shard_of[name]]:
-            save_file(shard, folder / shard_of[name], metadata={"format": "pt"})
+            save_whole(shard, folder / shard_of[name], {"format": "pt"})
             shard = {}
     assert not shard, f"{len(shard)} tensors were not written"
     if len(files) > 1:
@@ -389,4 +390,4 @@ def _shards(sizes: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
 
 
 def _write_json(file: Path, value: object) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    replace_text(file, json.dumps(value, indent=2) + "\n")

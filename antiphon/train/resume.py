@@ -10,13 +10,14 @@ The text is compared by the digest of its ids, so files may move and a folder ma
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.specs.checked import describe, did_you_mean
-from antiphon.train.checkpoint import folder_of, readable
-from antiphon.train.config import TrainConfig, config_of
+from antiphon.train.checkpoint import config_in, folder_of, readable
+from antiphon.train.config import TrainConfig
 from antiphon.train.optimizer import rate_at
 
 _log = get_logger("train")
@@ -45,6 +46,12 @@ class Former:
     def __init__(self, config: TrainConfig, allowed: Collection[str] = ()) -> None:
         self._allowed = allowed
         found = readable(folder_of(config))[-1:]
+        others = [] if found else sorted(folder_of(config).glob("[!.]*/run.json"))
+        if others:
+            raise UserError(
+                f"{others[0].parent} is a checkpoint under another name, and none is beside it: rename it to its step, "
+                "as in step-00000100, or name another output.folder"
+            )
         self._facts: dict[str, Any] | None = found[0][1] if found else None
         self._where = str(found[0][0]) if found else ""
 
@@ -68,7 +75,7 @@ class Former:
         if self._facts is None:
             return _with_schedule(config, config.optimizer.schedule_steps or config.steps)
         self._check_allowed(config)
-        before = config_of(self._facts["config"], f"{self._where}/run.json")
+        before = config_in(self._facts, Path(self._where))
         length = before.optimizer.schedule_steps or before.steps
         before = _with_schedule(before, length)
         config = _with_schedule(config, config.optimizer.schedule_steps or length)
@@ -97,9 +104,12 @@ class Former:
 
     def check_text(self, digest: str) -> None:
         """`UserError` if the ids to train on are others; `digest`: of them."""
-        before = None if self._facts is None else self._facts.get("text")
-        if before not in (None, digest) and not self._is_allowed(TEXT):
-            self._refuse([(TEXT, f"other text ({TEXT}, data.tokenizer, held_out, pieces, kind or stream_tokens)")])
+        if self._facts is None or self._facts.get("text") == digest or self._is_allowed(TEXT):
+            return
+        words = f"other text ({TEXT}, data.tokenizer, held_out, pieces, kind or stream_tokens)"
+        if self._facts.get("text") is None:
+            words = "a text that its run.json does not name, so samples may come in another order now"
+        self._refuse([(TEXT, words)])
 
     def _is_allowed(self, key: str) -> bool:
         return any(key == each or key.startswith(f"{each}.") for each in self._allowed)

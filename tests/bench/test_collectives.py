@@ -1,6 +1,10 @@
 """`antiphon bench collectives`: a small run, and what it refuses."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.collectives import CollectiveCase, check_result, expected_result
 from antiphon.cli.bench import app
 from tests.comm.ranks import start_fork_server
+from tests.waiting import wait_until
 
 
 def test_a_small_run(tmp_path: Path) -> None:
@@ -48,3 +53,26 @@ def test_sizes_that_do_not_fit() -> None:
         CliRunner().invoke(app, ["collectives", "--ranks", "1"], catch_exceptions=False)
     with pytest.raises(UserError, match="--only sum does not exist"):
         CliRunner().invoke(app, ["collectives", "--only", "sum"], catch_exceptions=False)
+
+
+def test_a_service_managers_signal_leaves_nothing(tmp_path: Path) -> None:
+    """The root of all benchmarks hears it, whatever they have begun."""
+    options = [
+        "--ranks",
+        "2",
+        "--repetitions",
+        "1000",
+        "--bytes",
+        "64MiB",
+        "--only",
+        "all-reduce",
+        "--quiet-timeout",
+        "0",
+    ]
+    command = [sys.executable, "-m", "antiphon.cli.main", "bench", "collectives", *options]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a fork would have looked for its folder before
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as bench:
+        wait_until(lambda: bool(list(tmp_path.iterdir())), "a folder of the ranks")
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())

@@ -126,6 +126,11 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
     ("--token-ids 1 --kv-dtype int3", 2, "--kv-dtype is int3: it must be one of auto, int8, fp8"),
     ("--token-ids 1 --kv-bytes 900TiB", 1, "--kv-bytes 900.0 TiB is more than the .* of memory free: lower it"),
     ("--token-ids 1 --timeline none/t.json", 2, "--timeline none/t.json: the folder .*none does not exist; create it"),
+    (
+        "--token-ids 1 --layout disaggregated --expert-slots 99999999999999999999",
+        2,
+        "--expert-slots is 9*: it must be at most 65536",
+    ),
     ("--frobnicate", 2, "No such option: --frobnicate.*; see 'antiphon generate --help'"),
     ("--token-ids", 2, "Option '--token-ids' requires an argument; see 'antiphon.* --help'"),
 ]
@@ -304,6 +309,7 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
             "--path-length: it is of --profile-paths FILE: add that, or leave it out",
         ),
         (("placement", "x", "--knee", "0"), "--knee is 0: it must be at least 1"),
+        (("placement", "x", "--knee", "2", "--knee", "0"), "--knee is 0: it must be at least 1"),
         (
             ("export", "x", "y", "--dtype", "int4"),
             "--dtype is int4: it must be one of bfloat16, float16, float32, float64, fp8",

@@ -212,6 +212,26 @@ def test_home_is_meant_where_no_shell_put_it(tmp_path: Path) -> None:
     assert missing.stderr == (f"error: {tmp_path}/none is missing: give a checkpoint folder in Hugging Face format\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("quantize", "model", ""), "OUT"),
+        (("export", "", "exported"), "CHECKPOINT"),
+        (("plan", "dbrx", "--cluster="), "--cluster"),
+        (("plan", "--compare", "plan.json", ""), "--compare"),
+    ],
+)
+def test_an_empty_name_is_not_the_working_folder(
+    arguments: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `"$OUT"` is where the variable is not set."""
+    monkeypatch.setattr(sys, "argv", ["antiphon", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == UserError.exit_code
+    assert capsys.readouterr().err == f"error: {name} is empty: name a file or folder; '.' is the working folder\n"
+
+
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 

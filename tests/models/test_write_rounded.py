@@ -183,6 +183,15 @@ def test_shards_of_other_weights_are_not_kept(save_model: Any, tools: Any, tmp_p
         write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
 
 
+def test_a_folder_with_another_model_is_left_as_it_is(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"out holds config\.json: give another folder"):
+        write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    assert (out / "config.json").read_text() == "{}"
+
+
 def test_two_runs_do_not_write_one_folder(save_model: Any, tools: Any, tmp_path: Path) -> None:
     saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
 
@@ -207,7 +216,8 @@ def test_what_the_system_refuses(save_model: Any, tools: Any, tmp_path: Path, mo
         with pytest.raises(UserError, match=r"out cannot be written \(.*No space left.*\): make room"):
             write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
     assert not list(out.iterdir())
-    (out / ".model.safetensors.part").write_bytes(b"of a run that was killed")
+    (out / ".partial").mkdir()
+    (out / ".partial/.tmp123").write_bytes(b"of a run that was killed, by the library's own temporary name")
     write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
     assert not list(out.glob(".*"))
     (tmp_path / "file").touch()

@@ -157,11 +157,11 @@ def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = 4 * sum(each.numel() for each in trainer.model.parameters())
     monkeypatch.setattr(hugging_face, "SHARD_BYTES", 30_000)
     written, read, largest = [], [], [0]
-    save, read_rows = hugging_face.save_file, StoredParameters.read
+    save, read_rows = hugging_face.save_whole, StoredParameters.read
 
-    def noted_save(tensors: dict[str, torch.Tensor], file: Path, **named: Any) -> None:
+    def noted_save(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         written.append(sum(each.nbytes for each in tensors.values()))
-        save(tensors, file, **named)
+        save(tensors, file, metadata)
 
     def noted_read(source: StoredParameters, *arguments: Any) -> torch.Tensor:
         found = read_rows(source, *arguments)
@@ -169,7 +169,7 @@ def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         largest[0] = max(largest[0], found.nbytes)
         return found
 
-    monkeypatch.setattr(hugging_face, "save_file", noted_save)
+    monkeypatch.setattr(hugging_face, "save_whole", noted_save)
     monkeypatch.setattr(StoredParameters, "read", noted_read)
     commands.export(tmp_path / "out", tmp_path / "exported", "float32")
     assert whole > 4 * 45_000
@@ -187,12 +187,23 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(hugging_face, "save_file", full)
+    monkeypatch.setattr("antiphon.models.write_rounded.save_file", full)
     with pytest.raises(UserError, match=r"exported cannot be written \(.*No space left .*remove it$"):
         commands.export(tmp_path / "out", tmp_path / "exported")
+    assert not list((tmp_path / "exported").iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file cannot be written \(File exists\)"):
         commands.export(tmp_path / "out", tmp_path / "file")
+
+
+def test_a_folder_with_another_model_is_left_as_it_is(tmp_path: Path) -> None:
+    Trainer(prepare(config_of(tmp_path, "steps=1"))).run()
+    theirs = tmp_path / "theirs/config.json"
+    theirs.parent.mkdir()
+    theirs.write_text("{}")
+    with pytest.raises(UserError, match=r"theirs holds config\.json already: name a new folder"):
+        commands.export(tmp_path / "out", theirs.parent)
+    assert theirs.read_text() == "{}"
 
 
 def test_a_box_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,10 +185,31 @@ def test_what_the_disk_does_not_take_is_a_line(tmp_path: Path, monkeypatch: pyte
         CliRunner().invoke(single_command(commands.train), [str(write_run(tmp_path))], catch_exceptions=False)
 
 
+def test_a_folder_in_the_place_of_a_file_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "keep_freed_memory", lambda: False)  # this process has other tests to run
+    file = write_run(tmp_path)
+    (tmp_path / "out/metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written \(Is a directory\)"):
+        commands.train(file)
+    (tmp_path / "out/metrics.jsonl").rmdir()
+    shutil.rmtree(tmp_path / "out/checkpoints")
+    (tmp_path / "out/checkpoints").touch()
+    with pytest.raises(CheckpointError, match=r"out/checkpoints: cannot be written \(File exists\)"):
+        commands.train(file)
+
+
+def test_a_missing_file_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3")
+    (tmp_path / "out/checkpoints/step-00000003/__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000003: cannot be loaded \(__0_0\.distcp: No such file"):
+        finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "not a training checkpoint"),
+        ("{}", "run.json has no version: it is damaged"),
         ('{"version": 2, "config": {}, "model_config": {}}', "run.json has no state: it is damaged"),
         (
             '{"version": 2, "config": {}, "model_config": {}, "state": {"step": "six"}}',
@@ -212,6 +233,50 @@ def test_a_checkpoint_whose_facts_are_damaged_is_put_aside(
     (newest.with_name("step-00000003") / "run.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step-0000000[36].*(name a folder step|damaged)"):
         finished(tmp_path)
+
+
+def test_a_checkpoint_of_a_former_version(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3")
+    file = tmp_path / "out/checkpoints/step-00000003/run.json"
+    facts = json.loads(file.read_text())
+    facts.pop("text")
+    file.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"a text that its run\.json does not name.*--allow-change data\.files"):
+        finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+    file.write_text(json.dumps(facts | {"version": 1}))
+    with pytest.raises(
+        CheckpointError, match=r"is of version 1, this is 2: go on with the Antiphon that wrote it \(\d"
+    ):
+        finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+    assert file.exists(), "it is not put aside"
+    file.write_text(json.dumps(facts | {"text": "", "config": facts["config"] | {"newer": 1}}))
+    with pytest.raises(
+        CheckpointError, match=r"unknown key newer.*; unless it was edited, go on with the Antiphon that"
+    ):
+        finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+
+
+def test_a_checkpoint_under_another_step_is_refused(tmp_path: Path) -> None:
+    """Later ones would lie before it, and be removed first."""
+    finished(tmp_path, "steps=3")
+    folder = tmp_path / "out/checkpoints"
+    (folder / "step-00000003").rename(folder / "step-00000009")
+    with pytest.raises(CheckpointError, match=r"step-00000009 is step 3 by its run\.json: rename it to step-00000003"):
+        finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+    assert steps_of(tmp_path) == [9]
+    (folder / "step-00000009").rename(folder / "best")
+    with pytest.raises(UserError, match="best is a checkpoint under another name, and none is beside it: rename it"):
+        finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+
+
+def test_a_checkpoint_may_be_a_link(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    checkpoint_folder, elsewhere = tmp_path / "out/checkpoints/step-00000003", tmp_path / "elsewhere"
+    checkpoint_folder.rename(elsewhere)
+    checkpoint_folder.symlink_to(elsewhere)
+    finished(tmp_path, "output.keep=1")
+    assert steps_of(tmp_path) == [6]
+    assert (elsewhere / "run.json").exists(), "what is elsewhere stays"
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_written(
