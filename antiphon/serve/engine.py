@@ -91,7 +91,7 @@ class Engine:
         self._sinks: dict[asyncio.AbstractEventLoop, AsyncSink] = {}
         self._draining = False
         self._stopping = False
-        self._fatal: str | None = None
+        self.fatal: str | None = None  # why the engine has given up; None while it runs
         self._fatal_exit_code = 1
         self._given_up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -106,14 +106,9 @@ class Engine:
         self.workforce.start()
         self._thread.start()
 
-    @property
-    def fatal(self) -> str | None:
-        """Why the engine has given up; None while it runs."""
-        return self._fatal
-
     def failure(self) -> StartFailed:
         """`fatal` as the error of a command that could not start the engine, or whose engine has given up."""
-        return StartFailed(self._fatal or "the engine has not failed", self._fatal_exit_code)
+        return StartFailed(self.fatal or "the engine has not failed", self._fatal_exit_code)
 
     @property
     def complete(self) -> bool:
@@ -176,8 +171,8 @@ class Engine:
     def _refuse_if_ending(self) -> None:
         """Asked under the lock: the engine's thread takes it once more after the end is decided, so that no request
         can slip in behind its last look."""
-        if self._fatal is not None:
-            raise ShuttingDown(f"the engine has stopped: {self._fatal}")
+        if self.fatal is not None:
+            raise ShuttingDown(f"the engine has stopped: {self.fatal}")
         if self._draining or self._stopping:
             raise ShuttingDown("the server is shutting down: send the request to another one")
 
@@ -208,7 +203,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """See `AsyncEngine.stats`."""
         return self.workforce.stats(
-            num_waiting=self._router.num_waiting + len(self._new), fatal=self._fatal, draining=self._draining
+            num_waiting=self._router.num_waiting + len(self._new), fatal=self.fatal, draining=self._draining
         )
 
     def place(self, placement: ExpertPlacement) -> int:
@@ -287,14 +282,14 @@ class Engine:
                     self._setbacks.note_progress()
         except UserError as error:
             self._fatal_exit_code = error.exit_code
-            self._fatal = str(error)
+            self.fatal = str(error)
         except Exception as error:  # a bug ends the engine; every request that waits must hear of it
             _log.exception("the engine thread failed")
-            self._fatal = f"a bug ended the engine ({type(error).__name__}: {error}); the log has its traceback"
+            self.fatal = f"a bug ended the engine ({type(error).__name__}: {error}); the log has its traceback"
         try:
-            self._end_all("abort" if self._fatal is None else "error", self._fatal)
+            self._end_all("abort" if self.fatal is None else "error", self.fatal)
         finally:
-            if self._fatal is not None:
+            if self.fatal is not None:
                 self._given_up.set_result(None)
 
     def _go_round(self) -> None:

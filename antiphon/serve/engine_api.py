@@ -15,6 +15,7 @@ from antiphon.serve.worker.spans import Spans
 from antiphon.specs.placement import ExpertPlacement
 from antiphon.specs.sampling import PackedLogprobs, PromptLogprobs, SamplingParams
 
+SHUTTING_DOWN = "the server is shutting down and takes no new requests"
 # "grammar": the request's grammar could not be followed to its end (the client's mistake); "error": ours.
 FinishReason = Literal["stop", "length", "abort", "error", "grammar"]
 # "standstill": the step was given up and the group's workers begin anew; "going on": they step again.

@@ -136,7 +136,8 @@ def _members(pool: PreparedEngine, attention: list[WorkerName], experts: list[Wo
 
 def kv_ends(run: PreparedEngine) -> KVEnds:
     """The processes of all pools that cache keys and values."""
-    parts = {name: _cache_part(pool, name) for pool in run.pools for name in pool.cache_names()}
+    caches = [(pool, name) for pool in run.pools for name in pool.worker_names() if name.role != "experts"]
+    parts = {name: _cache_part(pool, name) for pool, name in caches}
     return KVEnds(
         layout=layout_digest(run.spec, resolve_dtype(run.config.own("attention").dtype), run.config.kv_dtype),
         sources={name: KVSource(number, part) for number, (name, part) in enumerate(parts.items())},

@@ -136,10 +136,6 @@ class PreparedEngine:
         leaders = [name for attention, experts in self.membership() for name in (*attention, *experts)]
         return [rank for leader in leaders for rank in self.ranks_of(leader)]
 
-    def cache_names(self) -> list[WorkerName]:
-        """The processes that cache keys and values."""
-        return [name for name in self.worker_names() if name.role != "experts"]
-
     def joined_names(self) -> frozenset[WorkerName]:
         """The processes that come from other machines: of the last workers of each role."""
         config = self.config

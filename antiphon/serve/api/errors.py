@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from antiphon.base.errors import UserError, shortened, shortened_message
 from antiphon.base.logging import get_logger
-from antiphon.serve.engine_api import NoRoom, QueueFull, RequestTooLong, ShuttingDown
+from antiphon.serve.engine_api import SHUTTING_DOWN, NoRoom, QueueFull, RequestTooLong, ShuttingDown
 
 _log = get_logger("serve.api")
 
@@ -127,7 +127,7 @@ def too_busy(message: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(seconds)})
 
 
-def shutting_down(reason: str = "the server is shutting down and takes no new requests") -> ApiError:
+def shutting_down(reason: str = SHUTTING_DOWN) -> ApiError:
     """503; by the time another server has started, or a load balancer has noticed."""
     return ApiError(503, reason, code="shutting_down", headers={"retry-after": str(_RESTART_S)})
 

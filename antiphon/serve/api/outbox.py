@@ -17,18 +17,12 @@ _Result = TypeVar("_Result")
 _PATIENCE_S = 10.0  # for one batch to be sent, when more is ready
 
 
-class ClientGone(ApiError):
-    """The client closed the connection; this will not be read."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client closed the connection")
-
-
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, or `ClientGone` with `work` cancelled and finished. The body must be read before."""
+    """The result of `work`. If the client hangs up first, `work` is cancelled and finished, and `ApiError` 499 stands
+    for an answer that is not read. The body must be read before."""
     working = asyncio.ensure_future(work)
     if not await _is_first(working, receive):
-        raise ClientGone
+        raise ApiError(499, "the client closed the connection")
     return working.result()
 
 

@@ -50,6 +50,9 @@ from antiphon.serve.text.grammar_text import (
 from antiphon.specs.sampling import SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_MAX_N = 16
+_MAX_ANSWERS = 256  # of one request
+_MAX_LOGIT_BIAS = 1024
 _TEXT_BYTES = 8
 _ID_BYTES = 7
 _COMPLETION_BYTES = 24  # of an alternative, beside its token: quotes and number
@@ -71,19 +74,18 @@ _Grammar = Callable[[], str]
 
 def check_request(context: ApiContext, request: GenerationRequest, num_prompts: int) -> None:
     """Everything that can be refused before anything is tokenized or compiled further."""
-    settings = context.settings
     num_answers = request.n or 1
-    if num_answers > settings.max_n:
-        raise bad_request(f"n is {num_answers}: at most {settings.max_n}", param="n")
+    if num_answers > _MAX_N:
+        raise bad_request(f"n is {num_answers}: at most {_MAX_N}", param="n")
     if request.best_of is not None and request.best_of != num_answers:
         raise bad_request(
             f"best_of is {request.best_of}: it must be n ({num_answers}), because no answer is thrown away; raise n and"
             " choose among the answers yourself",
             param="best_of",
         )
-    if num_answers * num_prompts > settings.max_choices_per_request:
+    if num_answers * num_prompts > _MAX_ANSWERS:
         raise bad_request(
-            f"n is {num_answers} for {num_prompts} prompts: at most {settings.max_choices_per_request} answers a"
+            f"n is {num_answers} for {num_prompts} prompts: at most {_MAX_ANSWERS} answers a"
             " request; send several requests",
             param="n",
         )
@@ -94,8 +96,8 @@ def check_request(context: ApiContext, request: GenerationRequest, num_prompts: 
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs is not sent in streams: leave out stream or prompt_logprobs", param="stream")
     bias = request.logit_bias or {}
-    if len(bias) > settings.max_logit_bias:
-        raise bad_request(f"logit_bias has {len(bias)} entries: at most {settings.max_logit_bias}", param="logit_bias")
+    if len(bias) > _MAX_LOGIT_BIAS:
+        raise bad_request(f"logit_bias has {len(bias)} entries: at most {_MAX_LOGIT_BIAS}", param="logit_bias")
     context.limits.check_token_ids(list(bias), "logit_bias")
 
 

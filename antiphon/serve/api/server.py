@@ -46,7 +46,7 @@ from antiphon.serve.api.errors import install_error_handlers
 from antiphon.serve.api.guard.connection import ApiConnection
 from antiphon.serve.api.guard.connections import Acceptor, Connections
 from antiphon.serve.api.guard.harmless import harmless_properties
-from antiphon.serve.api.guard.middlewares import OPEN_PATHS, AccessMiddleware, EntryMiddleware
+from antiphon.serve.api.guard.middlewares import OPEN_PATHS, AccessMiddleware, entry_middleware
 from antiphon.serve.api.openai_responses_requests import ResponsesRequest
 from antiphon.serve.api.requests import (
     ChatBatchRequest,
@@ -117,7 +117,7 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    app.add_middleware(EntryMiddleware, root_path=settings.root_path)  # the outermost: the last that is added
+    app.add_middleware(entry_middleware, root_path=settings.root_path)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))
     if settings.root_path:
         description = {**description, "servers": [{"url": settings.root_path}]}

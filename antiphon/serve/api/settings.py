@@ -38,6 +38,7 @@ _MAX_OBJECTS = 2 * _MAX_MESSAGES
 _MAX_FREE_OBJECTS = 16 * 1024  # in what no model validates object by object
 _FREE = frozenset({"response_format", "tools", "chat_template_kwargs", "text", "output_config"})
 _MAX_OBJECT_NAMES = 8 * 1024
+_MAX_STOP_STRINGS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,7 @@ class ServerSettings:
     max_slow_bodies: int = 128
     max_prompt_tokens: int | None = None
     max_streams: int = 1024
-    max_n: int = 16
     max_prompts_per_request: int = 128
-    max_choices_per_request: int = 256
-    max_stop_strings: int = 16
-    max_logit_bias: int = 1024
     drain_timeout_s: float = 30.0
     predicted: Predicted | None = None
 
@@ -117,7 +114,6 @@ class ServerSettings:
             ("max_unread_bytes", self.max_unread_bytes),
             ("--max-answer-bytes", self.max_answer_bytes),
             ("--max-prompt-tokens", 1 if self.max_prompt_tokens is None else self.max_prompt_tokens),
-            ("max_n", self.max_n),
             ("max_prompts_per_request", self.max_prompts_per_request),
         )
         for name, value in counts:
@@ -147,11 +143,7 @@ class InputLimits:
     max_prompt_characters: int
     max_truncated_characters: int
     max_prompts: int
-    max_stop_strings: int
     vocab_size: int
-    max_messages: int = _MAX_MESSAGES
-    max_objects: int = _MAX_OBJECTS
-    max_object_names: int = _MAX_OBJECT_NAMES
 
     def check_fields(self, body: dict[str, Any]) -> None:
         """`ApiError` 400 for a field of a decoded body whose lists or objects are too long; looks at no item of a list
@@ -169,23 +161,23 @@ class InputLimits:
                 )
         elif name in ("prompt", "tokens") and not truncated:
             self.check_num_tokens(len(value), name)
-        elif name in ("messages", "input") and len(value) > self.max_messages:
-            raise bad_request(f"{name} has {len(value)} messages: at most {self.max_messages} a request", param=name)
-        elif name in ("stop", "stop_sequences") and len(value) > self.max_stop_strings:
-            raise bad_request(f"{name} has {len(value)} texts: at most {self.max_stop_strings}", param=name)
+        elif name in ("messages", "input") and len(value) > _MAX_MESSAGES:
+            raise bad_request(f"{name} has {len(value)} messages: at most {_MAX_MESSAGES} a request", param=name)
+        elif name in ("stop", "stop_sequences") and len(value) > _MAX_STOP_STRINGS:
+            raise bad_request(f"{name} has {len(value)} texts: at most {_MAX_STOP_STRINGS}", param=name)
 
     def _check_objects(self, name: str, value: object) -> None:
         """Every object below `value`. Lists of texts or numbers are not walked through."""
-        most = max(self.max_objects, _MAX_FREE_OBJECTS) if name in _FREE else self.max_objects
+        most = _MAX_FREE_OBJECTS if name in _FREE else _MAX_OBJECTS
         remaining = [value]
         num_objects = 0
         while remaining:
             item = remaining.pop()
             if isinstance(item, dict):
                 num_objects += 1
-                if len(item) > self.max_object_names:
+                if len(item) > _MAX_OBJECT_NAMES:
                     raise bad_request(
-                        f"{name} holds an object of {len(item)} names: at most {self.max_object_names}", param=name
+                        f"{name} holds an object of {len(item)} names: at most {_MAX_OBJECT_NAMES}", param=name
                     )
                 remaining.extend(item.values())
             elif isinstance(item, list) and item and isinstance(item[0], (dict, list)):
@@ -239,7 +231,6 @@ def input_limits(
         max_prompt_characters=max_characters,
         max_truncated_characters=max(max_characters, _TRUNCATED_CHARACTERS),
         max_prompts=settings.max_prompts_per_request,
-        max_stop_strings=settings.max_stop_strings,
         vocab_size=vocab_size,
     )
 

@@ -26,7 +26,7 @@ The simulator runs the same three books (`sim/handovers`).
 Rejected: leases of pages. They end too early for a slow wire, and too late after a failure.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -145,9 +145,6 @@ class HandoverBook:
         self._live: dict[int, Handover] = {}
         self._events: list[HandoverEvent] = []
         self._last_number = 0
-
-    def __iter__(self) -> Iterator[Handover]:
-        return iter(self._live.values())
 
     def __len__(self) -> int:
         return len(self._live)

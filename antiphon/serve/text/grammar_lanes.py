@@ -27,7 +27,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.sharing import FairLine
 from antiphon.base.system import python_module
-from antiphon.serve.engine_api import QueueFull, ShuttingDown
+from antiphon.serve.engine_api import SHUTTING_DOWN, QueueFull, ShuttingDown
 from antiphon.serve.text.grammar_trial import MEMORY_LIMIT_BYTES, TrialEnd, TrialVerdict
 
 _log = get_logger("serve.text")
@@ -72,7 +72,7 @@ class GrammarTrials:
         trial = _Trial(client, grammar)
         with self._lock:
             if self._closing:
-                raise _shutting_down()
+                raise ShuttingDown(SHUTTING_DOWN)
             num_waiting, num_own = sum(map(len, self._lines)), sum(line.num_of(client) for line in self._lines)
             if num_own >= _MAX_WAITING_OF_CLIENT or num_waiting >= _MAX_WAITING:
                 raise QueueFull(
@@ -96,7 +96,7 @@ class GrammarTrials:
             self._has_work.notify()
             if self._process is not None:
                 _kill(self._process)
-            settled: _Settled = [(trial, _shutting_down()) for trial in self._take_all()]
+            settled: _Settled = [(trial, ShuttingDown(SHUTTING_DOWN)) for trial in self._take_all()]
         _settle_all(settled)
         if self._thread is not None:
             self._thread.join(10.0)
@@ -244,7 +244,3 @@ def settle(answer: "Future[Any]", outcome: object) -> None:
 def _settle_all(settled: _Settled) -> None:
     for trial, outcome in settled:
         settle(trial.verdict, outcome)
-
-
-def _shutting_down() -> ShuttingDown:
-    return ShuttingDown("the server is shutting down and takes no new requests")

@@ -36,6 +36,7 @@ from jinja2.exceptions import TemplateSyntaxError
 from antiphon.base.errors import PeerLost, PeerTimeout, UserError
 from antiphon.base.system import address_space_bytes, give_memory_back, ignore_ending_signals
 from antiphon.models.chat_environment import chat_environment
+from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 from antiphon.serve.worker.channel import Channel
 
@@ -151,10 +152,6 @@ Answer = TokenizerSource | TextResult | TextRefused
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-class TooMuchText(UserError):
-    """A text that cannot fit the context. The message lacks its subject: which parameter held it."""
-
-
 class ChatTemplate:
     """The compiled template. `sources`: one template, or several of which `tool_use` serves requests with tools.
     `variables`: the names it reads without setting them."""
@@ -186,8 +183,8 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, job: RenderChat) -> str:
-        """The conversation as one text. `UserError` when the template refuses it, `TooMuchText` beyond the job's
-        `max_characters`."""
+        """The conversation as one text. `UserError` when the template refuses it, `RequestTooLong` beyond the job's
+        `max_characters`; its message lacks its subject, the parameter."""
         if taken := RESERVED_NAMES & (job.template_kwargs or {}).keys():
             raise UserError(f"chat_template_kwargs may not set {min(taken)}: the request says it elsewhere")
         template = self._templates.get("tool_use") if job.tools is not None else None
@@ -210,7 +207,7 @@ class ChatTemplate:
         except Exception as error:  # a program of the checkpoint: it may raise anything at all
             raise UserError(f"the model's chat template does not accept these messages: {_reason(error)}") from error
         if num_characters > job.max_characters:
-            raise TooMuchText(
+            raise RequestTooLong(
                 f"has more than {job.max_characters} characters after the chat template, more than fit the context:"
                 " shorten it"
             )
@@ -246,7 +243,7 @@ class TextWork:
         try:
             return self.answer(job)
         except UserError as error:
-            return TextRefused(str(error), too_long=isinstance(error, TooMuchText))
+            return TextRefused(str(error), too_long=isinstance(error, RequestTooLong))
         except MemoryError:
             return TextRefused("this needs more memory than one request is given: shorten the text")
         except BaseException as error:
@@ -291,7 +288,7 @@ class TextWork:
         while num_characters < len(text):
             ids = self._tokenizer.encode(text[:num_characters], add_special_tokens=job.add_special_tokens)
             if len(ids) > max_tokens + _CUT_TOKENS:
-                raise TooMuchText(f"has more than {max_tokens} tokens, which is the limit: shorten it")
+                raise RequestTooLong(f"has more than {max_tokens} tokens, which is the limit: shorten it")
             num_characters *= 4
 
 

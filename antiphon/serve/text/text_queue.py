@@ -27,7 +27,7 @@ from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.sharing import FairLine
 from antiphon.base.system import ending_signals_blocked, python_module, signal_name
 from antiphon.base.units import format_bytes
-from antiphon.serve.engine_api import NoRoom, QueueFull, ShuttingDown
+from antiphon.serve.engine_api import SHUTTING_DOWN, NoRoom, QueueFull, ShuttingDown
 from antiphon.serve.text.text_process import Answer, Job, TextConfigure, TextRefused, TextResult
 from antiphon.serve.worker.channel import Channel
 
@@ -161,7 +161,7 @@ class TextQueue:
     def submit(self, asked: TextRequest) -> "concurrent.futures.Future[list[Answer]]":
         """Put a request in line; `QueueFull` when the line is at its limit, `ShuttingDown` after `close`."""
         if self._closing:
-            raise _shutting_down()
+            raise ShuttingDown(SHUTTING_DOWN)
         self._waiting.add(asked.client, asked.num_bytes, asked.what)
         self._put(asked)
         return asked.answer
@@ -211,7 +211,7 @@ class TextQueue:
 
     def _answer(self, asked: TextRequest) -> Answer:
         if self._closing:
-            raise _shutting_down()
+            raise ShuttingDown(SHUTTING_DOWN)
         waited_s = time.monotonic() - asked.came_s
         if waited_s > self._limits.max_wait_s and not asked.answers:
             raise QueueFull(
@@ -223,7 +223,7 @@ class TextQueue:
             channel = self._begin()
         except (PeerLost, PeerTimeout, OSError, MemoryError) as error:
             if self._closing:
-                raise _shutting_down() from None
+                raise ShuttingDown(SHUTTING_DOWN) from None
             self._say_not_started(error)
             raise NoRoom(f"the process for {asked.what} does not start now: {_words(error)}") from error
         try:
@@ -237,7 +237,7 @@ class TextQueue:
         except PeerLost as error:
             how = self._kill()
             if self._closing:
-                raise _shutting_down() from None
+                raise ShuttingDown(SHUTTING_DOWN) from None
             if how in _NOT_BY_ITS_JOB:
                 if asked.was_tried_again:
                     _log.warning("%s: its process %s, twice (%s)", asked.what, how, error.reason)
@@ -340,7 +340,3 @@ class TextQueue:
 
 def _words(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def _shutting_down() -> ShuttingDown:
-    return ShuttingDown("the server is shutting down and takes no new requests")

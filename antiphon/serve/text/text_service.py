@@ -67,9 +67,9 @@ class TextService:
     Errors: `UserError` when a template refuses or a limit on time or memory is hit, `RequestTooLong` when a text cannot
     fit (its message begins with a verb: say what it is about), `QueueFull` when too many wait."""
 
-    def __init__(self, tokenizer: TextTokenizer, limits: TextLimits | None = None) -> None:
+    def __init__(self, tokenizer: TextTokenizer, limits: TextLimits = TextLimits()) -> None:
         """Starts nothing; the first job, or `start`, does."""
-        self.limits = limits or TextLimits()
+        self.limits = limits
         self.template_problem: str | None = None
         self._tokenizer = tokenizer
         self._starting = threading.Lock()

@@ -31,7 +31,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
@@ -364,9 +363,7 @@ class TokenizerReader:
         self._jobs.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._jobs.close()
 
     def read(self) -> TextTokenizer:

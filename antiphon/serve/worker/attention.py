@@ -364,23 +364,23 @@ def with_sampled(sequences: list[SequenceStep], newest: list[Sampled]) -> list[S
     return known
 
 
+@dataclass(eq=False)
 class AttentionRanks:
     """Several ranks that run the engine's steps together. A worker of one rank uses `AttentionRunner` alone."""
 
-    def __init__(self, ranks: RankGroup, runner: AttentionRunner) -> None:
-        self._ranks = ranks
-        self._runner = runner
+    ranks: RankGroup
+    runner: AttentionRunner
 
     def run(self, step: RunStep) -> StepResult | None:
         """Lead one step, see `AttentionRunner.run`. Followers do not sample, so they get nothing of what that takes."""
         passed_on = msgspec.structs.replace(step, released=[], starts=[], bitmasks={})
-        self._ranks.broadcast_bytes(_ENCODER.encode(passed_on))
-        return self._runner.run(step)
+        self.ranks.broadcast_bytes(_ENCODER.encode(passed_on))
+        return self.runner.run(step)
 
     def serve_one(self, idle_s: float, timeout_s: float) -> bool:
         """Follow one step of the leader; False if none came within `idle_s`. Raises as the leader's collectives do."""
-        heard = hear_leader(self._ranks, idle_s)
+        heard = hear_leader(self.ranks, idle_s)
         if heard is None:
             return False
-        self._runner.run(_DECODE_STEP.decode(heard))
+        self.runner.run(_DECODE_STEP.decode(heard))
         return True

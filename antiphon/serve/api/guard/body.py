@@ -10,7 +10,6 @@ and answers 422.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,34 +35,29 @@ _LONG_NUMBER = b"0" * 20
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
-@dataclass
-class StructureCount:
-    """Counts a body's structure as it arrives."""
+def structure_check(limits: InputLimits) -> Callable[[bytes, bytearray], None]:
+    """What `_received` calls with each piece of a body: counts its structure. `ApiError` 413 or 400 once there is too
+    much of something."""
+    num_separators = num_names = num_long_numbers = 0
+    tail = b""  # of the piece before: a number may be cut
 
-    limits: InputLimits
-    num_bytes: int = 0
-    num_separators: int = 0
-    num_names: int = 0
-    num_long_numbers: int = 0
-    tail: bytes = b""  # of the piece before: a number may be cut
-
-    def add(self, chunk: bytes) -> None:
-        """Take note of the next bytes. `ApiError` 413 or 400 once there is too much of something."""
-        limits = self.limits
-        self.num_bytes += len(chunk)
-        if self.num_bytes > limits.max_body_bytes:
+    def check(chunk: bytes, body: bytearray) -> None:
+        nonlocal num_separators, num_names, num_long_numbers, tail
+        if len(body) > limits.max_body_bytes:
             raise body_too_large(limits.max_body_bytes)
-        self.num_separators += chunk.count(b",") + chunk.count(b"[") + chunk.count(b"{")
-        self.num_names += chunk.count(b":")
-        zeros = self.tail + chunk.translate(_DIGITS_AS_ZEROS)
-        self.num_long_numbers += zeros.count(_LONG_NUMBER)
-        self.tail = zeros[1 - len(_LONG_NUMBER) :]
-        if self.num_separators > limits.max_separators:
+        num_separators += chunk.count(b",") + chunk.count(b"[") + chunk.count(b"{")
+        num_names += chunk.count(b":")
+        zeros = tail + chunk.translate(_DIGITS_AS_ZEROS)
+        num_long_numbers += zeros.count(_LONG_NUMBER)
+        tail = zeros[1 - len(_LONG_NUMBER) :]
+        if num_separators > limits.max_separators:
             raise _too_much_structure("commas and opening brackets", limits.max_separators)
-        if self.num_names > limits.max_names:
+        if num_names > limits.max_names:
             raise _too_much_structure("colons", limits.max_names)
-        if self.num_long_numbers > _NUM_LONG_NUMBERS:
+        if num_long_numbers > _NUM_LONG_NUMBERS:
             raise _too_much_structure(f"times {len(_LONG_NUMBER)} digits in a row", _NUM_LONG_NUMBERS)
+
+    return check
 
 
 async def read_request(context: ApiContext, request: Request, model: type[AnyRequest]) -> AnyRequest:
@@ -77,9 +71,8 @@ async def read_any_request(
 ) -> AnyRequest:
     """The same for a route that takes several kinds of requests; `choose` tells a body's."""
     limits = context.limits
-    count = StructureCount(limits)
     with context.body_memory.share() as take:
-        received = await _received(context, request, limits.max_body_bytes, lambda chunk, _: count.add(chunk), take)
+        received = await _received(context, request, limits.max_body_bytes, structure_check(limits), take)
         if len(received) < _LARGE_BODY_BYTES:
             value = parse_json(received)
             body = validate(value, choose(value), limits)

@@ -42,30 +42,28 @@ _ID = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
 
 
-class EntryMiddleware:
+def entry_middleware(app: ASGIApp, root_path: str) -> ASGIApp:
     """Takes the root path off, if a proxy did not. Puts the request's id into its scope (`request_id_of`) and into the
     head of the response."""
 
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         sent: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")
         own = sent if _ID.fullmatch(sent) else uuid.uuid4().hex.encode()
         scope["antiphon.request_id"] = own.decode()
-        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+        if root_path and scope["path"].startswith(f"{root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root_path)}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, own)]}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await app(scope, receive, send_with_id)
+
+    return enter
 
 
 def request_id_of(scope: Scope) -> str:
