@@ -19,7 +19,14 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from antiphon.serve.api.answer_json import named_event
-from antiphon.serve.api.chat_messages import TEXT_OR_LIST, CacheControl, FunctionName, RequestModel, check_kind
+from antiphon.serve.api.chat_messages import (
+    TEXT_OR_LIST,
+    CacheControl,
+    FunctionName,
+    RequestModel,
+    SentBack,
+    check_kind,
+)
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import client_of, context_of
 from antiphon.serve.api.errors import ApiError, bad_request
@@ -33,7 +40,7 @@ from antiphon.serve.api.responses import AnthropicErrorResponse, described
 from antiphon.serve.api.settings import InputLimits
 from antiphon.serve.text.answer_fields import CallPiece
 from antiphon.serve.text.call_values import call_arguments
-from antiphon.serve.text.text_service import settable_variables
+from antiphon.serve.text.text_service import settable_variables, thinking_switches
 
 router = APIRouter(tags=["Anthropic"])
 
@@ -51,26 +58,26 @@ _DELTAS = {
 }
 
 
-class TextBlock(RequestModel):
+class TextBlock(SentBack):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class ThinkingBlock(RequestModel):
+class ThinkingBlock(SentBack):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
     cache_control: CacheControl = None
 
 
-class RedactedThinkingBlock(RequestModel):
+class RedactedThinkingBlock(SentBack):
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(RequestModel):
+class ToolUseBlock(SentBack):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1, max_length=128)]
     name: FunctionName
@@ -95,7 +102,7 @@ def _content(blocks: Any) -> Any:
 _Text = _content(TextBlock)
 
 
-class ToolResultBlock(RequestModel):
+class ToolResultBlock(SentBack):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1, max_length=128)]
     content: _Text | None = None  # type: ignore[valid-type]
@@ -189,7 +196,9 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
+        description="The most that the answer may have. A context that is full ends it before."
+    )
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="Default 1; 0 is greedy.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -199,6 +208,11 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
     inference_geo: str | None = Field(None, description="Changes nothing.")
+    thread: dict[str, Any] | None = Field(None, description="Refused with the code thread_unsupported_request.")
+
+
+class _MessagesChat(ChatCompletionRequest):
+    max_tokens_may_not_fit = True
 
 
 # --- the chat that it is ----------------------------------------------------------------------------------------------
@@ -220,8 +234,9 @@ def as_chat(
         "continue_final_message": is_begun or None,
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         **_tool_choice(body.tool_choice, bool(body.tools)),
-        "chat_template_kwargs": _thinking_variables(body.thinking, settable) or None,
     }
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = thinking_switches(settable, on=body.thinking.type != "disabled") or None
     if body.output_config is not None:
         if body.output_config.effort is not None and "reasoning_effort" in settable:
             chat["reasoning_effort"] = body.output_config.effort
@@ -236,7 +251,7 @@ def as_chat(
             if budget is not None and budget < body.max_tokens:  # a larger one never ends anything
                 chat["thinking_token_budget"] = budget
         chat["user"] = body.metadata.user_id if body.metadata is not None else None
-    return validate({name: value for name, value in chat.items() if value is not None}, ChatCompletionRequest, limits)
+    return validate({name: value for name, value in chat.items() if value is not None}, _MessagesChat, limits)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -319,20 +334,15 @@ def _tool_choice(choice: AnthropicToolChoice | None, has_tools: bool) -> dict[st
     return {"tool_choice": chosen, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
 
-def _thinking_variables(thinking: Thinking | None, settable: frozenset[str]) -> dict[str, Any]:
-    if thinking is None:
-        return {}
-    return {name: thinking.type != "disabled" for name in ("enable_thinking", "thinking") if name in settable}
-
-
 class MessageEvents(ItemEvents):
     """The events of one answer, and the message that they make up."""
 
     items_key = "content"
     reasoning_type, text_type, call_type = "thinking", "text", "tool_use"
 
-    def __init__(self, generation: Generation, model: str, *, block_size: int) -> None:
-        """`block_size`: tokens in a unit of the cache of prompts."""
+    def __init__(self, generation: Generation, model: str, *, max_tokens: int, block_size: int) -> None:
+        """`max_tokens`: that the client asked for. `block_size`: tokens in a unit of the cache of prompts."""
+        self._max_tokens = max_tokens
         self._block_size = block_size
         answer: dict[str, Any] = {
             "id": generation.request_id,
@@ -387,6 +397,9 @@ class MessageEvents(ItemEvents):
 
     def _note_finish(self, reason: str, stop_reason: str | int | None) -> None:
         self.answer["stop_reason"] = _STOP_REASONS[reason]
+        usage: Any = self._generation.usage()
+        if reason == "length" and usage["completion_tokens"] < self._max_tokens:
+            self.answer["stop_reason"] = "model_context_window_exceeded"
         if isinstance(stop_reason, str) and reason == "stop":
             self.answer |= {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
 
@@ -399,11 +412,19 @@ class MessageEvents(ItemEvents):
 async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, MessagesRequest)
+    if body.thread is not None:
+        raise bad_request(
+            "thread: this server keeps no conversations; leave it out and send all messages"
+            ' (unsupported_request_behavior="continue_unthreaded")',
+            param="thread",
+            code="thread_unsupported_request",
+        )
     settable = settable_variables(await context.texts.template_names())
     chat = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
     async with generation_for(context, chat, "msg") as generation:
         await submit_chat(context, client_of(request), [chat], generation)
-        events = MessageEvents(generation, context.model_name, block_size=context.engine.info.block_size)
+        block_size = context.engine.info.block_size
+        events = MessageEvents(generation, context.model_name, max_tokens=body.max_tokens, block_size=block_size)
         return await respond_in_items(context, request, generation, events, streams=body.stream)
 
 
