@@ -99,7 +99,7 @@ ray-check: setup  ## install Ray (79 MB) into .venv, then test serving on a clus
 	$(PIP) install --quiet "ray[train]>=2.60"
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/serve/test_ray.py tests/train/test_launchers.py
 
-clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain, openai, anthropic and LiteLLM against a server of ours (installs 7 GB)
+clients-check: setup  ## run guidellm, vllm bench, lm-eval, LangChain, openai, anthropic, LiteLLM, Pydantic AI and Instructor against a server of ours (installs 7 GB)
 	TORCH_FLAGS="$(TORCH_FLAGS)" $(PY) benchmarks/clients_check.py
 
 engines-check: setup  ## give every command of plan --emit to the parsers of vLLM and SGLang (downloads 170 MB, installs nothing)

@@ -195,7 +195,7 @@ CLIENTS = (
         "local-completions: choice, words": partial(lm_eval, "local-completions", COMPLETIONS, CHOICE | WORDS),
         "local-chat-completions: words": partial(lm_eval, "local-chat-completions", CHATS, WORDS),
     }),
-    Client("langchain", "langchain-openai", ("langchain-openai==1.6.7", "langchain-tests==1.1.9"), {
+    Client("langchain", "langchain-openai", ("langchain-openai==1.7.4", "langchain-tests==1.1.9"), {
         "chat, stream, batch, completion, tools, structured output": partial(program, "langchain_client.py"),
         "LangChain's standard tests": partial(program, "langchain_standard.py"),
     }),
@@ -203,10 +203,16 @@ CLIENTS = (
         "chats, responses, parsed output, streams, an agent's loop": partial(program, "openai_client.py"),
     }),
     Client("anthropic", "anthropic", ("anthropic==2.14.0",), {
-        "messages, streams, tools, counting": partial(program, "anthropic_client.py"),
+        "messages, streams, tools and their runner, counting, models": partial(program, "anthropic_client.py"),
     }),
-    Client("litellm", "litellm", ("litellm==1.106.2", "mcp"), {
-        "chat, stream, tools, completion": partial(program, "litellm_client.py"),
+    Client("litellm", "litellm", ("litellm==1.110.2", "mcp"), {
+        "chat, stream, tools and their results, completion": partial(program, "litellm_client.py"),
+    }),
+    Client("pydantic-ai", "pydantic-ai-slim", ("pydantic-ai-slim[openai,anthropic]==2.68.0",), {
+        "agents over chats, responses and messages": partial(program, "pydantic_ai_client.py"),
+    }),
+    Client("instructor", "instructor", ("instructor==1.17.0", "anthropic"), {
+        "objects by tools and schemas, streamed": partial(program, "instructor_client.py"),
     }),
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import anthropic
+from anthropic import beta_tool
 from checking import check
 
 HELLO: Any = [{"role": "user", "content": "bada do"}]
@@ -17,6 +18,19 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL: Any = {"name": "judge", "description": "Judges.", "input_schema": SCHEMA}
+LONG: Any = [{"role": "user", "content": "bada do " * 20_000}]
+SEEN: list[int] = []
+
+
+@beta_tool
+def look_up(number: int) -> str:
+    """Looks up.
+
+    Args:
+        number: of the place.
+    """
+    SEEN.append(number)
+    return "20 C"
 
 
 def main() -> None:
@@ -45,6 +59,18 @@ def main() -> None:
     count = client.messages.count_tokens(model=model, messages=HELLO, system="be kind")
     kept = (answer.usage.cache_read_input_tokens or 0) + (answer.usage.cache_creation_input_tokens or 0)
     check(count.input_tokens == answer.usage.input_tokens + kept, "tokens are counted")
+    runner = client.beta.messages.tool_runner(
+        model=model, max_tokens=400, messages=HELLO, tools=[look_up], tool_choice={"type": "any"}, max_iterations=2
+    )
+    check(len(list(runner)) == 2 and bool(SEEN), "a tool is run")
+    filled = client.messages.create(model=model, max_tokens=200_000, messages=HELLO, timeout=60)
+    check(filled.stop_reason in ("model_context_window_exceeded", "end_turn"), "the context is filled")
+    (card,) = client.models.list()
+    check(card.id == model and (card.max_input_tokens or 0) > 0, "models are described")
+    try:
+        client.messages.create(model=model, max_tokens=8, messages=LONG)
+    except anthropic.BadRequestError as error:
+        check("prompt is too long" in str(error) and bool(error.request_id), "a prompt that is too long")
     try:
         client.messages.create(model="another", max_tokens=1, messages=HELLO)
     except anthropic.NotFoundError as error:

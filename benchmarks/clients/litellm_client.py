@@ -31,6 +31,17 @@ def main() -> None:
         )
         (call, *_) = called.choices[0].message.tool_calls
         check(isinstance(json.loads(call.function.arguments)["good"], bool), f"a tool is called as {provider}")
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "yes"} for call in called.choices[0].message.tool_calls
+        ]
+        turns = [*HELLO, called.choices[0].message, *results]
+        again = litellm.completion(model=name, messages=turns, max_tokens=8, tools=[TOOL], **options)
+        check(again.usage.completion_tokens > 0, f"its result is read as {provider}")
+        long = [{"role": "user", "content": "bada do " * 20_000}]
+        try:
+            litellm.completion(model=name, messages=long, max_tokens=8, **options)
+        except litellm.ContextWindowExceededError:
+            check(True, f"a prompt that is too long is known as such as {provider}")
     text = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="bada", max_tokens=8, **options)
     check(bool(text.choices[0].text), "completion")
 

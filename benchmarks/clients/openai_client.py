@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from checking import Verdict, check
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
 
 SEEN: list[str] = []
 
@@ -31,6 +31,27 @@ def check_chats(client: OpenAI, model: str) -> None:
         model=model, messages=messages, max_tokens=400, seed=3, response_format=Verdict
     )
     check(isinstance(parsed.choices[0].message.parsed, Verdict), "parsed chat")
+
+
+def check_sent_back(client: OpenAI, model: str) -> None:
+    """What the library parsed goes back as it is."""
+    asked: Any = [{"role": "user", "content": "bada do"}]
+    tools = [pydantic_function_tool(Verdict)]
+    options: Any = {"model": model, "tools": tools, "tool_choice": "required", "max_tokens": 400}
+    message = (
+        client.chat.completions.parse(messages=asked, parallel_tool_calls=False, seed=3, **options).choices[0].message
+    )
+    (call,) = message.tool_calls or ()
+    check(isinstance(call.function.parsed_arguments, Verdict), "a parsed call")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
+    for sent in (message, message.model_dump()):
+        turns: Any = [*asked, sent, result]
+        again = client.chat.completions.create(model=model, messages=turns, tools=tools, max_tokens=8)
+        check(again.usage is not None and again.usage.completion_tokens > 0, "its result is read")
+    response = client.responses.create(model=model, input="bada do", max_output_tokens=8)
+    items: Any = [*asked, *(item.model_dump() for item in response.output)]
+    counted = client.responses.input_tokens.count(model=model, input=items)
+    check(counted.input_tokens > 8, "tokens of what goes back are counted")
 
 
 def check_responses(client: OpenAI, model: str) -> None:
@@ -68,6 +89,7 @@ def main() -> None:
     url, model = sys.argv[1:]
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
     check_chats(client, model)
+    check_sent_back(client, model)
     check_responses(client, model)
     check_agent(url, model)
 

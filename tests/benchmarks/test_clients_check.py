@@ -59,7 +59,7 @@ def test_an_unknown_client_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         check.main(["--clients", "litellm,curl"])
     assert caught.value.code == 2
     assert (
-        "no client 'curl': choose from guidellm,vllm,lm-eval,langchain,openai,anthropic,litellm"
+        "no client 'curl': choose from guidellm,vllm,lm-eval,langchain,openai,anthropic,litellm,pydantic-ai,instructor"
         in capsys.readouterr().err
     )
 

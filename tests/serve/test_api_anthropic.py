@@ -100,6 +100,41 @@ def test_why_an_answer_ended_is_said() -> None:
     assert (streams["stop_reason"], streams["stop_sequence"]) == ("stop_sequence", "two")
 
 
+def test_an_answer_may_fill_the_rest_of_the_context() -> None:
+    """Clients ask for as much as the largest models give."""
+    with live(fake_engine(max_model_len=64)) as server:
+        whole = send(server, max_tokens=32_000).json()
+        stream = added_up(streamed(server, max_tokens=32_000))
+        num_prompt = len(server.engine.submissions[0].prompt_token_ids)
+        assert send(server, max_tokens=64 - num_prompt).json()["stop_reason"] == "max_tokens"
+    for message in (whole, stream):
+        assert message["stop_reason"] == "model_context_window_exceeded"
+        assert message["usage"]["output_tokens"] == 64 - num_prompt
+
+
+def test_clients_know_what_is_too_long_and_that_conversations_are_not_kept(server: Live) -> None:
+    """By these words; by this code a client goes on without."""
+    long = send(server, messages=[{"role": "user", "content": "x" * 100_000}]).json()["error"]
+    assert long["message"].startswith("prompt is too long: messages has ")
+    assert "this model's maximum context length is 256 tokens" in long["message"]
+    assert long["details"] == {"error_code": "context_length_exceeded"}
+    thread = send(server, thread={"type": "create"})
+    assert (thread.status_code, thread.json()["error"]["details"]) == (
+        400,
+        {"error_code": "thread_unsupported_request"},
+    )
+    assert thread.headers["request-id"] == thread.headers["x-request-id"]
+
+
+def test_what_client_libraries_add_to_an_answer_changes_nothing() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}, "new": None}
+    said = [{"type": "text", "text": "a", "parsed_output": {"n": 1}, "citations": None, "new": None}, call]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "b", "new": None}
+    turns = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    with live(says("x"), chat_template=HERMES) as server:
+        assert send(server, messages=turns, tools=[LOOK]).status_code == 200
+
+
 def test_calls_are_blocks_and_the_conversation_goes_back() -> None:
     with live(says(f"Well.{CALL}"), chat_template=HERMES) as server:
         whole = send(server, tools=[LOOK]).json()

@@ -1,6 +1,7 @@
 """What stock clients need beside answers: ids, several names, pages of other origins, probes, the tokenizer."""
 
 import asyncio
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -32,6 +33,29 @@ def test_a_request_has_one_id_for_client_answer_and_engine(server: Live) -> None
     strange = server.http.get("/health", headers={"x-request-id": "a b"})
     assert strange.headers["x-request-id"] != "a b"
     assert server.complete(max_tokens=-1).headers["x-request-id"]  # refusals, too
+
+
+def test_models_are_described_for_clients_of_both_vendors(server: Live) -> None:
+    listed = server.http.get("/v1/models").json()
+    (card,) = listed["data"]
+    assert card == server.http.get("/v1/models/fake-moe").json()
+    assert (card["object"], card["type"], card["display_name"]) == ("model", "model", "fake-moe")
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+    assert (card["max_input_tokens"], card["max_tokens"]) == (256, 256)
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "fake-moe", "fake-moe")
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_look_for(server: Live) -> None:
+    refused = [
+        server.complete(prompt=[7] * 257),
+        server.complete(prompt="x" * 100_000),
+        server.complete(max_tokens=256),
+        server.chat(messages=[{"role": "user", "content": "x" * 3000}]),
+    ]
+    for response in refused:
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "this model's maximum context length is 256 tokens" in error["message"]
 
 
 def test_pages_of_other_origins_may_use_the_server_when_they_are_named() -> None:

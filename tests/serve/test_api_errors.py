@@ -46,7 +46,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": True}, "max_tokens", "valid integer"),
     ({"max_tokens": "5"}, "max_tokens", "valid integer"),
     ({"max_tokens": 10**30}, "max_tokens", "at most"),
-    ({"max_tokens": 256}, "max_tokens", "the model's context is 256"),
+    ({"max_tokens": 256}, "max_tokens", "maximum context length is 256"),
     ({"min_tokens": 20}, "min_tokens", "at most max_tokens (16)"),
     ({"n": 0}, "n", "at least 1"),
     ({"n": 17}, "n", "at most 16"),
@@ -174,7 +174,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
     ({"max_tokens": 0}, "max_tokens", "at least 1 token"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "send one of them"),
-    ({"max_completion_tokens": 1000}, "max_tokens", "the model's context is 256"),
+    ({"max_completion_tokens": 1000}, "max_tokens", "maximum context length is 256"),
 ]  # fmt: skip
 
 

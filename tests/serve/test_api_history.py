@@ -38,6 +38,24 @@ def test_a_refusal_is_what_the_model_said() -> None:
         assert prompt_of([ASKED, {"role": "assistant", **turn}, ASKED]) == "[user]a[assistant]no[user]a"
 
 
+def test_what_client_libraries_add_to_an_answer_changes_nothing() -> None:
+    """They send a null for every field that they know of, and what they parsed."""
+    function = {"name": "add", "arguments": '{"m": 1}', "parsed_arguments": {"m": 1}, "new": None}
+    call = {"id": "1", "type": "function", "function": function, "caller": None, "provider_specific_fields": {"a": 1}}
+    added = {"provider_specific_fields": {"reasoning": "x"}, "parsed": {"good": True}, "audio": None, "new": None}
+    part = {"type": "text", "text": "a", "parsed_output": {"n": 1}, "citations": None}
+    turns = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": None, "tool_calls": [call], **added},
+        {"role": "tool", "tool_call_id": "1", "content": [part]},
+    ]
+    assert '{"name": "add", "arguments": {"m": 1}}' in prompt_of(turns, HERMES)
+    with live(fake_engine(), chat_template=HERMES) as server:
+        calls = {"role": "assistant", "tool_calls": [{**call, "unheard_of": 1}]}
+        refused = server.chat(messages=[ASKED, calls]).json()["error"]
+        assert refused["param"] == "messages[1].tool_calls[0].unheard_of"
+
+
 def test_marks_for_caches_and_a_single_name_change_nothing() -> None:
     mark = {"type": "ephemeral"}
     turns = [

@@ -163,6 +163,16 @@ def test_a_slash_too_many_is_404_and_names_the_path(server: Live) -> None:
     assert "/openapi.json" in server.http.get("/nothing/").json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"), ("/models", "/v1/models")],
+)
+def test_a_base_url_with_the_wrong_end_is_404_and_names_the_path(server: Live, path: str, right: str) -> None:
+    response = server.http.post(path, json={})
+    assert response.status_code == 404
+    assert f"POST {path}: not found; it is {right}: a base URL ends in /v1" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
 def test_an_upgrade_is_not_taken_and_nothing_is_advised(
     server: Live, upgrade: bytes, capfd: pytest.CaptureFixture[str]

@@ -345,13 +345,31 @@ def test_refusals_of_kept_turns_name_the_answer_they_are_of() -> None:
     assert caught.value.message == "previous_response_id.content has 3 messages in 'messages[1]'"
 
 
+def test_tokens_are_counted_as_they_are_sent() -> None:
+    with live(says("x"), chat_template=HERMES) as server:
+        first = send(server, input="a", tools=[LOOK]).json()["id"]
+        asked = {"input": "b", "previous_response_id": first, "tools": [LOOK], "instructions": "be kind"}
+        counted = server.openai.responses.input_tokens.count(model="fake-moe", **asked)
+        send(server, **asked)
+        assert counted.input_tokens == len(server.engine.submissions[-1].prompt_token_ids)
+        long = server.http.post("/v1/responses/input_tokens", json={"input": "x" * 100_000})
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "input")
+
+
+def test_a_kept_answer_is_not_streamed(server: Live) -> None:
+    path = f"/v1/responses/{send(server).json()['id']}"
+    assert server.http.get(path, params={"stream": "false"}).status_code == 200
+    refused = server.http.get(path, params={"stream": "true"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+
+
 def test_nulls_in_items_mean_nothing(server: Live) -> None:
     """As clients write out the objects that they hold."""
-    part = {"type": "output_text", "text": "b", "annotations": None, "logprobs": None, "refusal": None}
+    part = {"type": "output_text", "text": "b", "annotations": None, "logprobs": None, "refusal": None, "parsed": {}}
     items = [
         {"type": None, "id": None, "role": "user", "content": "a", "status": None, "phase": None},
         {"type": "reasoning", "summary": None, "content": None, "encrypted_content": None},
-        {"type": "message", "role": "assistant", "content": [part]},
+        {"type": "message", "role": "assistant", "content": [part | {"new": None}], "new": None},
         {"role": "user", "content": "c"},
     ]
     assert send(server, input=items).status_code == 200

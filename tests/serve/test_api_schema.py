@@ -55,6 +55,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "/detokenize",
         "/tokenizer_info",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
         "/v1/messages",

@@ -299,6 +299,22 @@ def test_reasoning_effort_is_a_template_variable_or_nothing() -> None:
         assert refusal(server, reasoning_effort="low")[0] == "reasoning_effort"
 
 
+def test_reasoning_effort_switches_where_the_template_has_no_more_than_a_switch() -> None:
+    with live(says("x"), chat_template=TURNS, chat_template_kwargs={"thinking": False}) as server:
+        for body, is_off in (
+            ({}, True),
+            ({"reasoning_effort": "low"}, False),
+            ({"reasoning_effort": "none"}, True),
+            ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, False),
+        ):
+            assert server.chat(**body).status_code == 200
+            assert prompt_of(server).endswith("no ") == is_off
+        for effort, is_off in (("none", True), ("high", False)):
+            body = {"input": "a", "reasoning": {"effort": effort}}
+            assert server.http.post("/v1/responses", json=body).json()["reasoning"]["effort"] == effort
+            assert prompt_of(server).endswith("no ") == is_off
+
+
 def test_the_last_message_can_be_continued() -> None:
     messages = [*HELLO, {"role": "assistant", "content": "it is m "}]
     with live(says("x")) as server:

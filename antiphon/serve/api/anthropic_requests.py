@@ -1,9 +1,9 @@
 """A request of Anthropic's Messages API, and the chat that it is.
 
-Turns are made of blocks. A user's turn may hold results of tools, which become messages of
-their own in the order in which they stand; the model's turn is text, thinking and calls in one message. A turn of the
-model at the end is the beginning of the answer, which goes on from there. What Anthropic's own machines would do (read
-images, run tools) is refused, by name. Thinking that another server encrypted cannot be read and is left out.
+Turns are made of blocks. A user's turn may hold results of tools, which become messages of their own in the order in
+which they stand; the model's turn is text, thinking and calls in one message. A turn of the model at the end is the
+beginning of the answer, which goes on from there. What Anthropic's own machines would do (read images, run tools) is
+refused, by name. Thinking that another server encrypted cannot be read and is left out.
 """
 
 import json
@@ -19,12 +19,14 @@ from antiphon.serve.api.chat_messages import (
     CacheControl,
     FunctionName,
     RequestModel,
+    SentBack,
     check_kind,
 )
 from antiphon.serve.api.errors import bad_request, in_client_words
 from antiphon.serve.api.guard.body import validate
 from antiphon.serve.api.requests import ChatCompletionRequest, Count, StopField
 from antiphon.serve.api.settings import InputLimits
+from antiphon.serve.text.text_service import thinking_switches
 
 _BLOCKS = {
     "user": ("text", "tool_result"),
@@ -53,26 +55,26 @@ _NAMES = {
 _NOTHING_SAID = {"role": "assistant", "content": ""}
 
 
-class TextBlock(RequestModel):
+class TextBlock(SentBack):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class ThinkingBlock(RequestModel):
+class ThinkingBlock(SentBack):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
     cache_control: CacheControl = None
 
 
-class RedactedThinkingBlock(RequestModel):
+class RedactedThinkingBlock(SentBack):
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(RequestModel):
+class ToolUseBlock(SentBack):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1, max_length=128)]
     name: FunctionName
@@ -97,7 +99,7 @@ def _content(blocks: Any) -> Any:
 _Text = _content(TextBlock)
 
 
-class ToolResultBlock(RequestModel):
+class ToolResultBlock(SentBack):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1, max_length=128)]
     content: _Text | None = None  # type: ignore[valid-type]
@@ -191,7 +193,9 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = Field(
+        description="The most that the answer may have. A context that is full ends it before."
+    )
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="Default 1; 0 is greedy.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -201,6 +205,11 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
     inference_geo: str | None = Field(None, description="Changes nothing.")
+    thread: dict[str, Any] | None = Field(None, description="Refused with the code thread_unsupported_request.")
+
+
+class _MessagesChat(ChatCompletionRequest):
+    max_tokens_may_not_fit = True
 
 
 def as_chat(
@@ -222,8 +231,9 @@ def as_chat(
         "continue_final_message": is_begun or None,
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         **_tool_choice(body.tool_choice, bool(body.tools)),
-        "chat_template_kwargs": _thinking_variables(body.thinking, settable) or None,
     }
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = thinking_switches(settable, on=body.thinking.type != "disabled") or None
     if body.output_config is not None:
         if body.output_config.effort is not None and "reasoning_effort" in settable:
             chat["reasoning_effort"] = body.output_config.effort
@@ -240,7 +250,7 @@ def as_chat(
         chat["user"] = body.metadata.user_id if body.metadata is not None else None
     with in_client_words(names):
         present = {name: value for name, value in chat.items() if value is not None}
-        return validate(present, ChatCompletionRequest, limits), names
+        return validate(present, _MessagesChat, limits), names
 
 
 def _messages(body: CountTokensRequest, names: dict[str, str]) -> list[dict[str, Any]]:
@@ -337,9 +347,3 @@ def _tool_choice(choice: AnthropicToolChoice | None, has_tools: bool) -> dict[st
     named = {"type": "function", "function": {"name": choice.name}}
     chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
     return {"tool_choice": chosen, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
-
-
-def _thinking_variables(thinking: Thinking | None, settable: frozenset[str]) -> dict[str, Any]:
-    if thinking is None:
-        return {}
-    return {name: thinking.type != "disabled" for name in ("enable_thinking", "thinking") if name in settable}

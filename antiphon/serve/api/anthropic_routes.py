@@ -15,7 +15,7 @@ from antiphon.serve.api.answer_json import named_event
 from antiphon.serve.api.anthropic_requests import CountTokensRequest, MessagesRequest, as_chat
 from antiphon.serve.api.completions import submit_chat
 from antiphon.serve.api.context import client_of, context_of
-from antiphon.serve.api.errors import ApiError, in_client_words
+from antiphon.serve.api.errors import ApiError, bad_request, in_client_words
 from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openapi_answers import AnthropicErrorResponse, described
@@ -42,8 +42,9 @@ class MessageEvents(ItemEvents):
     items_key = "content"
     reasoning_type, text_type, call_type = "thinking", "text", "tool_use"
 
-    def __init__(self, generation: Generation, model: str, *, block_size: int) -> None:
-        """`block_size`: tokens in a unit of the cache of prompts."""
+    def __init__(self, generation: Generation, model: str, *, max_tokens: int, block_size: int) -> None:
+        """`max_tokens`: that the client asked for. `block_size`: tokens in a unit of the cache of prompts."""
+        self._max_tokens = max_tokens
         self._block_size = block_size
         answer: dict[str, Any] = {
             "id": generation.request_id,
@@ -98,6 +99,9 @@ class MessageEvents(ItemEvents):
 
     def _note_finish(self, reason: str, stop_reason: str | int | None) -> None:
         self.answer["stop_reason"] = _STOP_REASONS[reason]
+        usage: Any = self._generation.usage()
+        if reason == "length" and usage["completion_tokens"] < self._max_tokens:
+            self.answer["stop_reason"] = "model_context_window_exceeded"
         if isinstance(stop_reason, str) and reason == "stop":
             self.answer |= {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
 
@@ -110,12 +114,20 @@ class MessageEvents(ItemEvents):
 async def create_message(request: Request) -> Response:
     context = context_of(request)
     body = await read_request(context, request, MessagesRequest)
+    if body.thread is not None:
+        raise bad_request(
+            "thread: this server keeps no conversations; leave it out and send all messages"
+            ' (unsupported_request_behavior="continue_unthreaded")',
+            param="thread",
+            code="thread_unsupported_request",
+        )
     settable = settable_variables(await context.texts.template_names())
     chat, names = as_chat(body, settable, context.limits, ends_thinking=can_end_reasoning(context))
     async with generation_for(context, chat, "msg") as generation:
         with in_client_words(names):
             await submit_chat(context, client_of(request), [chat], generation)
-        events = MessageEvents(generation, context.model_name, block_size=context.engine.info.block_size)
+        block_size = context.engine.info.block_size
+        events = MessageEvents(generation, context.model_name, max_tokens=body.max_tokens, block_size=block_size)
         return await respond_in_items(context, request, generation, events, streams=body.stream)
 
 

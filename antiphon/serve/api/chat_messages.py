@@ -1,7 +1,7 @@
 """The messages and tools of a chat request, as pydantic models.
 
-A message's role says which kind it is. Fields that clients echo back from an answer may be there as long as they are
-null; reasoning, calls and their results in earlier turns are given back to the model through its chat template.
+A message's role says which kind it is. Reasoning, calls and their results in earlier turns are given back to the model
+through its chat template.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,18 +16,33 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+_ADDED_BY_LIBRARIES = frozenset({"parsed", "parsed_arguments", "parsed_output", "provider_specific_fields"})
+
+
+class SentBack(RequestModel):
+    """A part of a conversation. Clients send answers back as their library holds them: with a null for each field that
+    its newest version knows, and with what it added. Both are left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_additions(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: item for key, item in value.items() if item is not None and key not in _ADDED_BY_LIBRARIES}
+
+
 CacheControl = Annotated[
     dict[str, Any] | None, Field(description="Changes nothing: prompts that begin alike share a cache.")
 ]
 
 
-class TextPart(RequestModel):
+class TextPart(SentBack):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
 
 
-class RefusalPart(RequestModel):
+class RefusalPart(SentBack):
     """What the model said when it refused."""
 
     type: Literal["refusal"]
@@ -79,16 +94,11 @@ MAX_CALLS = 128  # of one turn
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
-class _Turn(RequestModel):
+class _Turn(SentBack):
     """What the messages of all roles have in common."""
 
     name: str | None = None
     cache_control: CacheControl = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 class PlainMessage(_Turn):
@@ -106,12 +116,12 @@ class PlainMessage(_Turn):
     tool_call_id: None = Field(None, description="Only results of tools have one.")
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(SentBack):
     name: FunctionName
     arguments: str = Field(description="A JSON object as text; empty for no arguments.")
 
 
-class ToolCall(RequestModel):
+class ToolCall(SentBack):
     """A call the model made earlier."""
 
     id: Annotated[str, Field(max_length=128)]

@@ -64,11 +64,15 @@ class ApiError(Exception):
         }
 
     def anthropic_body(self) -> dict[str, object]:
-        """The same in the shape of Anthropic's API, for its endpoints: the message alone names the parameter."""
+        """The same in the shape of Anthropic's API, for its endpoints: the message alone names the parameter. Clients
+        know what is too long by the words that begin the message, and read codes in `details`."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         is_named = self.param is None or self.param in self.message
         message = self.message if is_named else f"{self.param}: {self.message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {"type": kind, "message": message} | details}
 
     def response(self, path: str = "") -> JSONResponse:
         """The answer to a request to `path`, which decides on the shape."""
@@ -147,10 +151,11 @@ def from_user_error(error: UserError) -> ApiError:
 
 
 def _methods_of(app: FastAPI, path: str) -> list[str]:
-    """What the description lists for a path; its names in braces stand for any text."""
+    """What the description lists for a path; its names in braces stand for any text that is no path of its own."""
     described: dict[str, dict[str, object]] = app.openapi()["paths"]
     names = re.compile(r"\\\{.*?\\\}")
-    tried = [each for each in described if re.fullmatch(names.sub("[^/]+", re.escape(each)), path)]
+    fitting = [each for each in described if re.fullmatch(names.sub("[^/]+", re.escape(each)), path)]
+    tried = [path] if path in described else fitting
     return sorted({method.upper() for each in tried for method in described[each]})
 
 
@@ -186,8 +191,14 @@ def _refusal_of_route(app: FastAPI, request: Request, error: HTTPException) -> A
     phrase = http.HTTPStatus(error.status_code).phrase.lower()
     message = f"{request.method} {path}: {phrase}; this server's paths are listed in /openapi.json"
     without_slash = path.rstrip("/")
+    with_version = re.sub("^(/v1)*/", "/v1/", without_slash)
     if error.status_code == 404 and path != without_slash and without_slash in app.openapi()["paths"]:
         message = f"{request.method} {path}: not found; leave the slash at the end out: {without_slash}"
+    elif error.status_code == 404 and with_version in app.openapi()["paths"]:
+        message = (
+            f"{request.method} {path}: not found; it is {with_version}: a base URL ends in /v1 for OpenAI's clients,"
+            " and without it for Anthropic's"
+        )
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 405:  # the router names the methods of one route, and a path may have several
         headers["allow"] = ", ".join(_methods_of(app, path)) or headers.get("allow", "")

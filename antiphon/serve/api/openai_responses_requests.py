@@ -20,6 +20,7 @@ from antiphon.serve.api.chat_messages import (
     WORD_OR_CHOICE,
     FunctionName,
     RequestModel,
+    SentBack,
     check_kind,
     kind_by,
 )
@@ -36,12 +37,13 @@ from antiphon.serve.api.requests import (
     StopField,
 )
 from antiphon.serve.api.settings import InputLimits
+from antiphon.serve.text.text_service import thinking_switches
 
 _REASONING_MARK = "antiphon:"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-class ItemPart(RequestModel):
+class ItemPart(SentBack):
     """Text within an item; an answer's has annotations and logprobs, which are not looked at."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
@@ -58,7 +60,7 @@ ItemParts = Annotated[
 ItemContent = Annotated[Annotated[str, Tag("<text>")] | ItemParts, TEXT_OR_LIST]
 
 
-class InputItem(RequestModel):
+class InputItem(SentBack):
     """What all items have: clients send an answer's items back as they came."""
 
     id: str | None = None
@@ -166,7 +168,9 @@ class ResponseText(RequestModel):
 
 class ReasoningOptions(RequestModel):
     effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="For chat templates that read reasoning_effort; the answer says null where none was used."
+        None,
+        description="For chat templates that read it, or can switch reasoning on and off; the answer says null where"
+        " none was used.",
     )
     summary: str | None = Field(None, description="Changes nothing: the reasoning itself is sent.")
     generate_summary: str | None = Field(None, description="Changes nothing.")
@@ -327,7 +331,8 @@ def as_chat(
         form = body.text.format.model_dump(by_alias=True, exclude_none=True)
         kind = form.pop("type")
         chat["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
-    if body.reasoning is not None and body.reasoning.effort is not None and "reasoning_effort" in settable:
+    can_reason = "reasoning_effort" in settable or thinking_switches(settable, on=True)
+    if body.reasoning is not None and body.reasoning.effort is not None and can_reason:
         chat["reasoning_effort"] = body.reasoning.effort
     if "message.output_text.logprobs" in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}

@@ -25,6 +25,7 @@ from antiphon.serve.api.generation import Generation, generation_for
 from antiphon.serve.api.guard.body import read_request
 from antiphon.serve.api.openai_responses_requests import ResponsesRequest, as_chat, encrypted_content, flat_name
 from antiphon.serve.api.openapi_answers import described, described_errors, described_path
+from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole, token_json
 from antiphon.serve.text.answer_fields import CallPiece
@@ -273,10 +274,7 @@ async def create_response(request: Request) -> Response:
         raise bad_request("background can only be used when `store` is true: leave store out", param="background")
     if body.background and body.stream:
         raise bad_request("background answers are not streamed: leave out stream or background", param="background")
-    earlier = _earlier(context, client, body.previous_response_id)
-    settable = settable_variables(await context.texts.template_names())
-    kept_item = partial(context.response_store.item, client)
-    chat, messages, names = as_chat(body, earlier, kept_item, settable, context.limits)
+    chat, messages, names = await _chat(context, client, body)
     async with generation_for(context, chat, "resp") as generation:
         with in_client_words(names):
             await _submit(context, client, chat, generation, truncates=body.truncation == "auto")
@@ -292,6 +290,31 @@ async def create_response(request: Request) -> Response:
             )
             return queued
         return await respond_in_items(context, request, generation, events, streams=body.stream)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="How many tokens a conversation has",
+    **described(ResponsesRequest),
+)
+async def count_input_tokens(request: Request) -> Response:
+    context, client = context_of(request), client_of(request)
+    body = await read_request(context, request, ResponsesRequest)
+    chat, _, names = await _chat(context, client, body)
+    with context.running(), in_client_words(names):
+        offers_tools = bool(chat.tools) and chat.tool_choice != "none"
+        prompt = await chat_prompt(context, client, chat, offers_tools=offers_tools)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+
+
+async def _chat(
+    context: ApiContext, client: str, body: ResponsesRequest
+) -> tuple[ChatCompletionRequest, list[dict[str, Any]], dict[str, str]]:
+    """The chat that goes on from an earlier answer, its messages without instructions, and what the client calls its
+    parameters."""
+    earlier = _earlier(context, client, body.previous_response_id)
+    settable = settable_variables(await context.texts.template_names())
+    return as_chat(body, earlier, partial(context.response_store.item, client), settable, context.limits)
 
 
 def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[dict[str, Any]]:
@@ -345,11 +368,16 @@ def _without_oldest(messages: list[Message]) -> Iterator[list[Message]]:
 @router.get(
     "/v1/responses/{response_id}",
     summary="An answer that is kept",
-    responses=described_errors(401, 404),
+    responses=described_errors(400, 401, 404),
     openapi_extra=_BY_ID,
 )
 async def get_response(request: Request) -> Response:
-    return JSONResponse(_kept(request).response)
+    stored = _kept(request)
+    if request.query_params.get("stream", "false") != "false":
+        raise bad_request(
+            "stream: an answer that is kept is not streamed; ask again until it is completed", param="stream"
+        )
+    return JSONResponse(stored.response)
 
 
 def _kept(request: Request) -> StoredResponse:

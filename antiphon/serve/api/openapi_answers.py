@@ -41,7 +41,12 @@ AnthropicErrorResponse = _answer(
     "AnthropicErrorResponse",
     "The error of Anthropic's API.",
     type=Literal["error"],
-    error=_answer("AnthropicErrorDetail", type=str, message=str),
+    error=_answer(
+        "AnthropicErrorDetail",
+        type=str,
+        message=str,
+        details=(_answer("AnthropicErrorCode", error_code=str), Field(default=None, description="If it has a code.")),
+    ),
 )
 
 _REASONING_TOKENS = _answer("CompletionTokensDetails", reasoning_tokens=int)
@@ -127,8 +132,15 @@ ModelCard = _answer(
     root=(str, Field(description="Where the model comes from: a folder that has its tokenizer, too.")),
     parent=NoneType,
     max_model_len=int,
+    type=(Literal["model"], Field(description="This and what follows is for Anthropic's clients.")),
+    display_name=str,
+    created_at=str,
+    max_input_tokens=int,
+    max_tokens=int,
 )
-ModelList = _answer("ModelList", object=Literal["list"], data=[ModelCard])
+ModelList = _answer(
+    "ModelList", object=Literal["list"], data=[ModelCard], has_more=Literal[False], first_id=str, last_id=str
+)
 TokenizeResponse = _answer("TokenizeResponse", count=int, max_model_len=int, tokens=[int], token_strs=list[str] | None)
 DetokenizeResponse = _answer("DetokenizeResponse", prompt=str)
 HealthResponse = _answer(

@@ -12,6 +12,7 @@ of other sites from asking.
 import asyncio
 import base64
 import hashlib
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -54,13 +55,20 @@ def _model_card(context: ApiContext, name: str) -> dict[str, Any]:
         "root": context.settings.model_root or context.engine.info.model_name,
         "parent": None,
         "max_model_len": context.engine.info.max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(context.started_at_s, UTC).isoformat(),
+        "max_input_tokens": context.limits.max_prompt_tokens,
+        "max_tokens": context.engine.info.max_model_len,
     }
 
 
 @router.get("/v1/models", summary="The served model", response_model=ModelList, responses=described_errors(401))
 async def list_models(request: Request) -> dict[str, Any]:
     context = context_of(request)
-    return {"object": "list", "data": [_model_card(context, name) for name in context.model_names]}
+    names = context.model_names
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [_model_card(context, name) for name in names], **ends}
 
 
 @router.get(

@@ -31,7 +31,6 @@ from antiphon.serve.api.requests import (
     GenerationRequest,
     JsonSchemaFormat,
 )
-from antiphon.serve.api.settings import too_long
 from antiphon.serve.engine_api import QueueFull, ShuttingDown
 from antiphon.serve.text.answer_reader import AnswerReader, leaves_reasoning_open
 from antiphon.serve.text.dialects import MESSAGE_ENDS, Dialect
@@ -119,10 +118,12 @@ def sampling_params(
     reported_ids = tuple(dict.fromkeys(request.logprob_token_ids or ()))
     if reported_ids and logprobs is None:
         raise bad_request("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    if request.max_tokens_may_not_fit:
+        max_tokens = min(max_tokens, room)
     if num_prompt_tokens + max_tokens > limit:
-        raise too_long(
+        raise context.limits.too_long(
             f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_prompt_tokens + max_tokens}:"
-            f" the model's context is {limit}; shorten the prompt or lower max_tokens",
+            " shorten the prompt or lower max_tokens",
             "max_tokens",
         )
     min_tokens = request.min_tokens or 0

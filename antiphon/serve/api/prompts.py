@@ -28,11 +28,10 @@ from antiphon.serve.api.choice import TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.errors import bad_request
 from antiphon.serve.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, split_prompts
-from antiphon.serve.api.settings import too_long
 from antiphon.serve.engine_api import RequestTooLong
 from antiphon.serve.text.call_values import call_arguments
 from antiphon.serve.text.text_process import RenderChat
-from antiphon.serve.text.text_service import settable_variables
+from antiphon.serve.text.text_service import settable_variables, thinking_switches
 from antiphon.serve.text.tokenizer import ChatMessage, TextTokenizer
 
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -63,7 +62,7 @@ async def encode_texts(
             client=client,
         )
     except RequestTooLong as error:
-        raise too_long(f"{param} {error}", param) from None
+        raise limits.too_long(f"{param} {error}", param) from None
     if not truncated:
         for token_ids in encoded:
             limits.check_num_tokens(len(token_ids), param)
@@ -201,7 +200,7 @@ async def render_conversation(
     try:
         text = await _rendered(context, client, job)
     except RequestTooLong as error:
-        raise too_long(f"messages {error}", "messages") from None
+        raise limits.too_long(f"messages {error}", "messages") from None
     _check_roles(text, turns)
     if not continues:
         return text
@@ -249,15 +248,13 @@ def _variables(
                 f"requests can set are: {readable}",
                 param="chat_template_kwargs",
             )
-    if "reasoning_effort" not in asked and reasoning_effort is not None:
-        defaults = {name: value for name, value in defaults.items() if name != "reasoning_effort"}
-    asked = defaults | asked
-    if reasoning_effort is None or "reasoning_effort" in asked:
-        return asked
+    if reasoning_effort is None:
+        return defaults | asked
     if "reasoning_effort" in settable:
-        return asked | {"reasoning_effort": reasoning_effort}
-    if reasoning_effort == "none":
-        return asked
+        return defaults | {"reasoning_effort": reasoning_effort} | asked
+    switches = thinking_switches(settable, on=reasoning_effort != "none")
+    if switches or reasoning_effort == "none":
+        return defaults | switches | asked
     raise bad_request(
         f"reasoning_effort is {reasoning_effort!r}: this model's chat template does not read it; leave it out or send"
         ' null or "none"',

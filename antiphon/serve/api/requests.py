@@ -5,7 +5,7 @@ official clients send null for what was not set. Limits that depend on the model
 checked later, in `parameters` and `prompts`.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -172,7 +172,10 @@ class StructuredOutputs(RequestModel):
 
 
 class GenerationRequest(RequestModel):
-    """What completions and chat completions have in common."""
+    """What completions and chat completions have in common. `max_tokens_may_not_fit`: it is only the most that an
+    answer may have, so the rest of the context may be less."""
+
+    max_tokens_may_not_fit: ClassVar[bool] = False
 
     model: str | None = Field(None, description="The served model's name. Default: the served model.")
     max_tokens: Count | None = Field(None, description="Default 16 for completions, the rest of the context for chats.")
@@ -278,7 +281,9 @@ class ChatOptions(GenerationRequest, TemplateOptions):
         None, description="Put the message that is gone on with before the answer; needs continue_final_message."
     )
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="For chat templates that read it; for others only none is accepted."
+        None,
+        description="For chat templates that read it; where they only switch reasoning, none is off and others are on."
+        " For the rest only none is accepted.",
     )
     thinking_token_budget: Count | None = Field(None, description="Tokens after which the reasoning is ended.")
     include_reasoning: bool | None = Field(None, description="False: reasoning is left out. Default true.")

@@ -139,6 +139,7 @@ class InputLimits:
     max_body_bytes: int
     max_separators: int
     max_names: int
+    max_model_len: int
     max_prompt_tokens: int
     max_prompt_characters: int
     max_truncated_characters: int
@@ -185,11 +186,17 @@ class InputLimits:
             if num_objects > most:
                 raise bad_request(f"{name} holds more than {most} objects: send fewer", param=name)
 
+    def too_long(self, message: str, param: str) -> ApiError:
+        """The refusal of what does not fit. Clients that shorten a conversation by themselves look for these words, or
+        for the code."""
+        words = f"{message} (this model's maximum context length is {self.max_model_len} tokens)"
+        return bad_request(words, param=param, code="context_length_exceeded")
+
     def check_num_tokens(self, num_tokens: int, param: str) -> None:
         """`ApiError` 400 when `num_tokens` do not fit."""
         if num_tokens > self.max_prompt_tokens:
             message = f"{param} has {num_tokens} tokens, the limit is {self.max_prompt_tokens}: shorten it"
-            raise too_long(message, param)
+            raise self.too_long(message, param)
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         """`ApiError` 400 when an id is outside the model's vocabulary."""
@@ -202,13 +209,13 @@ class InputLimits:
     def check_text(self, text: str, param: str, *, truncated: bool) -> None:
         """`ApiError` 400 when a text cannot fit, or is too long to keep only the last of its tokens."""
         if truncated and len(text) > self.max_truncated_characters:
-            raise too_long(
+            raise self.too_long(
                 f"{param} has {len(text)} characters: at most {self.max_truncated_characters} are tokenized to keep the"
                 " last tokens of them; send only the end of the text",
                 param,
             )
         if not truncated and len(text) > self.max_prompt_characters:
-            raise too_long(
+            raise self.too_long(
                 f"{param} has {len(text)} characters, the limit is {self.max_prompt_characters}"
                 f" ({self.max_prompt_tokens} tokens of the longest there are): shorten it",
                 param,
@@ -227,6 +234,7 @@ def input_limits(
         max_body_bytes=settings.max_body_bytes or derived_bytes,
         max_separators=_NUM_SEPARATORS + max_model_len,
         max_names=_NUM_NAMES + max_model_len,
+        max_model_len=max_model_len,
         max_prompt_tokens=max_tokens,
         max_prompt_characters=max_characters,
         max_truncated_characters=max(max_characters, _TRUNCATED_CHARACTERS),
@@ -266,7 +274,3 @@ class BodyMemory:
             self._num_bytes -= num_held
             if num_held:
                 self._trimmer.note_large_input()
-
-
-def too_long(message: str, param: str) -> ApiError:
-    return bad_request(message, param=param, code="context_length_exceeded")

@@ -182,6 +182,11 @@ def settable_variables(names: frozenset[str]) -> frozenset[str]:
     return frozenset(name for name in names - _NOT_FOR_REQUESTS if not name.endswith("_token"))
 
 
+def thinking_switches(settable: frozenset[str], *, on: bool) -> dict[str, bool]:
+    """The variables that switch reasoning on or off, by the names that templates have for them."""
+    return {name: on for name in ("enable_thinking", "thinking") if name in settable}
+
+
 def _has_failed(compiled: _Answers) -> bool:
     """Not for anything about the template: its process did not start, or ends with the server."""
     if not compiled.done():

@@ -12,9 +12,10 @@
    the route is looked up.
 
 *Ids.* Every request has an id: the client's own `X-Request-Id`, or a new one; the answer has it as the same
-header. The id of a completion or a chat holds it, so a client, a proxy and the server's log name a request alike.
-Inside the engine requests have names of their own: a client may send one id twice. An id that is no short line of ASCII
-is replaced: it would be part of headers and logs; a proxy's header is not the client's mistake, so it is not refused.
+header, and under `/v1/messages` as `request-id`, too, which Anthropic's clients read. The id of a completion or a chat
+holds it, so a client, a proxy and the server's log name a request alike. Inside the engine requests have names of their
+own: a client may send one id twice. An id that is no short line of ASCII is replaced: it would be part of headers and
+logs; a proxy's header is not the client's mistake, so it is not refused.
 
 Rejected: a token in the page, which the clients of this API would have to fetch first; trusting that bodies are JSON
 alone, which the routes check as well: browsers ask before they send JSON elsewhere, but not every one always did.
@@ -37,6 +38,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _PORT = re.compile(r":[0-9]*$")
 _ID_HEADER = b"x-request-id"
+_ANTHROPIC_ID_HEADER = b"request-id"
 _ID = re.compile(rb"[!-~]{1,128}")
 # They need no key: machines poll them, and they reveal nothing of what users do.
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/dashboard"})
@@ -55,10 +57,12 @@ def entry_middleware(app: ASGIApp, root_path: str) -> ASGIApp:
         scope["antiphon.request_id"] = own.decode()
         if root_path and scope["path"].startswith(f"{root_path}/"):
             scope = {**scope, "path": scope["path"].removeprefix(root_path)}
+        is_anthropic = scope["path"].startswith("/v1/messages")
+        names = (_ID_HEADER, _ANTHROPIC_ID_HEADER) if is_anthropic else (_ID_HEADER,)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, own)]}
+                message = {**message, "headers": [*message.get("headers", ()), *((name, own) for name in names)]}
             await send(message)
 
         await app(scope, receive, send_with_id)
