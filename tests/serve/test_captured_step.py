@@ -209,7 +209,7 @@ def test_the_text_is_that_of_the_normal_path(tiny_model: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
-        ("1+1", {}, "--graphs on: --layout disaggregated exchanges rows between layers"),
+        ("1+1", {}, "--graphs on: a disaggregated layout exchanges rows between layers"),
         ("1t2", {}, "--graphs on: the ranks of a worker"),
         ("1", {"record_routing": Path("x")}, "--graphs on: a record of the routing"),
         (

@@ -134,6 +134,7 @@ def test_outputs_of_an_aborted_request_never_reach_the_next_one_of_its_name() ->
 
 
 def test_a_thread_reads_all_that_comes_and_its_descriptor_goes_with_it() -> None:
+    gc.collect()  # what tests before this one left
     num_open = _num_descriptors()
     outputs = [EngineOutput(request_id=str(index % 3), token_ids=[index]) for index in range(300)]
     last = [EngineOutput(request_id=str(index), token_ids=[], finish_reason="stop") for index in range(3)]

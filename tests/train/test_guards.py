@@ -190,12 +190,12 @@ def test_a_folder_in_the_place_of_a_file_is_a_line(tmp_path: Path, monkeypatch: 
     file = write_run(tmp_path)
     (tmp_path / "out/metrics.jsonl").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be written \(Is a directory\)"):
-        commands.train(file)
+        CliRunner().invoke(single_command(commands.train), [str(file)], catch_exceptions=False)
     (tmp_path / "out/metrics.jsonl").rmdir()
     shutil.rmtree(tmp_path / "out/checkpoints")
     (tmp_path / "out/checkpoints").touch()
     with pytest.raises(CheckpointError, match=r"out/checkpoints: cannot be written \(File exists\)"):
-        commands.train(file)
+        CliRunner().invoke(single_command(commands.train), [str(file)], catch_exceptions=False)
 
 
 def test_a_missing_file_of_a_checkpoint_is_named(tmp_path: Path) -> None:
