@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.placement_control import PlacementControl
@@ -172,7 +173,8 @@ class Recovery:
         self.advance()
 
     def on_step_failed(self, worker: WorkerProcess, failed: StepFailed) -> None:
-        """A worker has left a step, or could not join the epoch."""
+        """A worker has left a step, or could not join the epoch. `UserError` if it never could, and waits for no peer:
+        no client is served yet, and the person who started the server should hear of it."""
         if failed.reason != "aborted":
             self._unresponsive.update(peer.partition(" ")[0] for peer in failed.peers)  # "replica[0][1] nodes"
             if self.phase == "stepping":
@@ -182,6 +184,8 @@ class Recovery:
                 self._num_asked[worker.name] += 1
                 if self._num_asked[worker.name] <= _MAX_ASKS:
                     self._call_in([worker.name])
+                elif not (self._was_complete or failed.peers):
+                    raise UserError(f"{worker.name} cannot join the others: {failed.message}")
         self.advance()
 
     def on_death(self, name: WorkerName) -> None:

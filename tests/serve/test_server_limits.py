@@ -1,7 +1,9 @@
 """Keys, the queue's limit, and the end of the server: each with a server of its own."""
 
 import os
+import re
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from antiphon.base.system import python_module
 from tests.serve.server_harness import PATIENCE_S, ServerProcess, event_texts, serve
 from tests.waiting import wait_until
 
@@ -111,3 +114,14 @@ def test_a_signal_to_the_whole_group_is_a_signal_to_the_server(checkpoint: Path,
         assert server.process.wait(PATIENCE_S) == 0
         assert len(ended) > 100
         assert "lost" not in server.log
+
+
+def test_a_start_that_the_system_refuses_ends_with_the_reason(checkpoint: Path) -> None:
+    """Workers load, but the shared memory of their exchange may not be made: asking again changes nothing."""
+    layout = ["--layout", "disaggregated", "--micro-batches", "2", "--port", "0"]
+    command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "limited"]
+    command += python_module("antiphon.cli.main", "serve", str(checkpoint), *layout)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode != 0
+    last = ended.stderr.splitlines()[-1]
+    assert re.match(r"error: attention\[0\] cannot join the others: experts\[0\] refused: .*ulimit -f", last)
