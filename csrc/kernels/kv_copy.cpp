@@ -131,7 +131,7 @@ int64_t copy_value_panels(const KVLayout& cache, char* values, Row* rows, int64_
     return whole;
 }
 
-// A run's tokens in one head. 16 that fill a panel are copied in vectors, in a third of the time or less.
+// A run's tokens in one head. 16 that fill a panel are copied in vectors.
 template <bool into_cache, class Row>
 void copy_head(const KVLayout& cache, const TokenRun& run, int64_t head, Row* key_rows, int64_t key_width, Row* value_rows,
                int64_t value_width) {
