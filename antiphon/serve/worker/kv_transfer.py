@@ -278,7 +278,6 @@ class KVReceiver:
         self._parked: list[_Arrival] = []
         self._closed = False
         self.num_dropped = 0
-        self.bytes_received = 0
         self._endpoint = _endpoint(config, name)
         spec = cache.spec
         slot_bytes = max(SLOT_BYTES, spec.num_kv_heads * spec.row_bytes(cache.dtype.itemsize))
@@ -363,7 +362,6 @@ class KVReceiver:
         """Into every place that has one of these heads."""
         slot = arrival.message.payload
         payload = view_of(slot.ctypes.data, slot.shape, torch.uint8)  # of read-only memory, which PyTorch does not know
-        self.bytes_received += len(payload)
         layer, table = arrival.layer - self._part.first_layer, torch.tensor(blocks, dtype=torch.int32)
         first, count = arrival.first, arrival.count
         if len(set(self._part.heads)) == len(self._part.heads):
