@@ -3,7 +3,8 @@
 1. A decode worker admits a request, with blocks for all its tokens; the offer covers what its prefix cache lacks. While
    it has no room, requests wait there and prefill workers get nothing, as in the engine.
 2. The prefill worker with the least work computes the prompt. Its keys and values leave layer by layer while the next
-   layer is computed, or all at the end; its step ends when all have left.
+   layer is computed, or all at the end. Its step ends when the target's slots hold what is left; the rest of the wire's
+   work is beside the next step.
 3. The decode worker counts what lands, by layer. The request goes on when everything is there and the prompt is done.
 4. A worker dies: its offers are withdrawn. Pages are out of quarantine once the target has said that nothing writes
    them any more. Then the prompt is offered anew, the second time the decode worker computes it itself.
@@ -54,12 +55,14 @@ class _Underway:
 
 @dataclass
 class _Departures:
-    """What a worker's step sends: the plan it belongs to, runs of tokens (offer, layer, first, last + 1), and their
-    time on the wire."""
+    """What a worker's step sends: the plan it belongs to, runs of tokens (offer, layer, first, last + 1), their time on
+    the wire, when it is free for them, and when the last of them is through it."""
 
     plan: StepPlan
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
     wire_s: float = 0.0
+    free_s: float = 0.0
+    left_s: float = 0.0
 
 
 class SimulatedHandovers:
@@ -83,6 +86,7 @@ class SimulatedHandovers:
         self._underway: dict[int, _Underway] = {}  # by the offer's number
         self._computing: dict[str, _Underway] = {}  # by the name of what the prefill worker computes
         self._outgoing: dict[int, _Departures] = {}  # by prefill worker
+        self._wire_free_s: dict[int, float] = {}
         self._again: set[int] = set()  # decode workers with requests whose earlier try is still in a step
         self._num_prefills = 0
         for instance in prefill.instances:
@@ -166,19 +170,26 @@ class SimulatedHandovers:
 
     # --- keys and values on their way --------------------------------------------------------------------------------
 
-    def _with_sending(self, plans: Mapping[int, StepPlan], compute_s: float) -> float:
-        """How long a step of prefill workers takes until its keys and values have left. A layer leaves while the next
-        one is computed: the last one's time on the wire is left, or, where the wire is slower, the first one's work."""
+    def _with_sending(self, now_s: float, plans: Mapping[int, StepPlan], compute_s: float) -> float:
+        """How long a step of prefill workers takes until slots hold what keys and values are left. A layer leaves while
+        the next one is computed, behind what the step before left on the wire."""
+        step_s, layer_s = compute_s, compute_s / self._num_layers
         for worker, plan in plans.items():
             if worker not in self._outgoing or self._outgoing[worker].plan is not plan:
                 self._outgoing[worker] = self._queued(worker, plan)
-        wire_s = max(self._outgoing[worker].wire_s for worker in plans)
-        if self._at_end:
-            return compute_s + wire_s
-        return max(compute_s + wire_s / self._num_layers, compute_s / self._num_layers + wire_s)
+            outgoing = self._outgoing[worker]
+            free_s, wire_s = max(outgoing.free_s - now_s, 0.0), outgoing.wire_s
+            if self._at_end:
+                sent_s = max(compute_s, free_s) + wire_s
+            else:
+                sent_s = max(compute_s + wire_s / self._num_layers, max(layer_s, free_s) + wire_s)
+            if wire_s > 0:
+                self._wire_free_s[worker] = outgoing.left_s = now_s + sent_s
+                step_s = max(step_s, sent_s - self._prefill.pool.slots_s)
+        return step_s
 
     def _queued(self, worker: int, plan: StepPlan) -> _Departures:
-        outgoing, num_tokens = _Departures(plan), 0
+        outgoing, num_tokens = _Departures(plan, free_s=self._wire_free_s.get(worker, 0.0)), 0
         for step in plan.sequences:
             for layer in range(self._num_layers):
                 news = self._sending[worker].advance(step.request_id, layer, step.start + len(step.token_ids))
@@ -189,11 +200,11 @@ class SimulatedHandovers:
         return outgoing
 
     def step_ended(self, now_s: float, instance: Instance) -> None:
-        """What prefill workers of `instance` have sent lands."""
+        """What prefill workers of `instance` have sent will land."""
         latency_s = self._prefill.pool.latency_s
         for worker in instance.schedulers:
             if (outgoing := self._outgoing.pop(worker, None)) is not None and outgoing.runs:
-                self._at(now_s + latency_s, self._land, worker, outgoing.runs)
+                self._at(max(now_s, outgoing.left_s) + latency_s, self._land, worker, outgoing.runs)
 
     def _land(self, source: int, runs: list[tuple[int, int, int, int]]) -> None:
         for number, layer, first, last in runs:
@@ -263,6 +274,7 @@ class SimulatedHandovers:
                 found.charged = scheduler.is_in_flight(found.prefill)
         self._book.source_lost(self._prefill.pool.name_of("attention", worker))
         self._outgoing.pop(worker, None)
+        self._wire_free_s.pop(worker, None)
 
     def decode_dies(self, worker: int) -> None:
         """Its pages are gone, and its requests leave for other workers."""

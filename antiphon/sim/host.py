@@ -98,7 +98,7 @@ class SharedCores:
 class CoreWaits:
     """Measured on a machine all of whose cores compute: how often in a second of computing another program or the
     system takes the core for longer than a tenth of a millisecond (`stalls_per_s`) and for how long each time
-    (`stalls_s`); how long a process that is woken waits for a core (`wakes_s`)."""
+    (`stalls_s`); after how long the engine is done with a step, beyond what the step's time has of it (`wakes_s`)."""
 
     stalls_per_s: float
     stalls_s: tuple[float, ...]
@@ -121,7 +121,7 @@ class DrawnWaits:
         return float(self._chance.choice(waits.stalls_s, count).sum()) if count else 0.0
 
     def woken_s(self) -> float:
-        """Until a process that is woken has a core."""
+        """Until the engine is done with a step."""
         return float(self._chance.choice(self._waits.wakes_s)) if self._waits.wakes_s else 0.0
 
 

@@ -66,7 +66,7 @@ class Step:
 
 class Instance:
     """Attention workers go by their numbers in the pool. `version` grows with every step that ends or is given up.
-    `lengthen`: from plans and the time to compute them to the time that the step takes, where it hands over."""
+    `lengthen`: from now, plans and the time to compute them to the time that the step takes, where it hands over."""
 
     def __init__(self, index: int, pool: Pool, pricer: StepPricer, load: ExpertLoad, totals: StepTotals) -> None:
         self.index = index
@@ -74,7 +74,7 @@ class Instance:
         self.load = load
         self.version = 0
         self.step: Step | None = None
-        self.lengthen: Callable[[Mapping[int, StepPlan], float], float] | None = None
+        self.lengthen: Callable[[float, Mapping[int, StepPlan], float], float] | None = None
         first = index * pool.attention_per_instance
         self.schedulers = {first + place: Scheduler(pool.config) for place in range(pool.attention_per_instance)}
         self._pricer = pricer
@@ -115,7 +115,7 @@ class Instance:
         rows = {worker: sum(batch.num for batch in cut) for worker, cut in batches.items()}
         num_decode = sum(batch.num_decode for cut in batches.values() for batch in cut)
         computed_s = price.duration_s
-        exposed_s = 0.0 if self.lengthen is None else self.lengthen(self._plans, computed_s) - computed_s
+        exposed_s = 0.0 if self.lengthen is None else self.lengthen(now_s, self._plans, computed_s) - computed_s
         price = replace(price, duration_s=computed_s + exposed_s)
         self.step = Step(now_s, now_s + price.duration_s, rows, num_decode, price, exposed_s)
         return self.step

@@ -28,6 +28,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.room import BLOCK_SIZE, cache_bytes
 from antiphon.planner.setting import Setting
+from antiphon.serve.policy.handover_ends import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.serving_options import Demand, Kill, Role
 from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks
@@ -84,10 +85,17 @@ class Pool:
     def wire_s(self, num_tokens: float) -> float:
         """Time on the wire of `num_tokens` tokens' keys and values, from one of this pool's workers to another's, over
         the slowest kind of NIC there is (as `planner.outcome` counts it)."""
-        setting = self.setting
-        size = num_tokens * float(kv_bytes_per_token(setting.model, 1, setting.precision))
-        slowest = min(float(net.scale_out.bytes_per_s) for net in setting.networks)
-        return size / (self.phase.parallel.attention_tp * slowest)
+        size = num_tokens * float(kv_bytes_per_token(self.setting.model, 1, self.setting.precision))
+        return size / (self.phase.parallel.attention_tp * self._slowest_bytes_per_s)
+
+    @property
+    def slots_s(self) -> float:
+        """Time on the wire of what a target takes before it has read any of it: these pages have been left."""
+        return SLOTS * SLOT_BYTES / self._slowest_bytes_per_s
+
+    @property
+    def _slowest_bytes_per_s(self) -> float:
+        return min(float(net.scale_out.bytes_per_s) for net in self.setting.networks)
 
 
 def pools_of(

@@ -85,6 +85,7 @@ class _ServingSimulation:
         if options.core_waits is not None and self._host is None:
             self._waits = DrawnWaits(options.core_waits, options.seed)
         self._handed_out_s = 0.0  # until when the engine's thread and those that it wakes are late
+        self._turns_s: dict[tuple[int, int], tuple[float, float]] = {}  # by instance, of its last two steps
 
     def run(self) -> ServingRun:
         self._at(float(self._demand.arrivals_s[0]), self._arrive, 0)
@@ -193,7 +194,9 @@ class _ServingSimulation:
 
     def _touch(self, pool: int, worker: int) -> None:
         """Its instance may have work now."""
-        instance = self._pools[pool].instance_of(worker)
+        self._look_again(pool, self._pools[pool].instance_of(worker))
+
+    def _look_again(self, pool: int, instance: Instance) -> None:
         self._dirty[pool, instance.index] = instance
 
     def _done(self) -> None:
@@ -226,6 +229,10 @@ class _ServingSimulation:
                 self._settle()
 
     def _begin(self, pool: int, instance: Instance) -> None:
+        planned_s, _ = self._turns_s.get((pool, instance.index), (0.0, 0.0))
+        if planned_s > self._now_s and not instance.pool.is_apart:  # the engine is late with the plan
+            self._at(planned_s, self._look_again, pool, instance)
+            return
         step = instance.begin(self._now_s)
         if self._handovers is not None and pool == len(self._pools) - 1:
             self._handovers.admit(self._now_s, instance)
@@ -254,6 +261,10 @@ class _ServingSimulation:
             origins = [self._handovers.computed(prefill) for prefill in progress]
             progress = [origin for origin in origins if origin is not None]
             self._handovers.step_ended(self._now_s, instance)
+        if self._waits is not None:  # once the engine is done with this step, there is a plan for the next but one
+            self._handed_out_s = max(self._handed_out_s, self._now_s + self._waits.woken_s())
+            _, before_s = self._turns_s.get((pool, instance.index), (0.0, 0.0))
+            self._turns_s[pool, instance.index] = before_s, self._handed_out_s
         self._deliver(progress)
 
     def _deliver(self, progress: list[Request]) -> None:
@@ -265,8 +276,7 @@ class _ServingSimulation:
             if request.finish_reason is not None:
                 del self._record_of[request.request_id]
             tokens.append((record, request.finish_reason is not None))
-        if self._waits is not None and tokens:  # the instance may go on; its tokens wait until the engine has a core
-            self._handed_out_s = max(self._handed_out_s, self._now_s + self._waits.woken_s())
+        if self._waits is not None and tokens:  # they wait until the engine has a core
             self._at(self._handed_out_s, self._arrived, tokens)
         elif self._host is None or not tokens:
             self._arrived(tokens)

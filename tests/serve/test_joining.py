@@ -28,6 +28,7 @@ from antiphon.serve.joining import (
     exchange_secret,
     prove,
     read_join_secret,
+    set_stream_options,
 )
 from antiphon.serve.launch import start_engine
 from antiphon.serve.worker.channel import Channel
@@ -72,6 +73,26 @@ def test_a_worker_that_knows_the_secret_is_let_in(guests: Guests) -> None:
     assert (peer.role, peer.name, peer.host, peer.pid) == ("experts", "experts on box", "127.0.0.1", 7)
     guests.join(host="10.1.2.3")
     assert guests.came.get(timeout=10.0).host == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "level", "option"),
+    [
+        (socket.AF_INET, "127.0.0.1", socket.IPPROTO_IP, socket.IP_TOS),
+        (socket.AF_INET6, "::1", socket.IPPROTO_IPV6, socket.IPV6_TCLASS),
+    ],
+    ids=["IPv4", "IPv6"],
+)
+def test_orders_go_ahead_of_data_on_a_link_that_obeys_marks(
+    family: socket.AddressFamily, address: str, level: int, option: int
+) -> None:
+    try:
+        server = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no {family.name} here: {error}")
+    with server, socket.create_connection(server.getsockname()[:2]) as stream:
+        set_stream_options(stream)
+        assert stream.getsockopt(level, option) == 0x10
 
 
 def test_a_wrong_secret_is_turned_away_in_words(guests: Guests) -> None:

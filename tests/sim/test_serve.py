@@ -216,11 +216,15 @@ def test_failures_lose_no_request(kind: str, role: str, worker: int, pool: int, 
 
 
 @pytest.mark.parametrize("name", ["two pools", "two pools, all apart"])
-def test_pools_hand_over_by_the_engines_protocol(name: str) -> None:
+def test_pools_hand_over_by_the_engines_protocol(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts of more than a block arrive, keys and values leave while the prompt is computed, and prefill workers
     that die cost hand-overs, not requests."""
     of = workload(input_tokens=LengthSpec(median=600, sigma=0.3), output_tokens=LengthSpec(median=30))
     made = plan(of, **PHASES[name])
+    roomy = serve(made, of).handovers
+    assert roomy is not None
+    assert roomy.exposed_s == 0  # slots hold what is left at the end of a step
+    monkeypatch.setattr("antiphon.sim.pools.SLOTS", 0)
     quiet = serve(made, of)
     counts = quiet.handovers
     assert counts is not None

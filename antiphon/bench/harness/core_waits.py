@@ -2,10 +2,10 @@
 
 1. A program for each core computes, as a worker's step does, and notes when its core was taken from it: a stall.
 2. The first of them wakes a thread of this process after each `period_s`, as a worker's result wakes the engine. That
-   computes for `turn_s`, and wakes the one that called, as the engine wakes who reads its outputs. How late both run is
-   a wake.
-3. What these threads take from a program is a stall where the engine works beside the steps (`is_beside`). Else it is
-   none: who asks has the engine's turns in the steps' times.
+   computes for `turn_s`, and wakes the one that called, as the engine wakes who reads its outputs. The time until that
+   one runs is a wake.
+3. Where the engine works beside the steps (`is_beside`), its turn is part of a wake, and what these threads take from a
+   program is a stall. Else neither is: who asks has the engine's turns in the steps' times.
 
 Rejected: the operating system's own counts (`schedstat`). They give sums, and here the slowest hundredth matters; what
 a hypervisor takes is not in them at all.
@@ -77,7 +77,7 @@ def measure_core_waits(seconds: float, *, period_s: float, turn_s: float, is_bes
     return CoreWaits(
         stalls_per_s=len(counted_s) / (seconds * len(cores)),
         stalls_s=counted_s,
-        wakes_s=tuple((turn.began - turn.sent + turn.read - turn.ended) * 1e-9 for turn in turns),
+        wakes_s=tuple(max(0.0, (turn.read - turn.sent) * 1e-9 - (0.0 if is_beside else turn_s)) for turn in turns),
     )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from antiphon.serve.policy.handover import CachePart, ExpectKV, KVOffer
 
+SLOT_BYTES = 256 << 10  # of a message with keys and values
+SLOTS = 16  # of each pair: a layer of a few hundred tokens may be under way while the next is computed
 _MAX_ENDED = 4096  # numbers of ended offers that are remembered one by one; smaller ones are taken for ended
 
 

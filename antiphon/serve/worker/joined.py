@@ -37,7 +37,7 @@ from antiphon.serve.joining import (
     exchange_secret,
     prove,
     refuse_wildcard,
-    watch_for_dead_machine,
+    set_stream_options,
 )
 from antiphon.serve.worker.channel import Channel
 from antiphon.serve.worker.messages import Configure, ToWorker
@@ -88,7 +88,7 @@ def _open_channel(address: str, secret: bytes, *, role: JoinRole, name: str, hos
     """One try of `join_engine`."""
     stream = socket.create_connection(split_address(address), timeout=OPENING_S)
     try:
-        watch_for_dead_machine(stream)
+        set_stream_options(stream)
         channel = Channel(stream, "engine", Challenge | Accepted | TurnedAway, max_message_bytes=MAX_OPENING_BYTES)
         challenge = channel.receive(OPENING_S)
         nonce = secrets.token_bytes(32)

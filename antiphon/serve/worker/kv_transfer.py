@@ -42,14 +42,12 @@ from antiphon.comm.m2n.native import view_of
 from antiphon.kernels.api import KVCache
 from antiphon.models.shares import share_of
 from antiphon.serve.policy.handover import CachePart, ExpectKV, KVNews, KVOffer, WithdrawKV
-from antiphon.serve.policy.handover_ends import LandingBook, SendingBook, heads_between
+from antiphon.serve.policy.handover_ends import SLOT_BYTES, SLOTS, LandingBook, SendingBook, heads_between
 from antiphon.serve.worker.messages import KVTransferConfig
 from antiphon.specs.model import KVStorage, ModelSpec
 
 _log = get_logger("worker")
 
-SLOT_BYTES = 256 << 10
-SLOTS = 16  # of each pair: a layer of a few hundred tokens may be under way while the next is computed
 _CONNECT_S = 2.0
 _CREDIT_S = 5.0  # a target that takes nothing for so long is given up
 _LOOK_S = 0.05  # a wait for a slot looks this often whether the offer was withdrawn
