@@ -313,6 +313,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
     last_s: dict[str, float] = {}
     sent_s = {"": 0.0}  # of the long prompt under way
     num_left, num_long, long_id = case.answers, 0, ""
+    long = [_fresh_prompt(engine, tokens) for _ in range(case.long_prompts)]  # what clients do takes no core of a run
     for index in range(case.answers):
         engine.submit_to(sink, f"answer-{index}", _fresh_prompt(engine, _SHORT_TOKENS), _greedy(case.output_tokens))
     started_s = first_long_s = time.perf_counter()
@@ -336,7 +337,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             first_long_s = first_long_s if num_long else now_s
             num_long, long_id = num_long + 1, f"prompt-{num_long}"
             sent_s[long_id] = now_s
-            engine.submit_to(sink, long_id, _fresh_prompt(engine, tokens), _greedy(_LONG_ANSWER))
+            engine.submit_to(sink, long_id, long.pop(), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
     found.engine_share = (time.process_time() - used_s) / found.took_s
     found.prompts_s = time.perf_counter() - first_long_s
