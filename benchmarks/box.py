@@ -20,13 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from threading import Thread
 from types import FrameType
 from typing import BinaryIO
 
 from antiphon.base.errors import UserError
+from antiphon.base.system import signal_name
 from antiphon.bench.box import Box, BoxError, NodeProcess, box_unavailable
 from antiphon.bench.box.topology import RankPlan, plan_ranks
 
@@ -131,12 +131,6 @@ def relay(rank: int, stream: BinaryIO, target: BinaryIO) -> None:
         target.flush()
 
 
-def signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
-
-
 def say(text: str) -> None:
     print(f"box: {text}", file=sys.stderr, flush=True)
 
@@ -165,13 +159,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_ranks(arguments: argparse.Namespace, plans: Sequence[RankPlan]) -> int:
-    box = Box(
-        num_nodes=arguments.nodes,
-        mbit=arguments.mbit,
-        priority=not arguments.no_priority,
-        delay_us=arguments.delay_us,
-        loss=arguments.loss,
-    )
+    link = {"delay_us": arguments.delay_us, "loss": arguments.loss}
+    box = Box(num_nodes=arguments.nodes, mbit=arguments.mbit, priority=not arguments.no_priority, **link)
     running, relays = {}, []
     with box:
         for plan in plans:
@@ -203,12 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         without = [node for node in range(arguments.nodes) if node not in node_commands]
         if without and not command:
             raise UserError(f"no command for node {without[0]}; give one after -- or with --node-command")
-        plans = plan_ranks(
-            num_nodes=arguments.nodes,
-            num_local_ranks=arguments.procs_per_node,
-            command=command,
-            node_commands=node_commands,
-        )
+        sizes = {"num_nodes": arguments.nodes, "num_local_ranks": arguments.procs_per_node}
+        plans = plan_ranks(**sizes, command=command, node_commands=node_commands)
         if arguments.until is not None and not 0 <= arguments.until < arguments.nodes:
             raise UserError(f"--until {arguments.until}: this box has nodes 0 to {arguments.nodes - 1}")
         if reason := box_unavailable(netem=arguments.delay_us > 0 or arguments.loss > 0):

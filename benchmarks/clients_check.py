@@ -232,11 +232,10 @@ TEMPLATE = (
 def install(client: Client) -> str:
     """Make the client's environment if it is not complete; its version. `UserError` when pip cannot."""
     python = client.environment / "bin" / "python"
+    stamp = client.environment / f".complete-{'-'.join(client.requirements).replace('==', '-')}"
     if client.name == "vllm":
         run(["bash", ROOT / "benchmarks" / "peers.sh"], INSTALL_TIMEOUT_S)
-        return version_in(python, client.distribution)
-    stamp = client.environment / f".complete-{'-'.join(client.requirements).replace('==', '-')}"
-    if not stamp.exists():
+    elif not stamp.exists():
         print(f"{client.name}: installing {' '.join(client.requirements)} in {client.environment}", flush=True)
         run([sys.executable, "-m", "venv", "--clear", client.environment], INSTALL_TIMEOUT_S)
         pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -244,46 +243,36 @@ def install(client: Client) -> str:
             run([*pip, *os.environ.get("TORCH_FLAGS", "").split(), TORCH], INSTALL_TIMEOUT_S)
         run([*pip, *client.requirements], INSTALL_TIMEOUT_S)
         stamp.touch()
-    return version_in(python, client.distribution)
-
-
-def version_in(python: Path, distribution: str) -> str:
     code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
-    return run([python, "-c", code, distribution], RUN_TIMEOUT_S).strip()
-
-
-def make_model(folder: Path) -> Path:
-    """The tiny random model, with a chat template that reads tools."""
-    run([sys.executable, ROOT / "benchmarks" / "make_model.py", "tiny", folder], RUN_TIMEOUT_S)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(read_json(path) | {"chat_template": TEMPLATE}), encoding="utf-8")
-    return folder
+    return run([python, "-c", code, client.distribution], RUN_TIMEOUT_S).strip()
 
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[ServerTarget]:
-    """`antiphon serve` on the tiny model, until the block ends."""
-    model = make_model(folder / "tiny")
+    """`antiphon serve` on the tiny random model, with a chat template that reads tools, until the block ends."""
+    model = folder / "tiny"
+    run([sys.executable, ROOT / "benchmarks" / "make_model.py", "tiny", model], RUN_TIMEOUT_S)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(read_json(path) | {"chat_template": TEMPLATE}), encoding="utf-8")
     with serving_here(model, folder, "--layout", "disaggregated", "--kv-bytes", "64MiB") as facts:
         yield ServerTarget(facts["url"], facts["model"], model, folder)
 
 
 def check_client(client: Client, target: ServerTarget) -> Iterator[Row]:
     """One row for each thing the client does; one row when it cannot be installed."""
+    row = {"client": client.name, "version": "", "ran": "", "result": "passed", "duration_s": 0.0}
     try:
-        version = install(client)
+        row["version"] = install(client)
     except UserError as error:
-        yield {"client": client.name, "version": "", "ran": "", "result": f"skipped: {error}", "duration_s": 0.0}
+        yield row | {"result": f"skipped: {error}"}
         return
     for name, check in client.runs.items():
-        started_s = time.monotonic()
+        started_s, failed = time.monotonic(), {}
         try:
             check(client.environment, target)
-            result = "passed"
         except (KeyError, ValueError) as error:
-            result = f"failed: {error}" if isinstance(error, UserError) else f"failed: {error!r}"
-        elapsed_s = time.monotonic() - started_s
-        yield {"client": client.name, "version": version, "ran": name, "result": result, "duration_s": elapsed_s}
+            failed = {"result": f"failed: {error if isinstance(error, UserError) else repr(error)}"}
+        yield row | {"ran": name, "duration_s": time.monotonic() - started_s} | failed
 
 
 def table(rows: list[Row]) -> str:

@@ -35,11 +35,7 @@ class AnyThing(type):
     def __or__(cls, other: object) -> Any:
         return cls
 
-    def __ror__(cls, other: object) -> Any:
-        return cls
-
-    def __getitem__(cls, item: object) -> Any:
-        return cls
+    __ror__ = __getitem__ = __or__
 
     def __iter__(cls) -> Any:
         return iter(())
@@ -60,9 +56,7 @@ class EmptyModule(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012 - import reads it
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = any_thing(name)
+        value = AnyThing.__getattr__(AnyThing, name)
         setattr(self, name, value)
         return value
 

@@ -41,20 +41,14 @@ QUESTIONS = (
     SearchOptions(phase="decode", layout=["dp_ep"]),
     SearchOptions(phase="decode", objective="tpot", in_flight=16),
 )
-VALUES = (
-    (re.compile(r"\$\(\(NODE\*(\d+)\)\)"), r"\1"),
-    (re.compile(r"\$HEAD"), "10.0.0.1"),
-    (re.compile(r"\$RANK"), "1"),
-)
-"""What a shell would put in the place of what a reader is to set."""
 PROGRAMS: dict[Emitter, list[str]] = {"vllm": ["vllm", "serve"], "sglang": ["python", "-m", "sglang.launch_server"]}
 TIMEOUT_S = 600.0
 
 
 def commands_of(engine: Emitter, script: str) -> list[list[str]]:
     """The arguments of each command of an emitted script, without the program and variables before it."""
-    for pattern, value in VALUES:
-        script = pattern.sub(value, script)
+    # as a shell would, with what a reader is to set
+    script = re.sub(r"\$\(\(NODE\*(\d+)\)\)", r"\1", script).replace("$HEAD", "10.0.0.1").replace("$RANK", "1")
     found = []
     for line in script.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

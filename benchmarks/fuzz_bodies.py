@@ -176,15 +176,10 @@ def _send_at_once(url: str, requests: list[Request]) -> list[tuple[int, str]]:
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process and of all below it; the least of some readings, after it had time to rest."""
-
-    def reading() -> int:
-        process = psutil.Process(pid)
-        return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
-
-    readings = []
+    process, readings = psutil.Process(pid), []
     for _ in range(10):
         time.sleep(0.5)  # memory goes back to the system when it likes; nothing tells when
-        readings.append(reading())
+        readings.append(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))))
     return min(readings)
 
 

@@ -32,17 +32,11 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = (
-    ("engine", "engine"),
-    ("concurrency", "conc."),
-    ("input_tokens", "in"),
-    ("output_tokens", "out"),
-    ("output_tokens_per_s", "out tok/s"),
-    ("decode_tokens_per_s", "decode tok/s"),
-    ("prefill_tokens_per_s", "prefill tok/s"),
-    ("itl_s_median", "ITL s"),
-    ("decode_fraction_of_bound", "of decode bound"),
-)
+COLUMNS = {
+    "engine": "engine", "concurrency": "conc.", "input_tokens": "in", "output_tokens": "out",
+    "output_tokens_per_s": "out tok/s", "decode_tokens_per_s": "decode tok/s", "prefill_tokens_per_s": "prefill tok/s",
+    "itl_s_median": "ITL s", "decode_fraction_of_bound": "of decode bound",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +233,9 @@ def markdown(outcomes: list[PartOutcome], device: str) -> str:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The columns of serving, or of other rows all that they have."""
-    columns = COLUMNS if "engine" in rows[0] else tuple((name, name) for name in rows[0])
-    header = "|".join(title for _, title in columns)
-    lines = [f"|{header}|", "|" + "---|" * len(columns)]
-    return lines + ["|" + "|".join(cell(row.get(key)) for key, _ in columns) + "|" for row in rows]
+    columns = COLUMNS if "engine" in rows[0] else {name: name for name in rows[0]}
+    lines = [f"|{'|'.join(columns.values())}|", "|" + "---|" * len(columns)]
+    return lines + ["|" + "|".join(cell(row.get(key)) for key in columns) + "|" for row in rows]
 
 
 def cell(value: object) -> str:
@@ -278,9 +271,8 @@ def chosen_parts(parts: list[GpuPart], names: str) -> list[GpuPart]:
     """Those that are named, in their own order; all if none is."""
     wanted = [name for name in names.split(",") if name]
     if unknown := sorted(set(wanted) - {part.name for part in parts}):
-        raise SystemExit(
-            f"--parts: no part is called {', '.join(unknown)}; there are {', '.join(p.name for p in parts)}"
-        )
+        known = ", ".join(part.name for part in parts)
+        raise SystemExit(f"--parts: no part is called {', '.join(unknown)}; there are {known}")
     return [part for part in parts if not wanted or part.name in wanted]
 
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from antiphon.specs.model import RouterSpec
 ROUNDS = 7
 CALL_FILL_S = 1e-3
 Row = dict[str, Any]
+Kernel = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,48 +93,43 @@ def measure_limits(device: torch.device, sizes: TimedSizes) -> Row:
     return {"copy_bytes_per_s": 2 * sizes.copy_bytes / copy_s, "product_flops_per_s": 2 * side**3 / product_s}
 
 
-def timed(name: str, calls: Sequence[Callable[[], torch.Tensor]], device: torch.device) -> Row:
-    """Times of ours and of PyTorch's call, which must agree."""
-    found, expected = (call().float() for call in calls)
-    torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2, msg=lambda m: f"{name}: {m}")
-    ours_s, theirs_s = (seconds_of(call, device) for call in calls)
-    return {"us": ours_s * 1e6, "PyTorch us": theirs_s * 1e6, "PyTorch / ours": theirs_s / ours_s}
+def timed(kernel: str, count: int, sides: Sequence[tuple[KernelBackend, Any]], call: Kernel) -> Row:
+    """Times of `call` with each side, which must agree: our back-end and PyTorch's, each with what it has packed."""
+    calls = [partial(call, *side) for side in sides]
+    found, expected = (each().float() for each in calls)
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2, msg=lambda m: f"{kernel}: {m}")
+    ours_s, theirs_s = (seconds_of(each, sides[0][0].device) for each in calls)
+    times = {"us": ours_s * 1e6, "PyTorch us": theirs_s * 1e6, "PyTorch / ours": theirs_s / ours_s}
+    return {"kernel": kernel, "rows": count, **times}
 
 
 def gate_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes) -> list[Row]:
     router = RouterSpec(num_experts=sizes.experts, top_k=sizes.top_k, scoring="softmax")
     weight = torch.randn(sizes.experts, sizes.hidden) / sizes.hidden**0.5
-    packed = [each.pack_linear(weight) for each in (ours, theirs)]
+    sides = [(each, each.pack_linear(weight)) for each in (ours, theirs)]
     rows = []
     for count in sizes.rows[:-1]:
         x_TH = torch.randn(count, sizes.hidden, device=ours.device).to(ours.dtype)
-        calls = [
-            lambda b=b, p=p, x=x_TH: b.gate(x, p, None, router)[1] for b, p in zip((ours, theirs), packed, strict=True)
-        ]
-        rows.append({"kernel": "gate with its product", "rows": count, **timed("gate", calls, ours.device)})
+        rows.append(timed("gate with its product", count, sides, lambda b, p, x=x_TH: b.gate(x, p, None, router)[1]))
     return rows
 
 
 def expert_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes, limits: Row) -> list[Row]:
     shape = ExpertShape(sizes.experts, sizes.hidden, sizes.intermediate, "silu")
-    packed = [each.new_experts(shape) for each in (ours, theirs)]
+    sides = [(each, each.new_experts(shape)) for each in (ours, theirs)]
     for expert in range(sizes.experts):
         matrices = [torch.randn(s) / s[1] ** 0.5 for s in ((sizes.intermediate, sizes.hidden),) * 2]
         matrices.append(torch.randn(sizes.hidden, sizes.intermediate) / sizes.intermediate**0.5)
-        for each in packed:
-            each.set_expert(expert, *matrices)
+        for _, packed in sides:
+            packed.set_expert(expert, *matrices)
     expert_bytes = 3 * sizes.hidden * sizes.intermediate * ours.dtype.itemsize
     rows = []
     for count in sizes.rows:
         x_TH = torch.randn(count, sizes.hidden, device=ours.device).to(ours.dtype)
         ids_TK = torch.rand(count, sizes.experts, device=ours.device).topk(sizes.top_k).indices.int()
         weights_TK = torch.rand(count, sizes.top_k, device=ours.device)
-        calls = [
-            lambda b=b, p=p, x=x_TH, i=ids_TK, w=weights_TK: b.grouped_ffn(x, i, w, p)
-            for b, p in zip((ours, theirs), packed, strict=True)
-        ]
-        times = timed("experts", calls, ours.device)
-        seconds = times["us"] / 1e6
+        row = timed("experts", count, sides, lambda b, p, x=x_TH, i=ids_TK, w=weights_TK: b.grouped_ffn(x, i, w, p))
+        seconds = row["us"] / 1e6
         touched = int(ids_TK.unique().numel())
         flops = 6 * count * sizes.top_k * sizes.hidden * sizes.intermediate
         rates = {
@@ -140,7 +137,7 @@ def expert_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes, l
             "of product": flops / seconds / limits["product_flops_per_s"],
             "of copy": touched * expert_bytes / seconds / limits["copy_bytes_per_s"],
         }
-        rows.append({"kernel": "experts", "rows": count, **times, **rates})
+        rows.append(row | rates)
     return rows
 
 
@@ -152,21 +149,18 @@ def attention_rows(ours: KernelBackend, theirs: KernelBackend, sizes: TimedSizes
             num_layers=1, num_blocks=count * blocks_each, block_size=block, num_kv_heads=sizes.kv_heads,
             key_dim=sizes.head_dim, value_dim=sizes.head_dim,
         )  # fmt: skip
-        caches = [each.new_kv_cache(spec) for each in (ours, theirs)]
+        sides = [(each, each.new_kv_cache(spec)) for each in (ours, theirs)]
         tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(count)]
         batch: AttentionBatch = make_attention_batch([1] * count, [sizes.context] * count, tables, block, ours.device)
-        fill(caches, spec, tables, ours.dtype)
+        fill([cache for _, cache in sides], spec, tables, ours.dtype)
         q_TND = torch.randn(count, sizes.heads, sizes.head_dim, device=ours.device).to(ours.dtype)
-        calls = [
-            lambda b=b, c=c, q=q_TND, s=batch: b.paged_attention(
+        row = timed(
+            f"decode attention, {sizes.context} keys", count, sides, lambda b, c, q=q_TND, s=batch: b.paged_attention(
                 q, c, 0, s, scale=sizes.head_dim**-0.5, sliding_window=None
-            )
-            for b, c in zip((ours, theirs), caches, strict=True)
-        ]
-        times = timed("attention", calls, ours.device)
+            ),
+        )  # fmt: skip
         read = count * sizes.context * 2 * sizes.kv_heads * sizes.head_dim * ours.dtype.itemsize
-        of_copy = read / (times["us"] / 1e6) / limits["copy_bytes_per_s"]
-        rows.append({"kernel": f"decode attention, {sizes.context} keys", "rows": count, **times, "of copy": of_copy})
+        rows.append(row | {"of copy": read / (row["us"] / 1e6) / limits["copy_bytes_per_s"]})
     return rows
 
 

@@ -15,19 +15,12 @@ from typing import Any
 
 _GIANT_SHARE = 0.02  # of all changes; the others stay below a few thousand items
 _ALPHABETS = (
-    string.ascii_lowercase,
-    " ",
-    "a",
-    "\u4e2d\u6587\u5b57\u7b26",
-    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
-    "\u0301e\u0308",
-    "\x00\x01\x7f\ufffd\u2028",
-    "0123456789",
-    '"\\{}[],:',
-    "<|im_start|>",
-    "\n\t\r ",
-)
+    string.ascii_lowercase, " ", "a", "\u4e2d\u6587\u5b57\u7b26",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u0301e\u0308",
+    "\x00\x01\x7f\ufffd\u2028", "0123456789", '"\\{}[],:', "<|im_start|>", "\n\t\r ",
+)  # fmt: skip
 _NUMBERS: tuple[Any, ...] = (0, -1, 1, 2, 7, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e-300, 1e300, 100, 101, True)
+_OPTIONS = {"temperature": (0, 1), "top_p": (0.5, 1), "top_k": (0, 5), "seed": (1, 2), "n": (1, 2)}
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 Body = dict[str, Any]
@@ -51,13 +44,7 @@ def _valid(path: str, generator: random.Random) -> Body:
         return {"messages": messages} if generator.random() < 0.5 else {"prompt": _text(generator, 40)}
     body: Body = {"max_tokens": generator.randint(1, 4), "stream": generator.random() < 0.3}
     body |= {"messages": messages} if path.endswith("chat/completions") else {"prompt": _text(generator, 40)}
-    for name, choices in (
-        ("temperature", (0, 1)),
-        ("top_p", (0.5, 1)),
-        ("top_k", (0, 5)),
-        ("seed", (1, 2)),
-        ("n", (1, 2)),
-    ):
+    for name, choices in _OPTIONS.items():
         if generator.random() < 0.3:
             body[name] = generator.choice(choices)
     return body
@@ -150,14 +137,12 @@ def _add_messages(body: Body, generator: random.Random) -> None:
 
 def _add_schema(body: Body, generator: random.Random) -> None:
     count = _count(generator, 6_000)
+    pattern = generator.choice(("(a?){500}a{500}", "(x+x+)+y", "[a-z]{1,9999}", "(((", "^$"))
     schema: Any = generator.choice(
         (
             {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}},
             {"enum": [f"v{number}" for number in range(count)]},
-            {
-                "type": "string",
-                "pattern": generator.choice(("(a?){500}a{500}", "(x+x+)+y", "[a-z]{1,9999}", "(((", "^$")),
-            },
+            {"type": "string", "pattern": pattern},
             {"type": "array", "items": {"$ref": "#"}, "minItems": generator.choice((0, 3, 10**6))},
             {"$ref": generator.choice(("#", "#/$defs/a", "http://x/y", "#/properties/missing"))},
             {"allOf": [{"type": "string"}, {"type": "integer"}]},
@@ -181,15 +166,8 @@ def _add_bias(body: Body, generator: random.Random) -> None:
 
 
 _CHANGES = (
-    _change_value,
-    _change_inside,
-    _add_parameter,
-    _add_parameter,
-    _add_unknown,
-    _add_messages,
-    _add_schema,
-    _add_bias,
-)
+    _change_value, _change_inside, _add_parameter, _add_parameter, _add_unknown, _add_messages, _add_schema, _add_bias
+)  # fmt: skip
 
 
 def _with_noise(content: bytes, generator: random.Random) -> bytes:

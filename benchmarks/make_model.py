@@ -326,9 +326,8 @@ def make_model(shape: YardstickShape, folder: Path, seed: int = 0) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Write the yardstick checkpoint (random weights, same bits for the same seed)."
-    )
+    what = "Write the yardstick checkpoint (random weights, same bits for the same seed)."
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -28,14 +28,7 @@ from antiphon.kernels.cpu import CpuBackend
 from antiphon.models.config import LACKING, TEXT_MODELS
 from tests.models.conftest import FAMILIES, SavedModel, load_decoder, logits_by_chunks, random_ids
 from tests.models.float8_specimens import FORMATS, quantize_checkpoint
-from tests.serve.engine_harness import (
-    TinyModel,
-    complete,
-    config,
-    random_prompts,
-    running,
-    save_tiny_model,
-)
+from tests.serve.engine_harness import TinyModel, complete, config, random_prompts, running, save_tiny_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TOLERANCE = 2e-4
@@ -120,12 +113,10 @@ def not_running() -> Iterable[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Compare every family with transformers and write the tables of docs/models.md."
-    )
-    parser.add_argument(
-        "--families", help="only these, by model_type; the page's other rows stay (default: everything)"
-    )
+    what = "Compare every family with transformers and write the tables of docs/models.md."
+    parser = argparse.ArgumentParser(description=what)
+    only = "only these, by model_type; the page's other rows stay (default: everything)"
+    parser.add_argument("--families", help=only)
     options = parser.parse_args(arguments)
     chosen, forms = options.families.split(",") if options.families else FAMILIES, [] if options.families else FORMATS
     if unknown := set(chosen) - set(FAMILIES):

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -36,25 +37,13 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.system import sigterm_exits
+from antiphon.bench import served_plans
 from antiphon.bench.harness.contest import CpuWatch, Drifting, MeasuredAround, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.profile.measure import NORMAL, QUICK, step_parts
 from antiphon.bench.profile.profile import Wanted, measure
 from antiphon.bench.serve import AntiphonEngine, WorkloadSize, make_workload, parse_contestant
-from antiphon.bench.served_plans import (
-    PinnedLayout,
-    layouts_of,
-    make_plan,
-    make_two_phase_plan,
-    nodes_in_a_box,
-    profile_here,
-    promise_of,
-    serve_and_measure,
-    serving,
-    this_machine,
-    write_workload,
-)
 from antiphon.bench.serving_peers import Workload
 from antiphon.cli.plan_inputs import CLUSTER_FILE
 from antiphon.cost.profile import LocalTimes, read_profile
@@ -64,16 +53,9 @@ from antiphon.serve.served_plan import ServedPlan
 from antiphon.specs.workload import load_workload
 
 DEFAULT_GRID = (
-    "colocated:1,4,16,64,128",
-    "colocated*2:2,16,64,128",
-    "colocated/t2:1,16,64",
-    "colocated/p2:2,16,64",
-    "1+1/m1:1,16,64,128",
-    "1+1/m2:16,64,128",
-    "1+1/m3:64,128",
-    "1+2/m2:32,128",
-    "2+1/m2:32,128",
-)
+    "colocated:1,4,16,64,128", "colocated*2:2,16,64,128", "colocated/t2:1,16,64", "colocated/p2:2,16,64",
+    "1+1/m1:1,16,64,128", "1+1/m2:16,64,128", "1+1/m3:64,128", "1+2/m2:32,128", "2+1/m2:32,128",
+)  # fmt: skip
 MISS = 0.3
 GOAL = 0.1
 PLANS_GOAL = 0.15
@@ -195,13 +177,21 @@ def conclude(
             f"{row['measured_tokens_per_s']:5.0f} t/s  {row['drift']:4.0%}  {row['foreign_cpu_share']:6.0%}"
         )
     middle = float(median(abs(row["error"]) for row in rows))
-    outcome = "reached" if middle <= goal else "missed"
-    print(f"median error {middle:.1%} over {len(rows)} points, goal at most {goal:.0%}: {outcome}")
+    print(verdict(middle, f"{len(rows)} points", goal))
     for row in rows:
         if abs(row["error"]) > MISS and "measured_parts_s" in row:
             print(f"  {row['contestant']} at {row['concurrency']}: {row['error']:+.0%}; most of it: {blame(row)}")
+    write(arguments, {"median_error": middle, "rows": rows, **more})
+
+
+def verdict(error: float, over: str, goal: float) -> str:
+    outcome = "reached" if error <= goal else "missed"
+    return f"median error {error:.1%} over {over}, goal at most {goal:.0%}: {outcome}"
+
+
+def write(arguments: argparse.Namespace, found: Mapping[str, Any]) -> None:
     if arguments.json is not None:
-        written = {"bench": "predict", "command": " ".join(sys.argv), "median_error": middle, "rows": rows, **more}
+        written = {"bench": "predict", "command": " ".join(sys.argv), **found}
         arguments.json.write_text(json.dumps(written, indent=1))
 
 
@@ -276,25 +266,27 @@ def run_plans(arguments: argparse.Namespace) -> None:
         folder = Path(name)
         around = profiles_in(folder, arguments)
         cluster = json.loads((around.before().parent / CLUSTER_FILE).read_text())
-        machines = this_machine(cluster)
+        machines = served_plans.this_machine(cluster)
         if arguments.mbit is not None:
-            machines = stack.enter_context(nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder))
-        layouts = [each for each in layouts_of(machines.num_devices) if (arguments.only or "") in each.name]
-        first = around.before()
-        served = {layout: make_plan(machines, arguments.model, first, layout, size, folder) for layout in layouts}
-        measured: dict[PinnedLayout, list[MeasuredRound]] = {layout: [] for layout in layouts}
+            box = served_plans.nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder)
+            machines = stack.enter_context(box)
+        only = arguments.only or ""
+        layouts = [each for each in served_plans.layouts_of(machines.num_devices) if only in each.name]
+
+        def plans_from(profile: Path) -> dict[served_plans.PinnedLayout, ServedPlan]:
+            plan = partial(served_plans.make_plan, machines, arguments.model, profile)
+            return {layout: plan(layout, size, folder) for layout in layouts}
+
+        served = plans_from(around.before())
+        measured: dict[served_plans.PinnedLayout, list[MeasuredRound]] = {layout: [] for layout in layouts}
         for number, in_turn in enumerate(rounds_of(layouts, arguments.rounds), start=1):
             for layout in in_turn:
                 wait_for_quiet(timeout_s=arguments.patience)
                 watch = CpuWatch()
-                rate = serve_and_measure(machines, arguments.model, served[layout], size, folder)
+                rate = served_plans.serve_and_measure(machines, arguments.model, served[layout], size, folder)
                 measured[layout].append(MeasuredRound(size.concurrency / rate, rate, {}, watch.foreign_share()))
                 print(f"round {number}, {layout.name}: {rate:.1f} tokens/s", flush=True)
-        predicted = [served]
-        for again in around.after()[1:]:
-            predicted.append(
-                {layout: make_plan(machines, arguments.model, again, layout, size, folder) for layout in layouts}
-            )
+        predicted = [served, *map(plans_from, around.after()[1:])]
     rows = []
     for layout in layouts:
         times = [found[layout].predicted.tpot_s or math.nan for found in predicted]
@@ -308,7 +300,8 @@ def profiles_in(folder: Path, arguments: argparse.Namespace) -> MeasuredAround[P
 
     def profile() -> Path:
         given: Path | None = arguments.profile
-        return given or profile_here(arguments.model, folder / f"profile {next(numbers)}", quick=arguments.quick)
+        where = folder / f"profile {next(numbers)}"
+        return given or served_plans.profile_here(arguments.model, where, quick=arguments.quick)
 
     return MeasuredAround(profile)
 
@@ -333,13 +326,12 @@ def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
         folder = Path(name)
         around = profiles_in(folder, arguments)
         cluster = json.loads((around.before().parent / CLUSTER_FILE).read_text())
-        case = LoadCase(
-            workload=load_workload(str(write_workload(size, folder))), rates=tuple(rates), num_requests=size.concurrency
-        )
-        machines = this_machine(cluster)
+        workload = load_workload(str(served_plans.write_workload(size, folder)))
+        case = LoadCase(workload=workload, rates=tuple(rates), num_requests=size.concurrency)
+        machines = served_plans.this_machine(cluster)
         for rate in rates:
-            served = make_two_phase_plan(model, around.before(), rate, size, folder)
-            with serving(machines, model, served, size, folder) as url:
+            served = served_plans.make_two_phase_plan(model, around.before(), rate, size, folder)
+            with served_plans.serving(machines, model, served, size, folder) as url:
                 peer = OpenAIPeer(url)
                 peer.start()
                 run_load(peer, case.demand(rate, 1), vocab_size, 1)  # to warm up: other prompts
@@ -350,7 +342,8 @@ def run_rates(arguments: argparse.Namespace, rates: Sequence[float]) -> None:
                     watch = CpuWatch()
                     runs.append(run_load(peer, case.demand(rate, 0), vocab_size, 2 + len(runs)))
                     shares.append(watch.foreign_share())
-            promised = [promise_of(served, each, rate, size.concurrency, folder) for each in around.after()]
+            requests = arguments.requests
+            promised = [served_plans.promise_of(served, each, rate, requests, folder) for each in around.after()]
             rows.append(rate_row(rate, served, promised, runs) | {"foreign_cpu_share": median(shares)})
             print(rate_line(rows[-1]), flush=True)
     conclude_rates(arguments, rows)
@@ -407,11 +400,8 @@ def conclude_rates(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]
     """Print by how much each figure misses at the median, and the verdict over all; write them as JSON."""
     misses = {name: float(median(abs(row["error"][name]) for row in rows)) for name in rows[0]["error"]}
     for name, miss in misses.items():
-        outcome = "reached" if miss <= PLANS_GOAL else "missed"
-        print(f"{name}: median error {miss:.1%} over {len(rows)} rates, goal at most {PLANS_GOAL:.0%}: {outcome}")
-    if arguments.json is not None:
-        written = {"bench": "predict", "command": " ".join(sys.argv), "median_errors": misses, "rows": rows}
-        arguments.json.write_text(json.dumps(written, indent=1))
+        print(f"{name}: {verdict(miss, f'{len(rows)} rates', PLANS_GOAL)}")
+    write(arguments, {"median_errors": misses, "rows": rows})
 
 
 if __name__ == "__main__":

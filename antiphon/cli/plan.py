@@ -28,7 +28,7 @@ from antiphon.report.emit_k8s import kubernetes_manifest
 from antiphon.report.gather import gather
 from antiphon.report.serving import comparison_pieces, plan_page, plan_pieces
 from antiphon.report.training_plan import training_page, training_pieces
-from antiphon.sim.promise import checked, is_checked
+from antiphon.sim.promise import checked
 from antiphon.specs.catalog import FOLDERS, Kind, catalog, names
 from antiphon.specs.cluster import DeviceSpec, load_device
 from antiphon.specs.model import WEIGHT_GROUP, PrecisionSpec
@@ -201,12 +201,12 @@ def _training(
 
 def _serving(model: str, search: SearchOptions, answer: AnswerOptions, json: str | None) -> None:
     inputs = read_inputs(model, search)
-    if answer.no_check and not is_checked(inputs.phases, inputs.workload):
+    if answer.no_check and not inputs.promises_service:
         raise UserError(
             "--no-check leaves out the simulation of a whole service with a rate and a target, and this plan is none: "
             "leave it out, or give --rate and --slo-tpot"
         )
-    result = find_plan(inputs, smallest=answer.size, check=not answer.no_check)
+    result = find_plan(inputs, smallest=answer.size, check=inputs.promises_service and not answer.no_check)
     emit_json(json, plan_to_json(result.plan))
     if answer.emit is not None:
         show(emitted(answer.emit, result.plan, inputs))

@@ -117,8 +117,8 @@ class SearchOptions:
     def phases(self, workload: WorkloadSpec) -> tuple[PhaseName, ...]:
         """The phases of a plan to serve: with requests that come at a rate, or wait for a first token, all of it."""
         assert not self.trains()
-        online = workload.requests_per_s is not None or workload.slo.ttft_s is not None
-        phases = self._phases_of_latency(online) or PHASES[self.phase or ("serve" if online else "decode")]
+        phases = self._phases_of_latency(workload.is_online)
+        phases = phases or PHASES[self.phase or ("serve" if workload.is_online else "decode")]
         if self.pins().batch is not None and len(phases) > 1:
             if self.phase in ("both", "prefill"):
                 raise UserError(
@@ -232,6 +232,12 @@ class PlanInputs:
     precision: PrecisionSpec
     limits: SearchLimits
     profile: Path | None
+
+    @property
+    def promises_service(self) -> bool:
+        """Whether the plan is of the whole service and promises something to requests that come at random."""
+        promised = self.workload.slo.ttft_s is not None or self.workload.slo.tpot_s is not None
+        return self.workload.is_online and promised and self.phases not in (("decode",), ("prefill",))
 
 
 def read_inputs(model: str, search: SearchOptions) -> PlanInputs:

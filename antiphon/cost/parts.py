@@ -84,6 +84,10 @@ class Parts:
         names: NDArray[np.str_] = np.asarray(BOUND_NAMES)[largest]
         return names
 
+    def seconds_by_bound(self) -> dict[str, float]:
+        """What the time of one candidate is spent on."""
+        return dict(zip(BOUND_NAMES, map(float, self._values()), strict=True))
+
     def _values(self) -> tuple[Number, ...]:
         return self.compute_s, self.memory_s, self.scale_up_s, self.scale_out_s, self.fixed_s
 

@@ -290,14 +290,17 @@ def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
 
 
 def measured_steps(
-    setting: Setting, candidates: Candidates, *, kind: int, near: bool, layer_s: Number, hop_s: Number
+    setting: Setting,
+    candidates: Candidates,
+    engine: LocalTimes,
+    *,
+    kind: int,
+    near: bool,
+    layer_s: Number,
+    hop_s: Number,
 ) -> Iterator[tuple[int, LocalPrediction]]:
-    """Steps of those candidates that were measured, by place; none without a profile, and none but of decode. All have
-    attention on devices of `kind`; `near`: and all of an instance on one machine. `layer_s`, `hop_s`: of `Wires`, by
-    candidate."""
-    engine = None if setting.profile is None else setting.profile.engine
-    if engine is None or setting.phase != "decode" or setting.workload.draft_tokens:
-        return
+    """Decode steps of those candidates that `engine` was measured like, by place. All have attention on devices of
+    `kind`; `near`: and all of an instance on one machine. `layer_s`, `hop_s`: of `Wires`, by candidate."""
     contexts = np.broadcast_to(decode_context(setting, candidates), (len(candidates),))
     times = _of_all_machines(setting, engine)
     known = {threads.num_threads for threads in times.threads}

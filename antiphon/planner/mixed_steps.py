@@ -10,9 +10,7 @@
 
 Rejected: the time of a step with the mean number of tokens of prompts. Where memory bounds a step, they look free.
 
-Queues of requests that come at random (Poisson): one server with general service times (M/G/1) for what is computed in
-turn; a Poisson number in flight (Little) for what is decoded side by side. Rejected: clipping utilization at 1. A plan
-that cannot keep up would look slow, not impossible.
+Rejected: clipping the utilization of a queue at 1. A plan that cannot keep up would look slow, not impossible.
 """
 
 from dataclasses import dataclass, fields
@@ -21,7 +19,7 @@ import numpy as np
 
 from antiphon.cost.parts import FloatArray, Number
 from antiphon.cost.skew import expected_max_rows
-from antiphon.planner.candidates import BoolArray, Candidates, IntArray, real
+from antiphon.planner.candidates import Candidates, real
 from antiphon.planner.room import prompt_tokens_each
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepTimes, step_times
@@ -112,33 +110,6 @@ def own_s(setting: Setting, step: MixedStep) -> FloatArray:
     """The steps of one prompt, that of the promise's percentile."""
     tail = setting.new_tokens(setting.lengths.tail_prompt)
     return np.asarray(np.maximum(tail / step.room, 1.0) * step.plain_s + tail * step.token_s)
-
-
-def instances_for(rate: float, each: FloatArray, most: IntArray) -> tuple[IntArray, BoolArray]:
-    """Whole instances that together take `rate`, at most `most`; and where more would be needed."""
-    needed = np.clip(np.ceil(rate / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
-    return np.minimum(needed, most), needed > most
-
-
-def used_instances(setting: Setting, rate: float, each: FloatArray, most: IntArray) -> tuple[IntArray, BoolArray]:
-    """As `instances_for`; all that fit where the plan is for the least time."""
-    used, too_few = instances_for(rate, each, most)
-    return (most, too_few) if setting.wants_latency else (used, too_few)
-
-
-def place_wait_s(places: FloatArray, load: FloatArray, held_s: FloatArray) -> FloatArray:
-    """Mean wait for one of `places` that are taken for `held_s` each, at `load` (of all of them): M/M/c by Sakasegawa's
-    approximation (1977), exact for one place; infinite at or above saturation."""
-    rho = np.asarray(load, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        wait = rho ** np.sqrt(2 * (places + 1)) / rho * held_s / (places * (1 - rho))
-    return np.where(rho <= 0, 0.0, np.where(rho < 1, wait, np.inf))
-
-
-def mean_in_flight(places: FloatArray, tail_z: float) -> FloatArray:
-    """The mean N of a Poisson number whose tail N + z sqrt(N) still fits into `places`."""
-    root = (-tail_z + np.sqrt(tail_z**2 + 4 * places)) / 2
-    return np.asarray(root**2)
 
 
 def mg1_wait(arrivals_per_s: Number, mean_s: Number, mean_square_s2: Number) -> FloatArray:

@@ -40,13 +40,10 @@ from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.mixed_steps import (
     MixedStep,
     first_token_s,
-    mean_in_flight,
     mg1_wait,
     mixed_step,
     own_s,
-    place_wait_s,
     tail_of_wait_s,
-    used_instances,
 )
 from antiphon.planner.room import MOST_STEP_TOKENS, fed_sequences
 from antiphon.planner.setting import Setting
@@ -134,6 +131,28 @@ def _outcome(
         step_tokens=candidates.step_tokens,
         **nothing | known,
     )
+
+
+def used_instances(setting: Setting, rate: float, each: FloatArray, most: IntArray) -> tuple[IntArray, BoolArray]:
+    """Whole instances that together take `rate`, at most `most`, and where more would be needed; all that fit where the
+    plan is for the least time."""
+    needed = np.clip(np.ceil(rate / each * (1 - 1e-12)), 1, 2.0**40).astype(np.int64)
+    return most if setting.wants_latency else np.minimum(needed, most), needed > most
+
+
+def mean_in_flight(places: FloatArray, tail_z: float) -> FloatArray:
+    """The mean N of a Poisson number whose tail N + z sqrt(N) still fits into `places`."""
+    root = (-tail_z + np.sqrt(tail_z**2 + 4 * places)) / 2
+    return np.asarray(root**2)
+
+
+def place_wait_s(places: FloatArray, load: FloatArray, held_s: FloatArray) -> FloatArray:
+    """Mean wait for one of `places` that are taken for `held_s` each, at `load` (of all of them): M/M/c by Sakasegawa's
+    approximation (1977), exact for one place; infinite at or above saturation."""
+    rho = np.asarray(load, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wait = rho ** np.sqrt(2 * (places + 1)) / rho * held_s / (places * (1 - rho))
+    return np.where(rho <= 0, 0.0, np.where(rho < 1, wait, np.inf))
 
 
 def _instances_in_flight(setting: Setting, candidates: Candidates, instances: IntArray) -> IntArray:
@@ -266,7 +285,7 @@ def _serve_at(setting: Setting, candidates: Candidates, instances: IntArray) -> 
     instances = _instances_in_flight(setting, candidates, instances)
     # a request holds its place before its first token, too
     decoding = lengths.output * mean_s / (lengths.output * mean_s + own_s(setting, step))
-    places = mean_in_flight(in_flight, lengths.tail_z) / in_flight if setting.is_online else np.ones(len(candidates))
+    places = mean_in_flight(in_flight, lengths.tail_z) / in_flight if workload.is_online else np.ones(len(candidates))
     most = np.minimum(places * decoding, MOST_FED / np.maximum(step.fed, 1e-12))
     load, too_late = _most_load(setting, step, most)
     rate = workload.requests_per_s
@@ -344,7 +363,7 @@ def _is_better(tried: Outcome, best: Outcome) -> BoolArray:
 def _prefill_at(setting: Setting, candidates: Candidates, instances: IntArray) -> Outcome:
     lengths, workload = setting.lengths, setting.workload
     # a pass is limited in rows that see nothing; with a queue that never ends it is taken as it is
-    row_cost = setting.prompt_row_cost if setting.is_online else 1.0
+    row_cost = setting.prompt_row_cost if setting.workload.is_online else 1.0
     full = candidates.with_batch(np.maximum((candidates.batch / row_cost).astype(np.int64), 1))
     times, tokens = step_times(setting, full), full.instance_batch.astype(np.float64)
     capacity = tokens / times.step_s / (1 - workload.prefix_hit)  # cached tokens of prompts count as done

@@ -366,10 +366,9 @@ def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
             "fused exchanges are taken because the cluster's file does not say what a round of one takes (round_s), as "
             "older files do not: measure it anew with antiphon profile MODEL --folder DIR"
         )
-    engine = None if setting.profile is None else setting.profile.engine
-    sizes, is_decode = plan.parallel, setting.phase == "decode"
+    engine, sizes = setting.engine_times, plan.parallel
     shares_experts = plan.layout != "disaggregated" and sizes.attention_dp * sizes.expert_ep > 1
-    if is_decode and shares_experts and engine is not None and engine.row_calls is None:
+    if shares_experts and engine is not None and engine.row_calls is None:
         notes.append(
             "steps are predicted too short: the profile does not say what ranks compute to send rows to experts, as "
             "older files do not; measure it anew with antiphon profile MODEL --folder DIR"

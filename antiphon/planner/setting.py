@@ -26,7 +26,7 @@ from antiphon.base.errors import UserError
 from antiphon.cost.exchange import expected_distinct
 from antiphon.cost.network import Network, network
 from antiphon.cost.parts import FloatArray, Roofs, roofs
-from antiphon.cost.profile import Profile
+from antiphon.cost.profile import LocalTimes, Profile
 from antiphon.cost.skew import zipf_shares
 from antiphon.placement.place import balance, busiest_share
 from antiphon.planner.candidates import IntArray, Pins
@@ -208,9 +208,9 @@ class Setting:
         return self.wants_latency and self.workload.requests_per_s is None
 
     @property
-    def is_online(self) -> bool:
-        """Whether requests come at random: at a rate, or so that a promise to the first token means something."""
-        return self.workload.requests_per_s is not None or self.workload.slo.ttft_s is not None
+    def engine_times(self) -> LocalTimes | None:
+        """What the profile says of the engine, from which its decode steps are then predicted."""
+        return self.profile.engine if self.profile is not None and self.phase == "decode" else None
 
     def new_tokens(self, prompt: float) -> float:
         """Tokens of a prompt that are not in the prefix cache."""
@@ -228,13 +228,13 @@ class Setting:
         """Whether prompts come in pieces that share steps with others, as the engine's admission has it. Latent
         attention takes longer for tokens that see cached ones; for other models it makes no difference."""
         whole_service = self.phase == "serve" or (self.phase == "prefill" and self.transfers_kv)
-        return whole_service and self.is_online and self.model.attention.latent is not None
+        return whole_service and self.workload.is_online and self.model.attention.latent is not None
 
     @property
     def takes_whole_prompts(self) -> bool:
         """Whether a pass of prefill takes the prompts that are there, and workers with shorter ones wait. With a queue
         that never ends (no rate, no promise) chunks fill every worker's pass."""
-        return self.is_online or self.limits.whole_prompts
+        return self.workload.is_online or self.limits.whole_prompts
 
     @cached_property
     def roofs(self) -> tuple[Roofs, ...]:

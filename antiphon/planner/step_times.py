@@ -85,6 +85,7 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
     # each proposed token takes one more layer
     drafts = setting.workload.draft_tokens if setting.decodes else 0
     drafting = 1 + drafts / setting.model.num_layers
+    engine = setting.engine_times
     for group, where in groups_of(setting, candidates):
         some = candidates.take(where)
         parts = step_parts(setting, some, group)
@@ -93,9 +94,11 @@ def step_times(setting: Setting, candidates: Candidates) -> StepTimes:
         values = (parts.attention.moe_layer.total_s, parts.experts.total_s, back, step_s)
         for column, value in zip(columns, values, strict=True):
             column[where] = value
+        if engine is None:
+            continue
         way_s, places = back if group.apart else parts.dispatch.total_s, np.flatnonzero(where)
         for place, found in measured_steps(
-            setting, some, kind=group.attention_kind, near=group.near, layer_s=way_s, hop_s=parts.hop.total_s
+            setting, some, engine, kind=group.attention_kind, near=group.near, layer_s=way_s, hop_s=parts.hop.total_s
         ):
             measured = (found.t_a_s, found.t_e_s, found.t_c_s, found.tpot_s)
             for column, seconds in zip(columns, measured, strict=True):

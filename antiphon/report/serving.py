@@ -135,7 +135,7 @@ def _parts_grid(contents: PhaseContents) -> Grid:
     rows = []
     for name, part in contents.parts.items():
         total_s = float(part.total_s)
-        shares = sorted(serving_figures.seconds_by_bound(part).items(), key=lambda item: -item[1])
+        shares = sorted(part.seconds_by_bound().items(), key=lambda item: -item[1])
         words = ", ".join(f"{bound} {value / total_s:.0%}" for bound, value in shares if value >= 0.01 * total_s > 0)
         rows.append([name, milliseconds(total_s), words])
     return Grid(columns=["", "time", "spent on"], rows=rows, right=(1,))

@@ -15,7 +15,7 @@ whole cluster. Devices that the plan does not use hide those it does.
 """
 
 from antiphon.base.units import milliseconds, number
-from antiphon.cost.parts import BOUND_NAMES, Parts
+from antiphon.cost.parts import Parts
 from antiphon.report.document import (
     BATCH_COLOURS,
     FREE,
@@ -190,17 +190,11 @@ def parts_chart(parts: dict[str, Parts]) -> BlockChart:
     """One bar per part of a layer; the widest colour is what bounds it."""
     scale_s, unit = time_unit(max((float(part.total_s) for part in parts.values()), default=0.0))
     rows = {
-        name: {bound: seconds / scale_s for bound, seconds in seconds_by_bound(part).items()}
+        name: {bound: seconds / scale_s for bound, seconds in part.seconds_by_bound().items()}
         for name, part in parts.items()
     }
     title = f"Time of one layer and micro-batch ({unit})"
     return BlockChart(x=Axis(title=title), blocks=stacked(rows, unit), colours=PART_COLOURS)
-
-
-def seconds_by_bound(part: Parts) -> dict[str, float]:
-    """What a part's time is spent on."""
-    times = (part.compute_s, part.memory_s, part.scale_up_s, part.scale_out_s, part.fixed_s)
-    return dict(zip(BOUND_NAMES, map(float, times), strict=True))
 
 
 def sensitivity_chart(sensitivity: Sensitivity, objective: Objective) -> LineChart:

@@ -8,7 +8,7 @@
 Rejected: the formulas' word for it. They know means and a percentile of each cause, not what causes do together.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from antiphon.base.errors import ResourceError
@@ -26,13 +26,6 @@ TOLERANCE = 0.05
 FEWEST, MOST = 200, 500
 MOST_INSTANCES = 4
 ROUNDS = 3
-
-
-def is_checked(phases: Iterable[PhaseName], workload: WorkloadSpec) -> bool:
-    """Whether a plan of these phases is of the whole service and promises something to requests that come at random."""
-    online = workload.requests_per_s is not None or workload.slo.ttft_s is not None
-    promised = workload.slo.ttft_s is not None or workload.slo.tpot_s is not None
-    return online and promised and set(phases) not in ({"decode"}, {"prefill"})
 
 
 def kept_promise(plan: Plan, setting: Setting, slo: SloSpec) -> ServingResult:
@@ -68,8 +61,6 @@ def checked(search: Callable[[WorkloadSpec], PlanResult], workload: WorkloadSpec
     asked = workload
     for _ in range(ROUNDS):
         result = search(asked)
-        if not is_checked(result.plan.phases, workload):
-            return result
         setting = next(result.settings[name] for name in result.plan.phases)
         kept = kept_promise(result.plan, setting, workload.slo)
         if kept.slo_kept_ratio >= workload.slo.percentile - TOLERANCE:

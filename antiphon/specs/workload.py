@@ -226,6 +226,11 @@ class WorkloadSpec:
             )
 
     @property
+    def is_online(self) -> bool:
+        """Whether requests come at random: at a rate, or so that a promise to the first token means something."""
+        return self.requests_per_s is not None or self.slo.ttft_s is not None
+
+    @property
     def says_loads(self) -> bool:
         """Whether anything is stated about how equally experts are loaded."""
         return bool(self.expert_skew or self.expert_loads or self.expert_spread)

@@ -8,6 +8,7 @@ A save copies what it writes and goes on beside the next steps, in a thread and 
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -187,6 +188,7 @@ class Saver:
     def _complete(self, state: RunState, partial: Path, final: Path) -> None:
         """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`."""
         facts = {"version": _VERSION, "written_by": __version__, "state": asdict(state), **self._facts}
+        facts["digest"] = _digest(facts)
         (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
         _to_disk(partial)
         _remove(final)
@@ -237,11 +239,22 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         state = read(RunState, facts["state"], f"{checkpoint}/run.json: state")
     except UserError as error:
         raise CheckpointError(f"{error}: it is damaged, take another one") from error
+    if facts.get("digest", digest := _digest(facts)) != digest:  # versions before wrote none
+        raise _Lacks(
+            f"{checkpoint}/run.json was changed after it was written, maybe in what says which samples come next: put "
+            'back what it said, remove its "digest" to go on with what it says now, or take another checkpoint'
+        )
     if (named := _NAME.fullmatch(checkpoint.name)) and int(named[1]) != state.step:
         raise _Lacks(
             f"{checkpoint} is step {state.step:,} by its run.json: rename it to {_name(state.step)}, or remove it"
         )
     return facts | {"state": state}
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    """Of all that `run.json` says beside it."""
+    others = {key: value for key, value in facts.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _written_by(facts: Mapping[str, Any]) -> str:

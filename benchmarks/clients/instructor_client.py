@@ -1,41 +1,25 @@
-"""What programs on Instructor do: answers as objects, by tools and by schemas. Usage: `instructor_client.py URL MODEL`.
+"""What programs on Instructor do: answers as objects, by tools and by schemas. Needs `instructor` and `anthropic`."""
 
-Runs in an environment with `instructor` and `anthropic`; an exception or a failed check ends it with exit code 1.
-"""
-
-import sys
 from typing import Any
 
 import anthropic
 import instructor
 import openai
-from checking import check
+from checking import HELLO, MODEL, OPENAI_URL, URL, Verdict, check
 from instructor import Mode
-from pydantic import BaseModel, ConfigDict
-
-HELLO: Any = [{"role": "user", "content": "bada do"}]
-
-
-class InstructorVerdict(BaseModel):
-    """An opinion."""
-
-    model_config = ConfigDict(extra="forbid")
-    good: bool
 
 
 def main() -> None:
-    url, model = sys.argv[1:]
-    plain = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    plain = openai.OpenAI(base_url=OPENAI_URL, api_key="none", max_retries=0, timeout=60)
+    options: Any = {"response_model": Verdict, "model": MODEL, "messages": HELLO, "max_tokens": 400, "max_retries": 0}
     for mode in (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA):
         client = instructor.from_openai(plain, mode=mode)
-        options: Any = {"model": model, "messages": HELLO, "max_tokens": 400, "temperature": 0.5, "seed": 3}
-        verdict = client.create(response_model=InstructorVerdict, max_retries=0, **options)
-        check(isinstance(verdict, InstructorVerdict), f"an object by {mode.name}")
-        *_, last = client.create_partial(response_model=InstructorVerdict, max_retries=0, **options)
+        verdict = client.create(**options, temperature=0.5, seed=3)
+        check(isinstance(verdict, Verdict), f"an object by {mode.name}")
+        *_, last = client.create_partial(**options, temperature=0.5, seed=3)
         check(isinstance(last.good, bool), f"a streamed object by {mode.name}")
-    other = instructor.from_anthropic(anthropic.Anthropic(base_url=url, api_key="none", timeout=60))
-    verdict = other.create(response_model=InstructorVerdict, model=model, messages=HELLO, max_tokens=400, max_retries=0)
-    check(isinstance(verdict, InstructorVerdict), "an object over Anthropic's API")
+    other = instructor.from_anthropic(anthropic.Anthropic(base_url=URL, api_key="none", timeout=60))
+    check(isinstance(other.create(**options), Verdict), "an object over Anthropic's API")
 
 
 if __name__ == "__main__":

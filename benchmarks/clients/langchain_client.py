@@ -1,15 +1,15 @@
-"""What programs on LangChain do: chat, stream, batch, complete, call a tool. Usage: `langchain_client.py URL MODEL`.
+"""What programs on LangChain do: chat, stream, batch, complete, call a tool. Needs `langchain-openai`."""
 
-Runs in an environment with `langchain-openai`; an exception or a failed check ends it with exit code 1.
-"""
-
-import sys
 from typing import Any, Literal
 
-from checking import Verdict, check
+from checking import MODEL, OPENAI_URL, Verdict, check
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
+
+OPTIONS: dict[str, Any] = {
+    "model": MODEL, "base_url": OPENAI_URL, "api_key": "none", "timeout": 60, "max_retries": 0
+}  # fmt: skip
 
 
 @tool
@@ -19,17 +19,15 @@ def look_up(city: Literal["Oslo", "Rome"], celsius: bool) -> str:
 
 
 def main() -> None:
-    url, model = sys.argv[1:]
-    options: dict[str, Any] = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "timeout": 60}
-    chat = ChatOpenAI(**options, max_retries=0, max_tokens=12)
+    chat = ChatOpenAI(**OPTIONS, max_tokens=12)
     answer = chat.invoke("bada do")
     check(answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == 12, "chat")
     pieces = list(chat.stream("bada do", stream_usage=True))
     check(len(pieces) > 5 and any(piece.usage_metadata for piece in pieces), "streamed chat with usage")
     check(len(chat.batch(["bada", "do", "ki"])) == 3, "three chats at once")
-    check(bool(OpenAI(**options, max_retries=0, max_tokens=8).invoke("bada")), "completion")
+    check(bool(OpenAI(**OPTIONS, max_tokens=8).invoke("bada")), "completion")
 
-    long = ChatOpenAI(**options, max_retries=0, max_tokens=400, temperature=0.5, seed=3)
+    long = ChatOpenAI(**OPTIONS, max_tokens=400, temperature=0.5, seed=3)
     message = long.bind_tools([look_up], tool_choice="look_up").invoke("bada")
     check([call["name"] for call in message.tool_calls] == ["look_up"], "a tool is called")
     call = message.tool_calls[0]

@@ -1,21 +1,19 @@
-"""LangChain's own standard tests of a chat model, against a server. Usage: `langchain_standard.py URL MODEL`.
+"""LangChain's own standard tests of a chat model, against a server. Needs `langchain-openai` and `langchain-tests`.
 
-Runs in an environment with `langchain-openai` and `langchain-tests`. Left out is what a model must be trained for: to
-end its strings, and to stop by itself after it has seen the result of a tool. Exit code 1 if a
-test fails, or if hardly any ran.
+Left out is what a model must be trained for: to end its strings, and to stop by itself after it has seen the result of
+a tool. Exit code 1 if a test fails, or if hardly any ran.
 """
 
-import os
 import sys
 from typing import Any
 
 import pytest
+from checking import MODEL, OPENAI_URL
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 _LEAST = 15  # of the tests in version 1.1
-# A model that was trained on nothing does not end its strings, and does not answer by itself when it has a result.
 _TRAINED = ("agent_loop", "tool_calling", "bind_runnables", "structured_output", "json_mode", "unicode_tool_call")
 
 
@@ -28,20 +26,12 @@ class TestServer(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        url, model = os.environ["STANDARD_URL"], os.environ["STANDARD_MODEL"]
-        options = {
-            "model": model,
-            "base_url": f"{url}/v1",
-            "api_key": "none",
-            "timeout": 60,
-            "max_retries": 0,
-            "stream_usage": True,
-        }
-        return {**options, "max_tokens": 400, "temperature": 0.5, "seed": 3}
+        options = {"model": MODEL, "base_url": OPENAI_URL, "api_key": "none", "timeout": 60, "max_retries": 0}
+        return {**options, "stream_usage": True, "max_tokens": 400, "temperature": 0.5, "seed": 3}
 
     @property
     def model_override_value(self) -> str:
-        return os.environ["STANDARD_MODEL"]
+        return MODEL
 
     @property
     def supports_json_mode(self) -> bool:
@@ -58,7 +48,6 @@ class Count:
 
 
 def main() -> int:
-    os.environ["STANDARD_URL"], os.environ["STANDARD_MODEL"] = sys.argv[1:]
     count = Count()
     options = ["-q", "-p", "no:cacheprovider", "--tb=line", "-rf", "--rootdir=/", "-o", "asyncio_mode=auto"]
     # One loop: the client keeps its connections from test to test.

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,6 +17,7 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.collectives import CollectiveCase, check_result, expected_result
 from antiphon.cli.bench import app
 from tests.comm.ranks import start_fork_server
+from tests.serve.fork_server import HEARS_INTERRUPTS
 from tests.waiting import wait_until
 
 
@@ -55,24 +58,31 @@ def test_sizes_that_do_not_fit() -> None:
         CliRunner().invoke(app, ["collectives", "--only", "sum"], catch_exceptions=False)
 
 
-def test_a_service_managers_signal_leaves_nothing(tmp_path: Path) -> None:
-    """The root of all benchmarks hears it, whatever they have begun."""
-    options = [
-        "--ranks",
-        "2",
-        "--repetitions",
-        "1000",
-        "--bytes",
-        "64MiB",
-        "--only",
-        "all-reduce",
-        "--quiet-timeout",
-        "0",
-    ]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_while_ranks_start_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """The root of all benchmarks hears it, whatever they have begun. Ctrl-C goes to all processes of a terminal, also
+    while the one that ranks are forked from imports."""
+    options = ["--ranks", "2", "--repetitions", "1000", "--bytes", "64MiB", "--only", "all-reduce"]
+    options += ["--quiet-timeout", "0"]
     command = [sys.executable, "-m", "antiphon.cli.main", "bench", "collectives", *options]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a fork would have looked for its folder before
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as bench:
-        wait_until(lambda: bool(list(tmp_path.iterdir())), "a folder of the ranks")
-        bench.terminate()
-        assert bench.wait(60) == 128 + signal.SIGTERM
+    command = [sys.executable, "-c", HEARS_INTERRUPTS, *command]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as bench:
+        wait_until(lambda: _imports(bench.pid), "a process that ranks are forked from")
+        if number == signal.SIGINT:
+            os.killpg(bench.pid, number)
+        else:
+            bench.send_signal(number)
+        assert bench.stderr is not None
+        assert b"Traceback" not in bench.stderr.read(), "all processes hold it, so all have ended"
+        assert bench.wait(60) == code
     assert not list(tmp_path.iterdir())
+
+
+def _imports(pid: int) -> bool:
+    """Whether a fork server of that process has begun to import torch."""
+    with suppress(psutil.Error, OSError):
+        for each in psutil.Process(pid).children():
+            if "forkserver" in " ".join(each.cmdline()):
+                return "libtorch" in Path(f"/proc/{each.pid}/maps").read_text()
+    return False

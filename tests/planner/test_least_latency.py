@@ -10,8 +10,7 @@ from antiphon.base.errors import UserError
 from antiphon.planner.candidates import Pins
 from antiphon.planner.explain import NoPlan
 from antiphon.planner.least_latency import least_latency
-from antiphon.planner.mixed_steps import place_wait_s
-from antiphon.planner.outcome import outcome_at
+from antiphon.planner.outcome import outcome_at, place_wait_s
 from antiphon.planner.room import batch_limits
 from antiphon.planner.setting import SearchLimits
 from antiphon.planner.space import make_space

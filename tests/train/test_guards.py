@@ -240,6 +240,7 @@ def test_a_checkpoint_of_a_former_version(tmp_path: Path) -> None:
     file = tmp_path / "out/checkpoints/step-00000003/run.json"
     facts = json.loads(file.read_text())
     facts.pop("text")
+    facts.pop("digest")
     file.write_text(json.dumps(facts))
     with pytest.raises(UserError, match=r"a text that its run\.json does not name.*--allow-change data\.files"):
         finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
@@ -254,6 +255,32 @@ def test_a_checkpoint_of_a_former_version(tmp_path: Path) -> None:
         CheckpointError, match=r"unknown key newer.*; unless it was edited, go on with the Antiphon that"
     ):
         finished(tmp_path, "steps=4", "optimizer.schedule_steps=3")
+
+
+def test_a_checkpoint_whose_facts_were_edited_is_refused(tmp_path: Path) -> None:
+    """Of other samples than those that come next, a run would say nothing."""
+    whole = finished(tmp_path / "whole")
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    file = tmp_path / "out/checkpoints/step-00000003/run.json"
+    text, facts = file.read_text(), json.loads(file.read_text())
+    facts["state"]["num_samples"] += 1000
+    file.write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match=r'run\.json was changed after it was written.*remove its "digest"'):
+        finished(tmp_path)
+    assert steps_of(tmp_path) == [3], "it is not put aside"
+    file.write_text(json.dumps(json.loads(text), sort_keys=True))
+    assert same_tensors(whole.model, finished(tmp_path).model), "only what it says counts"
+
+
+def test_what_no_digest_guards_is_believed(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    file = tmp_path / "out/checkpoints/step-00000003/run.json"
+    facts = json.loads(file.read_text())
+    facts.pop("digest")
+    facts["state"]["num_samples"] += 1000
+    file.write_text(json.dumps(facts))
+    added = finished(tmp_path).state.num_samples - facts["state"]["num_samples"]
+    assert added == finished(tmp_path / "whole").state.num_samples // 2
 
 
 def test_a_checkpoint_under_another_step_is_refused(tmp_path: Path) -> None:

@@ -53,9 +53,12 @@ def answer_calls(socket: str, number: int) -> None:
     """A whole child's life. The parent sends what makes the object first: a callable, or the file that defines `load`,
     and its arguments."""
     end_with_parent()
-    connection = Client(socket, family="AF_UNIX")
-    assert isinstance(connection, Connection)
-    connection.send((number, os.getpid()))
+    try:
+        connection = Client(socket, family="AF_UNIX")
+        assert isinstance(connection, Connection)
+        connection.send((number, os.getpid()))
+    except OSError:
+        return  # the parent was interrupted, and waits for no one
     target: Any = None
     try:
         make, arguments = connection.recv()

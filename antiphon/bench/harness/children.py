@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Protocol, Self
 
@@ -321,6 +322,12 @@ def forked(environment: Mapping[str, str] | None = None) -> Starter:
     def start(path: str, count: int, log: IO[bytes]) -> Sequence[Handle]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed"])
+        resource_tracker.ensure_running()  # its start lets interrupts through
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()  # it inherits that, and so do its forks: Ctrl-C is ours to handle
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         started = []
         for number in range(count):
             process = context.Process(target=_run_fork, args=(path, number, dict(environment or {})), daemon=True)
