@@ -188,7 +188,7 @@ class Saver:
     def _complete(self, state: RunState, partial: Path, final: Path) -> None:
         """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`."""
         facts = {"version": _VERSION, "written_by": __version__, "state": asdict(state), **self._facts}
-        facts["digest"] = _digest(facts)
+        facts["digest"] = _digest(json.loads(json.dumps(facts)))  # as it will be read
         (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
         _to_disk(partial)
         _remove(final)
