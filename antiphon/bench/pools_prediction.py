@@ -29,8 +29,8 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.policy.request import rows_for_cost
 from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import pools_of
-from antiphon.sim.serve import simulate_serving
 from antiphon.sim.serving_options import Demand, ServingOptions
+from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.counts import context_tokens_per_row
 from antiphon.specs.model import PrecisionSpec

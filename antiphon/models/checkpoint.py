@@ -27,7 +27,6 @@ from antiphon.base.errors import CheckpointError
 from antiphon.kernels.quantized import QuantizedWeight
 from antiphon.models import packed
 from antiphon.models.checkpoint_folder import INDEX_NAME, open_regular, read_json
-from antiphon.models.names import BLOCKS_SUFFIX, NAMES, TensorNames
 from antiphon.models.packed import (
     MXFP4_BLOCK,
     PACKED_SUFFIXES,
@@ -39,6 +38,7 @@ from antiphon.models.packed import (
 from antiphon.models.quantization import packing_of
 from antiphon.models.rounding import AS_STORED, WeightRounding
 from antiphon.models.shard_index import TensorEntry, file_of_each_tensor, read_header, truncated, unused_files
+from antiphon.models.tensor_names import BLOCKS_SUFFIX, NAMES, TensorNames
 
 DTYPES = {
     "F64": torch.float64,

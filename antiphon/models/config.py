@@ -27,9 +27,9 @@ from antiphon.models.families.config_values import MAX_WIDTH, RULES, check_value
 from antiphon.models.families.readers import FAMILIES
 from antiphon.models.gguf.container import MAGIC, SUFFIX, gguf_files
 from antiphon.models.gguf.metadata import gguf_config
-from antiphon.models.names import NAMES, TensorNames
 from antiphon.models.quantization import check_quantization
 from antiphon.models.shard_index import evidence_of, stored_dtype
+from antiphon.models.tensor_names import NAMES, TensorNames
 from antiphon.specs.checked import canonical
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec, RopeSpec, RouterSpec

@@ -28,9 +28,9 @@ from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerN
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
 from antiphon.models.gguf.checkpoint import open_weights
-from antiphon.models.names import TensorNames
 from antiphon.models.rotary import rotary_table
 from antiphon.models.shares import Share, share_of
+from antiphon.models.tensor_names import TensorNames
 from antiphon.models.tensors import (
     ExpertRefs,
     LoadPlan,

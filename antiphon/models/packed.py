@@ -39,8 +39,8 @@ from torch import Tensor
 
 from antiphon.base.errors import CheckpointError
 from antiphon.kernels.quantized import SCALE_DTYPES, QuantizedWeight, WeightFormat, pack_nibbles, unpack_nibbles
-from antiphon.models.names import BLOCKS_SUFFIX, SCALES_SUFFIX
 from antiphon.models.quantization import PackedLayout
+from antiphon.models.tensor_names import BLOCKS_SUFFIX, SCALES_SUFFIX
 
 if TYPE_CHECKING:
     from antiphon.models.checkpoint import Checkpoint

@@ -34,7 +34,7 @@ from antiphon.models.checkpoint_folder import (
     read_json,
     weight_files,
 )
-from antiphon.models.names import GatedNames, TensorNames
+from antiphon.models.tensor_names import GatedNames, TensorNames
 
 LENGTH_BYTES = 8
 MAX_AXES = 64  # as many as torch takes

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from antiphon.base.errors import CheckpointError
 from antiphon.models import packed
 from antiphon.models.checkpoint import Checkpoint, Cut, Rows
-from antiphon.models.names import BLOCKS_SUFFIX, GatedNames, StackedLayout, TensorNames
 from antiphon.models.shard_index import stored_counts
 from antiphon.models.shares import Range, Ranges, Share, head_ranges
+from antiphon.models.tensor_names import BLOCKS_SUFFIX, GatedNames, StackedLayout, TensorNames
 from antiphon.specs.model import AttentionSpec, LatentSpec, ModelSpec
 
 _OTHER_MODEL = "weights and config.json are of different models, download both again"

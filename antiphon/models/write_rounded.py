@@ -42,9 +42,9 @@ from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.gguf.container import SUFFIX as GGUF_SUFFIX
 from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
-from antiphon.models.names import GatedNames
 from antiphon.models.packed import SCALE_SUFFIXES
 from antiphon.models.rounding import RoundedFormat, WeightRounding, format_of, rounded
+from antiphon.models.tensor_names import GatedNames
 from antiphon.models.tensors import attention_layer_plan, expert_refs
 from antiphon.models.weights import PLAIN_PURPOSES
 from antiphon.specs.model import ModelSpec

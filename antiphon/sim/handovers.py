@@ -29,7 +29,7 @@ from antiphon.serve.policy.handover import (
     KVSource,
     KVTarget,
 )
-from antiphon.serve.policy.handover_ends import LandingBook, SendingBook
+from antiphon.serve.policy.handover_sides import LandingBook, SendingBook
 from antiphon.serve.policy.request import Request, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.instances import Instance, LivePool

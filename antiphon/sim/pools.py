@@ -28,7 +28,7 @@ from antiphon.planner.candidates import Candidates
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.room import BLOCK_SIZE, cache_bytes
 from antiphon.planner.setting import Setting
-from antiphon.serve.policy.handover_ends import SLOT_BYTES, SLOTS
+from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
 from antiphon.sim.serving_options import Demand, Kill, Role
 from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks

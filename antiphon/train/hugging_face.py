@@ -31,9 +31,9 @@ from antiphon.kernels.reference import ReferenceBackend, ReferenceExperts
 from antiphon.models.checkpoint_folder import INDEX_NAME
 from antiphon.models.config import read_config, tensor_names
 from antiphon.models.load import open_checkpoint
-from antiphon.models.names import StackedLayout, TensorNames
 from antiphon.models.packed import SCALE_BLOCK, SCALE_SUFFIXES
 from antiphon.models.rounding import float8_blocks
+from antiphon.models.tensor_names import StackedLayout, TensorNames
 from antiphon.models.tensors import (
     ExpertRefs,
     LoadPlan,

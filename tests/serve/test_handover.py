@@ -23,7 +23,7 @@ from antiphon.serve.policy.handover import (
     KVTarget,
     WithdrawKV,
 )
-from antiphon.serve.policy.handover_ends import LandingBook, SendingBook, heads_between
+from antiphon.serve.policy.handover_sides import LandingBook, SendingBook, heads_between
 
 LAYERS, HEADS, BLOCK, NUM_BLOCKS = 2, 2, 3, 8
 POISON = "poison"

@@ -1,4 +1,4 @@
-"""The families that run: how each reads its `config.json`. Its tensors' names are in `models/names`.
+"""The families that run: how each reads its `config.json`. Its tensors' names are in `models/tensor_names`.
 
 A reader calls `_decoder` with what the family has of its own; the rest is read from the keys that most families share
 (`config_keys`). Defaults have been filled in before, and values bounded (`config_values`).

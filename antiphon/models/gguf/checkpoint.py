@@ -35,10 +35,10 @@ from antiphon.kernels.quantized import CODE_DTYPES, CodeKind, QuantizedWeight, W
 from antiphon.models.checkpoint import DTYPES, Checkpoint, MadeTensor, Rows, SafetensorsFile
 from antiphon.models.gguf.container import BlockType, GgufHeader, gguf_files, read_gguf
 from antiphon.models.gguf.metadata import PERMUTED
-from antiphon.models.names import GGUF_NAMES, TensorNames
 from antiphon.models.packed import multiplied_out
 from antiphon.models.rounding import rounding_of
 from antiphon.models.shard_index import AGAIN
+from antiphon.models.tensor_names import GGUF_NAMES, TensorNames
 
 _SHARED_GATE = "ffn_gate_inp_shexp.weight"
 _KEY_UP, _VALUE_UP, _BOTH_UP = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"

@@ -1,6 +1,6 @@
 """Handing a request's keys and values from one worker's pages to another's: the protocol, without I/O or a clock.
 
-The target's pages exist before anything is sent. Then three books meet (the ends' are in `handover_ends`):
+The target's pages exist before anything is sent. Then three books meet (the ends' are in `handover_sides`):
 
 1. The engine's `HandoverBook` makes an offer: tokens [first, end) of a request, `first` behind what the target found in
    its own prefix cache.

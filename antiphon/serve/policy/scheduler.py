@@ -16,8 +16,8 @@ which block, nothing else; that is why recovery needs no undo log.
 from collections.abc import Mapping, Sequence
 
 from antiphon.serve.engine_api import FinishReason
-from antiphon.serve.policy.batching import fill_step
 from antiphon.serve.policy.block_book import BlockBook
+from antiphon.serve.policy.fill_step import fill_step
 from antiphon.serve.policy.request import PENDING, Request, SchedulerConfig, SequenceStep, StepPlan
 
 RUNNING_SEQUENCE_TOKENS = 16  # what a running sequence costs a new one, in tokens, because it slows every step

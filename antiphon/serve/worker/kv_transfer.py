@@ -2,7 +2,7 @@
 
 A process that gives has a `KVSender`, one that takes a `KVReceiver`; each has a thread and an endpoint of its own, so
 neither waits for steps, nor steps for it. What may be sent, and what is still missing, the books of
-`policy/handover_ends` say.
+`policy/handover_sides` say.
 
 1. After each layer of a step the runner says how far it has come (`layer_done`). The sender's thread fills slots of
    the target's inbox with plain rows (`KVCache.read_tokens`; of a cache in 8 bits codes and scales as they are stored)
@@ -42,7 +42,7 @@ from antiphon.comm.m2n.native import view_of
 from antiphon.kernels.api import KVCache
 from antiphon.models.shares import share_of
 from antiphon.serve.policy.handover import CachePart, ExpectKV, KVNews, KVOffer, WithdrawKV
-from antiphon.serve.policy.handover_ends import SLOT_BYTES, SLOTS, LandingBook, SendingBook, heads_between
+from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS, LandingBook, SendingBook, heads_between
 from antiphon.serve.worker.messages import KVTransferConfig
 from antiphon.specs.model import KVStorage, ModelSpec
 
