@@ -39,6 +39,7 @@ from antiphon.specs.workload import WorkloadSpec, load_workload, workload_from_j
 
 Spec = TypeVar("Spec")
 _OTHERWISE = 0.01  # relative difference from which the plan's times are of something else
+_MOST_REQUESTS = 10_000_000  # some hours, and some gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,10 @@ class SimulateOptions:
     ] = None
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests of a trace (JSONL, CSV).")] = None
     requests: Annotated[
-        int | None, typer.Option(metavar="N", min=1, show_default=False, help="How many; 1000, all of a trace.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=_MOST_REQUESTS, show_default=False, help="How many; 1000, all of a trace."
+        ),
     ] = None
     rate: Annotated[
         float | None, positive_option("R", "requests per second", "Poisson arrivals a second, not the workload's.")

@@ -223,6 +223,7 @@ WRONG: list[tuple[int, str, tuple[object, ...]]] = [
     ),
     (2, r"cluster 'nowhere' is unknown.*", ("decode.json", "--cluster", "nowhere", "--workload", "small.toml")),
     (2, r"--requests is 0: it must be at least 1", ("decode.json", *FILES, "--requests", 0)),
+    (2, r"--requests is 10000001: it must be at most 10000000", ("decode.json", *FILES, "--requests", 10_000_001)),
     (2, r"--rate is 0: it must be above 0 requests per second", ("decode.json", *FILES, "--rate", 0)),
     (
         2,
