@@ -1,7 +1,7 @@
 """The two ends of a hand-over in the workers: what a source still has to write, what a target still misses.
 
-The engine's part and the protocol are in `handover`. Both books know offers, layers and tokens, not bytes; how many bytes
-may be under way, `SLOTS` of `SLOT_BYTES` say. Each book belongs to one process of a worker; the caller locks.
+The engine's part and the protocol are in `handover`. Both books know offers, layers and tokens, not bytes; how many of
+these may be under way, `SLOTS` of `SLOT_BYTES` say. Each book belongs to one process of a worker; the caller locks.
 """
 
 from collections.abc import Sequence
