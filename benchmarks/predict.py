@@ -271,7 +271,9 @@ def run_plans(arguments: argparse.Namespace) -> None:
             box = served_plans.nodes_in_a_box(cluster, arguments.nodes, arguments.mbit, folder)
             machines = stack.enter_context(box)
         only = arguments.only or ""
-        layouts = [each for each in served_plans.layouts_of(machines.num_devices) if only in each.name]
+        every = served_plans.layouts_of(machines.num_devices)
+        if not (layouts := [each for each in every if only in each.name]):
+            raise UserError(f"--only {only}: give a part of one of {', '.join(each.name for each in every)}")
 
         def plans_from(profile: Path) -> dict[served_plans.PinnedLayout, ServedPlan]:
             plan = partial(served_plans.make_plan, machines, arguments.model, profile)
