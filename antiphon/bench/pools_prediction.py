@@ -79,7 +79,7 @@ class MeasuredMachine:
             later_piece=(middle, longest // 2),
             contexts=(64, max(512, answer_tokens)),
             beside_rows=(),
-            in_turn=all(pool.layout == "colocated" for each in configs for pool in each.pools),
+            apart=any(pool.layout != "colocated" for each in configs for pool in each.pools),
             point_s=_POINT_S,
         )
         wanted = Wanted(

@@ -311,6 +311,7 @@ def workers_table(times: LocalTimes) -> Any:
             rows.append(
                 (
                     worker.num_threads,
+                    "both" if worker.both_sides else "one",
                     int(count),
                     format_seconds(worker.attention_s.value(count)),
                     format_seconds(worker.attention_layer_s(count, 1024)),
@@ -322,7 +323,7 @@ def workers_table(times: LocalTimes) -> Any:
             )
     short = times.threads[0].base_context
     slower = ("attention beside experts", "experts beside attention")  # times as long
-    columns = ("threads", "rows", f"attention, context {short}", "context 1024", "experts", "head", *slower)
+    columns = ("threads", "sides", "rows", f"attention, context {short}", "context 1024", "experts", "head", *slower)
     return table(columns, rows)
 
 

@@ -52,7 +52,8 @@ def flat(value: float) -> Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadTimes:
-    """Times of one worker with `num_threads` threads and no other worker beside it.
+    """Times of one worker with `num_threads` threads and no other worker beside it. `both_sides`: it has attention and
+    all experts, as a replica of one process has; otherwise each side was timed alone, as with the other elsewhere.
 
     Attention of a layer: `attention_s(rows)` at a context of `base_context`, plus `per_context_s(rows)` for every
     cached token beyond, of each row. `experts_s[h]`: a layer's experts when the worker holds h of them, by all rows
@@ -71,6 +72,7 @@ class ThreadTimes:
     step_s: Curve
     prompt_attention_s: Curve
     per_cached_s: float | None = None
+    both_sides: bool = False
 
     def attention_layer_s(self, rows: float, context: float) -> float:
         beyond = max(0.0, context - self.base_context)
@@ -241,7 +243,8 @@ class MachineFacts:
 class AttentionTable:
     """Seconds of one layer without its routed experts. Decode: `times` over (sequences, context each). Prefill: over
     (new tokens in all, new tokens of each sequence), nothing cached; `per_cached_s`: what each new token adds for every
-    cached one, None where it was not measured. `num_threads`: cores the worker had."""
+    cached one, None where it was not measured. `num_threads`: cores the worker had. `both_sides`: it has all experts,
+    too, as in `ThreadTimes`."""
 
     phase: AttentionPhase
     layer: LayerKind
@@ -250,16 +253,19 @@ class AttentionTable:
     num_threads: Count = 1
     bound: Bound = "memory"
     per_cached_s: NotNegative | None = None
+    both_sides: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTable:
-    """Seconds of one layer's routed experts on one worker: `times` over (experts held, (token, expert) pairs)."""
+    """Seconds of one layer's routed experts on one worker: `times` over (experts held, (token, expert) pairs).
+    `both_sides`: with attention, as in `ThreadTimes`; such a worker holds all experts."""
 
     times: Surface
     tp: Count = 1
     num_threads: Count = 1
     bound: Bound = "memory"
+    both_sides: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,15 +309,19 @@ class Profile:
             raise UserError(f"profile: version is {self.version}: this program reads version {PROFILE_VERSION}")
 
     def attention_table(
-        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1
+        self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, *, both_sides: bool = False
     ) -> AttentionTable | None:
-        """The first table that answers for this worker; None if none was measured."""
+        """The first table that answers for this worker, if there is one as `both_sides` says; None if none was
+        measured."""
         key = (phase, layer, tp)
-        return next((table for table in self.attention if (table.phase, table.layer, table.tp) == key), None)
+        found = [table for table in self.attention if (table.phase, table.layer, table.tp) == key]
+        return next((table for table in found if table.both_sides == both_sides), found[0] if found else None)
 
-    def expert_table(self, tp: int = 1) -> ExpertTable | None:
-        """The first table that answers for this worker; None if none was measured."""
-        return next((table for table in self.experts if table.tp == tp), None)
+    def expert_table(self, tp: int = 1, *, both_sides: bool = False) -> ExpertTable | None:
+        """The first table that answers for this worker, if there is one as `both_sides` says; None if none was
+        measured."""
+        found = [table for table in self.experts if table.tp == tp]
+        return next((table for table in found if table.both_sides == both_sides), found[0] if found else None)
 
     def turn_s(self, rows: Number) -> Number:
         """What the engine itself takes between two steps with this many running sequences on a worker."""

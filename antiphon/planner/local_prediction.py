@@ -108,7 +108,8 @@ def predict_decode(
     on the machine of the times and talk over its shared memory; the hybrid layout needs them."""
     if concurrency < 1 or not context >= 1:
         raise UserError(f"{concurrency} requests of context {context}: both must be at least 1")
-    threads = _with_threads(times, max(1, times.num_cores // choice.num_workers))
+    both_sides = choice.layout == "colocated" and choice.attention_tp == choice.num_stages == 1
+    threads = _with_threads(times, max(1, times.num_cores // choice.num_workers), both_sides=both_sides)
     if choice.layout == "disaggregated":
         return _disaggregated(times, threads, model, choice, concurrency, context, wires)
     return _colocated(times, threads, model, choice, concurrency, context, wires)
@@ -277,12 +278,12 @@ def _slowed(t_a: float, t_e: float, slow_a: float, slow_e: float) -> tuple[float
     return new_a, new_e
 
 
-def _with_threads(times: LocalTimes, num_threads: int) -> ThreadTimes:
-    """The times with this many threads; `UserError` if they were not measured."""
-    for measured in times.threads:
-        if measured.num_threads == num_threads:
-            return measured
-    known = ", ".join(str(measured.num_threads) for measured in times.threads)
+def _with_threads(times: LocalTimes, num_threads: int, *, both_sides: bool) -> ThreadTimes:
+    """The times with this many threads, of a worker with `both_sides` or with one if both were measured; `UserError` if
+    none was."""
+    if found := [each for each in times.threads if each.num_threads == num_threads]:
+        return next((each for each in found if each.both_sides == both_sides), found[0])
+    known = ", ".join(map(str, dict.fromkeys(each.num_threads for each in times.threads)))
     raise UserError(
         f"the profile has no times with {num_threads} threads, only with {known}: "
         f"measure again with antiphon profile --threads {known.replace(' ', '')},{num_threads}"

@@ -248,7 +248,7 @@ def _colocated_work(
     )
     if setting.profile is None:
         return step
-    experts = experts_as_profiled(setting, pairs, held, real(candidates.expert_tp), step.experts)
+    experts = experts_as_profiled(setting, candidates, pairs, step.experts)
     return replace(step, attention=as_profiled(setting, candidates, rows, step.attention), experts=experts)
 
 

@@ -11,13 +11,15 @@
 Rejected: times of an average worker. A step waits for the slowest.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from antiphon.cost.layers import AttentionTimes, StepRows, attention_side, dense_feed_forward, expert_feed_forward
 from antiphon.cost.parts import FloatArray, Number, Parts, row_bytes_of, select
 from antiphon.cost.profile import LayerKind, profiled_attention, profiled_experts
 from antiphon.cost.skew import barrier_factor, expected_max_rows
-from antiphon.planner.candidates import Candidates, real
+from antiphon.planner.candidates import TP_PP, BoolArray, Candidates, real
 from antiphon.planner.setting import Setting
 
 
@@ -91,12 +93,11 @@ def as_profiled(setting: Setting, candidates: Candidates, rows: StepRows, modell
     if profile is None:
         return modelled
     moe, dense, head = modelled.moe_layer, modelled.dense_layer, modelled.head
-    for degree in np.unique(tp):
-        here = np.asarray(tp == degree)
-        found = _measured_layer(setting, rows, "moe", int(degree))
+    for degree, both_sides, here in _kinds_of_workers(candidates, tp):
+        found = _measured_layer(setting, rows, "moe", degree, both_sides=both_sides)
         moe = moe if found is None else select(here, found, moe)
         if setting.model.num_moe_layers < setting.model.num_layers:
-            found = _measured_layer(setting, rows, "dense", int(degree))
+            found = _measured_layer(setting, rows, "dense", degree, both_sides=both_sides)
             dense = dense if found is None else select(here, found, dense)
     if profile.head is not None:
         measured = Parts(fixed_s=np.asarray(profile.head.at(np.asarray(rows.sampled, dtype=np.float64))))
@@ -104,17 +105,33 @@ def as_profiled(setting: Setting, candidates: Candidates, rows: StepRows, modell
     return AttentionTimes(moe_layer=moe, dense_layer=dense, head=head)
 
 
-def _measured_layer(setting: Setting, rows: StepRows, layer: LayerKind, degree: int) -> Parts | None:
+def _kinds_of_workers(candidates: Candidates, tp: FloatArray) -> Iterator[tuple[int, bool, BoolArray]]:
+    """For a profile's tables: each TP degree, whether one process has both sides, and the candidates that are so."""
+    whole = has_both_sides(candidates)
+    for degree in np.unique(tp):
+        for both_sides in np.unique(whole[tp == degree]):
+            yield int(degree), bool(both_sides), (tp == degree) & (whole == both_sides)
+
+
+def has_both_sides(candidates: Candidates) -> BoolArray:
+    """Replicas of one process: it has all layers, and attention and experts of each."""
+    whole = (candidates.layout == TP_PP) & (candidates.pp == 1) & (candidates.attention_tp == 1)
+    return np.asarray(whole)
+
+
+def _measured_layer(
+    setting: Setting, rows: StepRows, layer: LayerKind, degree: int, *, both_sides: bool
+) -> Parts | None:
     """One layer by the profile's tables, which know decoding and prompts apart; None where one is missing."""
     assert setting.profile is not None
     total = None
     if setting.decodes:
-        table = setting.profile.attention_table("decode", layer, degree)
+        table = setting.profile.attention_table("decode", layer, degree, both_sides=both_sides)
         if table is None:
             return None
         total = profiled_attention(table, np.asarray(rows.decoding), np.asarray(rows.context))
     if setting.phase != "decode":
-        table = setting.profile.attention_table("prefill", layer, degree)
+        table = setting.profile.attention_table("prefill", layer, degree, both_sides=both_sides)
         if table is None:
             return None
         if total is None:
@@ -149,25 +166,25 @@ def expert_times(setting: Setting, candidates: Candidates, kind: int) -> Parts:
     rows, tp = rows_of_fullest(setting, candidates), real(candidates.expert_tp)
     net = setting.networks[kind]
     size_bytes = rows_received(setting, candidates, rows) * setting.model.hidden_size * row_bytes_of(setting.precision)
-    alone = expert_layer(setting, rows, real(candidates.slots), kind, tp)
+    alone = expert_layer(setting, candidates, rows, kind)
     return alone + net.all_gather(size_bytes, tp) + net.reduce_scatter(size_bytes, tp)
 
 
-def expert_layer(setting: Setting, rows: FloatArray, held: FloatArray, kind: int, tp: FloatArray) -> Parts:
-    """The grouped products of a worker that holds `held` experts and gets `rows` pairs; measured where a profile covers
-    it."""
+def expert_layer(setting: Setting, candidates: Candidates, rows: FloatArray, kind: int) -> Parts:
+    """The grouped products of an expert worker that gets `rows` pairs; measured where a profile covers it."""
+    held, tp = real(candidates.slots), real(candidates.expert_tp)
     modelled = expert_feed_forward(setting.model, setting.roofs[kind].gemm, rows, held, tp, setting.precision)
-    return experts_as_profiled(setting, rows, held, tp, modelled)
+    return experts_as_profiled(setting, candidates, rows, modelled)
 
 
-def experts_as_profiled(setting: Setting, rows: FloatArray, held: FloatArray, tp: FloatArray, modelled: Parts) -> Parts:
+def experts_as_profiled(setting: Setting, candidates: Candidates, rows: FloatArray, modelled: Parts) -> Parts:
     """`modelled`, and the profile's times in its place for the TP degrees that were measured."""
     if setting.profile is None:
         return modelled
-    for degree in np.unique(tp):
-        table = setting.profile.expert_table(int(degree))
+    for degree, both_sides, here in _kinds_of_workers(candidates, real(candidates.expert_tp)):
+        table = setting.profile.expert_table(degree, both_sides=both_sides)
         if table is not None:
-            modelled = select(np.asarray(tp == degree), profiled_experts(table, rows, held), modelled)
+            modelled = select(here, profiled_experts(table, rows, real(candidates.slots)), modelled)
     return modelled
 
 

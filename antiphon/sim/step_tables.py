@@ -30,7 +30,14 @@ from antiphon.cost.profile import LayerKind, profiled_attention, profiled_messag
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import CandidateGroup, StepParts, group_of, sides, step_parts
-from antiphon.planner.worker_times import attention_alone, expert_layer, expert_times, rows_of_fullest, step_rows
+from antiphon.planner.worker_times import (
+    attention_alone,
+    expert_layer,
+    expert_times,
+    has_both_sides,
+    rows_of_fullest,
+    step_rows,
+)
 
 
 def sizes_up_to(largest: float, ratio: float = 1.2) -> FloatArray:
@@ -202,7 +209,7 @@ def _decode_s(
     if it covers it."""
     tp = int(one.attention_tp[0])
     if setting.profile is not None:
-        table = setting.profile.attention_table("decode", layer, tp)
+        table = setting.profile.attention_table("decode", layer, tp, both_sides=bool(has_both_sides(one)[0]))
         if table is not None:
             return np.asarray(profiled_attention(table, num, np.broadcast_to(context, num.shape)).total_s)
     rows = StepRows(decoding=num, context=context, queries=queries)
@@ -225,7 +232,9 @@ def _prefill_s(
     def modelled(past: Any) -> FloatArray:
         return _modelled_s(setting, kind, tp, layer, StepRows(prompt_tokens=num, prompt=num, past=past))
 
-    table = None if setting.profile is None else setting.profile.attention_table("prefill", layer, tp)
+    if setting.profile is None:
+        return modelled(cached)
+    table = setting.profile.attention_table("prefill", layer, tp, both_sides=bool(has_both_sides(one)[0]))
     if table is None:
         return modelled(cached)
     alone_s = np.asarray(profiled_attention(table, num, num, cached).total_s)
@@ -234,15 +243,11 @@ def _prefill_s(
 
 def _experts(setting: Setting, one: Candidates, grid: Candidates, pairs: FloatArray, kind: int, *, apart: bool) -> Line:
     """The fullest worker by its pairs, its TP group's synchronisation included where that is not in the exchange."""
-    held: Any = np.full(pairs.size, one.slots[0])
-    tp: Any = np.full(pairs.size, one.expert_tp[0])
-    alone_s = np.asarray(expert_layer(setting, pairs, held, kind, tp).total_s)
+    alone_s = np.asarray(expert_layer(setting, _with_rows(one, pairs), pairs, kind).total_s)
     if not apart:
         return Line(pairs, alone_s)
     fullest = rows_of_fullest(setting, grid)
-    slots: Any = grid.slots
-    degrees: Any = grid.expert_tp
-    own = expert_layer(setting, fullest, slots, kind, degrees).total_s
+    own = expert_layer(setting, grid, fullest, kind).total_s
     sync_s = np.asarray(expert_times(setting, grid, kind).total_s) - np.asarray(own)
     return Line(pairs, alone_s + _extended(fullest, sync_s, pairs))
 

@@ -67,11 +67,13 @@ def test_a_step_is_told_apart_into_its_parts(rig: Rig, kind: str) -> None:
 def test_experts_are_given_what_the_gate_chose_for_those_held(rig: Rig) -> None:
     every = RigWork(kind="experts", rows=ROWS, context=CONTEXT, num_held=rig.spec.router.num_experts)
     rig.run_once(every)
-    sent = rig._captured(every)
+    captured = rig._captured(every)
+    assert len({ids_TK.numpy().tobytes() for draw in captured for _, ids_TK, _ in draw.values()}) > len(captured[0])
+    sent = captured[0]
     assert set(sent) == {layer for layer, routes in enumerate(rig.spec.moe_layers) if routes}
     assert all(rows_TH.shape[0] == ROWS and int(ids_TK.min()) >= 0 for rows_TH, ids_TK, _ in sent.values())
     one = RigWork(kind="experts", rows=ROWS, context=CONTEXT, num_held=1)
-    held = rig._captured(one)
+    held = rig._captured(one)[0]
     for layer, (rows_TH, ids_TK, _) in held.items():
         _, sent_ids_TK, _ = sent[layer]
         assert rows_TH.shape[0] == (sent_ids_TK == 0).any(dim=1).sum()
@@ -85,7 +87,7 @@ def test_a_prompt_is_one_sequence_from_its_beginning(rig: Rig) -> None:
     rig.run_once(work)
     assert len(rig.times_of(work).attention) == 1
     later = RigWork(kind="attention", rows=1, prompt_tokens=16, cached_tokens=24)
-    ((sequence,),) = rig._step_of(later).micro_batches
+    ((sequence,),) = rig._steps_of(later)[0].micro_batches
     assert (sequence.start, len(sequence.token_ids), len(sequence.new_blocks)) == (24, 16, 3)
     rig.run_once(later)
     assert len(rig.times_of(later).attention) == 1
@@ -104,7 +106,10 @@ def test_a_process_says_what_went_wrong_in_one_line(checkpoint: Path, tmp_path: 
 
 def test_the_profile_answers_for_every_layout(measured: LocalTimes, checkpoint: Path) -> None:
     spec = load_model_spec(checkpoint)
-    assert [each.num_threads for each in measured.threads] == list(default_threads(measured.num_cores))
+    expected = [(count, True) for count in default_threads(measured.num_cores)]
+    if measured.num_cores > 1:  # fewer threads than cores: apart from the other side, too
+        expected.insert(1, (expected[1][0], False))
+    assert [(each.num_threads, each.both_sides) for each in measured.threads] == expected
     choices = [LocalChoice(layout="colocated"), LocalChoice(layout="colocated", num_attention=measured.num_cores)]
     if measured.num_cores <= 2:
         choices.append(LocalChoice(layout="disaggregated", num_micro_batches=2))

@@ -262,3 +262,21 @@ def test_a_plan_for_two_machines_is_as_fast_as_its_link(changes: dict[str, int])
 def test_replicas_on_two_machines_send_nothing() -> None:
     quick, slow = (step_times(two_machines(rate), columns(piece_devices=1)) for rate in (1e9, 1e6))
     assert np.array_equal(quick.step_s, slow.step_s)
+
+
+def test_a_replica_of_one_process_takes_the_times_of_a_worker_with_both_sides() -> None:
+    """Ranks, stages, and workers with one side take those of one side alone."""
+    slower = replace(thread_times(1), both_sides=True, attention_s=line(2e-3, 20e-3), head_s=line(0.0, 9e-3))
+    times = local_times()
+    both = replace(times, threads=(*times.threads, slower))
+    replicas = LocalChoice(layout="colocated", num_attention=2)
+    found = predict_decode(both, MODEL, replicas, concurrency=2, context=100)
+    assert found.parts_s["head"] == pytest.approx(9e-3)
+    assert found.parts_s["attention"] == pytest.approx(
+        2 * predict_decode(times, MODEL, replicas, concurrency=2, context=100).parts_s["attention"]
+    )
+    for choice in (LocalChoice(layout="colocated", num_stages=2), LocalChoice(layout="colocated", attention_tp=2)):
+        alone = predict_decode(times, MODEL, choice, concurrency=2, context=100)
+        assert predict_decode(both, MODEL, choice, concurrency=2, context=100) == alone
+    alone = predict_decode(times, MODEL, apart(), concurrency=2, context=100)
+    assert predict_decode(both, MODEL, apart(), concurrency=2, context=100) == alone

@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import AttentionTable, ExpertTable, MachineFacts, MessageTable, Profile
-from antiphon.planner.candidates import Candidates
+from antiphon.planner.candidates import DP_EP, TP_PP, Candidates
 from antiphon.planner.search import evaluate_phase
 from antiphon.planner.step_times import step_times
 from tests.planner.serving_specimens import candidates, setting
@@ -47,6 +47,27 @@ def test_other_degrees_keep_the_roofline() -> None:
     modelled = step_times(setting(), apart(2))
     assert measured.t_a_s.tolist() == modelled.t_a_s.tolist()
     assert measured.t_e_s.tolist() == modelled.t_e_s.tolist()
+
+
+def test_a_process_with_both_sides_has_tables_of_its_own() -> None:
+    """Replicas of one process take them; attention apart, stages, and replicas that share experts do not."""
+    both = Surface((1.0, 100.0), (1.0, 10_000.0), ((2e-3, 2e-3), (2e-3, 2e-3)))
+    whole = Surface((8.0,), (1.0, 1000.0), ((4e-3, 4e-3),))
+    known = profile()
+    with_both = replace(
+        known,
+        attention=(*known.attention, AttentionTable(phase="decode", layer="moe", times=both, both_sides=True)),
+        experts=(*known.experts, ExpertTable(times=whole, both_sides=True)),
+    )
+    where = setting(profile=with_both)
+    replica = candidates(layout=TP_PP, attention_dp=1, expert_ep=1, slots=8)
+    found = step_times(where, replica)
+    assert (found.t_a_s[0], found.t_e_s[0]) == pytest.approx((2e-3, 4e-3))
+    staged = replace(replica, pp=np.full_like(replica.pp, 2))
+    shared = candidates(layout=DP_EP, attention_dp=2, expert_ep=2, slots=4)
+    for one in (staged, shared, apart(1)):
+        assert step_times(where, one).t_a_s.tolist() == step_times(setting(profile=known), one).t_a_s.tolist()
+        assert step_times(where, one).t_e_s.tolist() == step_times(setting(profile=known), one).t_e_s.tolist()
 
 
 def test_a_whole_search_runs_on_a_profile() -> None:

@@ -151,7 +151,7 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
 
 def _step_s(times: LocalTimes, spec: ModelSpec) -> float:
     """The step of one prompt alone, and the engine's turn: as a simulation prices them."""
-    worker = min(times.threads, key=lambda each: each.num_threads)
+    worker = min(times.threads, key=lambda each: (each.num_threads, not each.both_sides))
     experts = worker.experts_s[spec.router.num_experts]
     layers = spec.num_layers * worker.prompt_attention_s.value(_PROMPT_TOKENS)
     turn_s = times.engine.alone_s.seconds[0] + times.engine.bookkeeping_s.seconds[0]

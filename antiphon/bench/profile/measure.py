@@ -44,8 +44,8 @@ class Effort:
     and those before it; `contexts`: a short and a long one, in tokens; `beside_rows`: sizes at which two workers run
     beside each other, maybe none. Of training: `sequences` of a micro-batch, `training_steps` of each, `sum_bytes` that
     are summed over ranks. `point_s`: time for one figure. `together`: whether an engine of several workers is started,
-    to see what each further one adds to the engine's turn. `in_turn`: workers have attention and all experts, whatever
-    their threads. `host_requests` over HTTP at each of `host_streams` at once."""
+    to see what each further one adds to the engine's turn. `apart`: whether attention and experts of a worker that
+    has not all cores are timed apart, too. `host_requests` over HTTP at each of `host_streams` at once."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (32, 128, 512, 2048)
@@ -65,7 +65,7 @@ class Effort:
     host_streams: tuple[int, ...] = (1, 8, 32)
     limit_passes: int = 3
     together: bool = True
-    in_turn: bool = False
+    apart: bool = True
 
     def bounded(self, max_rows: int, max_context: int) -> Self:
         """The same within what is wanted and what the model's context allows. `UserError` where nothing is left."""
@@ -175,10 +175,11 @@ class Bench:
         work = RigWork(kind="experts", rows=rows, context=self.effort.contexts[0], num_held=num_held)
         return median(self.time(handle, work).experts)
 
-    def held_counts(self, num_threads: int) -> list[int]:
-        """All experts on one worker, a half, a quarter. A worker with all of several cores is alone and holds all."""
+    def held_counts(self, *, both_sides: bool) -> list[int]:
+        """All experts on one worker, a half, a quarter. A worker that has attention, too, holds all, except on a
+        machine of one core, whose workers all take turns in its caches."""
         num_experts = self.spec.router.num_experts
-        if num_threads == len(self.cores) > 1 or self.effort.in_turn:
+        if both_sides and (len(self.cores) > 1 or not self.effort.apart):
             return [num_experts]
         return sorted({num_experts, -(-num_experts // 2), -(-num_experts // 4)})
 
@@ -188,38 +189,35 @@ def start_rigs(crew: Children, names: Sequence[str]) -> list[Child]:
     return crew.start(names, [RigProcess] * len(names), programs())
 
 
-def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
-    """One worker with this many threads and no other worker beside it. With all cores it is the colocated worker, whose
-    attention and experts take turns in the caches; with fewer, each is timed alone, as when the other is somewhere
-    else."""
-    everything = num_threads == len(bench.cores) or bench.effort.in_turn
+def thread_times(bench: Bench, handle: Child, num_threads: int, *, both_sides: bool) -> ThreadTimes:
+    """One worker with this many threads and no other worker beside it; `both_sides` as in `ThreadTimes`."""
     handle.ask("settle", num_threads, bench.cores[:num_threads])
     effort, spec = bench.effort, bench.spec
     short = effort.contexts[0]
     all_held = spec.router.num_experts
-    kind: Literal["colocated", "attention"] = "colocated" if everything else "attention"
+    kind: Literal["colocated", "attention"] = "colocated" if both_sides else "attention"
     attention, per_context, head, step = {}, {}, {}, {}
-    experts: dict[int, dict[int, float]] = {held: {} for held in bench.held_counts(num_threads)}
+    experts: dict[int, dict[int, float]] = {held: {} for held in bench.held_counts(both_sides=both_sides)}
     for rows in bench.rows:
         near = bench.time(handle, RigWork(kind=kind, rows=rows, context=short))
         long = bench.long_context(rows)
         far = bench.time(handle, RigWork(kind="attention", rows=rows, context=long))
-        alone = near if not everything else bench.time(handle, RigWork(kind="attention", rows=rows, context=short))
+        alone = near if not both_sides else bench.time(handle, RigWork(kind="attention", rows=rows, context=short))
         attention[rows] = median(near.attention)
         per_context[rows] = max(0.0, median(far.attention) - median(alone.attention)) / (rows * (long - short))
         head[rows], step[rows] = median(near.head), median(near.step)
         for held, by_rows in experts.items():
-            in_turn = everything and held == all_held
-            by_rows[rows] = median(near.experts) if in_turn else bench.experts_s(handle, rows, held)
+            both = both_sides and held == all_held
+            by_rows[rows] = median(near.experts) if both else bench.experts_s(handle, rows, held)
         bench.advance()
     prompt = {}
     for tokens in effort.prompts:
-        both = bench.time(handle, RigWork(kind=kind, rows=1, prompt_tokens=tokens))
-        prompt[tokens] = median(both.attention)
+        first = bench.time(handle, RigWork(kind=kind, rows=1, prompt_tokens=tokens))
+        prompt[tokens] = median(first.attention)
         for held, by_rows in experts.items() if tokens > max(bench.rows) else ():
             work = RigWork(kind="experts", rows=1, num_held=held, prompt_tokens=tokens)
-            in_turn = everything and held == all_held
-            by_rows[tokens] = median((both if in_turn else bench.time(handle, work)).experts)
+            both = both_sides and held == all_held
+            by_rows[tokens] = median((first if both else bench.time(handle, work)).experts)
         bench.advance()
     per_cached_s = None
     if (piece := bench.later_piece)[0]:
@@ -236,6 +234,7 @@ def thread_times(bench: Bench, handle: Child, num_threads: int) -> ThreadTimes:
         step_s=curve(step),
         prompt_attention_s=curve(prompt),
         per_cached_s=per_cached_s,
+        both_sides=both_sides,
     )
 
 

@@ -82,8 +82,6 @@ def slowdowns(bench: Bench, one: Child, other: Child, num_threads: int) -> Slowd
             ("replica_beside_replica", replica, replica),
         ):
             alone = _compute_s(bench, bench.time(one, own))
-            if name == "replica_beside_replica":  # against the pieces that a prediction adds up, which were timed alone
-                alone = _pieces_s(bench, one, rows)
             other.ask("keep_busy", others)
             beside = _compute_s(bench, bench.time(one, own))
             other.ask("settle", num_threads, bench.cores[num_threads : 2 * num_threads])  # any order ends its work
@@ -98,14 +96,6 @@ def _compute_s(bench: Bench, times: PartSeconds) -> float:
     if times.experts:
         total += bench.spec.num_moe_layers * median(times.experts)
     return total + (median(times.head) if times.head and times.experts else 0.0)
-
-
-def _pieces_s(bench: Bench, handle: Child, rows: int) -> float:
-    short = bench.effort.contexts[0]
-    attention = bench.time(handle, RigWork(kind="attention", rows=rows, context=short))
-    experts_s = bench.experts_s(handle, rows, bench.spec.router.num_experts)
-    layers_s = bench.spec.num_layers * median(attention.attention) + bench.spec.num_moe_layers * experts_s
-    return layers_s + median(attention.head)
 
 
 ALONE, APART, TOGETHER = "colocated", "1+1/m1", "2+1/m1"
@@ -142,15 +132,20 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
 
     def advance() -> None:
         number = next(done)
-        report(number, max(number, _num_points(bench, len(threads))))
+        report(number, max(number, _num_points(bench, len(workers))))
 
     bench = Bench(wanted.model, spec, dtype, wanted.kernels, effort, advance)
     threads = wanted.threads or default_threads(len(bench.cores))
+    workers = [
+        (count, both_sides)
+        for count in threads
+        for both_sides in ((False, True) if effort.apart and count < len(bench.cores) else (True,))
+    ]
     watch = CpuWatch()
     notes = []
     with Children(PROCESSES) as crew:
         first, second, has_both, kernels = open_rigs(bench, crew, weight_bytes)
-        by_threads = tuple(thread_times(bench, first, count) for count in threads)
+        by_threads = tuple(thread_times(bench, first, count, both_sides=both_sides) for count, both_sides in workers)
         beside = NO_SLOWDOWNS
         if has_both:
             beside = slowdowns(bench, first, second, max(1, len(bench.cores) // 2))
@@ -182,11 +177,11 @@ def measure(wanted: Wanted, report: Report) -> LocalTimes:
     )
 
 
-def _num_points(bench: Bench, num_threads: int) -> int:
+def _num_points(bench: Bench, num_workers: int) -> int:
     effort = bench.effort
     return (
         1
-        + num_threads * (len(bench.rows) + len(effort.prompts))
+        + num_workers * (len(bench.rows) + len(effort.prompts))
         + len(bench.beside_rows)
         + len(effort.exchange_rows)
         + (1 + 2 * effort.together) * len(effort.engine_rows)
@@ -231,8 +226,10 @@ _POWER_LIMIT = Path("/sys/class/powercap/intel-rapl:0/constraint_0_power_limit_u
 
 
 def cost_profile(times: LocalTimes, model: ModelSpec, command: str, host: HostTimes | None = None) -> Profile:
-    """The tables of the cost model; the fewest threads come first, because that is what a device here has."""
+    """The tables of the cost model; the fewest threads come first, because that is what a device here has. The head
+    is that of a worker with experts."""
     ascending = sorted(times.threads, key=lambda each: each.num_threads)
+    whole = next((each for each in ascending if each.both_sides), ascending[0])
     attention = [_decode_table(each) for each in ascending] + [_prefill_table(each) for each in ascending]
     smallest, largest = times.engine.alone_s.sizes[0], times.engine.alone_s.sizes[-1]
     per_sequence = (times.engine.alone_s.seconds[-1] - times.engine.alone_s.seconds[0]) / max(1.0, largest - smallest)
@@ -250,7 +247,7 @@ def cost_profile(times: LocalTimes, model: ModelSpec, command: str, host: HostTi
         dtype=times.dtype,
         attention=tuple(attention),
         experts=tuple(_expert_table(each, model) for each in ascending),
-        head=Curve(ascending[0].head_s.sizes, ascending[0].head_s.seconds),
+        head=Curve(whole.head_s.sizes, whole.head_s.seconds),
         messages=(MessageTable(transport="shm", times=_message_times(times)),),
         step_s=times.engine.alone_s.seconds[0] + times.engine.bookkeeping_s.seconds[0],
         step_per_sequence_s=max(0.0, per_sequence),
@@ -282,7 +279,9 @@ def _decode_table(times: ThreadTimes) -> AttentionTable:
     rows = times.attention_s.sizes
     seconds = tuple(tuple(times.attention_layer_s(each, context) for context in CONTEXTS) for each in rows)
     surface = Surface(rows, CONTEXTS, seconds)
-    return AttentionTable(phase="decode", layer="moe", times=surface, num_threads=times.num_threads)
+    return AttentionTable(
+        phase="decode", layer="moe", times=surface, num_threads=times.num_threads, both_sides=times.both_sides
+    )
 
 
 def _prefill_table(times: ThreadTimes) -> AttentionTable:
@@ -300,6 +299,7 @@ def _prefill_table(times: ThreadTimes) -> AttentionTable:
         num_threads=times.num_threads,
         bound="compute",
         per_cached_s=times.per_cached_s,
+        both_sides=times.both_sides,
     )
 
 
@@ -312,7 +312,8 @@ def _expert_table(times: ThreadTimes, model: ModelSpec) -> ExpertTable:
         tuple(times.experts_s[count].value(each * router.num_experts / (router.top_k * count)) for each in pairs)
         for count in held
     )
-    return ExpertTable(times=Surface(tuple(map(float, held)), tuple(pairs), seconds), num_threads=times.num_threads)
+    surface = Surface(tuple(map(float, held)), tuple(pairs), seconds)
+    return ExpertTable(times=surface, num_threads=times.num_threads, both_sides=times.both_sides)
 
 
 def _message_times(times: LocalTimes) -> Curve:

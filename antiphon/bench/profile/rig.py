@@ -5,9 +5,11 @@ kernels, real block tables, real sampling; only the engine that would send the s
    for, so that no prompt has to be computed first.
 2. A step's spans say how long attention (with gate, norms, shared expert), experts, head and sampling took; what is
    left of the step is the worker's bookkeeping.
-3. Which weights are read depends on the tokens. Of few rows the draw counts whose rows choose as many different experts
-   as random ones do on average: one draw may be some percent off, at one number of rows and not at another.
-4. Attention alone runs with experts that answer at once; experts alone are given what the gate chose for the same rows.
+3. Which weights are read depends on the tokens: each repetition of a decode step has others, as an engine's steps have.
+   With the same ones again, experts that the caches hold would make a step of few rows up to a seventh too short.
+4. A decode step of a whole replica is one native call, and half a layer of an attention worker is one, where the
+   engine's are (`serve.worker.decode_steps`, `models.noted_half`).
+5. Attention alone runs with experts that answer at once; experts alone are given what the gate chose for the same rows.
 
 Rejected: timing kernels one by one. What Python, caches and the order of the layers make of them is a good part of the
 truth on a CPU, and would have to be fitted later.
@@ -32,9 +34,11 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.expert_half import ExpertHalf
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.noted_half import NotedHalf
 from antiphon.serve.micro_batch_choice import fill_with_noise
 from antiphon.serve.policy.request import SequenceStart, SequenceStep
 from antiphon.serve.worker.attention import AllLayers, AttentionRunner
+from antiphon.serve.worker.decode_steps import native_steps
 from antiphon.serve.worker.exchange import LocalExperts, RowRouting, StepExchange
 from antiphon.serve.worker.messages import RunStep
 from antiphon.serve.worker.row_sampler import RowSampler
@@ -44,7 +48,6 @@ from antiphon.specs.sampling import SamplingParams
 BLOCK_SIZE = 16
 _TIMEOUT_S = 60.0  # of a wait for experts; here there is none
 _NUM_DRAWS = 8
-_MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row
 _MAX_REPETITIONS = 400
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 
@@ -105,6 +108,7 @@ class Rig:
         self._half = load_attention_half(checkpoint, self.spec, self.backend, max_positions=max_context + 1)
         self._experts = load_expert_half(checkpoint, self.spec, self.backend)
         self._recorder = SpanRecorder(keeps_all=True)
+        self._max_rows = max_rows
         blocks = -(-max_tokens // BLOCK_SIZE) + 2 * max_rows + 1
         self._num_blocks = blocks
         self._cache = self._half.new_cache(blocks, BLOCK_SIZE)
@@ -115,21 +119,26 @@ class Rig:
         self._capturing = _CapturingExperts(self._experts)
         self._colocated = self._runner(LocalExperts(self._experts))
         self._alone = self._runner(self._capturing)
-        self._steps: dict[RigWork, RunStep] = {}
-        self._draws: dict[tuple[int, int], int] = {}  # by rows and context
-        self._captures: dict[RigWork, dict[int, _Captured]] = {}
+        self._steps: dict[RigWork, list[RunStep]] = {}
+        self._captures: dict[RigWork, list[dict[int, _Captured]]] = {}
 
     def _runner(self, experts: LocalExperts) -> AttentionRunner:
-        half = self._half
+        half, captured, rows = self._half, None, self._max_rows
+        if experts is self._capturing:
+            half = NotedHalf.of(half, rows, self._tables.most_blocks * BLOCK_SIZE, BLOCK_SIZE)
+        else:
+            shared = (half, experts, self._cache, self._tables, self._sampler, self._recorder)
+            captured = native_steps(*shared, most_rows=rows)
         exchange, stage = StepExchange(experts, half, self._recorder, _TIMEOUT_S), AllLayers(half, self._sampler)
-        return AttentionRunner(exchange, self._cache, self._tables, stage, RowRouting(half))
+        return AttentionRunner(exchange, self._cache, self._tables, stage, RowRouting(half), captured=captured)
 
     def run_once(self, work: RigWork) -> None:
         """One repetition; its times are recorded."""
         if work.kind == "experts":
             self._run_experts(work)
             return
-        step = self._step_of(work)
+        steps = self._steps_of(work)
+        step = self._next(steps[self._recorder.step % len(steps)])
         (self._colocated if work.kind == "colocated" else self._alone).run(step)
 
     def times_of(self, work: RigWork) -> PartSeconds:
@@ -147,11 +156,18 @@ class Rig:
             step=[max(0.0, seconds) for seconds in rest],
         )
 
-    def _step_of(self, work: RigWork) -> RunStep:
-        """The message an engine would send; made once, because a step may be sent again with the same effect."""
+    def _steps_of(self, work: RigWork) -> list[RunStep]:
+        """The messages an engine would send, one for each draw of tokens. They are made once, because a step may be
+        sent again with the same effect."""
         if work not in self._steps:
-            self._steps = {work: self._begin(work, self._typical_draw(work))}  # one: a slot belongs to one sequence
-        step = self._steps[work]
+            steps = [self._make_step(work, draw) for draw in range(1 if work.prompt_tokens else _NUM_DRAWS)]
+            for start in steps[0].starts:
+                self._sampler.add(start)
+            self._steps = {work: steps}  # of one work: a slot belongs to one sequence
+        return self._steps[work]
+
+    def _next(self, step: RunStep) -> RunStep:
+        """The same with a number of its own, and without what happened before."""
         self._recorder.step += 1
         return RunStep(
             step=self._recorder.step,
@@ -160,27 +176,6 @@ class Rig:
             micro_batches=step.micro_batches,
             participants=step.participants,
         )
-
-    def _begin(self, work: RigWork, draw: int) -> RunStep:
-        step = self._make_step(work, draw)
-        for start in step.starts:
-            self._sampler.add(start)
-        return step
-
-    def _typical_draw(self, work: RigWork) -> int:
-        """The draw of tokens whose rows choose nearest to the expected number of different experts."""
-        router, size = self.spec.router, (work.rows, work.context)
-        if work.prompt_tokens or work.rows * router.top_k > _MANY_PAIRS * router.num_experts:
-            return 0
-        if size not in self._draws:
-            expected = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** work.rows)
-            misses = {}
-            for draw in range(_NUM_DRAWS):
-                sent = self._capture(self._begin(work, draw)).values()
-                chosen = [len(set(ids_TK.flatten().tolist())) for _, ids_TK, _ in sent]
-                misses[draw] = abs(sum(chosen) - expected * len(chosen))
-            self._draws[size] = min(misses, key=misses.__getitem__)
-        return self._draws[size]
 
     def _capture(self, step: RunStep) -> dict[int, _Captured]:
         """What the step sends to the experts, by layer. Its spans are forgotten."""
@@ -208,19 +203,22 @@ class Rig:
 
     @torch.inference_mode()
     def _run_experts(self, work: RigWork) -> None:
-        captured = self._captured(work)
+        draws = self._captured(work)
         self._recorder.step += 1
+        captured = draws[self._recorder.step % len(draws)]
         for layer, sent in captured.items():
             start_ns = time.monotonic_ns()
             self._experts.forward(layer, *sent)
             self._recorder.add(DISPATCH, start_ns)
 
-    def _captured(self, work: RigWork) -> dict[int, _Captured]:
-        """Rows and choices of a step of `work.rows` rows, those kept that go to the first `num_held` experts."""
+    def _captured(self, work: RigWork) -> list[dict[int, _Captured]]:
+        """Rows and choices of steps of `work.rows` rows, those kept that go to the first `num_held` experts."""
         if work not in self._captures:
             sent = RigWork(kind="attention", rows=work.rows, context=work.context, prompt_tokens=work.prompt_tokens)
-            captured = self._capture(self._step_of(sent))
-            self._captures = {work: {layer: _held(kept, work.num_held) for layer, kept in captured.items()}}
+            draws = [self._capture(self._next(step)) for step in self._steps_of(sent)]
+            self._captures = {
+                work: [{layer: _held(kept, work.num_held) for layer, kept in each.items()} for each in draws]
+            }
         return self._captures[work]
 
 
