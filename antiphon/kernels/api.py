@@ -122,6 +122,10 @@ class ExpertFormats:
     down: WeightFormat | None = None
     ordered: bool = False
 
+    def __str__(self) -> str:
+        act = " in act order" if self.ordered else ""
+        return f"gate and up {self.gate_up or 'in floats'}{act}, down {self.down or 'in floats'}"
+
 
 class PackedExperts(Protocol):
     """Weights of E experts of one layer. Filled one expert at a time, so that loading never holds a second copy."""

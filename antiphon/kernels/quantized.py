@@ -59,6 +59,12 @@ class WeightFormat:
             if count is not None and count < 1:
                 raise ValueError(f"{count} {name} per scale: at least 1 is needed")
 
+    def __str__(self) -> str:
+        columns, rows = self.columns_per_scale, self.rows_per_scale
+        if rows == 1:
+            return f"{self.codes} with a scale a row" if columns is None else f"{self.codes} in groups of {columns}"
+        return f"{self.codes} " + ("with a scale a matrix" if rows is None else f"in blocks of {rows} x {columns}")
+
     @property
     def nibbles(self) -> bool:
         """Whether a byte holds two codes."""

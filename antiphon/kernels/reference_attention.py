@@ -35,6 +35,23 @@ CODE_DTYPES: dict[KVStorage, tuple[torch.dtype, float]] = {
 }
 
 
+def in_codes(rows_X: Tensor, storage: KVStorage) -> tuple[Tensor, Tensor]:
+    """(codes, float32 scales of one column) of keys or values, each with its own scale."""
+    dtype, limit = CODE_DTYPES[storage]
+    wide = rows_X.float()
+    scales = wide.abs().amax(-1, keepdim=True) / limit
+    units = (wide / scales.masked_fill(scales == 0, 1.0)).clamp(-limit, limit)
+    return (units.round() if dtype == torch.int8 else units).to(dtype), scales
+
+
+def as_cached(rows_X: Tensor, storage: KVStorage) -> Tensor:
+    """What a cache gives back of these keys or values."""
+    if storage == "auto":
+        return rows_X
+    codes, scales = in_codes(rows_X, storage)
+    return (codes.float() * scales).to(rows_X.dtype)
+
+
 class ReferenceCache:
     """Keys [slots, G, key_dim] and values [slots, G, value_dim] of every layer; or values within keys. In 8 bits these
     are codes, and scales are float32 [slots, G, 1]."""
@@ -75,11 +92,7 @@ class ReferenceCache:
         if self.spec.storage == "auto":
             tables[layer].index_copy_(0, slots_T, rows_TGX)
             return
-        dtype, limit = CODE_DTYPES[self.spec.storage]
-        wide = rows_TGX.float()
-        scale_TG1 = wide.abs().amax(-1, keepdim=True) / limit
-        units = (wide / scale_TG1.masked_fill(scale_TG1 == 0, 1.0)).clamp(-limit, limit)
-        codes = (units.round() if dtype == torch.int8 else units).to(dtype)
+        codes, scale_TG1 = in_codes(rows_TGX, self.spec.storage)
         tables[layer].view(torch.int8).index_copy_(0, slots_T, codes.view(torch.int8))
         scales[layer].index_copy_(0, slots_T, scale_TG1)
 

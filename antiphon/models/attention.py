@@ -7,8 +7,8 @@ Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the cache holds p
 shared by all heads]. Two ways lead to the same numbers:
 - absorbed (decode, and chunks with cached context): queries go through the key up-projection, so that attention runs
   on the cached rows themselves, as one KV head of width latent + rope;
-- expanded (a whole prompt in one call): keys and values of all heads are made from the latent rows at hand, and
-  attention is 3 times cheaper per pair of tokens.
+- expanded (a whole prompt in one call): keys and values of all heads are made from the latent rows at hand, as the
+  cache has them, and attention is 3 times cheaper per pair of tokens.
 Rejected: expanding cached context, which would need the cache's layout, the back-end's own.
 
 Under tensor parallelism these are the heads of one rank (`models/shares`): what comes out is its part of a sum over the
@@ -27,6 +27,7 @@ from torch import Tensor
 from antiphon.comm.rank_group import RankGroup
 from antiphon.kernels.api import AttentionBatch, HeadRows, KernelBackend, KVCache, PackedLinear, RotaryTable
 from antiphon.kernels.ops.attention import look_up, rotate
+from antiphon.kernels.reference_attention import as_cached
 from antiphon.models.batch import select_sequences
 from antiphon.models.rotary import unrotated
 from antiphon.models.shares import add_over_ranks
@@ -146,13 +147,15 @@ class LatentAttention:
 
     def heads(self, layer: int, y_TH: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
         q_nope_TNC, q_rope_TNR, latent_TL, k_rope_TR = self._project(y_TH, batch)
-        self.backend.rotate_and_store(torch.cat((latent_TL, k_rope_TR), dim=1), cache, layer, batch, self._stored)
+        rows_TX = torch.cat((latent_TL, k_rope_TR), dim=1)
+        self.backend.rotate_and_store(rows_TX, cache, layer, batch, self._stored)
         pairs = list(zip(batch.query_lens, batch.context_lens, strict=True))
         whole = [s for s, (queries, context) in enumerate(pairs) if 1 < queries == context]
         if not whole:
             out_TNV = self._absorbed(q_nope_TNC, q_rope_TNR, layer, cache, batch)
         else:
-            out_TNV = self._expanded(q_nope_TNC, q_rope_TNR, latent_TL, k_rope_TR, batch, whole)
+            rows_TX = as_cached(rows_TX, cache.spec.storage)  # text does not depend on how a prompt is cut
+            out_TNV = self._expanded(q_nope_TNC, q_rope_TNR, rows_TX, batch, whole)
             if others := [s for s, (queries, context) in enumerate(pairs) if not 1 < queries == context]:
                 rows_T, own_batch = select_sequences(batch, others)
                 q_nope_TNC, q_rope_TNR = (q.index_select(0, rows_T) for q in (q_nope_TNC, q_rope_TNR))
@@ -199,13 +202,13 @@ class LatentAttention:
         self,
         q_nope_TNC: Tensor,
         q_rope_TNR: Tensor,
-        latent_TL: Tensor,
-        k_rope_TR: Tensor,
+        rows_TX: Tensor,
         batch: AttentionBatch,
         sequences: list[int],
     ) -> Tensor:
         """Causal attention of whole prompts on keys and values of all heads; rows of other sequences are left unset."""
         num_heads, latent = self.spec.num_heads, self.latent
+        latent_TL, k_rope_TR = torch.split(rows_TX, [latent.kv_lora_rank, latent.qk_rope_head_dim], dim=1)
         out_TNV = q_nope_TNC.new_empty((q_nope_TNC.shape[0], num_heads, latent.v_head_dim))
         starts = [0]
         for queries in batch.query_lens:

@@ -212,8 +212,15 @@ def load_offloaded_experts(
         own = WeightReader(checkpoint, backend, check(checkpoint, refs.refs), None)
         own.expert(pool, slot, refs, rounding)
 
-    for each, ids in ids_of.items():  # what is missing or in another format is found before a request comes
-        load(each, next(iter(ids), 0), 0)
+    for layer, ids in ids_of.items():  # what is missing or in another format is found before a request comes
+        first = next(iter(ids), 0)
+        own = reader.new_experts(_expert_shape(local, 1), [], refs_of(layer, first), rounding)
+        if own.formats != pool.formats:
+            raise UserError(
+                f"--expert-memory {format_bytes(num_bytes)} needs experts in one format in all layers: layer "
+                f"{spec.expert_layers[0]} has {pool.formats}, layer {layer} {own.formats}; leave it out"
+            )
+        load(layer, first, 0)
     give_memory_back()
     return OffloadedExperts(backend, pool, spec.router.num_experts, load)
 

@@ -44,12 +44,14 @@ Stored = Checkpoint | NoCheckpoint  # what a plan asks which of a family's spell
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A stored tensor of a known shape, or rows [start, stop) of it, of which `cut` may leave a part of an axis."""
+    """A stored tensor of a known shape, or rows [start, stop) of it, of which `cut` may leave a part of an axis.
+    `part_of`: the rows of which `rows` are one rank's, where rows of the file are columns of a matrix."""
 
     name: str
     shape: tuple[int, ...]
     rows: Rows = None
     cut: Cut = None
+    part_of: Rows = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -60,6 +62,18 @@ class TensorRef:
         if self.cut is not None:
             sizes[self.cut[0]] = self.cut[2] - self.cut[1]
         return tuple(sizes)
+
+    def in_groups(self, axis: int, width: int) -> "tuple[TensorRef, int]":
+        """The same, but along an axis of which it has a part in whole groups of that width; and how far its own part is
+        from where that begins."""
+        if axis == 0 and self.rows is not None and self.part_of is not None:
+            (start, limit), (first, last) = self.part_of, self.rows
+        elif self.cut is not None and self.cut[0] == axis:
+            start, limit, (_, first, last) = 0, self.shape[axis], self.cut
+        else:
+            return self, 0
+        begin, end = first - (first - start) % width, min(last + (start - last) % width, limit)
+        return replace(self, **({"rows": (begin, end)} if axis == 0 else {"cut": (axis, begin, end)})), first - begin
 
 
 LoadPlan = dict[str, tuple[TensorRef, ...]]
@@ -397,4 +411,4 @@ def _of_rows(refs: Sequence[TensorRef], ranges: Ranges) -> list[TensorRef]:
 def _rows(ref: TensorRef, part: Range) -> TensorRef:
     """Part of the rows that `ref` already picks."""
     assert ref.rows is not None, "experts stacked by rows are picked by rows"
-    return replace(ref, rows=(ref.rows[0] + part[0], ref.rows[0] + part[1]))
+    return replace(ref, rows=(ref.rows[0] + part[0], ref.rows[0] + part[1]), part_of=ref.rows)

@@ -30,6 +30,7 @@ from antiphon.base.logging import get_logger
 from antiphon.kernels.api import ExpertFormats, ExpertShape, KernelBackend, PackedExperts, PackedLinear
 from antiphon.kernels.quantized import QuantizedWeight, WeightFormat, as_bits
 from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.packed import MXFP4_BLOCK
 from antiphon.models.rounding import RoundedFormat, format_of, rounded
 from antiphon.models.tensors import ExpertRefs, LoadPlan, TensorRef
 
@@ -78,11 +79,19 @@ class WeightReader:
         weight = self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut)
         if weight is not None and (weight.order is None or self.backend.orders_columns):
             return weight
-        return None if to is None else self._rounded(self._floats(ref), to)
+        return None if to is None else self._rounded_part(ref, to, len(ref.shape) - 1)
+
+    def _rounded_part(self, ref: TensorRef, to: RoundedFormat, axis: int) -> QuantizedWeight:
+        """The matrix whose columns lie along `axis`; a rank's columns in the groups that they have in all of it, so
+        that ranks together have the numbers that one process has."""
+        wider, before = ref.in_groups(axis, MXFP4_BLOCK if to == "mxfp4" else self.checkpoint.rounding.group)
+        floats = _matrix(self._floats(wider))
+        whole = self._rounded(floats if axis == len(ref.shape) - 1 else floats.t(), to)
+        return whole if wider == ref else whole.columns(before, before + ref.local_shape[axis])
 
     def _rounded(self, weight: Tensor, to: RoundedFormat) -> QuantizedWeight:
         dtype = self.backend.dtype if weight.dtype == torch.float32 else weight.dtype
-        return rounded(_matrix(weight), format_of(to, self.checkpoint.rounding.group, dtype))
+        return rounded(weight, format_of(to, self.checkpoint.rounding.group, dtype))
 
     def log_formats(self, what: str) -> None:
         """One line about `what` was read, if any of it is in few bits in the checkpoint or here."""
@@ -241,10 +250,13 @@ class WeightReader:
         return gate_up[0::2], gate_up[1::2]
 
     def _down(self, refs: ExpertRefs, to: RoundedFormat | None) -> QuantizedWeight | None:
-        stored = None if refs.layout in ("rows", "columns") else self.packed(refs.down)
+        is_turned = refs.layout in ("rows", "columns")
+        stored = None if is_turned else self.packed(refs.down)
         if stored is not None and stored.order is not None:
             stored = None
-        return self._rounded(self._down_floats(refs), to) if stored is None and to is not None else stored
+        if stored is not None or to is None:
+            return stored
+        return self._rounded_part(refs.down, to, len(refs.down.shape) - (2 if is_turned else 1))
 
     def _down_floats(self, refs: ExpertRefs) -> Tensor:
         down = _matrix(self._floats(refs.down))
@@ -273,13 +285,13 @@ class WeightReader:
     ) -> None:
         """Count how matrices stayed; refs of matrices that did not stay in few bits, though stored so, say why."""
         if kept is not None and to is None:  # as stored: reading it once more would say nothing new
-            self.kept[words_of(kept) + (" in act order" if ordered else "")] += count
+            self.kept[str(kept) + (" in act order" if ordered else "")] += count
             return
         stored = [self.checkpoint.packed(ref.name, rows=ref.rows, cut=ref.cut) for ref in refs]
         if kept is not None:
-            self.kept[words_of(kept) + ("" if stored[0] is not None else ", rounded at load")] += count
+            self.kept[str(kept) + ("" if stored[0] is not None else ", rounded at load")] += count
             return
-        formats = sorted({words_of(weight.format) for weight in stored if weight is not None})
+        formats = sorted({str(weight.format) for weight in stored if weight is not None})
         self.kept[f"{' and '.join(formats)}, multiplied out" if formats else "floats"] += count
 
     def _down_bias(self, experts: PackedExperts, refs: ExpertRefs) -> Tensor:
@@ -298,16 +310,6 @@ class WeightReader:
                 out[first : first + part.shape[0]].copy_(part)
                 first += part.shape[0]
         return out
-
-
-def words_of(form: WeightFormat) -> str:
-    """A format for the log."""
-    columns, rows = form.columns_per_scale, form.rows_per_scale
-    if rows == 1:
-        scales = "a scale a row" if columns is None else f"groups of {columns}"
-    else:
-        scales = "a scale a matrix" if rows is None else f"blocks of {rows} x {columns}"
-    return f"{form.codes} in {scales}" if "of" in scales else f"{form.codes} with {scales}"
 
 
 def stacked(parts: Sequence[QuantizedWeight | None]) -> QuantizedWeight | None:

@@ -212,7 +212,14 @@ class TrackedRequests:
             for request_id, job in self._awaited.items()
             if not (job.is_slow or job.token_id is None) and (left_s := job.asked_s + _MASK_PATIENCE_S - now_s) > 0
         }
-        return [(request_id, f"structured output broke off: {job.error}") for request_id, job in done if job.error]
+        errors = [(request_id, self._why_broken(request_id, job)) for request_id, job in done if job.error]
+        return [(request_id, f"structured output broke off: {error}") for request_id, error in errors]
+
+    def _why_broken(self, request_id: str, job: MaskJob) -> str | None:
+        allowed_ids = self._by_id[request_id].request.params.allowed_token_ids
+        if allowed_ids and job.token_id is not None and job.token_id not in allowed_ids:
+            return "none of allowed_token_ids may come next; allow more, or leave one of the two out"
+        return job.error
 
     @property
     def mask_patience_s(self) -> float | None:

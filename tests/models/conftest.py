@@ -18,6 +18,7 @@ from antiphon.models.config import load_model_spec
 from antiphon.models.families.readers import FAMILIES as KNOWN
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.specs.model import KVStorage
 from tests.models.decoder import Decoder
 
 transformers.logging.set_verbosity_error()
@@ -197,11 +198,13 @@ def load_decoder(folder: Path, backend: KernelBackend | None = None, rope_scalin
     return Decoder(load_attention_half(checkpoint, spec, backend, **how), load_expert_half(checkpoint, spec, backend))
 
 
-def logits_by_chunks(decoder: Decoder, token_ids: Tensor, chunks: Sequence[int], block_size: int = 8) -> Tensor:
+def logits_by_chunks(
+    decoder: Decoder, token_ids: Tensor, chunks: Sequence[int], block_size: int = 8, storage: KVStorage = "auto"
+) -> Tensor:
     """Logits of every token of one sequence fed chunk by chunk through a paged cache whose blocks are not in order."""
     num_blocks = -(-len(token_ids) // block_size)
     half = decoder.attention_half
-    cache = half.new_cache(num_blocks + 1, block_size)
+    cache = half.new_cache(num_blocks + 1, block_size, storage)
     table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).add(1).tolist()
     parts, start = [], 0
     with torch.inference_mode():

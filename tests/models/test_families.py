@@ -31,6 +31,16 @@ def test_equals_transformers_however_the_prompt_is_cut(family: str, save_model: 
         assert error < TOLERANCE, f"{family} in chunks {chunks}"
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
+def test_keys_and_values_in_8_bits_are_the_same_however_the_prompt_is_cut(
+    family: str, storage: str, save_model: Any, tools: Any
+) -> None:
+    decoder, token_ids = tools.load(save_model(tools.config(family)).folder), tools.ids(37)
+    whole, *cut = (tools.run(decoder, token_ids, chunks, storage=storage) for chunks in ([37], [1, 20, 16], [1] * 37))
+    assert all(largest_error(each, whole) < TOLERANCE for each in cut)
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, sliding window": ("mixtral", {"sliding_window": 9}),
     "mixtral, own head width": ("mixtral", {"head_dim": 10}),

@@ -16,6 +16,7 @@ from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
+from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.shares import check_ranks, share_of
 from tests.models.conftest import FAMILIES, SavedModel, logits_by_chunks
@@ -33,12 +34,13 @@ def logits_of_ranks(
     *,
     backend: KernelBackend | None = None,
     num_blocks: int = 1,
+    weights: str = "as-stored",
 ) -> list[Tensor]:
     spec, backend = load_model_spec(saved.folder), backend or ReferenceBackend()
 
     def of(ranks: ThreadRanks) -> Tensor:
         ranks.num_blocks = num_blocks
-        checkpoint = Checkpoint(saved.folder)
+        checkpoint = open_weights(saved.folder, weights)
         share = share_of(spec, ranks.rank, num_ranks)
         half = load_attention_half(checkpoint, spec, backend, ranks=ranks)
         decoder = Decoder(half, load_expert_half(checkpoint, spec, backend, share=share))
@@ -66,6 +68,21 @@ def test_ranks_equal_transformers(family: str, num_ranks: int, save_model: Any, 
     found = logits_of_ranks(saved, num_ranks, token_ids, [16, 1, 20])
     assert all(torch.equal(each, found[0]) for each in found[1:]), "all ranks have the same bits"
     assert float((found[0] - expected).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "dbrx", "deepseek_v3"])
+def test_ranks_have_the_numbers_that_one_process_rounds_to(
+    family: str, weights: str, save_model: Any, tools: Any
+) -> None:
+    """Parts of 24 and 40 columns begin inside groups of 32; experts lie in the file in four ways."""
+    saved, token_ids = save_model(tools.config(family)), tools.ids(9)
+    for backend in (ReferenceBackend(), CpuBackend(torch.float32)):
+        whole, parts = (
+            logits_of_ranks(saved, num_ranks, token_ids, [9], backend=backend, weights=weights)[0]
+            for num_ranks in (1, 3)
+        )
+        assert float((parts - whole).abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "granitemoeshared"])

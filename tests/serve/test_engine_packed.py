@@ -14,7 +14,16 @@ from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import count_parameters
 from tests.models.gguf_specimens import all_of, write_gguf
 from tests.models.packed_specimens import PACKED, pack_checkpoint
-from tests.serve.engine_harness import TinyModel, complete, config, kill, random_prompts, running, save_tiny_model
+from tests.serve.engine_harness import (
+    NUM_TOKENS,
+    TinyModel,
+    complete,
+    config,
+    kill,
+    random_prompts,
+    running,
+    save_tiny_model,
+)
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 
@@ -125,3 +134,19 @@ def test_too_little_memory_for_experts(tmp_path: Path) -> None:
         replace(config(model, "1+1/m2", balance="window"), expert_bytes=1000)
     with pytest.raises(UserError, match="--expert-memory 1000 needs experts on CPUs"):
         replace(config(model, "1t2"), expert_bytes=1000)
+
+
+def test_layers_in_different_formats_and_expert_memory(tmp_path: Path) -> None:
+    """As in many GGUF files, whose down projections have more bits in some layers."""
+    folder = save_tiny_model(tmp_path / "checkpoint", **SIZES, num_hidden_layers=3, decoder_sparse_step=1).folder
+
+    def kind_of(name: str, shape: tuple[int, ...]) -> Kind:
+        return all_of(Kind.Q8_0 if "blk.2.ffn_down" in name else Kind.Q4_0)(name, shape)
+
+    write_gguf(folder, tmp_path / "model.gguf", kind_of)
+    settings = config(TinyModel(tmp_path / "model.gguf", None), "1")
+    with running(settings) as engine:
+        assert len(complete(engine, random_prompts([9]))[0]) == NUM_TOKENS
+    message = r"layer 0 has gate and up int4 .*, down int4 in groups of 32, layer 2 .*, down int8 .*; leave it out"
+    with pytest.raises(UserError, match=message), running(replace(settings, expert_bytes=400 << 10)):
+        pass

@@ -48,8 +48,15 @@ class Collected:
         self.outputs += outputs
 
 
-def test_a_request_awaits_its_masks_and_ends_with_a_broken_one() -> None:
-    request = new_request("a", [5], SamplingParams(), arrival=0, seed=1, eos_token_ids=(END,))
+NOT_ALLOWED = "none of allowed_token_ids may come next; allow more, or leave one of the two out"
+
+
+@pytest.mark.parametrize(
+    ("allowed_ids", "why"), [((), "too many items"), ((3, 4), "too many items"), ((4,), NOT_ALLOWED)]
+)
+def test_a_request_awaits_its_masks_and_ends_with_a_broken_one(allowed_ids: tuple[int, ...], why: str) -> None:
+    params = SamplingParams(allowed_token_ids=allowed_ids)
+    request = new_request("a", [5], params, arrival=0, seed=1, eos_token_ids=(END,))
     sink, matcher = Collected(), BreakingMatcher()
     woken = threading.Event()
     tracked = TrackedRequests(woken.set)
@@ -69,7 +76,7 @@ def test_a_request_awaits_its_masks_and_ends_with_a_broken_one() -> None:
     assert woken.wait(60)
     broken: list[tuple[str, str]] = []
     wait_until(lambda: bool(broken.extend(tracked.take_masks()) or broken), "the broken mask")
-    assert broken == [("a", "structured output broke off: too many items")]
+    assert broken == [("a", f"structured output broke off: {why}")]
     assert request.awaits_mask, "nothing may be drawn under this mask"
     assert tracked.end(*broken[0][:1], "grammar", broken[0][1])
     tracked.hand_out()

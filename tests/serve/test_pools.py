@@ -95,6 +95,18 @@ def test_log_probabilities_of_prompt_and_answer_are_those_of_one_process(tiny_mo
     assert answers[0] == answers[1]
 
 
+def test_min_tokens_hold_for_a_first_token_that_a_prefill_worker_samples(tiny_model: TinyModel) -> None:
+    prompts = random_prompts([40, 90], seed=8)
+    (first, *_), (second, *_) = tiny_model.greedy(prompts)
+    params = replace(GREEDY, max_tokens=12, min_tokens=7, stop_token_ids=(first, second))
+    answers = []
+    for layout in ("1", "1>1"):
+        with running(config(tiny_model, layout)) as engine:
+            answers.append(complete(engine, prompts, params))
+    assert answers[0] == answers[1]
+    assert not {first, second}.intersection(answers[1][0][:7] + answers[1][1][:7])
+
+
 def _logprobs(outputs: list[EngineOutput]) -> list[tuple[list[object], list[object]]]:
     return [(list(each.logprobs or ()), list(each.prompt_logprobs or ())) for each in outputs]
 

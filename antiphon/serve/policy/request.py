@@ -139,12 +139,13 @@ def new_request(
 
 def prefill_of(origin: Request, request_id: str) -> Request:
     """What a prefill worker computes of `origin`: all that is known, and the next token if it wants one."""
-    params, num_output = origin.params, origin.num_output
+    params = origin.params
+    max_tokens = min(params.max_tokens, origin.num_output + 1)
     return Request(
         request_id=request_id,
         token_ids=list(origin.token_ids),
         num_prompt=origin.num_prompt,
-        params=replace(params, max_tokens=min(params.max_tokens, num_output + 1)),
+        params=replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)),
         seed=origin.seed,
         arrival=origin.arrival,
         stop_ids=origin.stop_ids,
