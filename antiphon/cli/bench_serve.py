@@ -28,7 +28,7 @@ from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
 from antiphon.cli.commands import given_options, takes_groups
 from antiphon.cli.options import check_count, check_limits, list_of, numbers_of, parse_size, refuse_alone, words_of
-from antiphon.cli.output import JsonOption, check_output_file, show, show_rows, write_whole
+from antiphon.cli.output import JsonOption, check_output_file, check_output_folder, show, show_rows, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
 from antiphon.report.document import Grid, html
@@ -317,6 +317,7 @@ def ping_pong(
     counts = numbers_of("--m", m, "1,2,3")
     if shares is not None and traces is not None:
         raise UserError("--traces does not apply with --shares: clocks of nodes differ; leave one of them out")
+    check_output_folder("--traces", traces)
     about = f"ping-pong, b = {case.micro_batch}"
     with progress(about, format_amount=lambda done: f"{done:.0f} runs") as report:
         if shares is None:

@@ -130,21 +130,36 @@ def _ended_by_interrupt() -> Iterator[None]:
 
 def _ready_for_paths(command: Any) -> None:
     """Where a parameter names a file, let ``~`` mean the home folder, since no shell expands it in
-    ``--cluster=~/my.toml``, and refuse an empty name, which Python takes for the working folder."""
+    ``--cluster=~/my.toml``, and refuse an empty name, which Python takes for the working folder, and one that `--json`
+    would overwrite."""
     for inner in getattr(command, "commands", {}).values():
         _ready_for_paths(inner)
     for parameter in command.params:
         if FILE_METAVARS.search(str(parameter.metavar)):
             parameter.callback = partial(_expanded, parameter.callback)
-            parameter.consume_value = partial(_not_empty, parameter, parameter.consume_value)
+            parameter.consume_value = partial(_usable, parameter, parameter.consume_value)
 
 
-def _not_empty(parameter: Any, consume: Callable[..., Any], *arguments: Any) -> Any:
-    value, source = consume(*arguments)
-    if source.name == "COMMANDLINE" and "" in (value if isinstance(value, (list, tuple)) else [value]):
+def _usable(parameter: Any, consume: Callable[..., Any], context: Any, *arguments: Any) -> Any:
+    value, source = consume(context, *arguments)
+    if source.name == "COMMANDLINE":
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
-        raise UserError(f"{name} is empty: name a file or folder; '.' is the working folder")
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if each == "":
+                raise UserError(f"{name} is empty: name a file or folder; '.' is the working folder")
+            if each not in (None, "-"):
+                _refuse_overwriting(context, name, str(each))
     return value, source
+
+
+def _refuse_overwriting(context: Any, name: str, path: str) -> None:
+    """`UserError` where `--json` names the file that another parameter names: it would take its place."""
+    named: dict[str, str] = context.meta.setdefault(__name__, {})
+    path = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+    others = [other for other, same in named.items() if same == path and other != name]
+    if others and "--json" in (name, *others) and not path.startswith("/dev/"):
+        raise UserError(f"{name} and {others[0]} name the same file, {path}: give --json another one")
+    named[name] = path
 
 
 def _expanded(callback: Callable[..., Any] | None, context: Any, parameter: Any, value: Any) -> Any:

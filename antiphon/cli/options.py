@@ -324,7 +324,8 @@ def check_timeout(option: str, value_s: float) -> None:
 def check_one_of(option: str, value: str, known: Collection[str]) -> str:
     """`value`; `UserError` unless it is one of `known`."""
     if value not in known:
-        raise UserError(f"{option} {shortened(value)} does not exist: use {', '.join(known)}")
+        shown = shortened(value) if value.strip() else repr(value)
+        raise UserError(f"{option} {shown} does not exist: use {', '.join(known)}")
     return value
 
 

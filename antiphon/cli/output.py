@@ -13,6 +13,7 @@ import json as jsonlib
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ DEBUG = "--debug"
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_TRIAL_BYTES = 65_536
 PIPE_WIDTH = 160  # columns of a table that no terminal limits
 
 
@@ -74,17 +76,18 @@ def emit_json(destination: str | None, payload: object) -> None:
 def whole_file(option: str, path: Path) -> Iterator[Path]:
     """Yields the path to write; afterwards `path` has it, whole or not at all. `UserError` if that cannot be.
 
-    Pipes, devices and links are written as they are: a new file in the place of `/dev/null` would be of no use."""
-    special = path.is_symlink() or (path.exists() and not path.is_file())
-    partial = path if special else path.with_name(f".{path.name}.{os.getpid()}.partial")
+    Pipes and devices are written as they are: a new file in the place of `/dev/null` would be of no use. Where a link
+    leads to, the file there is replaced."""
+    is_stream = path.is_symlink() and str(path).startswith(("/dev/", "/proc/"))  # like /dev/stdout, may lead to a file
+    special = is_stream or (path.exists() and not path.is_file())
+    real = path if special else path.resolve()
+    partial = real if special else real.with_name(f".{real.name[:50]}.{os.getpid()}.partial")
     try:
         yield partial
         if not special:
-            partial.replace(path)
+            partial.replace(real)
     except OSError as error:
-        raise UserError(
-            f"cannot write {option} {path}: {error.strerror}; name a file in a folder you can write to"
-        ) from error
+        raise _cannot_write(option, path, error) from error
     finally:
         if not special:
             with suppress(OSError):
@@ -101,23 +104,51 @@ def check_output_file(option: str, path: Path | None) -> None:
     """`UserError` now, not after minutes of work, if `path` cannot be written at the end."""
     if path is None:
         return
-    real = path.resolve()
-    if not real.parent.is_dir():
-        raise UserError(f"{option} {path}: the folder {real.parent} does not exist; create it")
-    if real.is_dir():
-        raise UserError(f"{option} {path} is a folder: name a file in it")
     try:
-        if real.exists() and (path.is_symlink() or not real.is_file()):
-            if not os.access(real, os.W_OK):
+        real = path.resolve()
+        if not real.parent.is_dir():
+            raise UserError(f"{option} {path}: the folder {real.parent} does not exist; create it")
+        if real.is_dir():
+            raise UserError(f"{option} {path} is a folder: name a file in it")
+        if not path.exists() or path.is_file():
+            _try_to_write(real.parent)
+        elif path.is_fifo():  # opening one waits for its reader
+            if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        else:  # permissions do not tell of file systems that are read-only: only trying does
-            trial = real.with_name(f".{real.name}.{os.getpid()}.trial")
-            trial.touch()
-            trial.unlink()
-    except OSError as error:
-        raise UserError(
-            f"cannot write {option} {path}: {error.strerror}; name a file in a folder you can write to"
-        ) from error
+        else:  # a device like /dev/full refuses nothing, too
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            try:
+                os.write(descriptor, b"")
+            finally:
+                os.close(descriptor)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        raise _cannot_write(option, path, error) from error
+
+
+def check_output_folder(option: str, folder: Path | None) -> None:
+    """The same for a folder that files are written to, which is made where there is none."""
+    if folder is None:
+        return
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{option} {folder} is a file: name a folder, it is made if it does not exist")
+        folder.mkdir(parents=True, exist_ok=True)
+        _try_to_write(folder)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} {folder} cannot be written: {reason}; name one that you can write to") from error
+
+
+def _try_to_write(folder: Path) -> None:
+    """`OSError` unless a file can be made there. Permissions do not tell of file systems that are read-only, and room
+    for a name is no room for what is written: only trying tells."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as trial:
+        trial.write(bytes(_TRIAL_BYTES))
+
+
+def _cannot_write(option: str, path: Path, error: OSError | RuntimeError) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return UserError(f"cannot write {option} {path}: {with_fix(reason)}; name a file in a folder you can write to")
 
 
 def _plain(value: object) -> str:

@@ -24,7 +24,7 @@ from antiphon.bench.profile.training import WantedTraining, measure_training
 from antiphon.bench.serving_peers import PeerError
 from antiphon.cli import options
 from antiphon.cli.commands import given_options
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, write_whole
+from antiphon.cli.output import JsonOption, check_output_file, check_output_folder, emit_json, show, table, write_whole
 from antiphon.cli.plan_inputs import CLUSTER_FILE, LINKED_FILE, PROFILE_FILE
 from antiphon.cost.profile import HostTimes, LocalTimes, Profile, TrainingTables, read_profile
 from antiphon.models.checkpoint_folder import model_folder
@@ -82,8 +82,6 @@ def profile(
     these-machines.json: two of this machine, or the nodes of --cluster, with the link as it was measured."""
     context.with_resource(sigterm_exits())  # else ranks, servers and folders would stay
     is_link = listen is not None or join is not None
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder {folder} is a file: name a folder, it is made if it does not exist")
     refuse_other_use(context, phase, is_link=is_link)
     if is_link:
         _measure_link(model, folder, listen, join, cluster, secret_file, json)
@@ -94,14 +92,13 @@ def profile(
         raise UserError(f"--secret-file {secret_file} is for --listen and --join: leave it out")
     if cluster is not None:
         raise UserError(f"--cluster {cluster} is for --listen: its nodes join there; leave it out")
-    if folder is not None:
-        _make_folder(folder)
     effort = QUICK if quick else NORMAL
     if phase == "train":
         counts = parse_counts("--ranks", ranks)
         trained = WantedTraining(
             model=model, effort=effort, sequence_length=sequence_length, ranks=counts, dtype=training_dtype(dtype)
         )
+        check_folder(folder, PROFILE_FILE)
         _train(trained, folder, json)
         return
     wanted = Wanted(
@@ -112,6 +109,7 @@ def profile(
         dtype=dtype,
         kernels=kernels,
     )
+    check_folder(folder, PROFILE_FILE, CLUSTER_FILE)
     _serve(wanted, folder, json)
 
 
@@ -187,6 +185,7 @@ def _measure_link(
                 f"{folder} has no {CLUSTER_FILE}: first measure this machine, antiphon profile MODEL --folder {folder}"
             )
         nodes = load_cluster(folder / CLUSTER_FILE)
+    check_folder(folder, LINKED_FILE)
     refuse_wildcard("--listen", listen or "", split_address(listen or "")[0])
     num_joining = 1 if cluster is None or nodes is None else nodes.groups[0].num_nodes - 1
     where = "the other machine" if num_joining == 1 else f"each of the {num_joining} other machines"
@@ -195,7 +194,6 @@ def _measure_link(
         links = measure_links(listen or "", secret, report, num_joining=num_joining)
     link = slowest(links)
     if nodes is not None and folder is not None:
-        _make_folder(folder)
         _write(folder, LINKED_FILE, cluster_to_json(with_link(nodes, link)))
     if num_joining > 1:
         rates = ", ".join(f"{format_bytes(each.bytes_per_s)}/s" for each in links)
@@ -248,11 +246,23 @@ def _command() -> str:
     return " ".join(["antiphon", *sys.argv[1:]])
 
 
+def check_folder(folder: Path | None, *names: str) -> None:
+    """`UserError` before minutes of measuring if these files cannot be written there, or what is there not kept."""
+    check_output_folder("--folder", folder)
+    for name in names:
+        check_output_file("--folder", None if folder is None else folder / name)
+    if PROFILE_FILE in names:
+        _former(folder, "")
+
+
 def _former(folder: Path | None, model: str) -> Profile | None:
     """What the folder holds of the same model."""
     if folder is None or not (folder / PROFILE_FILE).exists():
         return None
-    found = read_profile(folder / PROFILE_FILE)
+    try:
+        found = read_profile(folder / PROFILE_FILE)
+    except UserError as error:
+        raise UserError(f"--folder {folder}: its {PROFILE_FILE} is in the way: {error}; or remove it") from error
     return found if found.model == model else None
 
 
@@ -266,17 +276,6 @@ def training_dtype(name: str) -> ComputeDtype:
     if name not in known:
         raise UserError(f"--dtype is {name}: to train it must be float32 or bfloat16")
     return known[name]
-
-
-def _make_folder(folder: Path) -> None:
-    """`UserError` before minutes of measuring if nothing could be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--folder {folder} cannot be made: {error.strerror}; name one that you can write to"
-        ) from error
-    check_output_file("--folder", folder / CLUSTER_FILE)
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:

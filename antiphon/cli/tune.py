@@ -10,7 +10,7 @@ import typer
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.cli import options
-from antiphon.cli.output import JsonOption, check_output_file, emit_json, show, table, whole_file
+from antiphon.cli.output import JsonOption, check_output_file, check_output_folder, emit_json, show, table, whole_file
 from antiphon.kernels import triton
 from antiphon.kernels.api import ExpertFormats, ExpertShape, KVCacheSpec
 from antiphon.kernels.choices import (
@@ -123,10 +123,7 @@ def _show_needs(spec: ModelSpec, experts: int, weights: str, counts: list[int], 
 
 def make_ready(path: Path) -> None:
     """`UserError` before minutes of measuring if the table could not be written there. Makes its folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {path}: its folder cannot be made ({error.strerror}); name another one") from error
+    check_output_folder("--out", path.parent)
     check_output_file("--out", path)
 
 

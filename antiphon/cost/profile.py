@@ -41,6 +41,7 @@ from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.parts import Number, Parts
 from antiphon.specs.checked import Count, NotNegative, Text, check_version, checked, read, read_mapping
 from antiphon.specs.cluster import ComputeDtype
+from antiphon.specs.file_kinds import a_file_of
 
 SumName = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -370,9 +371,10 @@ def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: 
 
 def read_profile(path: Path) -> Profile:
     """Read a file of `antiphon profile`. `UserError` names the file and the entry that is wrong."""
-    mapping = read_mapping(path)
-    check_version(mapping, PROFILE_VERSION, str(path), "make the profile again with `antiphon profile`")
-    return read(Profile, mapping, str(path))
+    with a_file_of("profile", path):
+        mapping = read_mapping(path)
+        check_version(mapping, PROFILE_VERSION, str(path), "make the profile again with `antiphon profile`")
+        return read(Profile, mapping, str(path))
 
 
 def read_serving_profile(path: Path) -> Profile:

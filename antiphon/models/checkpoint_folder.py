@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from antiphon.base.errors import CheckpointError
+from antiphon.specs.file_kinds import refuse_another
 
 MAX_JSON_BYTES = 100_000_000  # as much as the safetensors library takes for a header; published indices have 9 MB
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
@@ -234,6 +235,7 @@ def model_folder(path: Path) -> Path:
 def weights_folder(path: Path) -> Path:
     """`model_folder` for what needs weights. `CheckpointError` for a `config.json`, which is enough for a plan."""
     if path.suffix == ".json" and path.is_file():
+        refuse_another("model", path)
         raise CheckpointError(f"{path} is one file of a checkpoint: give the folder {path.parent}")
     return model_folder(path)
 

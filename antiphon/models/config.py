@@ -32,6 +32,7 @@ from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.tensor_names import NAMES, TensorNames
 from antiphon.specs.checked import canonical
 from antiphon.specs.counts import count_parameters
+from antiphon.specs.file_kinds import a_file_of, refuse_another
 from antiphon.specs.model import ModelSpec, RopeSpec, RouterSpec
 
 # Models that people bring and that do not run: what each has that we lack, and which model to use instead. A wrapper is
@@ -171,9 +172,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
         return gguf_config(file)
     was_given = file == Path(path)
     instead = instead_of_config(file if was_given else file.parent)
-    if was_given:
+    if not was_given:
+        return read_json(file, instead)
+    with a_file_of("model", file):
         _refuse_weights(file, instead)
-    return read_json(file, instead)
+        config = read_json(file, instead)
+    refuse_another("model", file)
+    return config
 
 
 def _refuse_weights(file: Path, missing: str) -> None:

@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.specs.checked import read_bytes
+from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.workload import WorkloadSpec
 
@@ -214,13 +216,16 @@ class RoutingRecord:
 
 def read_routing_trace(path: Path) -> RoutingTrace:
     """`UserError` if the file is no trace, or holds ids of experts that do not exist."""
+    with a_file_of("recording", path):
+        return _read_routing_trace(path)
+
+
+def _read_routing_trace(path: Path) -> RoutingTrace:
+    frames = _frames(read_bytes(path))
     try:
-        frames = _frames(path.read_bytes())
         first = next(frames, b"")
         header = msgspec.msgpack.decode(first, type=TraceHeader)
         rows = [msgspec.msgpack.decode(frame, type=RoutedRows) for frame in frames]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
         raise UserError(f"{path}: not a routing trace: write one with antiphon serve --record-routing") from error
     if header.format != _FORMAT or min(header.num_layers, header.num_experts, header.top_k) < 1:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.placement.routing_trace import RoutingTrace, count_rows
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, needs_phase_two
+from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import ModelSpec
 
 FORMAT = "antiphon sample paths 1"
@@ -120,6 +121,11 @@ class PathProfile:
 
 def read_path_profile(file: Path) -> PathProfile:
     """`UserError` if the file is no profile, or a damaged one."""
+    with a_file_of("paths", file):
+        return _read_path_profile(file)
+
+
+def _read_path_profile(file: Path) -> PathProfile:
     wrong = f"{file}: not a profile of sample paths: write one with antiphon placement --profile-paths"
     try:
         with np.load(file, allow_pickle=False) as archive:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from antiphon.base.errors import UserError, shortened
 from antiphon.base.progress import Report
+from antiphon.specs.file_kinds import a_file_of
 
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -89,12 +90,13 @@ def _read_line(path: Path, number: int, line: bytes) -> _BatchLine:
 def check_requests(path: Path) -> int:
     """How many requests the file has. `UserError` for the first line that is wrong, before anything is computed."""
     seen: dict[str, int] = {}
-    for line in read_lines(path):
-        first = seen.setdefault(line.custom_id, line.number)
-        if first != line.number:
-            raise UserError(
-                f"{path} lines {first} and {line.number} have the same custom_id {shortened(line.custom_id)!r}"
-            )
+    with a_file_of("requests", path):
+        for line in read_lines(path):
+            first = seen.setdefault(line.custom_id, line.number)
+            if first != line.number:
+                raise UserError(
+                    f"{path} lines {first} and {line.number} have the same custom_id {shortened(line.custom_id)!r}"
+                )
     if not seen:
         raise UserError(f"{path} holds no requests")
     return len(seen)

@@ -288,13 +288,28 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_text(path: Path) -> str:
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors put a mark of byte order in front
+        if path.is_char_device():
+            raise UserError(f"{path}: a device, which may have no end: give a file")
+        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): give another file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason}): save it as UTF-8") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """`UserError` for a file that cannot be read."""
+    with _readable(path):
+        return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """The same, and for one that is no text."""
+    with _readable(path):
+        return path.read_text(encoding="utf-8-sig")  # some editors put a mark of byte order in front
 
 
 def check_version(mapping: Mapping[str, Any], version: int, where: str, again: str) -> None:

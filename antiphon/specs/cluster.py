@@ -51,6 +51,7 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
+from antiphon.specs.file_kinds import a_file_of
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8", "fp4"]
 
@@ -101,7 +102,8 @@ class DeviceSpec:
 def load_device(name_or_path: str | Path) -> DeviceSpec:
     """A shipped device (``"H20"``) or that of a TOML or JSON file; `UserError` names what is wrong and where."""
     path = shipped_file("device", name_or_path)
-    return device_from_json(read_mapping(path), str(path))
+    with a_file_of("device", path):
+        return device_from_json(read_mapping(path), str(path))
 
 
 def device_from_json(mapping: Mapping[str, Any], where: str) -> DeviceSpec:
@@ -240,7 +242,8 @@ DEVICES_PER_NODE = 8
 def load_cluster(name_or_path: str | Path) -> ClusterSpec:
     """A shipped cluster by name, or that of a TOML or JSON file; `UserError` names what is wrong and where."""
     path = shipped_file("cluster", name_or_path)
-    return cluster_from_json(read_mapping(path), str(path), path.parent)
+    with a_file_of("cluster", path):
+        return cluster_from_json(read_mapping(path), str(path), path.parent)
 
 
 def cluster_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Path()) -> ClusterSpec:

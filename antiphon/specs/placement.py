@@ -18,6 +18,8 @@ import msgspec
 
 from antiphon.base.errors import UserError
 from antiphon.base.sharing import split_evenly
+from antiphon.specs.checked import read_bytes
+from antiphon.specs.file_kinds import a_file_of
 
 Owners = tuple[tuple[int, ...], ...]
 
@@ -132,11 +134,8 @@ def placement_from_json(text: bytes, where: str) -> ExpertPlacement:
 
 def read_placement(path: Path) -> ExpertPlacement:
     """The placement in a file."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give the file of a placement") from error
-    return placement_from_json(text, str(path))
+    with a_file_of("placement", path):
+        return placement_from_json(read_bytes(path), str(path))
 
 
 def placement_to_json(placement: ExpertPlacement) -> str:

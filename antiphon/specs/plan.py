@@ -38,6 +38,7 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
+from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import PrecisionSpec
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
@@ -212,7 +213,8 @@ def plan_from_json(mapping: Mapping[str, Any], where: str = "plan") -> Plan:
 
 
 def read_plan(path: str | Path) -> Plan:
-    return plan_from_json(read_mapping(Path(path)), str(path))
+    with a_file_of("plan", Path(path)):
+        return plan_from_json(read_mapping(Path(path)), str(path))
 
 
 def _phase_to_json(phase: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from antiphon.specs.checked import (
     read_mapping,
 )
 from antiphon.specs.cluster import ComputeDtype
+from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import StorageDtype
 
 
@@ -164,7 +165,8 @@ def training_plan_from_json(mapping: Mapping[str, Any], where: str = "training p
 
 
 def read_training_plan(path: str | Path) -> TrainingPlan:
-    return training_plan_from_json(read_mapping(Path(path)), str(path))
+    with a_file_of("plan", Path(path)):
+        return training_plan_from_json(read_mapping(Path(path)), str(path))
 
 
 def _check_fits(layout: TrainingLayout, plan: TrainingPlan, where: str) -> None:

@@ -47,6 +47,7 @@ from antiphon.specs.checked import (
     read_mapping,
     read_text,
 )
+from antiphon.specs.file_kinds import a_file_of
 
 MOST_DRAFTS = 1000  # rates of so many are written out
 
@@ -258,9 +259,10 @@ TRACE_SUFFIXES = (".jsonl", ".csv")
 def load_workload(name_or_path: str | Path) -> WorkloadSpec:
     """A shipped workload by name, that of a TOML or JSON file, or a trace (JSONL, CSV) without promises."""
     path = shipped_file("workload", name_or_path)
-    if path.suffix.lower() in TRACE_SUFFIXES:
-        return workload_from_json({"name": path.stem, "trace": path.name}, str(path), path.parent)
-    return workload_from_json(read_mapping(path), str(path), path.parent)
+    with a_file_of("workload", path):
+        if path.suffix.lower() in TRACE_SUFFIXES:
+            return workload_from_json({"name": path.stem, "trace": path.name}, str(path), path.parent)
+        return workload_from_json(read_mapping(path), str(path), path.parent)
 
 
 def workload_from_json(mapping: Mapping[str, Any], where: str, folder: Path = Path()) -> WorkloadSpec:

@@ -32,6 +32,7 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
+from antiphon.specs.file_kinds import a_file_of
 from antiphon.train.config_tables import (
     CommunicationConfig,
     DataConfig,
@@ -194,10 +195,11 @@ class TrainConfig:
 
 def read_config(file: Path, changes: Sequence[str] = ()) -> TrainConfig:
     """The configuration in `file`, after `changes` such as ``optimizer.learning_rate=1e-3``; `UserError` if wrong."""
-    mapping = read_mapping(file)
-    for change in changes:
-        apply_change(mapping, change)
-    return config_of(_absolute_paths(mapping, file.resolve().parent), str(file))
+    with a_file_of("run", file):
+        mapping = read_mapping(file)
+        for change in changes:
+            apply_change(mapping, change)
+        return config_of(_absolute_paths(mapping, file.resolve().parent), str(file))
 
 
 def config_of(mapping: Mapping[str, Any], where: str) -> TrainConfig:

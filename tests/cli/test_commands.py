@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.cli.commands import single_command, takes_groups
+from antiphon.cli.options import check_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +68,8 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...]) -> None:
 def test_a_group_checks_itself() -> None:
     with pytest.raises(UserError, match="--depth is -1"):
         run("here", "--depth", "-1")
+
+
+def test_an_empty_choice_is_seen_in_its_error() -> None:
+    with pytest.raises(UserError, match="--transport '' does not exist: use shm, tcp"):
+        check_one_of("--transport", "", ("shm", "tcp"))

@@ -117,6 +117,15 @@ def test_a_folder_that_is_a_file_is_refused(checkpoint: Path, tmp_path: Path) ->
     assert str(result.exception).endswith("is a file: name a folder, it is made if it does not exist")
 
 
+def test_a_profile_that_cannot_be_gone_on_with_is_found_before_measuring(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("{}")
+    arguments = [str(checkpoint), "--folder", str(tmp_path)]
+    result = CliRunner().invoke(single_command(profile), arguments)
+    assert isinstance(result.exception, UserError)
+    assert "its profile.json is in the way: " in str(result.exception)
+    assert str(result.exception).endswith("; or remove it")
+
+
 def test_threads_are_a_list() -> None:
     assert parse_counts("--threads", "") == ()
     assert parse_counts("--threads", "4,2,1") == (4, 2, 1)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from antiphon.base.errors import UserError
 from antiphon.cli import main as cli
 from antiphon.cli.commands import CommandPlace, lazy_group, new_app
-from antiphon.cli.output import check_output_file, emit_json, whole_file
+from antiphon.cli.output import check_output_file, check_output_folder, emit_json, whole_file
 from tests.serve.fork_server import HEARS_INTERRUPTS, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,9 @@ def test_a_target_is_checked_before_any_work(
 def test_a_folder_to_fill_is_made_before_any_work(tmp_path: Path) -> None:
     ended = run("profile", ROOT / "examples" / "demo-moe", "--folder", "/proc/antiphon")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: --folder /proc/antiphon cannot be made: No such file or directory; name one")
+    assert ended.stderr == (
+        "error: --folder /proc/antiphon cannot be written: No such file or directory; name one that you can write to\n"
+    )
 
 
 def test_a_folder_is_no_target(tmp_path: Path) -> None:
@@ -76,6 +79,41 @@ def test_a_folder_is_no_target(tmp_path: Path) -> None:
         check_output_file("--html", tmp_path)
     check_output_file("--html", tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_full_is_found_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write --json /dev/full: No space left on device: the file system is"):
+        check_output_file("--json", Path("/dev/full"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk: a file can be made, not written
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            check_output_file("--json", tmp_path / "rows.json")
+        with pytest.raises(UserError, match="File too large"):
+            check_output_folder("--folder", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_that_lead_to_each_other_are_no_target(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(UserError, match=r"cannot write --json .*loop"):
+        check_output_file("--json", tmp_path / "a")
+
+
+@pytest.mark.parametrize("arguments", [("simulate", "{}", "--json={}"), ("reproduce", "--json={}", "--markdown={}")])
+def test_json_takes_the_place_of_no_other_file(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("old")
+    monkeypatch.setattr(sys, "argv", ["antiphon", *(each.format(file) for each in arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert f"name the same file, {file}: give --json another one" in capsys.readouterr().err
+    assert file.read_text() == "old"
 
 
 def test_pipes_and_links_are_written_as_they_are(tmp_path: Path) -> None:
@@ -107,6 +145,11 @@ def test_what_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
         write_half(file)
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    with pytest.raises(ZeroDivisionError):
+        write_half(link)
+    assert file.read_text() == "old"
 
 
 # --- outputs ---------------------------------------------------------------------------------------------------------

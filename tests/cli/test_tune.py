@@ -24,7 +24,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_measuring(
     monkeypatch.setattr(tune, "_experts", lambda *arguments: pytest.fail("it measures"))
     spec = load_model_spec(checkpoint)
     (tmp_path / "file").write_text("")
-    for out, said in ((tmp_path, "is a folder: name a file"), (tmp_path / "file" / "t.json", "its folder cannot be")):
+    for out, said in ((tmp_path, "is a folder: name a file"), (tmp_path / "file" / "t.json", "file is a file: name")):
         with pytest.raises(UserError, match=said):
             tune._show_times(spec, 0, "bf16", [8], CPU, out, None)
 

@@ -82,7 +82,7 @@ def test_a_file_holds_it(tmp_path: Path) -> None:
     file = tmp_path / "placement.json"
     file.write_text(placement_to_json(placement))
     assert read_placement(file) == placement
-    with pytest.raises(UserError, match="No such file or directory: give the file of a placement"):
+    with pytest.raises(UserError, match="No such file or directory"):
         read_placement(tmp_path / "none.json")
 
 
