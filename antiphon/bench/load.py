@@ -60,7 +60,7 @@ from antiphon.bench.serving_peers import PeerError
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice
 from antiphon.serve.joining import roles_of
-from antiphon.sim.serving_options import Demand, draw_demand
+from antiphon.sim.demand import Demand, draw_demand
 from antiphon.specs.workload import LengthSpec, WorkloadSpec, load_workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

@@ -27,9 +27,10 @@ from antiphon.models.config import load_model_spec, read_config, refuse_other_mo
 from antiphon.planner.setting import Setting
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.policy.request import rows_for_cost
+from antiphon.sim.demand import Demand
 from antiphon.sim.host import CoreWaits
 from antiphon.sim.pools import pools_of
-from antiphon.sim.serving_options import Demand, ServingOptions
+from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.counts import context_tokens_per_row

@@ -29,8 +29,9 @@ from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.handover import HandOver
+from antiphon.sim.demand import Demand, draw_demand
 from antiphon.sim.pools import Pool, Prefill, parse_kill, pools_of
-from antiphon.sim.serving_options import Demand, ServingOptions, draw_demand
+from antiphon.sim.serving_options import ServingOptions
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec

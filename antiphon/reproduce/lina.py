@@ -9,7 +9,6 @@ from functools import cache, partial
 from typing import Any
 
 from antiphon.base.errors import UserError
-from antiphon.comm.micro_ops import DEFAULT_CHUNK_BYTES
 from antiphon.cost.network import network
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.reproduce import shipped_cluster
@@ -42,7 +41,9 @@ from antiphon.specs.model import BYTES_OF
 #   which is what the paper says of theory. Rejected: fitting a rate to each schedule.
 
 MEASURED_CONTENTION = Contention(all_to_all_rate=4.6 / 9.0, all_reduce_rate=6.3 / 9.0)
-BYTES_PER_S = 3 * DEFAULT_CHUNK_BYTES / 5.0e-3  # gradient i is three micro-ops in Figure 8(a)
+CHUNK_BYTES = 30_000_000  # section 7.1
+MICRO_OPS = BackwardOptions(schedule="micro_ops", chunk_bytes=CHUNK_BYTES)
+BYTES_PER_S = 3 * CHUNK_BYTES / 5.0e-3  # gradient i is three micro-ops in Figure 8(a)
 
 LAYER = BackwardLayer(
     gradient_s=4.1e-3,
@@ -63,7 +64,7 @@ def figure_7() -> dict[Schedule, BackwardTimeline]:
     """(a) `baseline`, (b) `priority`, (c) `deferral`, (d) `known`; and Figure 8(a), `micro_ops`."""
     return {
         schedule: simulate_backward(
-            [LAYER], BackwardOptions(schedule=schedule, contention=MEASURED_CONTENTION, chunk_bytes=DEFAULT_CHUNK_BYTES)
+            [LAYER], BackwardOptions(schedule=schedule, contention=MEASURED_CONTENTION, chunk_bytes=CHUNK_BYTES)
         )
         for schedule in SCHEDULES
     }
@@ -71,7 +72,7 @@ def figure_7() -> dict[Schedule, BackwardTimeline]:
 
 def figure_8b() -> BackwardTimeline:
     """Micro-ops with all-to-all in parts and the FFN pipelined."""
-    return simulate_backward([LAYER], BackwardOptions(schedule="micro_ops", pipeline=True))
+    return simulate_backward([LAYER], replace(MICRO_OPS, pipeline=True))
 
 
 # --- By counting and by timelines ---
@@ -244,7 +245,7 @@ def step_s(num_experts: int, packed: int, lina: bool) -> float:
 def _options(num_experts: int, packed: int, lina: bool) -> BackwardOptions:
     """How the backward pass shares the network; with all experts on every device no all-to-all is left to cut."""
     if lina:
-        return BackwardOptions(schedule="micro_ops", pipeline=packed < num_experts)
+        return replace(MICRO_OPS, pipeline=packed < num_experts)
     return BackwardOptions(schedule="baseline", contention=MEASURED_CONTENTION)
 
 
@@ -286,10 +287,10 @@ def _chunk_step(num_bytes: float) -> float:
     paper's 30 MB (Figure 15)."""
 
     def end_s(chunk_bytes: int) -> float:
-        options = BackwardOptions(schedule="micro_ops", pipeline=True, chunk_bytes=chunk_bytes)
+        options = replace(MICRO_OPS, pipeline=True, chunk_bytes=chunk_bytes)
         return simulate_backward([layer_of(16, 1)] * NUM_LAYERS, options).end_s
 
-    return end_s(round(num_bytes)) / end_s(DEFAULT_CHUNK_BYTES)
+    return end_s(round(num_bytes)) / end_s(CHUNK_BYTES)
 
 
 def _share(num_experts: int) -> float:
@@ -309,7 +310,7 @@ def _chosen(without: float) -> float:
 
 def _packed_efficiency(without: float, experts: int) -> float:
     layer = packed_layer(_layer_at(without), packing_network(MEASURED_DEVICES), experts, float(experts))
-    run = simulate_backward([layer], BackwardOptions(schedule="micro_ops", pipeline=True))
+    run = simulate_backward([layer], replace(MICRO_OPS, pipeline=True))
     return run.pipelining_efficiency()
 
 

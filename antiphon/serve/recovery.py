@@ -7,7 +7,7 @@
   STEPPING  plans that were not answered are sent again, unchanged: the cache is written at the same places with the
             same bits
 
-How long a dead worker waits until it is started again, `workforce.Restarts` says.
+How long a dead worker waits until it is started again, `policy/restarts` says.
 
 Which worker hangs? A worker that waits in vain names its peers, and one of them may wait for a third. So no worker is
 killed on a report: the unresponsive are asked to leave the step and to join the new epoch as everyone is, and only have

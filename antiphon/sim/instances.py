@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from antiphon.serve.policy.request import Request, SequenceStep, StepPlan
 from antiphon.serve.policy.scheduler import Scheduler
+from antiphon.sim.demand import Demand
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.pools import Pool
-from antiphon.sim.serving_options import Demand
 from antiphon.sim.step_price import Rows, StepPrice, StepPricer, rows_of
 from antiphon.sim.step_tables import step_tables
 

@@ -30,7 +30,8 @@ from antiphon.planner.room import BLOCK_SIZE, cache_bytes
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.handover_sides import SLOT_BYTES, SLOTS
 from antiphon.serve.policy.request import SchedulerConfig
-from antiphon.sim.serving_options import Demand, Kill, Role
+from antiphon.sim.demand import Demand
+from antiphon.sim.serving_options import Kill, Role
 from antiphon.specs.counts import blocks_of, context_tokens_per_row, reserved_blocks
 from antiphon.specs.plan import PHASES, PhaseName, PhasePlan, Plan
 

@@ -23,12 +23,13 @@ from typing import Any
 from antiphon.base.errors import UserError
 from antiphon.serve.policy.request import Request, check_request, new_request
 from antiphon.serve.policy.scheduler import choose_attention_worker
+from antiphon.sim.demand import Demand
 from antiphon.sim.handovers import SimulatedHandovers
 from antiphon.sim.host import DrawnWaits, serving_host
 from antiphon.sim.instances import Instance, start_pool
 from antiphon.sim.pools import Pool
 from antiphon.sim.serve_log import Record, ServeLog, ServingRun
-from antiphon.sim.serving_options import Demand, Kill, ServingOptions
+from antiphon.sim.serving_options import Kill, ServingOptions
 from antiphon.specs.sampling import SamplingParams
 
 _TOKEN = 0

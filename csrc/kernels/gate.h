@@ -1,4 +1,5 @@
-// Router: float32 logits, scores, the best experts of every row and their weights.
+// Router: float32 logits, scores, the best experts of every row and their weights. On a GPU it is
+// antiphon/kernels/triton/rows.py; training and "sparsemixer" have it in antiphon/kernels/ops/route.py.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,6 @@
-// One function a type reads a block; layouts are those of ggml-common.h, antiphon/models/gguf/checkpoint.py names them. Loops
-// run over whole 16-bit lanes or bytes of fixed count, which compilers turn into vectors of any machine.
+// One function a type reads a block; layouts are those of ggml-common.h. Loops run over whole 16-bit lanes or bytes of
+// fixed count, which compilers turn into vectors of any machine. A type stands in three tables: `types` here, `_FORMATS`
+// of antiphon/models/gguf/checkpoint.py and `TYPES` of container.py beside it.
 // Rejected: reading blocks as panels are packed, which would need every slice of a matrix a second time.
 #include "kernels/ggml_blocks.h"
 

@@ -33,7 +33,7 @@ from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serve import parse_contestant
 from antiphon.cli import bench as command
 from antiphon.models.config import load_model_spec
-from antiphon.sim.serving_options import draw_demand
+from antiphon.sim.demand import draw_demand
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
 from tests.serve.server_harness import ServerProcess
 

@@ -15,9 +15,9 @@ from antiphon.planner.predict import predict
 from antiphon.planner.search import PlanResult, SearchLimits, evaluate_phase, make_plan, settings_of
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import step_times
+from antiphon.sim.demand import draw_demand
 from antiphon.sim.pools import pools_of
 from antiphon.sim.promise import checked, kept_promise
-from antiphon.sim.serving_options import draw_demand
 from antiphon.specs.catalog import shipped_model_config
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
 from antiphon.specs.plan import LAYOUTS, PhaseName, plan_from_json, plan_to_json

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from antiphon.base.errors import CheckpointError, UserError
-from antiphon.serve.api.choice import StopStringMatcher
+from antiphon.serve.text.stop_strings import StopStringMatcher
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TokenBytes, byte_level_alphabet
 from antiphon.serve.text.tokenizer_reading import load_tokenizer
@@ -79,7 +79,7 @@ def naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 @settings(max_examples=500, deadline=None)
 @given(
     st.lists(st.text(alphabet="ab", max_size=5), max_size=8),
-    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_stop_strings_are_found_wherever_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
     matcher = StopStringMatcher(tuple(stops))

@@ -304,7 +304,7 @@ def test_a_copy_is_a_spare(
 ) -> None:
     """The worker that dies does not come back; all others serve on, and moves wait for it."""
     for name in ("_SECOND_DELAY_S", "_LONGEST_DELAY_S", "_LONGEST_DELAY_AFTER_KILL_S"):
-        monkeypatch.setattr(f"antiphon.serve.workforce.{name}", 1000.0)
+        monkeypatch.setattr(f"antiphon.serve.policy.restarts.{name}", 1000.0)
     with running(config(tiny_model, "1+2/m2", expert_slots=5, placement=placement(SPARES))) as engine:
         name = WorkerName("experts", 1)
         first = kill(engine, "experts", 1)

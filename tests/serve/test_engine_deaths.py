@@ -29,7 +29,7 @@ from tests.serve.engine_harness import (
 )
 from tests.waiting import wait_until
 
-RESTARTS = "antiphon.serve.workforce"
+RESTARTS = "antiphon.serve.policy.restarts"
 # A worker of the real kind, but one that cannot start while the file exists.
 BROKEN_WHILE = """
 from pathlib import Path

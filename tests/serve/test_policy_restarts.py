@@ -2,7 +2,7 @@
 
 import pytest
 
-from antiphon.serve.workforce import Restarts
+from antiphon.serve.policy.restarts import Restarts
 
 
 def delays(restarts: Restarts, num_deaths: int, *, from_outside: bool = False) -> list[float]:

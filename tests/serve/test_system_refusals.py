@@ -184,7 +184,7 @@ def served(checkpoint: Path) -> Iterator[Served]:
 @contextmanager
 def quick_restarts(patch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_SECOND_DELAY_S", "_LONGEST_DELAY_S", "_LONGEST_DELAY_AFTER_KILL_S"):
-        patch.setattr(f"antiphon.serve.workforce.{name}", 0.05)
+        patch.setattr(f"antiphon.serve.policy.restarts.{name}", 0.05)
     yield
 
 

@@ -18,12 +18,13 @@ from antiphon.planner.predict import candidate_of
 from antiphon.planner.worker_times import attention_alone, step_rows
 from antiphon.serve.policy.micro_batches import split_into_micro_batches
 from antiphon.serve.policy.request import SequenceStep
+from antiphon.sim.demand import draw_demand
 from antiphon.sim.events import EventGraph
 from antiphon.sim.expert_load import ExpertLoad, Popularity, fractions_of
 from antiphon.sim.pools import parse_kill, pools_of
 from antiphon.sim.resources import InOrder
 from antiphon.sim.serve_log import MOST_SAMPLES, ServeLog, summary, write_serving_trace
-from antiphon.sim.serving_options import Kill, ServingOptions, draw_demand
+from antiphon.sim.serving_options import Kill, ServingOptions
 from antiphon.sim.step_price import StepPricer, round_robin_s, rows_of
 from antiphon.sim.step_tables import Line, line, plane, sizes_up_to, step_tables
 from antiphon.specs.workload import LengthSpec

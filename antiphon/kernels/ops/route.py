@@ -1,5 +1,8 @@
-"""The router, from gate logits to the chosen experts and their weights, for every router a supported family uses; and
+"""The router in PyTorch, from gate logits to the chosen experts and their weights, for training and the reference; and
 rows into order of expert and back, without atomic additions: both ways, and both gradients, only gather.
+
+Serving has its own router: `csrc/kernels/gate.h` on CPUs, `kernels/triton/rows.py` on GPUs. A new kind of router goes
+into all three; "sparsemixer" is here for all.
 
 A choice of -1 is absent: its row goes nowhere and adds nothing.
 

@@ -9,8 +9,8 @@
 Places are integers that depend on the choices only. A choice of -1 has no place: it is read by none and adds nothing.
 
 In the gate experts lie as [groups, experts of a group], both padded to powers of two. A choice takes the largest score
-that is left, the lowest index among equals; K is small, so K passes cost less than a sort. "Sparsemixer" (two passes of
-its own) stays with PyTorch: `antiphon.kernels.ops.route`.
+that is left, the lowest index among equals; K is small, so K passes cost less than a sort. On a CPU it is
+`csrc/kernels/gate.h`. Training, and "sparsemixer" (two passes of its own), stay with PyTorch: `kernels/ops/route`.
 
 Letters: T tokens, K choices a token, R = T * K rows at most, E experts, B blocks of tokens, H width.
 """

@@ -18,8 +18,7 @@ The K types have 6-bit (Q6_K: 8-bit) scales in units of a float16 for 256 number
 float32 and is what is kept, so nothing is rounded: 5 to 6 bits become 8, which the next multiplication reads fastest.
 
 The native module reads the blocks (`csrc/kernels/ggml_blocks.cpp`), in one pass. Rejected: PyTorch's operations, which
-make ten passes over single bytes and took longer than a disk reads. A new type has a line in three tables: `TYPES` of
-`container`, `_FORMATS` here, and that of the native reader.
+make ten passes over single bytes and took longer than a disk reads.
 """
 
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def _format(codes: CodeKind, per_scale: int, scale_dtype: torch.dtype, *, minimu
     return WeightFormat(codes=codes, columns_per_scale=per_scale, scale_dtype=scale_dtype, offset=offset)  # type: ignore[arg-type]
 
 
-_FORMATS = {
+_FORMATS = {  # of `TYPES`, see there
     "Q4_0": _format("int4", 32, torch.float16),
     "Q4_1": _format("int4", 32, torch.float16, minimum=True),
     "Q5_0": _format("int8", 32, torch.float16),

@@ -44,6 +44,7 @@ class BlockType:
     num_bytes: int
 
 
+# A type with blocks has a line here, in `_FORMATS` of `checkpoint`, and in `csrc/kernels/ggml_blocks.cpp`.
 TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),

@@ -17,12 +17,13 @@ from functools import partial
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
-from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, StopStrings, TokenizedPrompt
+from antiphon.serve.api.choice import ChoiceDelta, ChoiceText, TokenizedPrompt
 from antiphon.serve.api.context import ApiContext
 from antiphon.serve.api.metrics import RequestClock
 from antiphon.serve.api.parameters import ChatReading, with_seed
 from antiphon.serve.api.requests import GenerationRequest
 from antiphon.serve.engine_api import EngineOutput
+from antiphon.serve.text.stop_strings import StopStrings
 from antiphon.specs.sampling import SamplingParams
 
 _log = get_logger("serve.api")
@@ -62,7 +63,7 @@ class Generation:
         self.prompts = prompts
         self.num_answers = request.n or 1
         self._context.check_line(self.num_answers * len(prompts))
-        stops = StopStrings(self._context.tokenizer, tuple(request.stop or ()))
+        stops = StopStrings(self._context.tokenizer, tuple(request.stop)) if request.stop else None
         of_prompts: Sequence[ChatReading | None] = readings or [None] * len(prompts)
         for prompt, prompt_params, reading in zip(prompts, params, of_prompts, strict=True):
             for answer in range(self.num_answers):
