@@ -42,6 +42,7 @@ from antiphon.cli.output import (
     table,
     tell,
 )
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.write_rounded import writing
@@ -361,6 +362,8 @@ def export(
             raise UserError(f"--best: no checkpoint in {checkpoint} was evaluated: set output.keep_best for the run")
         source = lowest
     facts = checkpoints.read_facts(source)
+    if changed := checkpoints.changed_file(source, facts, connect(Sizes(), 0).world):
+        raise CheckpointError(f"{source}/{changed} is not what was written: it is damaged, take another checkpoint")
     config = checkpoints.config_in(facts, source)
     spec = model_spec(facts["model_config"])
     tokenizer = tokenizer_of(config)
