@@ -14,12 +14,13 @@ from dataclasses import asdict
 from functools import partial
 from mmap import mmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.text import Text
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -42,6 +43,7 @@ from antiphon.cli.output import (
     table,
     tell,
 )
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.kernels.ops.cross_entropy import IGNORED
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.write_rounded import writing
@@ -224,6 +226,7 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")
     _check_semaphores(ranks)
     ended = mmap(-1, 2)  # of all ranks: 1 + the exit code of one that must not start again; of the first one
+    logs = TemporaryDirectory(prefix="antiphon-train-")  # of torch's launcher, which leaves its own behind
     how = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -233,9 +236,11 @@ def _start_ranks(config: TrainConfig, ranks: int, run: Callable[[], int]) -> int
         rdzv_endpoint="localhost:0",
         max_restarts=RESTARTS,
         start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=logs.name),
     )
     try:
-        elastic_launch(how, _rank)(config, run, ended)
+        with logs:
+            elastic_launch(how, _rank)(config, run, ended)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how_it_ended = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with code {failure.exitcode}"
@@ -361,6 +366,8 @@ def export(
             raise UserError(f"--best: no checkpoint in {checkpoint} was evaluated: set output.keep_best for the run")
         source = lowest
     facts = checkpoints.read_facts(source)
+    if changed := checkpoints.changed_file(source, facts, connect(Sizes(), 0).world):
+        raise CheckpointError(f"{source}/{changed} is not what was written: it is damaged, take another checkpoint")
     config = checkpoints.config_in(facts, source)
     spec = model_spec(facts["model_config"])
     tokenizer = tokenizer_of(config)

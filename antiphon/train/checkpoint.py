@@ -36,7 +36,7 @@ from antiphon.train.config import TrainConfig, config_of
 from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
-from antiphon.train.ranks import sums
+from antiphon.train.ranks import gathered, sums
 from antiphon.train.shards import Shards
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -159,7 +159,10 @@ class Saver:
                 process_group=self._group.process_group,
                 no_dist=self._group.size == 1,
             )
-        self._by_first(lambda: self._complete(state, partial, final))
+        own = [*partial.glob(f"__{self._group.index}_*"), *([] if self._group.index else [partial / ".metadata"])]
+        digests = gathered(self._group, "checkpoint", {file.name: _digest_of(file) for file in own})
+        files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        self._by_first(lambda: self._complete(state, files, partial, final))
 
     def _by_first(self, work: Callable[[], None]) -> None:
         """`work` on the first rank. All ranks fail if that does."""
@@ -185,9 +188,12 @@ class Saver:
         if (free := shutil.disk_usage(self._folder).free) < needed:
             raise OSError(errno.ENOSPC, f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
 
-    def _complete(self, state: RunState, partial: Path, final: Path) -> None:
-        """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`."""
-        facts = {"version": _VERSION, "written_by": __version__, "state": asdict(state), **self._facts}
+    def _complete(self, state: RunState, files: dict[str, str], partial: Path, final: Path) -> None:
+        """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`. `files`: their
+        digests by name."""
+        if lost := [name for name, digest in files.items() if not digest]:
+            raise OSError(f"{lost[0]} cannot be read again")
+        facts = {"version": _VERSION, "written_by": __version__, "state": asdict(state), "files": files, **self._facts}
         facts["digest"] = _digest(json.loads(json.dumps(facts)))  # as it will be read
         (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
         _to_disk(partial)
@@ -223,8 +229,8 @@ class _Lacks(CheckpointError):
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """`run.json`: `state` (a `RunState`), `config` and `model_config`. `CheckpointError` if it is not a checkpoint of
-    ours, or damaged."""
+    """`run.json`: `state` (a `RunState`), `config`, `model_config`, digests of `files`. `CheckpointError` if it is no
+    checkpoint of ours, or damaged."""
     try:
         facts = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -233,13 +239,14 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}/run.json has no version: it is damaged, take another one")
     if facts["version"] != _VERSION:
         raise _Lacks(f"{checkpoint} is of version {facts['version']}, this is {_VERSION}: {_written_by(facts)}")
-    if wrong := [key for key in ("state", "config", "model_config") if not isinstance(facts.get(key), dict)]:
+    digest, facts = _digest(facts), {"files": {}} | facts  # versions before wrote no digests
+    if wrong := [key for key in ("state", "config", "model_config", "files") if not isinstance(facts.get(key), dict)]:
         raise CheckpointError(f"{checkpoint}/run.json has no {wrong[0]}: it is damaged, take another one")
     try:
         state = read(RunState, facts["state"], f"{checkpoint}/run.json: state")
     except UserError as error:
         raise CheckpointError(f"{error}: it is damaged, take another one") from error
-    if facts.get("digest", digest := _digest(facts)) != digest:  # versions before wrote none
+    if facts.get("digest", digest) != digest:
         raise _Lacks(
             f"{checkpoint}/run.json was changed after it was written, maybe in what says which samples come next: put "
             'back what it said, remove its "digest" to go on with what it says now, or take another checkpoint'
@@ -255,6 +262,23 @@ def _digest(facts: Mapping[str, Any]) -> str:
     """Of all that `run.json` says beside it."""
     others = {key: value for key, value in facts.items() if key != "digest"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of(file: Path) -> str:
+    """Of what is on the disk; empty if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def changed_file(checkpoint: Path, facts: Mapping[str, Any], ranks: Group) -> str:
+    """The name of a file that is not as it was written, or empty. PyTorch sees a file that is cut or missing, and no
+    bit that has turned. `ranks` share the reading; all call it together."""
+    files = sorted(facts["files"].items())[ranks.index :: ranks.size]
+    own = [name for name, digest in files if _digest_of(checkpoint / name) not in ("", digest)]
+    return next((name for of_rank in gathered(ranks, "checkpoint", own) for name in of_rank), "")
 
 
 def _written_by(facts: Mapping[str, Any]) -> str:
@@ -297,6 +321,8 @@ def load(
     facts = read_facts(checkpoint)
     world = model.mesh.world
     try:
+        if changed := changed_file(checkpoint, facts, world):
+            raise ValueError(f"{changed} is not what was written")
         boxes = _stored(
             boxes_of(model, shards, optimizer, facts["state"].step), checkpoint, world, new_moments=new_moments
         )

@@ -40,7 +40,7 @@ from antiphon.train.routing import Routing, balance_of
 from antiphon.train.samples import Samples
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans
-from antiphon.train.tokens import SourceTokens, TokenFile
+from antiphon.train.token_file import SourceTokens, TokenFile
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ _MEANING = (
 _FORMATS = tuple(f"communication.{key}" for key in ("gradients", "activations", "attention", "gate_weights"))
 _IN_THE_TEXT = ("data.",)  # judged by the digest
 _SCHEDULE = "optimizer.schedule_steps"
+_OF_THE_FILE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "quantization_config"}
 
 
 class Former:
@@ -61,9 +62,15 @@ class Former:
         return 0 if self._facts is None else int(self._facts["state"].step)
 
     def check_model(self, model_config: Mapping[str, Any]) -> None:
-        """`UserError` if another model was trained."""
-        if self._facts is not None and self._facts["model_config"] != model_config:
-            raise UserError(f"{self._where} is of another model: change output.folder, or remove it")
+        """`UserError` if another model was trained. How weights were stored, and by what, does not matter."""
+        before = model_config if self._facts is None else self._facts["model_config"]
+        keys = sorted({*before, *model_config} - _OF_THE_FILE)
+        if changed := [key for key in keys if before.get(key) != model_config.get(key)]:
+            old, new = (describe(each.get(changed[0])) for each in (before, model_config))
+            raise UserError(
+                f"{self._where} is of another model ({changed[0]} {old}, now {new}): change output.folder, or set it "
+                "back"
+            )
 
     @property
     def may_change_optimizer(self) -> bool:

@@ -40,8 +40,9 @@ from antiphon.train.config import TrainConfig
 from antiphon.train.config_tables import DataConfig
 from antiphon.train.device import HOST, moved
 from antiphon.train.model import Batch
+from antiphon.train.token_file import SourceTokens, TokenFile
 from antiphon.train.token_stream import ROUND, TokenStream
-from antiphon.train.tokens import SourceTokens, TokenFile, Written
+from antiphon.train.tokens import Written
 
 _POLL_S = 0.05
 Numbers = np.ndarray[Any, Any]

@@ -37,8 +37,9 @@ from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, 
 from antiphon.train.resume import Former
 from antiphon.train.samples import Samples, StreamedSamples
 from antiphon.train.sequence_parallel import SequenceParallel
+from antiphon.train.token_file import TokenFile
 from antiphon.train.token_stream import StreamWriter, TokenStream
-from antiphon.train.tokens import TokenFile, open_held_out, open_tokens, tokenize
+from antiphon.train.tokens import open_held_out, open_tokens, tokenize
 from antiphon.train.weights import FirstValues, RankShare
 
 _log = get_logger("train")

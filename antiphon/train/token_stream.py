@@ -37,16 +37,14 @@ from antiphon.specs.checked import read
 from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import find_files
 from antiphon.train.encoder import ids_dtype
+from antiphon.train.token_file import SourceTokens, TokenFile, joined, mapped
 from antiphon.train.tokens import (
     IN_USE,
     NOTHING,
     WRITER_S,
-    SourceTokens,
-    TokenFile,
     TokenSize,
     Written,
     digest_of_text,
-    joined,
     open_evaluation,
     tokenize,
     tokenizing,
@@ -177,7 +175,7 @@ class TokenStream:
         source, written = self.sources[number], self.written(number)
         size, folder = source.block_tokens, source.folder
         first, end = block * size, min((block + 1) * size + 1, written.num_ids)
-        starts = _mapped(folder / "train.starts", np.dtype(np.int64), 0, written.num_documents)
+        starts = mapped(folder / "train.starts", np.dtype(np.int64), 0, written.num_documents)
         if source.source.is_chat:
             bounds = np.searchsorted(starts, (first, first + size))
             first, end = (int(starts[each]) if each < len(starts) else written.num_ids for each in bounds)
@@ -192,16 +190,16 @@ class TokenStream:
         parts = []
         for number, each in enumerate(self.sources):
             size = self._first_held_out(number)
-            starts = _mapped(each.folder / "held_out.starts", np.dtype(np.int64), 0, size.num_documents)
+            starts = mapped(each.folder / "held_out.starts", np.dtype(np.int64), 0, size.num_documents)
             parts.append(self._file(each, "held_out", 0, size.num_ids, starts))
         return joined([*parts, *open_evaluation(self.data, self.cache)])
 
     def _file(self, each: StreamedSource, split: str, first: int, end: int, starts: np.ndarray[Any, Any]) -> TokenFile:
         """Ids `first` to `end` of a source's split, in which documents begin at `starts`."""
         is_chat, count = each.source.is_chat, end - first
-        learned = _mapped(each.folder / f"{split}.learned", np.dtype(np.uint8), first, count) if is_chat else None
+        learned = mapped(each.folder / f"{split}.learned", np.dtype(np.uint8), first, count) if is_chat else None
         return TokenFile(
-            ids=_mapped(each.folder / f"{split}.bin", self.dtype, first, count),
+            ids=mapped(each.folder / f"{split}.bin", self.dtype, first, count),
             starts=starts,
             learned=learned,
             sources=(SourceTokens(each.source.name, 0, count, is_chat),),
@@ -258,16 +256,6 @@ class StreamWriter:
             if self._process.stdin is not None:
                 self._process.stdin.close()
             self._process = None
-
-
-def _mapped(file: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray[Any, Any]:
-    """Elements `first` to `first + count`; without any, an empty array."""
-    if not count:
-        return np.zeros(0, dtype)
-    try:
-        return np.memmap(file, dtype, "r", first * dtype.itemsize, (count,))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: shorter than was written: remove {file.parent}") from error
 
 
 def _parts(weights: list[float]) -> list[int]:

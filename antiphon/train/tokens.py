@@ -11,7 +11,6 @@ never been stopped.
 """
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Generator, Iterator, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from antiphon.base.errors import UserError
+from antiphon.base.logging import get_logger
 from antiphon.base.progress import Report, progress
 from antiphon.base.system import one_writer, replace_text
 from antiphon.base.units import format_bytes
@@ -30,6 +30,7 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import Document, find_files, read_documents
 from antiphon.train.encoder import EncodedDocument, Encoder, load_tokenizer, template_files
+from antiphon.train.token_file import SourceTokens, TokenFile, joined, mapped
 
 _BATCH_TEXTS = 64
 _BATCH_CHARACTERS = 4 << 20
@@ -37,6 +38,7 @@ _CHUNK_BYTES = 8 << 20  # of text: what a kill loses at most, with a batch
 _VERSION = 3
 _EVALUATION = "evaluation"  # in the cache
 WRITER_S = 60.0  # for the writer of a run that has just ended
+_log = get_logger("train")
 IN_USE = "another run writes token ids there: stop it, or name another data.cache"
 
 
@@ -86,7 +88,49 @@ class Reached:
 
 
 BEGINNING = Reached("", 0, 0, {}, {}, {})
-_REACHED, _SIZES = TypeAdapter(Reached), TypeAdapter(Sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meta:
+    """`meta.json`. `sources`: whether each is of chats. `first`: as of `Reached`."""
+
+    version: int
+    made_from: str
+    dtype: str
+    sources: dict[str, bool]
+    evaluation: tuple[str, ...] = ()
+    splits: dict[Split, Sizes]
+    first: Sizes
+
+    @staticmethod
+    def read(cache: Path) -> "_Meta | None":
+        """None: there is none that this version can read."""
+        try:
+            meta = _META.validate_json((cache / "meta.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        is_known = meta.dtype in ("uint16", "uint32") and set(meta.splits) == set(SPLITS)
+        return meta if is_known and meta.version == _VERSION else None
+
+    def changed_file(self, cache: Path) -> Path | None:
+        """One that is not as long as it was written."""
+        for split in SPLITS:
+            num_ids, num_documents = _counts(self.splits[split])
+            lengths = {"bin": num_ids * np.dtype(self.dtype).itemsize, "starts": num_documents * 8}
+            lengths |= {"learned": num_ids} if any(self.sources.values()) else {}
+            for ending, length in lengths.items():
+                file = cache / f"{split}.{ending}"
+                if not file.is_file() or file.stat().st_size != length:
+                    return file
+        return None
+
+
+def _counts(sizes: Sizes) -> tuple[int, int]:
+    """Ids, and documents."""
+    return sum(each.num_ids for each in sizes.values()), sum(each.num_documents for each in sizes.values())
+
+
+_REACHED, _META = TypeAdapter(Reached), TypeAdapter(_Meta)
 
 
 class TokenWriter:
@@ -147,34 +191,6 @@ def _open_at(file: Path, num_bytes: int) -> BinaryIO:
     return opened
 
 
-@dataclass(frozen=True)
-class SourceTokens:
-    """Ids `first` to `end` of a split are those of one source. `is_chat`: its documents are packed whole.
-    `is_evaluation`: it is a set of its own, of which nothing is trained on."""
-
-    name: str
-    first: int
-    end: int
-    is_chat: bool = False
-    is_evaluation: bool = False
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """The ids of one split, and where its documents begin. `num_text_bytes`: of the text that the ids stand for.
-    `learned`: for each id whether a loss is taken on it; None: on all. `digest`: of all of it."""
-
-    ids: np.ndarray[Any, Any]
-    starts: np.ndarray[Any, Any]
-    num_text_bytes: int = 0
-    learned: np.ndarray[Any, Any] | None = None
-    sources: tuple[SourceTokens, ...] = ()
-    digest: str = ""
-
-    def all_sources(self) -> tuple[SourceTokens, ...]:
-        return self.sources or (SourceTokens("files", 0, self.ids.shape[0]),)
-
-
 def tokenize(
     config: DataConfig, tokenizer_path: Path, spec: ModelSpec, cache: Path, seed: int, *, only_evaluation: bool = False
 ) -> None:
@@ -207,8 +223,11 @@ def tokenizing(
 ) -> Iterator[None]:
     """Write the ids of `files` of `sources` into `cache`, unless they are there. With `block_tokens`, yields whenever
     one more block of training ids, and the id behind it, is on disk; it may be left there, and go on later."""
-    if _read_meta(cache).get("made_from") == made_from:
-        return
+    meta = _Meta.read(cache)
+    if meta is not None and meta.made_from == made_from:
+        if not (changed := meta.changed_file(cache)):
+            return
+        _log.warning("%s is not as long as it was written: the token ids are made again", changed)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.get_vocab_size() > spec.vocab_size:
         raise UserError(
@@ -233,16 +252,16 @@ def tokenizing(
     if empty := [name for name in evaluation if name not in sizes["held_out"]]:
         raise UserError(f"data.evaluation: {empty[0]!r} has no document: give it files with text, or leave it out")
     kinds = {each.name: each.is_chat for each in sources}
-    meta = {
-        "version": _VERSION,
-        "made_from": made_from,
-        "dtype": encoder.dtype.name,
-        "sources": kinds,
-        "evaluation": evaluation,
-        "splits": {split: _SIZES.dump_python(of) for split, of in sizes.items()},
-        "first": _SIZES.dump_python(reached.first),
-    }
-    replace_text(cache / "meta.json", json.dumps(meta, indent=1) + "\n")
+    written = _Meta(
+        version=_VERSION,
+        made_from=made_from,
+        dtype=encoder.dtype.name,
+        sources=kinds,
+        evaluation=tuple(evaluation),
+        splits={"train": reached.train, "held_out": reached.held_out},
+        first=reached.first,
+    )
+    replace_text(cache / "meta.json", _META.dump_json(written, indent=1).decode() + "\n")
     (cache / "progress.json").unlink(missing_ok=True)
 
 
@@ -263,15 +282,15 @@ class Written:
 
 def written_of(cache: Path, made_from: str = "") -> Written | None:
     """What `tokenizing` has written so far; None: nothing yet, or it is of something else than `made_from`."""
-    meta = _read_meta(cache)
+    meta = _Meta.read(cache)
     reached = Reached.read(cache / "progress.json", made_from or None)
     train, first = reached.train, reached.first
-    if meta and made_from in ("", meta["made_from"]):
-        train, first = (_SIZES.validate_python(each) for each in (meta["splits"]["train"], meta["first"]))
+    if meta is not None and made_from in ("", meta.made_from):
+        train, first = meta.splits["train"], meta.first
     elif not reached.made_from:
         return None
     size = next(iter(train.values()), NOTHING)
-    return Written(size.num_ids, size.num_documents, bool(meta), first)
+    return Written(size.num_ids, size.num_documents, meta is not None, first)
 
 
 def open_held_out(config: DataConfig, cache: Path) -> TokenFile:
@@ -285,57 +304,28 @@ def open_evaluation(config: DataConfig, cache: Path) -> list[TokenFile]:
     return [open_tokens(cache / _EVALUATION, "held_out")] if config.evaluation else []
 
 
-def joined(parts: Sequence[TokenFile]) -> TokenFile:
-    """All of `parts`, one behind the other; of several, in memory."""
-    if len(parts) == 1:
-        return parts[0]
-    learned = None
-    if any(each.learned is not None for each in parts):
-        learned = np.concatenate(
-            [np.ones(each.ids.shape, np.uint8) if each.learned is None else each.learned for each in parts]
-        )
-    firsts = [0, *itertools.accumulate(each.ids.shape[0] for each in parts)]
-    return TokenFile(
-        ids=np.concatenate([each.ids for each in parts]),
-        starts=np.concatenate([each.starts + first for each, first in zip(parts, firsts, strict=False)]),
-        num_text_bytes=sum(each.num_text_bytes for each in parts),
-        learned=learned,
-        sources=tuple(
-            replace(source, first=source.first + first, end=source.end + first)
-            for each, first in zip(parts, firsts, strict=False)
-            for source in each.sources
-        ),
-        digest="/".join(each.digest for each in parts),
-    )
-
-
 def open_tokens(cache: Path, split: Split) -> TokenFile:
     """A memory map of what `tokenize` wrote of the sources."""
-    meta = _read_meta(cache)
-    sizes = _SIZES.validate_python(meta["splits"][split])
-    num_ids = sum(each.num_ids for each in sizes.values())
-    has_learned = any(meta["sources"].values())
+    meta = _Meta.read(cache)
+    if meta is None:
+        raise UserError(f"{cache}: the token ids are gone: start again")
+    sizes = meta.splits[split]
+    num_ids, num_documents = _counts(sizes)
+    has_learned = any(meta.sources.values())
     sources, first = [], 0
     for name, size in sizes.items():
-        is_evaluation = name in meta.get("evaluation", ())
-        sources.append(SourceTokens(name, first, first + size.num_ids, meta["sources"][name], is_evaluation))
+        is_evaluation = name in meta.evaluation
+        sources.append(SourceTokens(name, first, first + size.num_ids, meta.sources[name], is_evaluation))
         first += size.num_ids
     digest = hashlib.blake2b("/".join(each.digest for each in sizes.values()).encode(), digest_size=16)
     return TokenFile(
-        ids=_mapped(cache / f"{split}.bin", meta["dtype"], num_ids),
-        starts=np.fromfile(cache / f"{split}.starts", dtype=np.int64),
+        ids=mapped(cache / f"{split}.bin", np.dtype(meta.dtype), 0, num_ids),
+        starts=mapped(cache / f"{split}.starts", np.dtype(np.int64), 0, num_documents),
         num_text_bytes=sum(each.text_bytes for each in sizes.values()),
-        learned=_mapped(cache / f"{split}.learned", "uint8", num_ids) if has_learned else None,
+        learned=mapped(cache / f"{split}.learned", np.dtype(np.uint8), 0, num_ids) if has_learned else None,
         sources=tuple(sources),
         digest=digest.hexdigest(),
     )
-
-
-def _mapped(file: Path, dtype: str, num: int) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = np.memmap(file, dtype=dtype, mode="r") if num else np.zeros(0, dtype=dtype)
-    if found.shape[0] != num:
-        raise UserError(f"{file.parent}: {file.name} holds {found.shape[0]} ids, not {num}: remove the folder")
-    return found
 
 
 def _write_ids(
@@ -440,11 +430,3 @@ def digest_of_text(
         parts.append((str(path), status.st_size, status.st_mtime_ns))
     digest.update(repr(parts).encode())
     return digest.hexdigest()
-
-
-def _read_meta(cache: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads((cache / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return meta if isinstance(meta, dict) and meta.get("version") == _VERSION else {}

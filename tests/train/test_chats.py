@@ -19,7 +19,8 @@ from antiphon.train.config_tables import DataConfig, SourceConfig
 from antiphon.train.documents import Document
 from antiphon.train.encoder import ChatTexts, Encoder
 from antiphon.train.samples import Samples
-from antiphon.train.tokens import SourceTokens, TokenFile, open_tokens, tokenize
+from antiphon.train.token_file import SourceTokens, TokenFile
+from antiphon.train.tokens import open_tokens, tokenize
 from tests.train.harness import write_model
 
 CHAT_ML = (

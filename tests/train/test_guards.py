@@ -458,8 +458,10 @@ def test_a_signal_to_one_rank_ends_all(tmp_path: Path) -> None:
 def test_a_signal_to_the_launcher_saves_and_ends_in_seconds(tmp_path: Path, number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "antiphon.cli.main", "train", str(write_run(tmp_path)), "--nproc", "2"]
     command += ["--set", "steps=100000", "--set", "output.checkpoint_every=0"]
-    metrics = tmp_path / "out/metrics.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    metrics, temporary = tmp_path / "out/metrics.jsonl", tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
         deadline_s = time.monotonic() + 300
         while not (metrics.exists() and '"loss"' in metrics.read_text()):
             assert time.monotonic() < deadline_s, "no step within 300 s"
@@ -468,6 +470,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_in_seconds(tmp_path: Path, numb
         process.send_signal(number)
         assert process.wait(120) == code
     assert len(steps_of(tmp_path)) == 1
+    assert not list(temporary.iterdir()), "torch's launcher leaves a folder behind"
 
 
 def test_a_page_of_a_run_whose_ranks_changed_measures_the_last(tmp_path: Path) -> None:

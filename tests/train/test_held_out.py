@@ -18,7 +18,7 @@ from antiphon.train.samples import Samples, epochs_of
 from antiphon.train.setup import build_model, prepare
 from antiphon.train.shards import Shards
 from antiphon.train.spans import StepSpans
-from antiphon.train.tokens import SourceTokens, TokenFile
+from antiphon.train.token_file import SourceTokens, TokenFile
 from antiphon.train.trainer import Trainer
 from tests.train.harness import LINES, config_of
 

@@ -16,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.cli.train import export
 from antiphon.train import checkpoint
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
@@ -102,7 +103,7 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_named(
 ) -> None:
     finished(tmp_path)
     before, newest = checkpoint.find_checkpoints(tmp_path / "out/checkpoints")
-    with pytest.raises(UserError, match=r"step-00000006 is of another model: change output.folder"):
+    with pytest.raises(UserError, match=r"step-00000006 is of another model \(num_experts 5, now 6\): change output"):
         Trainer(prepare(config_of(tmp_path, num_experts=6))).run()
     whole = finished(tmp_path / "whole")
     for file in newest.glob("*.distcp"):
@@ -117,6 +118,36 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_named(
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="step-00000003: cannot be loaded"):
         Trainer(prepare(config_of(tmp_path))).run()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_bit_that_turned_on_the_disk_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    whole = finished(tmp_path)
+    newest = tmp_path / "out/checkpoints/step-00000006"
+    data = bytearray((newest / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{name} is not what was written: it is damaged"):
+        export(tmp_path / "out", tmp_path / "exported")
+    assert same_tensors(finished(tmp_path).model, whole.model), "made again from the checkpoint before"
+    assert f"step-00000006: cannot be loaded ({name} is not what was written)" in caplog.text
+
+
+def test_how_weights_were_stored_does_not_make_another_model(tmp_path: Path) -> None:
+    finished(tmp_path, "steps=3", "optimizer.schedule_steps=6")
+    again = Trainer(prepare(config_of(tmp_path, dtype="bfloat16", transformers_version="9.0")))
+    assert again.run()["steps"] == 6
+
+
+def test_a_checkpoint_without_digests_is_believed(tmp_path: Path) -> None:
+    """Versions before wrote none."""
+    whole = finished(tmp_path)
+    file = tmp_path / "out/checkpoints/step-00000006/run.json"
+    facts = json.loads(file.read_text())
+    assert facts.pop("files")
+    del facts["digest"]
+    file.write_text(json.dumps(facts))
+    assert same_tensors(finished(tmp_path).model, whole.model)
 
 
 def test_a_kill_at_any_time_loses_nothing_but_the_last_steps(tmp_path: Path) -> None:

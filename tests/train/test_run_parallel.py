@@ -12,6 +12,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
+from antiphon.train.checkpoint import find_checkpoints, read_facts
 from antiphon.train.ranks import sizes_of
 from tests.serve.fork_server import PROGRAMS
 from tests.train.harness import LATENT, config_of, losses, write_run
@@ -79,6 +80,9 @@ def test_two_ranks_then_four_then_a_pipeline_then_one(tmp_path: Path, model: dic
     train(alone, 1, *fixed)
     for steps, ranks, changes in STAGES:
         train(shared, ranks, *fixed, *changes, f"steps={steps}")
+        newest = find_checkpoints(tmp_path / "shared/out/checkpoints")[-1]
+        names = {each.name for each in newest.iterdir()} - {"run.json"}
+        assert set(read_facts(newest)["files"]) == names, "each rank's file has its digest"
     expected, found = losses(tmp_path / "alone"), losses(tmp_path / "shared")
     assert [step for step, _ in found] == list(range(6))
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):

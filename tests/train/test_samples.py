@@ -15,7 +15,8 @@ from antiphon.models.config import load_model_spec
 from antiphon.train.documents import read_documents
 from antiphon.train.samples import Samples
 from antiphon.train.setup import cache_of, prepare_data
-from antiphon.train.tokens import TokenFile, open_tokens
+from antiphon.train.token_file import TokenFile
+from antiphon.train.tokens import open_tokens
 from tests.train.harness import config_of
 
 CPU = torch.device("cpu")

@@ -102,6 +102,21 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(
     assert bytes_of(cache) == whole
 
 
+@pytest.mark.parametrize("name", FILES[:-1])
+@pytest.mark.parametrize("left", [0.0, 0.5, 1.0])
+def test_ids_that_are_not_whole_are_made_again(
+    tmp_path: Path, prepared: tuple[DataConfig, dict[str, bytes]], name: str, left: float
+) -> None:
+    config, whole = prepared
+    file = tmp_path / "whole" / name
+    file.write_bytes(whole[name][: int(left * (len(whole[name]) - 1))])
+    run(config, tmp_path, tmp_path / "whole")
+    assert bytes_of(tmp_path / "whole") == whole
+    file.unlink()
+    run(config, tmp_path, tmp_path / "whole")
+    assert bytes_of(tmp_path / "whole") == whole
+
+
 def test_a_kill_loses_a_chunk_at_most(tmp_path: Path, prepared: tuple[DataConfig, dict[str, bytes]]) -> None:
     config, whole = prepared
     cache = tmp_path / "killed"
