@@ -28,6 +28,8 @@ def parse_bytes(text: str) -> int:
     num_bytes = float(match.group(1).replace("_", "")) * _BYTE_SUFFIXES[match.group(2) or ""]
     if num_bytes >= _MOST_BYTES:
         raise UserError(f"{text[:40]!r} is beyond what any machine has: write at most 8,000,000 TiB")
+    if match.group(2) is None and not num_bytes.is_integer():
+        raise UserError(f"{text[:40]!r} is no whole number of bytes: add a unit, for example {match.group(1)}MiB")
     return int(num_bytes)
 
 

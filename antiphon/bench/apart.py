@@ -92,11 +92,12 @@ class ApartCase:
 def bench_ablation(model: Path, case: ApartCase, say: Say) -> list[dict[str, Any]]:
     """A row for each of `STEPS` whose engine did not fail, with its rate over that of the step before."""
     check_context(model, case.input_tokens, case.output_tokens)
-    apart = parse_contestant(case.layout)
+    apart = parse_contestant(case.layout, "--layout")
     if apart.layout != "disaggregated":
         raise UserError(f"--layout {case.layout} has attention and experts together: write for example 1+1/m2")
     count = apart.num_attention + apart.num_experts
-    together = case.together or (f"colocated*{count}" if count > 1 else "colocated")
+    together = (f"colocated*{count}" if count > 1 else "colocated") if case.together is None else case.together
+    parse_contestant(together, "--together")
     engines = {
         name: case.engine(model, case.layout if number else together, case.requests, **changes)
         for number, (name, changes) in enumerate(STEPS.items())
@@ -167,7 +168,7 @@ def _in_slices(
 ) -> Iterator[tuple[AntiphonEngine, Workload]]:
     """An engine with `count` attention workers whose caches have the prompts; each process is in its slice, but for the
     attention workers before `first_sliced`."""
-    requests, micro_batches = count * case.requests, parse_contestant(case.layout).num_micro_batches
+    requests, micro_batches = count * case.requests, parse_contestant(case.layout, "--layout").num_micro_batches
     size = WorkloadSize(requests, case.input_tokens, case.output_tokens)
     workload = make_workload(size, load_model_spec(model).vocab_size)
     with (

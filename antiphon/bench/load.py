@@ -150,7 +150,7 @@ def _rate(text: str) -> float:
 
 def _positive(option: str, value: float, unit: str) -> float:
     if not 0 < value < math.inf:
-        raise UserError(f"{option} is {value:g}: it must be above 0 {unit}".rstrip())
+        raise UserError(f"{option} is {value:g}: it must be above 0 {unit}".rstrip() + ", and finite")
     return value
 
 
@@ -357,7 +357,7 @@ def own_servers(
 
     `UserError` with the end of a server's log if it does not start within 300 s, or if a layout's processes cannot be
     shared out evenly over the nodes."""
-    choices = [parse_contestant(name.partition(":")[0]) for name in contestants]
+    choices = [parse_contestant(name.partition(":")[0], "--layouts") for name in contestants]
     spreads = [None if box is None else spread_over_nodes(choice, box.num_nodes) for choice in choices]
     with ExitStack() as stack:
         peers = []

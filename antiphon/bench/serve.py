@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 from antiphon.bench.harness.contest import ContestColumns, Repetitions, repeat_until_quiet, share
 from antiphon.bench.harness.limits import (
     DecoderSizes,
@@ -240,8 +240,8 @@ def _bounds(row: dict[str, Any], decoder: DecoderSizes, limits: MachineLimits) -
 BLOCK_SIZE = 16
 
 
-def parse_contestant(text: str) -> LocalChoice:
-    """What a contestant's name says. `UserError` if it says nothing."""
+def parse_contestant(text: str, option: str = "a layout") -> LocalChoice:
+    """What a contestant's name says. `UserError`, which begins with `option`, if it says nothing."""
     if match := re.fullmatch(r"colocated(?:\*([1-9]\d*))?(?:/t([1-9]\d*))?(?:/p([1-9]\d*))?", text):
         replicas, tp, num_stages = (int(number or 1) for number in match.groups())
         return LocalChoice(
@@ -261,7 +261,7 @@ def parse_contestant(text: str) -> LocalChoice:
         return LocalChoice(**found)
     except UserError:
         raise UserError(
-            f"{text!r} is no contestant: write colocated, colocated*2, colocated/t2, colocated/p2, 1+1/m2 or 2*1 "
+            f"{option} is {shortened(text)!r}: write colocated, colocated*2, colocated/t2, colocated/p2, 1+1/m2 or 2*1 "
             "(hybrid)"
         ) from None
 
@@ -340,6 +340,7 @@ class AntiphonEngine(Peer):
         config = ServeConfig(
             model=model,
             **vars(choice),
+            written_in=f"layout {contestant}",
             device=device,
             max_model_len=max_tokens,
             kv_bytes=blocks * block_bytes * choice.num_attention,

@@ -342,6 +342,8 @@ def make_peer(name: str, model: Path, device: str) -> Peer:
         return transformers_peer(model, device=device)
     if name in ("vllm", "llama.cpp"):
         if device != "cpu":
-            raise UserError(f"peer {name} is set up for the CPU: with --device {device} use --peers transformers")
+            raise UserError(
+                f"--peers has {name}: it is set up for the CPU: with --device {device} use --peers transformers"
+            )
         return vllm_peer(model) if name == "vllm" else llama_cpp_peer(model)
-    raise UserError(f"peer {name!r} is not known: use transformers, vllm or llama.cpp, or --against-url")
+    raise UserError(f"--peers has {name!r}: use transformers, vllm or llama.cpp, or --against-url")

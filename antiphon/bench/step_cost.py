@@ -26,7 +26,7 @@ from typer import Option
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.bench.harness.contest import ContestColumns, UpTo, milliseconds
-from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, make_workload, outputs_of
+from antiphon.bench.serve import AntiphonEngine, Say, WorkloadSize, make_workload, outputs_of, parse_contestant
 from antiphon.models.config import load_model_spec
 from antiphon.serve.fleet import Fleet
 from antiphon.serve.group import StepGroup
@@ -83,7 +83,7 @@ class StepCostCase:
             )
         if self.output_tokens < 4 * _EDGE_TOKENS:
             raise UserError(f"--output-tokens is {self.output_tokens}: a window needs at least {4 * _EDGE_TOKENS}")
-        self.params()
+        parse_contestant(self.layout, "--layout")
 
 
 COLUMNS = ContestColumns(

@@ -90,10 +90,11 @@ def m2n(
     """Time M senders writing to N receivers: Antiphon, gloo, plain copy."""
     check_output_file("--timeline", timeline)
     if figure is None:
+        written = words_of(sizes or "") if unbalanced else list_of("--bytes", sizes or "", may_be_empty=True)
         chosen = cases.make_cases(
             cases.DEFAULT_SENDERS if senders is None else senders,
             cases.DEFAULT_RECEIVERS if receivers is None else receivers,
-            [cases.DEFAULT_BYTES] if sizes is None else [parse_size("--bytes", size) for size in words_of(sizes)],
+            [cases.DEFAULT_BYTES] if sizes is None else [parse_size("--bytes", size) for size in written],
             both_ways=duplex,
             unbalanced=unbalanced,
         )
@@ -103,7 +104,8 @@ def m2n(
             raise UserError(f"--figure {figure} brings its own sizes: leave out {', '.join(excess)}")
         chosen = cases.figure_cases(figure, both_ways=duplex)
     chosen = [replace(case, touched=touch) for case in chosen]
-    contestants = cases.choose_contestants(words_of(transport), words_of(against), in_place=in_place, waiting=waiting)
+    named = (list_of(*each, may_be_empty=True) for each in (("--transport", transport), ("--against", against)))
+    contestants = cases.choose_contestants(*named, in_place=in_place, waiting=waiting)
     check_count("--rounds", rounds, MOST_ROUNDS)
     check_count("--repetitions", repetitions, MOST_TURNS)
     check_timeout("--timeout", timeout)

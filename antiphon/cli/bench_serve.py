@@ -27,7 +27,7 @@ from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.serving_peers import Peer, default_peers, make_peer
 from antiphon.cli import options
 from antiphon.cli.commands import given_options, takes_groups
-from antiphon.cli.options import check_count, check_limits, list_of, numbers_of, parse_size, refuse_alone, words_of
+from antiphon.cli.options import check_count, check_limits, list_of, numbers_of, parse_size, refuse_alone
 from antiphon.cli.output import JsonOption, check_output_file, check_output_folder, show, show_rows, write_whole
 from antiphon.kernels.select import resolve_device
 from antiphon.models.config import load_model_spec
@@ -106,7 +106,7 @@ def serve_load(
     check_limits(load)
     check_output_file("--html", load.html)
     case = load_case(load, model)
-    names = words_of(layouts)
+    names = list_of("--layouts", layouts, may_be_empty=True)
     if load.nodes is not None and (against_url is not None or threads is not None or device != "cpu"):
         raise UserError(
             "--nodes: each process there is a worker of one thread on a CPU, and no server outside is seen; leave out "
@@ -187,7 +187,10 @@ def own_engines(
             changes=changes,
         )
 
-    found = [engine(name) for name in layouts.split(",") if name]
+    names = list_of("--layouts", layouts, may_be_empty=True)
+    for name in names:
+        serving.parse_contestant(name, "--layouts")
+    found = [engine(name) for name in names]
     if expert_bytes is not None:
         found.append(engine("colocated", expert_bytes=expert_bytes))
         found[-1].name = f"antiphon, experts in {format_bytes(expert_bytes)}"
@@ -196,8 +199,8 @@ def own_engines(
 
 def other_engines(peers: str | None, against_url: str | None, model: Path, device: str) -> list[Peer]:
     """The engines to compare with: those that `--peers` names, and a server that runs already."""
-    names = default_peers(device, say) if peers is None else peers.split(",")
-    found = [make_peer(name, model, device) for name in names if name]
+    names = default_peers(device, say) if peers is None else list_of("--peers", peers, may_be_empty=True)
+    found = [make_peer(name, model, device) for name in names]
     if against_url is not None:
         found.append(OpenAIPeer(against_url))
     return found
@@ -213,8 +216,9 @@ def parse_counts(text: str) -> list[int]:
 
 def parse_prefill(text: str) -> list[tuple[int, int]]:
     """``"8x512"`` -> ``[(8, 512)]``."""
+    words = list_of("--prefill", text, may_be_empty=True)
     try:
-        numbers = [tuple(int(number) for number in part.split("x")) for part in text.split(",") if part]
+        numbers = [tuple(map(int, word.split("x"))) for word in words]
         pairs = [(count, tokens) for count, tokens in numbers]
     except ValueError as error:
         raise UserError(f"--prefill {text!r} is not a list like 1x512,8x512") from error
@@ -247,6 +251,7 @@ def step(
     if not (counts := parse_counts(concurrency)):
         raise UserError("--concurrency is empty: name at least one number")
     case.check(model)
+    options.sampling_params(case.params)
     rows = step_cost.bench_step(model, counts, case, say, threads=threads)
     show_rows("step", step_cost.COLUMNS, rows, json, about=asdict(case))
 

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ class PromptOptions:
         spec = load_model_spec(model)
         prompt = self.text if self.prompt is None else self.prompt
         if prompt is None:
-            ids = options.numbers_of("--token-ids", str(self.token_ids), "1,2,3")
+            ids = options.numbers_of("--token-ids", str(self.token_ids), "1,2,3", may_repeat=True)
             if wrong := [token for token in ids if not 0 <= token < spec.vocab_size]:
                 raise UserError(f"--token-ids names token {wrong[0]}: this model's are 0 to {spec.vocab_size - 1}")
             return ids, None
@@ -65,7 +66,7 @@ class SamplingOptions:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end.")] = False
 
     def params(self) -> SamplingParams:
-        return SamplingParams(**vars(self))
+        return options.sampling_params(partial(SamplingParams, **vars(self)))
 
 
 @takes_groups

@@ -2,7 +2,7 @@
 read, and checks of their values."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from antiphon.serve.placement_control import Policy
 from antiphon.specs.model import KVStorage
 from antiphon.specs.placement import read_placement
 from antiphon.specs.plan import MAX_MICRO_BATCHES, Collectives
+from antiphon.specs.sampling import SamplingParams
 
 ModelFolder = Annotated[
     Path,
@@ -266,22 +267,38 @@ def words_of(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def list_of(option: str, text: str) -> list[str]:
-    """What commas separate; `UserError` if that is nothing."""
-    if not (words := words_of(text)):
+def list_of(option: str, text: str, *, may_be_empty: bool = False) -> list[str]:
+    """What commas separate; `UserError` if that is nothing, unless it may be, and for what stands there twice."""
+    words = words_of(text)
+    if not words and not may_be_empty:
         raise UserError(f"{option} is empty: name at least one")
+    _check_unique(option, words)
     return words
 
 
-def numbers_of(option: str, text: str, example: str, *, may_be_empty: bool = False) -> list[int]:
-    """Whole numbers that commas separate; `UserError` for what is none, and for no number unless there may be none."""
-    words = words_of(text) if may_be_empty else list_of(option, text)
+def numbers_of(
+    option: str, text: str, example: str, *, may_be_empty: bool = False, may_repeat: bool = False
+) -> list[int]:
+    """Whole numbers that commas separate; `UserError` for what is none, for no number unless there may be none, and
+    for a number that stands there twice unless it may."""
+    words = words_of(text)
+    if not words and not may_be_empty:
+        raise UserError(f"{option} is empty: name at least one")
     try:
-        return [int(word) for word in words]
+        numbers = [int(word) for word in words]
     except ValueError as error:
         raise UserError(
             f"{option} {shortened(text)!r} is not a list of numbers: write for example {example}"
         ) from error
+    if not may_repeat:
+        _check_unique(option, numbers)
+    return numbers
+
+
+def _check_unique(option: str, values: Sequence[object]) -> None:
+    """`UserError` for a value written twice: it would be measured twice, and the rows could not be told apart."""
+    if twice := next((value for value in values if values.count(value) > 1), None):
+        raise UserError(f"{option} has {shortened(str(twice))} twice: write it once")
 
 
 def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
@@ -307,6 +324,15 @@ def read_text_file(option: str, path: Path, max_bytes: int) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{option} {path} cannot be read: {error}") from error
+
+
+def sampling_params(make: Callable[[], SamplingParams]) -> SamplingParams:
+    """What `make` makes of options; its refusal, which begins with the name of a field, then begins with the option."""
+    try:
+        return make()
+    except UserError as error:
+        field, _, rest = str(error).partition(" ")
+        raise UserError(f"--{field.replace('_', '-')} {rest}") from error
 
 
 def check_count(option: str, value: int | None, most: int) -> None:

@@ -107,7 +107,8 @@ def check_output_file(option: str, path: Path | None) -> None:
     try:
         real = path.resolve()
         if not real.parent.is_dir():
-            raise UserError(f"{option} {path}: the folder {real.parent} does not exist; create it")
+            wrong = "is a file; name another" if real.parent.exists() else "does not exist; create it"
+            raise UserError(f"{option} {path}: the folder {real.parent} {wrong}")
         if real.is_dir():
             raise UserError(f"{option} {path} is a folder: name a file in it")
         if not path.exists() or path.is_file():
@@ -283,7 +284,8 @@ def _usage_message(error: Any) -> str:
     if value is None or not error.message:
         return f"{' '.join(error.format_message().split()).rstrip('.')}; see '{path} --help'"
     if choices := error.message.partition(" is not one of ")[2]:
-        return f"{options[0]} is {shortened(value)}: it must be one of {choices.rstrip('.').replace(chr(39), '')}"
+        written = shortened(value) or "''"
+        return f"{options[0]} is {written}: it must be one of {choices.rstrip('.').replace(chr(39), '')}"
     for bound, words in (("greater than or equal to ", "at least "), ("less than or equal to ", "at most ")):
         if limit := error.message.partition(bound)[2]:
             return f"{options[0]} is {shortened(value)}: it must be {words}{limit}"

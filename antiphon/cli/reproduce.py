@@ -10,6 +10,7 @@ from rich.text import Text
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
+from antiphon.cli.options import check_not_empty
 from antiphon.cli.output import JsonOption, check_output_file, emit_json, provenance, show, table, write_whole
 from antiphon.cost.engine_step import load_engine
 from antiphon.reproduce.claims import PAPERS, Claim, Row, by_reason, headline, select
@@ -66,6 +67,7 @@ def reproduce(
     if deployments:
         if ids or paper or list_only or markdown is not None or calibration is not None:
             raise UserError("--deployments prints tables of its own: leave out the other options and the ids")
+        check_not_empty("--peer", peer)
         show_deployments(fit, peer, json)
         return
     for name, value in (("--fit", fit), ("--peer", peer)):

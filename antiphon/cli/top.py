@@ -29,6 +29,7 @@ from antiphon.base.units import format_seconds
 from antiphon.cli.output import JsonOption, emit_json, show, table
 from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS
 from antiphon.serve.api.dashboard import DashboardReading, LastSteps, WorkerSpans
+from antiphon.specs.checked import read_text
 
 ServerUrl = Annotated[str, typer.Argument(metavar="[URL]", help="The server.")]
 KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")]
@@ -113,10 +114,9 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
     `UserError` when the file cannot be read or holds no key: a server that is to ask for keys must not run open."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UserError(f"the API key file {path} cannot be read ({reason}): write one key a line into it") from error
+        lines = read_text(path).splitlines()
+    except UserError as error:
+        raise UserError(f"--api-key-file {error} with one key a line") from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
     if not keys:
         raise UserError(f"the API key file {path} holds no key: write one key a line")

@@ -175,20 +175,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not was_given:
         return read_json(file, instead)
     with a_file_of("model", file):
-        _refuse_weights(file, instead)
+        _refuse_other_files(file, instead)
         config = read_json(file, instead)
     refuse_another("model", file)
     return config
 
 
-def _refuse_weights(file: Path, missing: str) -> None:
-    """`CheckpointError` for a file that was given in the place of a folder, and holds weights instead of a config."""
+def _refuse_other_files(file: Path, missing: str) -> None:
+    """`CheckpointError` for a file that was given in the place of a folder, and holds no config: weights, a text."""
     with open_regular(file, missing) as opened:
-        is_gguf = opened.read(len(MAGIC)) == MAGIC
-    if is_gguf:
+        start = opened.read(1024)
+    if start.startswith(MAGIC):
         raise CheckpointError(f"{file} is a GGUF file without the ending {SUFFIX}: rename it, or make a link to it")
     if file.suffix == SAFETENSORS:
         raise CheckpointError(f"{file} is one file of a checkpoint: give the folder {file.parent}")
+    if file.suffix != ".json" and not start.lstrip().startswith(b"{"):
+        raise CheckpointError(f"{file} is no model: give a checkpoint folder, its config.json or a GGUF file")
 
 
 def tensor_names(spec: ModelSpec) -> TensorNames:

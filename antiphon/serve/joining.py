@@ -43,6 +43,7 @@ from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.system import limit
 from antiphon.base.units import split_address
 from antiphon.serve.worker.channel import Channel
+from antiphon.specs.checked import read_bytes
 
 _log = get_logger("join")
 _MAX_OPENINGS = 256
@@ -150,9 +151,9 @@ def read_join_secret(path: Path | None) -> bytes:
     Never read from the command line, which all users of the machine can see."""
     if path is not None:
         try:
-            secret = path.read_bytes().strip()
-        except OSError as error:
-            raise UserError(f"--secret-file {path}: {error.strerror}") from error
+            secret = read_bytes(path).strip()
+        except UserError as error:
+            raise UserError(f"--secret-file {error}") from error
     else:
         secret = os.environ.get(_SECRET_VARIABLE, "").strip().encode()
         if not secret:

@@ -29,6 +29,12 @@ def test_other_sizes_are_refused_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["1.5", "0.5B", "1_000.25"])
+def test_a_part_of_a_byte_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is no whole number of bytes: add a unit, for example"):
+        parse_bytes(text)
+
+
 @pytest.mark.parametrize("text", ["8388608TiB", "9" * 400, "9" * 5000 + "GiB"])
 def test_sizes_beyond_any_machine_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="is beyond what any machine has: write at most 8,000,000 TiB"):

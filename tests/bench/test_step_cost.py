@@ -56,12 +56,12 @@ def test_what_cannot_be_measured_is_refused(folder: Path) -> None:
         (["--output-tokens", "8"], "--output-tokens is 8: a window needs at least 16"),
         (["--input-tokens", "300"], "--input-tokens and --output-tokens are 396 together, the model's context has 128"),
         (["--layout", "colocated*2"], "--layout colocated*2 has several attention workers"),
-        (["--layout", "sideways"], "is no contestant"),
+        (["--layout", "sideways"], "--layout is 'sideways': write"),
         (["--threads", "0"], "--threads is 0"),
         (["--rounds", "0"], "--rounds is 0"),
-        (["--top-p", "0"], "top_p is 0.0: it must be above 0 and at most 1"),
-        (["--temperature", "101"], "temperature is 101.0: it must be between 0 and 100"),
-        (["--presence-penalty", "3"], "presence_penalty is 3.0: it must be between -2 and 2"),
+        (["--top-p", "0"], "--top-p is 0.0: it must be above 0 and at most 1"),
+        (["--temperature", "101"], "--temperature is 101.0: it must be between 0 and 100"),
+        (["--presence-penalty", "3"], "--presence-penalty is 3.0: it must be between -2 and 2"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             CliRunner().invoke(app, ["step", str(folder), *options], catch_exceptions=False)

@@ -68,8 +68,8 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
         2,
         "--max-tokens is 'x': it must be a valid integer; see 'antiphon generate --help'",
     ),
-    ("--token-ids 1 --temperature -1", 2, "temperature is -1.0: it must be between 0 and 100"),
-    ("--token-ids 1 --logprobs 50", 2, "logprobs is 50: it must be between 0 and 20"),
+    ("--token-ids 1 --temperature -1", 2, "--temperature is -1.0: it must be between 0 and 100"),
+    ("--token-ids 1 --logprobs 50", 2, "--logprobs is 50: it must be between 0 and 20"),
     ("--token-ids 1 --layout apart", 2, "--layout is apart: it must be one of auto, colocated, disaggregated, hybrid"),
     (
         "--token-ids 1 --layout colocated --experts 2",
@@ -106,7 +106,7 @@ WRONG_OPTIONS: list[tuple[str, int, str]] = [
     ("--token-ids 1 --threads 99999999999999999999", 2, "--threads is 9*: it must be at most 256"),
     ("--token-ids 1 --timeout 0", 2, "--timeout is 0.0: it must be above 0"),
     ("--token-ids 1 --timeout inf", 2, "--timeout is inf: it must be a finite number"),
-    ("--token-ids 1 --seed 99999999999999999999", 2, r"seed is 9*: it must be between -2\*\*63 and 2\*\*63 - 1"),
+    ("--token-ids 1 --seed 99999999999999999999", 2, r"--seed is 9*: it must be between -2\*\*63 and 2\*\*63 - 1"),
     ("--token-ids 1 --max-model-len 0", 2, "--max-model-len is 0: it must be at least 1"),
     ("--token-ids 1 --kv-bytes 0", 2, "--kv-bytes is 0: it must be at least 1"),
     ("--token-ids 1 --max-model-len 2000000000", 2, "--max-model-len is 2000000000: it must be at most 1073741824"),
@@ -144,7 +144,11 @@ def test_wrong_options(antiphon: Cli, checkpoint: Path, options: str, code: int,
 WRONG_SERVER_OPTIONS: list[tuple[str, str]] = [
     ("--port 99999", "--port is 99999: use 1 to 65535, or 0 for any free port"),
     ("--host 192.0.2.1", "--host 192.0.2.1 is not an address of this machine: use 127.0.0.1, or 0.0.0.0 for all of .*"),
-    ("--api-key-file none", "the API key file none cannot be read \\(No such file or directory\\): write one key a .*"),
+    (
+        "--api-key-file none",
+        r"--api-key-file none: cannot be read \(No such file or directory\): give another file with one.*",
+    ),
+    ("--api-key-file /dev/zero", "--api-key-file /dev/zero: a device, which may have no end: give a file with one.*"),
     ("--max-body-bytes 0", "--max-body-bytes is 0: it must be at least 1"),
     ("--max-answer-bytes 0", "--max-answer-bytes is 0: it must be at least 1"),
     ("--max-body-bytes big", "--max-body-bytes 'big' is not a size in bytes: .*"),
@@ -319,6 +323,11 @@ WORKER = ("--role", "experts", "--join", "127.0.0.1:1")
         (("train", DEMO, "--print-config", "--json", "x.json"), "--json: --print-config stops before that .*"),
         (("quantize", MODEL, "x", "--experts", "mxfp4", "--group", 64), "--group: mxfp4 has blocks of 32 columns, .*"),
         (("plan", MODEL, "--explain", "--json", "-"), "--explain with --json -: no text is printed, .*"),
+        (("bench", "step", MODEL, "--layout", "1+1/m99"), r"layout 1\+1/m99: number of micro-batches is 99: .*"),
+        (("bench", "apart", MODEL, "--together", ""), "--together is '': write colocated, .*"),
+        (("bench", "m2n", "--bytes", "1KiB,2KiB,1KiB"), "--bytes has 1KiB twice: write it once"),
+        (("reproduce", "--markdown", DEMO / "x"), "--markdown .*: the folder .*train.toml is a file; name another"),
+        (("quantize", MODEL, "x", "--experts", ""), "--experts is '': it must be one of int8, int4, mxfp4"),
         (("worker", *WORKER, "--threads", 0), "--threads is 0: it must be at least 1"),
         (("worker", *WORKER, "--patience", 0), "--patience is 0: it must be above 0 s and at most 1000000"),
         (("worker", *WORKER, "--host", ""), "--host is empty: give a value, or leave the option out"),
@@ -329,10 +338,13 @@ def test_wrong_commands(antiphon: Cli, arguments: tuple[object, ...], message: s
 
 
 WRONG_BENCHMARKS: list[tuple[str, str]] = [
-    ("--layouts 1+", r"'1\+' is no contestant: write colocated, .*"),
-    ("--layouts 1+0/m2", r"'1\+0/m2' is no contestant: write colocated, .*"),
-    ("--layouts colocated*0", r"'colocated\*0' is no contestant: write colocated, .*"),
-    ("--peers y", "peer 'y' is not known: use transformers, vllm or llama.cpp, or --against-url"),
+    ("--layouts 1+", r"--layouts is '1\+': write colocated, .*"),
+    ("--layouts 1+0/m2", r"--layouts is '1\+0/m2': write colocated, .*"),
+    ("--layouts colocated*0", r"--layouts is 'colocated\*0': write colocated, .*"),
+    ("--peers y", "--peers has 'y': use transformers, vllm or llama.cpp, or --against-url"),
+    ("--layouts colocated,1+1,colocated", "--layouts has colocated twice: write it once"),
+    ("--concurrency 1,2,01", "--concurrency has 1 twice: write it once"),
+    ("--prefill 1x8,1x8", "--prefill has 1x8 twice: write it once"),
     ("--concurrency 1,0", "--concurrency '1,0': a number is 0: it must be 1 to 65536"),
     ("--prefill 0x5", "--prefill '0x5': a number of prompts is 0: it must be 1 to 65536"),
     ("--prefill 1x-1", "--prefill '1x-1': a prompt's length is -1: it must be 1 to 10000000"),
@@ -342,6 +354,11 @@ WRONG_BENCHMARKS: list[tuple[str, str]] = [
     ("--rounds 0", "--rounds is 0: it must be 1 to 1000"),
     ("--threads 0", "--threads is 0: it must be 1 to 256"),
 ]
+
+
+def test_a_text_in_the_place_of_a_model(antiphon: Cli) -> None:
+    path = MODEL / "README.md"
+    antiphon.refuses(1, f"{path} is no model: give a checkpoint folder, .* or a GGUF file", "serve", path)
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_BENCHMARKS)
