@@ -372,12 +372,18 @@ class Engine:
             self._router.on_failure(failure)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """The thread is about to end: every request gets its last output."""
-        self._take_orders()
-        for request_id in self._router.tracked.ids():
-            self._router.end(request_id, reason, error)
-        self._router.tracked.hand_out()
-        self._router.count_waiting()
+        """The thread is about to end: every request gets its last output. Nothing else is asked: after a bug, what
+        schedulers hold may contradict itself."""
+        tracked = self._router.tracked
+        with self._lock:
+            arrived, self._new = list(self._new.values()), {}
+        for each in arrived:
+            tracked.add(each)
+        for request_id in tracked.ids():
+            tracked.end(request_id, reason, error)
+        tracked.hand_out()
+        self._router.num_waiting = 0
+        self._spans.begin()
         self._spans.forget(self.workforce.names)
 
 
