@@ -300,7 +300,8 @@ class Engine:
             group.start_steps()
         if self._handovers is not None:
             self._handovers.begin()
-        for group in self.workforce.groups if self._handovers else ():  # of those, some may compute for others now
+        # Prefill workers also without a hand-over: a step that failed may be left, of requests that have ended.
+        for group in self.workforce.groups if self._handovers else self.workforce.prefill_groups:
             group.start_steps()
         self._router.tracked.hand_out()
         self._router.note_first_schedules()
