@@ -300,7 +300,8 @@ class Engine:
             group.start_steps()
         if self._handovers is not None:
             self._handovers.begin()
-        for group in self.workforce.groups if self._handovers else ():  # of those, some may compute for others now
+        # Prefill workers also without a hand-over: a step that failed may be left, of requests that have ended.
+        for group in self.workforce.groups if self._handovers else self.workforce.prefill_groups:
             group.start_steps()
         self._router.tracked.hand_out()
         self._router.note_first_schedules()
@@ -372,12 +373,18 @@ class Engine:
             self._router.on_failure(failure)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """The thread is about to end: every request gets its last output."""
-        self._take_orders()
-        for request_id in self._router.tracked.ids():
-            self._router.end(request_id, reason, error)
-        self._router.tracked.hand_out()
-        self._router.count_waiting()
+        """The thread is about to end: every request gets its last output. Nothing else is asked: after a bug, what
+        schedulers hold may contradict itself."""
+        tracked = self._router.tracked
+        with self._lock:
+            arrived, self._new = list(self._new.values()), {}
+        for each in arrived:
+            tracked.add(each)
+        for request_id in tracked.ids():
+            tracked.end(request_id, reason, error)
+        tracked.hand_out()
+        self._router.num_waiting = 0
+        self._spans.begin()
         self._spans.forget(self.workforce.names)
 
 

@@ -213,6 +213,22 @@ def test_a_bug_of_the_engine_ends_it_aloud(
             Run(engine, prompts[:1], GREEDY)
 
 
+def test_a_bug_in_a_scheduler_leaves_no_request_without_its_last_output(
+    tiny_model: TinyModel, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a bug")
+
+    with running(config(tiny_model, "1")) as engine:
+        (scheduler,) = engine.workforce.schedulers.values()
+        monkeypatch.setattr(scheduler, "commit", fail)
+        monkeypatch.setattr(scheduler, "end", fail)
+        run = Run(engine, prompts[:2], GREEDY)
+        outputs = list(run.sink.outputs(2))
+        assert [output.finish_reason for output in outputs] == ["error"] * 2
+        assert all("a bug ended the engine" in str(output.error) for output in outputs)
+
+
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
 def test_what_the_system_refuses_where_nothing_expects_it_costs_a_round(
     error: BaseException, tiny_model: TinyModel, prompts: Prompts, reference: Tokens, monkeypatch: pytest.MonkeyPatch

@@ -156,6 +156,11 @@ def test_reasoning_can_be_limited() -> None:
     assert len(tokenizer.encode("abc", add_special_tokens=False)) <= 3
     assert fits(made, "abc</think>any <tool_call> text", **limits)
     assert not fits(made, "a b c d e f g h</think>any", **limits)
+    none = {"max_reasoning": 0, "starts_reasoning": True, "schemas": {}}
+    for model, head in ((made, "</think>"), (dialect("harmony", "harmony"), "<|end|>")):
+        text = "any" if model is made else "<|start|>assistant<|channel|>final<|message|>any"
+        assert fits(model, f"{head}{text}", **none)
+        assert not fits(model, f"a{head}{text}", **none)
     with pytest.raises(UserError, match="</think> is not one token"):
         fits(made, "x", with_tokens=False, **limits)
 

@@ -7,7 +7,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine_api import RequestTooLong
-from antiphon.serve.policy.request import PENDING, SchedulerConfig, SequenceStep, chunk_cost
+from antiphon.serve.policy.request import PENDING, SchedulerConfig, SequenceStep, chunk_cost, prefill_of
 from antiphon.serve.worker.attention import with_sampled
 from antiphon.serve.worker.messages import Sampled
 from antiphon.specs.sampling import SamplingParams
@@ -383,3 +383,25 @@ def test_tokens_of_the_step_before_take_the_place_of_those_that_are_not_known() 
     assert found is not None
     assert [each.token_ids for each in found] == [(7,), (0,)]
     assert with_sampled(rows, []) is None
+
+
+def test_a_request_comes_to_a_worker_that_still_computes_what_was_handed_over_of_it() -> None:
+    """A drained worker computes for another one, which dies, and serves again before that step has ended."""
+    sim = simulation()
+    sim.num_side_by_side = 2
+    prompt = list(range(3, 12))
+    origin = sim.submit("a", prompt, FREE)
+    sim.scheduler.remove(origin)
+    sim.scheduler.add(prefill_of(origin, "a/1"))
+    in_flight = sim.plan()
+    assert in_flight is not None
+    assert chunks(sim) == [("a/1", 0, 9)]
+    sim.scheduler.end("a/1")
+    sim.scheduler.add(origin)
+    plan = sim.plan()
+    assert plan is not None
+    assert chunks(sim) == [("a", 0, 9)]
+    sim.compute(in_flight)
+    sim.compute(plan)
+    sim.run()
+    assert sim.outputs["a"] == expected_output(prompt, FREE)

@@ -132,6 +132,21 @@ def test_aborted_requests_give_their_blocks_back(tiny_model: TinyModel) -> None:
         wait_until_idle(engine)
 
 
+def test_requests_that_end_while_a_prefill_worker_is_replaced_give_its_blocks_back(tiny_model: TinyModel) -> None:
+    prompts = random_prompts([120] * 8, seed=1)
+    with running(config(tiny_model, "2*1>1", max_batch_tokens=64)) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        for _ in range(4):
+            run = Run(engine, prompts, GREEDY)
+            wait_until(lambda: engine.stats().handovers.num_begun > 0, "hand-overs")
+            kill(engine, "replica", 1, pool="prefill")
+            for request_id in run.ids:
+                engine.abort(request_id)
+            run.finish()
+            wait_until(lambda: engine.complete, "all workers")
+            wait_until_idle(engine)
+
+
 VICTIMS = {
     "prefill": ["prefill/attention"],
     "decode": ["decode/attention"],

@@ -127,7 +127,7 @@ class BlockPool:
         self._digest_of = [None] * self.num_blocks
 
 
-def _turn(request: Request) -> tuple[int, int]:
+def _turn(request: Request) -> tuple[int, int, bool]:
     return request.turn
 
 

@@ -83,9 +83,10 @@ class Request:
         return self.request_id if self.origin is None else self.origin.request_id
 
     @property
-    def turn(self) -> tuple[int, int]:
-        """Requests wait, and give up their memory for others, in this order: the smallest goes first."""
-        return self.params.priority, self.arrival
+    def turn(self) -> tuple[int, int, bool]:
+        """Requests wait, and give up their memory for others, in this order: the smallest goes first. Where a
+        request meets what was computed there for it elsewhere, in a step that goes on, it has a turn of its own."""
+        return self.params.priority, self.arrival, self.origin is not None
 
     @property
     def num_output(self) -> int:

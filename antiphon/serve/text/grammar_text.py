@@ -200,7 +200,8 @@ class _RuleWriter:
         if self.spelling.is_token(mark):
             count = "*" if most is None else f"{{0,{most}}}"
             if body == _ANY_TEXT:
-                return f"{self.spelling.anything_but(mark)}{count} {self.spell(mark)}"
+                text = "" if most == 0 else f"{self.spelling.anything_but(mark)}{count} "  # {0,0} is no count
+                return text + self.spell(mark)
             return f"{self.rule(f'/{body}/')} {self.spell(mark)}"
         if most is not None:
             raise UserError(f"the reasoning cannot be limited: {mark} is not one token of this model")
