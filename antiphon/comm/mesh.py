@@ -60,8 +60,8 @@ class RollCall:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """This rank waits for `what` inside, in a call that ends with a `RuntimeError` after the timeout. That becomes
-        a `ResourceError` that names the ranks that hang; one that comes earlier, such as a peer's death, is raised as
-        it is."""
+        a `ResourceError` that names the ranks that hang, and so does a peer's death, which comes earlier; another error
+        is raised as it is."""
         began_s = time.monotonic()
         wait = _OpenWait(what, began_s + self._timeout_s / 2)
         with self._changed:
@@ -77,6 +77,11 @@ class RollCall:
             if wait.is_reported:  # and what was written stays: others are about to read it
                 raise ResourceError(self._words(what, time.monotonic() - began_s)) from error
             self._over(wait)
+            if "by peer" in str(error):  # gloo: a connection was closed, or reset
+                raise ResourceError(
+                    f"rank {self._rank} waited for {what}, and another rank ended: see what that one said, or its "
+                    "machine, then start again"
+                ) from error
             raise
         self._over(wait)
 

@@ -169,7 +169,7 @@ class WeightReader:
 
         `CheckpointError` if it is not in the formats that the experts of its layer have."""
         formats = experts.formats
-        pair, down, rows = self._matrices(refs, to)
+        pair, down, rows = self._matrices(refs, to, down_floats=formats.down is None)
         pair, down = None if formats.gate_up is None else pair, None if formats.down is None else down
         gate, up = pair or self._gate_up_floats(refs, rows)
         with self._named(refs.down):
@@ -185,15 +185,16 @@ class WeightReader:
                 experts.set_bias(index, gate_bias[0], up_bias[0], self._down_bias(experts, refs))
 
     def _matrices(
-        self, refs: ExpertRefs, to: RoundedFormat | None
+        self, refs: ExpertRefs, to: RoundedFormat | None, *, down_floats: bool = False
     ) -> tuple[tuple[QuantizedWeight, QuantizedWeight] | None, QuantizedWeight | None, Tensor | None]:
         """Gate and up in few bits, and down; None where one is not stored so and not to be rounded, or gate and up
-        differ. And the order of the down projection's columns, in which gate and up have their rows."""
+        differ. And the order of the down projection's columns, in which gate and up have their rows. `down_floats`:
+        down is multiplied out, which puts its columns in the model's order."""
         is_ordered = self.checkpoint.column_groups(refs.down.name) is not None
         apart = refs.layout == "separate" and refs.gate_up[0].name != refs.gate_up[1].name and not refs.biases
         down: QuantizedWeight | None
         rows: Tensor | None = None
-        if is_ordered and apart and self.backend.orders_columns:
+        if is_ordered and apart and self.backend.orders_columns and not down_floats:
             down, rows = self._ordered_down(refs.down)
         else:
             down = self._down(refs, to)

@@ -211,7 +211,7 @@ def _kept_shard(file: Path, made: dict[str, str]) -> tuple[list[str], Squares]:
     try:
         with safe_open(file, "pt") as known:
             header, stored = known.metadata() or {}, list(known.keys())
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is damaged ({error}): remove it, or give another folder") from error
     fix = f"remove the folder {file.parent}, or give another"
     if header.get(_MADE_BY) != made[_MADE_BY]:

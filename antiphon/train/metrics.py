@@ -18,6 +18,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -151,12 +152,19 @@ def check_boards(wandb_project: str) -> None:
         )
 
 
+def _quiet_boards(failed: threading.ExceptHookArgs) -> None:
+    """Shows what ended a thread, but for TensorBoard's: `Metrics` hears of that at the next number, and says it."""
+    if not type(failed.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failed)
+
+
 def _tensorboard(folder: Path, first_step: int) -> _Board | None:
     try:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
     except ImportError:
         _log.info("no TensorBoard: pip install 'antiphon[train]' for its curves")
         return None
+    threading.excepthook = _quiet_boards
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def show(name: str, value: Any, step: int) -> None:

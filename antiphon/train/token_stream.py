@@ -296,7 +296,8 @@ def main() -> int:
         folder = Path(json.loads(job)["cache"]) / "stream"
         message = str(error)
         if isinstance(error, OSError):
-            message = f"{error.filename or folder}: {error.strerror}: make room; the same command goes on"
+            fix = "put it back" if isinstance(error, FileNotFoundError) else "make room"
+            message = f"{error.filename or folder}: {error.strerror}: {fix}; the same command goes on"
         with suppress(OSError):  # then the first rank says that this process is gone
             replace_text(folder / _FAILED, json.dumps({"message": message}))
         return 1

@@ -103,3 +103,13 @@ def test_a_rank_that_hangs_is_named_by_all_others(tmp_path_factory: pytest.TempP
     for rank, told in enumerate(on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), hang)):
         for words in told if rank != 1 else ():
             assert f"rank {rank} waited 4 s for counts.all_reduce: ranks 1 do not wait for anybody" in words
+
+
+def test_the_end_of_another_rank_is_said_with_what_to_do() -> None:
+    """The words are those of gloo where a connection ends; another error stays as it is."""
+    roll = RollCall(torch.distributed.HashStore(), 0, 2, 30.0)
+    for end in ("Connection closed by peer", "Read error: Connection reset by peer"):
+        with pytest.raises(ResourceError, match="and another rank ended: see what"), roll.waiting("counts"):
+            raise RuntimeError(end)
+    with pytest.raises(RuntimeError, match="shape"), roll.waiting("counts"):
+        raise RuntimeError("shape")

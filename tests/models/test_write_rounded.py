@@ -157,6 +157,10 @@ def test_a_run_that_was_stopped_goes_on(save_model: Any, tools: Any, tmp_path: P
         write_rounded(saved.folder, out, WeightRounding(experts="int8"), silent)
     with pytest.raises(UserError, match="in few bits already"):
         write_rounded(out, tmp_path / "third", wanted, silent)
+    (shard := min(out.glob("*.safetensors"))).unlink()
+    shard.mkdir()
+    with pytest.raises(UserError, match=f"{shard.name} is damaged .*: remove it"):
+        write_rounded(saved.folder, out, wanted, silent)
     with pytest.raises(UserError, match="holds the model itself"):
         write_rounded(saved.folder, saved.folder, wanted, silent)
 

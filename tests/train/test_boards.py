@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,3 +82,22 @@ def test_numbers_by_rank_are_named_so(tmp_path: Path, service: Service) -> None:
     metrics.close()
     names = [name for line in service.logged for name in line if name != "step"]
     assert [name.rpartition("/")[2] for name in names] == ["rank_00", "rank_01", "layer_00"]
+
+
+def test_curves_that_cannot_be_written_are_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And no traceback of TensorBoard's own thread."""
+    pytest.importorskip("tensorboard")
+    metrics = Metrics(tmp_path, 0)
+    (tmp_path / "tensorboard").rename(tmp_path / "away")
+    (tmp_path / "tensorboard").touch()
+    for step in range(3):
+        metrics.write(step, {"loss": 1.0})
+        for _, close in metrics._boards:
+            with suppress(OSError):
+                close()
+    assert "a board of curves failed" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    metrics.close()

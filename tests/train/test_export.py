@@ -28,6 +28,7 @@ from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
+from tests.models.packed_specimens import PACKED, pack_checkpoint
 from tests.train.harness import LATENT, LiveParameters, config_of, same_tensors, write_model
 
 TOKENS = 10_000
@@ -148,6 +149,20 @@ def test_a_quantised_checkpoint_is_multiplied_out_with_a_word(tmp_path: Path, ca
     assert "q is quantised (fp8): its weights are multiplied out" in caplog.text
     down = Weights(model.layers[0], torch.float32).stored("experts.down")[0]
     assert torch.equal(down, quantised.float() * scale)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors int4, act-order", "GPTQ, desc_act", "AWQ"])
+def test_packed_weights_begin_a_run_as_they_multiply_out(form: str, save_model: Any, tools: Any) -> None:
+    """Columns that are stored in another order too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32, "head_dim": 16}
+    folder = save_model(tools.config("qwen3_moe", **sizes)).folder
+    found = []
+    for each in (pack_checkpoint(folder, PACKED[form]), folder):
+        model = MoeModel(load_model_spec(each), connect(Sizes(), 0), max_positions=16, dtype=torch.float32)
+        import_weights(model, each)
+        found.append(dict(model.named_parameters()))
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
