@@ -281,8 +281,8 @@ def training_dtype(name: str) -> ComputeDtype:
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
     """``"2,1"`` -> ``(2, 1)``."""
     counts = tuple(options.numbers_of(option, text, "2,1", may_be_empty=True))
-    if not all(1 <= count <= MAX_THREADS for count in counts) or len(set(counts)) != len(counts):
-        raise UserError(f"{option} {text!r}: give different numbers of 1 to {MAX_THREADS}")
+    if not all(1 <= count <= MAX_THREADS for count in counts):
+        raise UserError(f"{option} {text!r}: give numbers of 1 to {MAX_THREADS}")
     return counts
 
 

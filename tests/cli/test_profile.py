@@ -61,7 +61,7 @@ def test_profile_writes_what_plan_and_predict_read(
     assert load_cluster(folder / "this-machine.json").num_devices == times.num_cores
     assert "reads 40.0 GB/s, multiplies 800 GFLOP/s" in result.output
     lines = result.output.splitlines()
-    assert any(line.split()[:2] == ["threads", "rows"] for line in lines)
+    assert any(line.split()[:3] == ["threads", "sides", "rows"] for line in lines)
     assert any(line.split()[:3] == ["rows", "message", "dispatch"] for line in lines)
     assert lines[-1] == f"written to {folder}: profile.json, this-machine.json"
 
@@ -85,8 +85,8 @@ def test_both_phases_are_kept_in_one_file(checkpoint: Path, tmp_path: Path, monk
     ("options", "message"),
     [
         ("--threads 1,x", "--threads '1,x' is not a list of numbers: write for example 2,1"),
-        ("--threads 0", "--threads '0': give different numbers of 1 to 256"),
-        ("--threads 2,2", "--threads '2,2': give different numbers of 1 to 256"),
+        ("--threads 0", "--threads '0': give numbers of 1 to 256"),
+        ("--threads 2,2", "--threads has 2 twice: write it once"),
         ("--max-rows 0", "--max-rows is 0: it must be at least 1"),
         ("--phase train --ranks 1,two", "--ranks '1,two' is not a list of numbers: write for example 2,1"),
         ("--phase train --dtype float16", "--dtype is float16: to train it must be float32 or bfloat16"),
