@@ -82,6 +82,13 @@ def test_experts_are_given_what_the_gate_chose_for_those_held(rig: Rig) -> None:
     assert len(rig.times_of(one).experts) >= 1
 
 
+def test_many_rows_are_drawn_once(checkpoint: Path) -> None:
+    """Every draw of them reads all experts, and what several take would fill the memory."""
+    rig = Rig(*opening(checkpoint, max_rows=20))
+    draws = [len(rig._captured(RigWork(kind="experts", rows=rows, num_held=1))) for rows in (ROWS, 20)]
+    assert draws == [8, 1]
+
+
 def test_a_prompt_is_one_sequence_from_its_beginning(rig: Rig) -> None:
     work = RigWork(kind="attention", rows=1, prompt_tokens=40)
     rig.run_once(work)

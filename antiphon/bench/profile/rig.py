@@ -5,8 +5,8 @@ kernels, real block tables, real sampling; only the engine that would send the s
    for, so that no prompt has to be computed first.
 2. A step's spans say how long attention (with gate, norms, shared expert), experts, head and sampling took; what is
    left of the step is the worker's bookkeeping.
-3. Which weights are read depends on the tokens: each repetition of a decode step has others, as an engine's steps have.
-   With the same ones again, experts that the caches hold would make a step of few rows up to a seventh too short.
+3. Which weights are read depends on the tokens: each repetition of a decode step of few rows has others, as an engine's
+   steps have. With the same ones again, experts that the caches hold would make it up to a seventh too short.
 4. A decode step of a whole replica is one native call, and half a layer of an attention worker is one, where the
    engine's are (`serve.worker.decode_steps`, `models.noted_half`).
 5. Attention alone runs with experts that answer at once; experts alone are given what the gate chose for the same rows.
@@ -48,6 +48,7 @@ from antiphon.specs.sampling import SamplingParams
 BLOCK_SIZE = 16
 _TIMEOUT_S = 60.0  # of a wait for experts; here there is none
 _NUM_DRAWS = 8
+_MANY_PAIRS = 4  # for each expert; beyond, hardly one has no row, so every draw reads the same weights
 _MAX_REPETITIONS = 400
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True)
 
@@ -160,7 +161,9 @@ class Rig:
         """The messages an engine would send, one for each draw of tokens. They are made once, because a step may be
         sent again with the same effect."""
         if work not in self._steps:
-            steps = [self._make_step(work, draw) for draw in range(1 if work.prompt_tokens else _NUM_DRAWS)]
+            router = self.spec.router
+            has_all = work.prompt_tokens or work.rows * router.top_k > _MANY_PAIRS * router.num_experts
+            steps = [self._make_step(work, draw) for draw in range(1 if has_all else _NUM_DRAWS)]
             for start in steps[0].starts:
                 self._sampler.add(start)
             self._steps = {work: steps}  # of one work: a slot belongs to one sequence
