@@ -267,12 +267,13 @@ def words_of(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def list_of(option: str, text: str, *, may_be_empty: bool = False) -> list[str]:
-    """What commas separate; `UserError` if that is nothing, unless it may be, and for what stands there twice."""
+def list_of(option: str, text: str, *, may_be_empty: bool = False, may_repeat: bool = False) -> list[str]:
+    """What commas separate; `UserError` if that is nothing, and for what stands there twice, unless it may."""
     words = words_of(text)
     if not words and not may_be_empty:
         raise UserError(f"{option} is empty: name at least one")
-    _check_unique(option, words)
+    if not may_repeat:
+        _check_unique(option, words)
     return words
 
 
@@ -281,9 +282,7 @@ def numbers_of(
 ) -> list[int]:
     """Whole numbers that commas separate; `UserError` for what is none, for no number unless there may be none, and
     for a number that stands there twice unless it may."""
-    words = words_of(text)
-    if not words and not may_be_empty:
-        raise UserError(f"{option} is empty: name at least one")
+    words = list_of(option, text, may_be_empty=may_be_empty, may_repeat=True)  # 1 and 01 are one number
     try:
         numbers = [int(word) for word in words]
     except ValueError as error:
@@ -297,8 +296,8 @@ def numbers_of(
 
 def _check_unique(option: str, values: Sequence[object]) -> None:
     """`UserError` for a value written twice: it would be measured twice, and the rows could not be told apart."""
-    if twice := next((value for value in values if values.count(value) > 1), None):
-        raise UserError(f"{option} has {shortened(str(twice))} twice: write it once")
+    if twice := [str(value) for value in values if values.count(value) > 1]:
+        raise UserError(f"{option} has {shortened(twice[0])} twice: write it once")
 
 
 def parse_json_object(option: str, text: str | None) -> dict[str, Any]:
