@@ -34,7 +34,7 @@ ModelFolder = Annotated[
 SIZES = ("layout", "instances", "attention", "experts", "tp", "expert_tp", "pp", "micro_batches")
 _OF_ONE_POOL = (*SIZES, "placement")  # options that say nothing of two pools
 _AS_WRITTEN = (  # options that are fields of a configuration
-    *("stepping", "exchange", "prefill_collectives", "decode_collectives", "device", "dtype", "kernels", "graphs"),
+    *("exchange", "prefill_collectives", "decode_collectives", "device", "dtype", "kernels", "graphs"),
     *("streams", "max_model_len", "rope_scaling", "weights", "kv_dtype", "num_threads", "timeout_s", "balance"),
     *("expert_slots", "record_routing"),
 )
@@ -90,8 +90,9 @@ class WorkerOptions:
         str | None, typer.Option(metavar="LAYOUT", show_default=False, help="Workers beside those, e.g. 1+1/m2.")
     ] = None
     stepping: Annotated[
-        Stepping, rare_option(metavar="HOW", help="Attention workers together (barrier), or each for itself (free).")
-    ] = "barrier"
+        Stepping | None,
+        rare_option(metavar="HOW", show_default="measured", help="barrier: all together; free: each for itself."),
+    ] = None
     exchange: Annotated[str, typer.Option("--transport", metavar="NAME", help="auto, shm, tcp or libfabric.")] = "auto"
     prefill_collectives: Annotated[
         Collectives, rare_option(metavar="FORM", help="fused, synchronous, auto; if hybrid, or --tp.")
@@ -152,23 +153,25 @@ class WorkerOptions:
 
     def for_pools(self, *layouts: Layout) -> "list[WorkerOptions]":
         """The options of each of two pools in these layouts: `--stepping` is about those with expert workers."""
-        if self.stepping != "barrier" and "disaggregated" not in layouts:
+        if self.stepping == "free" and "disaggregated" not in layouts:
             raise UserError(
                 f"--stepping {self.stepping} needs a pool with expert workers, such as --decode 1+1/m2: others step "
                 "freely anyway; leave it out"
             )
-        return [self if layout == "disaggregated" else replace(self, stepping="barrier") for layout in layouts]
+        return [self if layout == "disaggregated" else replace(self, stepping=None) for layout in layouts]
 
     def with_micro_batches(self, config: ServeConfig) -> ServeConfig:
         """`config` with as many micro-batches as a short measurement says, in pools for which no number was written and
-        no plan has one."""
+        no plan has one; and with the stepping that it says, if none was written."""
+        choose = partial(choose_micro_batches, any_stepping=self.stepping is None)
         if config.prefill is None:
             is_given = self.plan is not None or self.micro_batches is not None
-            return config if is_given else choose_micro_batches(config)
+            return config if is_given else choose(config)
         if self.plan is None and "m" not in (self.prefill or ""):
-            chosen = choose_micro_batches(config.pools[1]).num_micro_batches  # the pool that knows what is beside it
-            config = replace(config, prefill=replace(config.prefill, num_micro_batches=chosen))
-        return config if self.plan is not None or "m" in (self.decode or "") else choose_micro_batches(config)
+            chosen = choose(config.pools[1])  # the pool that knows what is beside it
+            turns, stepping = chosen.num_micro_batches, chosen.stepping
+            config = replace(config, prefill=replace(config.prefill, num_micro_batches=turns, stepping=stepping))
+        return config if self.plan is not None or "m" in (self.decode or "") else choose(config)
 
     def _pool_layouts(self) -> dict[str, str]:
         """What was written for the pools; `UserError` if it does not go together with other options."""
@@ -203,6 +206,7 @@ class WorkerOptions:
             **{name: given[name] for name in (*_AS_WRITTEN, *vars(capacity))},
             **layout,
             model=model,
+            stepping=self.stepping or "barrier",
             trace=trace,
             kv_bytes=None if self.kv_bytes is None else parse_size("--kv-bytes", self.kv_bytes),
             path_profile=self._checked_profile(model),

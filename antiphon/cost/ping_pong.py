@@ -21,11 +21,15 @@ Rejected: overlap for disaggregated layouts alone. The comparison of layouts wou
 """
 
 import math
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.cost.parts import Number
+
+_ROUNDS = 8  # steps of each micro-batch, of which the second half is steady
 
 
 def busiest_s(t_a: Number, t_e: Number, t_c: Number, t_c_back: Number | None = None) -> Number:
@@ -63,6 +67,40 @@ def iteration(
     steady = layer_time(num_micro_batches, t_a, t_e, t_c, t_c_back)
     trailing = (num_micro_batches - 1) * busiest_s(t_a, t_e, t_c, t_c_back)
     return steady * (num_layers - 1) + round_s(t_a, t_e, t_c, t_c_back) + trailing
+
+
+def free_step(
+    num_micro_batches: int, num_layers: int, t_a: float, t_e: float, t_c: float, head_s: Sequence[float]
+) -> float:
+    """Steady time of a step of a micro-batch where each steps for itself. `head_s`: the pieces of its head, computed
+    where attention would wait: while the experts compute for the others.
+
+    Played through, because a head that is long beside the layers makes several meet there; no formula held then."""
+    back = [(0.0, micro_batch) for micro_batch in range(num_micro_batches)]  # when its rows are back for the next layer
+    layers_left, in_head = [num_layers] * num_micro_batches, deque[tuple[int, float]]()
+    now_s = experts_free_s = 0.0
+    ends_s: list[float] = []
+    while len(ends_s) < _ROUNDS * num_micro_batches:
+        since_s, micro_batch = min(back, default=(math.inf, 0))
+        if since_s <= now_s or not in_head:
+            back.remove((since_s, micro_batch))
+            now_s = max(now_s, since_s)
+            if layers_left[micro_batch]:
+                layers_left[micro_batch] -= 1
+                now_s += t_a
+                experts_free_s = max(experts_free_s, now_s + t_c) + t_e
+                back.append((experts_free_s + t_c, micro_batch))
+            else:
+                in_head.extend((micro_batch, piece_s) for piece_s in head_s)
+        else:
+            micro_batch, piece_s = in_head.popleft()
+            now_s += piece_s
+            if all(other != micro_batch for other, _ in in_head):
+                ends_s.append(now_s)
+                layers_left[micro_batch] = num_layers
+                back.append((now_s, micro_batch))
+    steady = num_micro_batches * _ROUNDS // 2
+    return (ends_s[-1] - ends_s[-1 - steady]) / steady * num_micro_batches
 
 
 def micro_batch_bounds(

@@ -1,13 +1,16 @@
-"""How many micro-batches take turns, where no option says it: from T_a, T_e and T_c, measured on this machine before
-the engine starts (MegaScale-Infer 4.1).
+"""How many micro-batches take turns, and whether each steps for itself, where no option says it: from T_a, T_e, T_c and
+the head's time, measured on this machine before the engine starts (MegaScale-Infer 4.1).
 
 1. One MoE layer is read, its attention half and the experts of one expert worker, each to the device of its role, and
    timed with a full step of rows, cut into m = 1 to 4 micro-batches: T_a and T_e. The caches begin with other contents.
    A dispatch and a combine of as many rows between two threads give 2 T_c; rows of a GPU come from it and go back.
 2. A layer then takes max(m T_f, T_a + T_e + 2 T_c), and at least what all workers on CPUs compute over the cores they
    share, and those on GPUs over the GPUs.
-3. The least m within 3% of the best one is taken: each further micro-batch reads the experts' weights again.
-4. Several attention workers that step each for itself, and fewer cores than processes: one. The other workers' steps
+3. A step takes all MoE layers and the heads of all micro-batches behind them. Where the one attention worker may step
+   each micro-batch for itself, a head is computed while the experts work for the others (`cost.ping_pong.free_step`).
+   That is chosen if it saves a tenth: each micro-batch is then a step with messages of its own.
+4. The least m within 3% of the best one is taken: each further micro-batch reads the experts' weights again.
+5. Several attention workers that step each for itself, and fewer cores than processes: one. The other workers' steps
    keep the experts busy, and twice as many steps of half as many rows take half as much processor time again.
 
 Rejected: m = 3 or 4, as the paper's conditions say. They hold for a constant micro-batch; a batch that is cut into
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -30,7 +34,7 @@ from antiphon.base.errors import Interrupted, PeerLost, PeerTimeout
 from antiphon.base.logging import get_logger
 from antiphon.base.units import format_seconds
 from antiphon.comm.m2n.native import NativeAttentionExchange, NativeExpertExchange
-from antiphon.cost.ping_pong import layer_time
+from antiphon.cost.ping_pong import free_step, layer_time
 from antiphon.kernels.api import AttentionBatch, HeadRows, KernelBackend, KVCache
 from antiphon.kernels.select import make_backend, resolve_device, resolve_dtype
 from antiphon.models.batch import make_attention_batch
@@ -40,9 +44,11 @@ from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.load import load_attention_half, load_expert_half
 from antiphon.models.rotary import rotary_table, unrotated
 from antiphon.serve.config import ServeConfig
+from antiphon.serve.placement_control import FORECASTING
 from antiphon.serve.prepare import num_kv_blocks
 from antiphon.serve.worker.endpoints import exchange_shape
 from antiphon.serve.worker.messages import Role
+from antiphon.serve.worker.side_by_side import ROWS_A_PIECE
 from antiphon.specs.counts import blocks_of
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.placement import contiguous_placement
@@ -53,7 +59,7 @@ ROLES: tuple[Role, Role] = ("attention", "experts")
 UNMEASURED = 2  # where nothing can be measured here
 _MOST = 4
 _CONTEXT = 256  # tokens of each request
-_WORTH = 1.03
+_WORTH, _FREE_WORTH = 1.03, 1.1
 _POINT_S, _LEAST_REPETITIONS, _MOST_REPETITIONS = 0.1, 5, 20
 _FILL_TOKENS = 4096
 _CACHE_BYTES = 64 << 20  # more than any cache holds
@@ -62,18 +68,20 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTimes:
-    """Seconds of a micro-batch of `rows` and a layer at the slowest worker of a side, and of one way between them."""
+    """Seconds of a micro-batch of `rows` and a layer at the slowest worker of a side, and of one way between them;
+    `head_s`: of its logits, if each may step for itself."""
 
     rows: int
     attention_s: float
     experts_s: float
     exchange_s: float
+    head_s: float = 0.0
 
 
-def choose_micro_batches(config: ServeConfig) -> ServeConfig:
+def choose_micro_batches(config: ServeConfig, *, any_stepping: bool = False) -> ServeConfig:
     """`config` with as many micro-batches as pay for it, where attention and experts are apart on this machine, on CPUs
-    or one of them on GPUs; else as it is. Takes a second, more for large layers. `UserError` for what is wrong with the
-    checkpoint."""
+    or one of them on GPUs; else as it is. `any_stepping`: and with the better stepping. Takes a second, more for large
+    layers. `UserError` for what is wrong with the checkpoint."""
     if config.layout != "disaggregated" or config.max_running == 1:
         return config
     elsewhere = bool(config.joined_attention or config.joined_experts)
@@ -90,39 +98,70 @@ def choose_micro_batches(config: ServeConfig) -> ServeConfig:
             _num_cores(),
         )
         return replace(config, num_micro_batches=1)
-    times = measure_layer(config)
-    layers_s = {m: predicted_layer_s(config, m, of_m) for m, of_m in times.items()}
-    chosen = best_micro_batches(layers_s)
+    free = _stepping_freely(config) if any_stepping else None
+    ways = [config] if free is None else [config, free]
+    num_layers = load_model_spec(config.model, config.rope_scaling).num_moe_layers
+    times = measure_layer(ways[-1])
+    steps_s = [{m: predicted_step_s(way, m, of_m, num_layers) for m, of_m in times.items()} for way in ways]
+    index = int(min(steps_s[0].values()) > _FREE_WORTH * min(steps_s[-1].values()))
+    chosen, of_way = best_micro_batches(steps_s[index]), steps_s[index]
     of_chosen = times[chosen]
-    others = ", ".join(f"m = {m}: {format_seconds(seconds)}" for m, seconds in layers_s.items())
     _log.info(
-        "%d micro-batches: T_a %s, T_e %s, T_c %s with %d rows; predicted time of a layer: %s",
+        "%d micro-batches%s: T_a %s, T_e %s, T_c %s, head %s with %d rows; predicted time of a step: %s",
         chosen,
-        *map(format_seconds, (of_chosen.attention_s, of_chosen.experts_s, of_chosen.exchange_s)),
+        ", each stepping for itself" if ways[index].stepping == "free" else "",
+        *map(format_seconds, (of_chosen.attention_s, of_chosen.experts_s, of_chosen.exchange_s, of_chosen.head_s)),
         of_chosen.rows,
-        others,
+        ", ".join(f"m = {m}: {format_seconds(seconds)}" for m, seconds in of_way.items()),
     )
-    return replace(config, num_micro_batches=chosen)
+    return replace(ways[index], num_micro_batches=chosen)
 
 
-def best_micro_batches(layers_s: Mapping[int, float]) -> int:
+def _stepping_freely(config: ServeConfig) -> ServeConfig | None:
+    """`config` with each micro-batch a step of its own; None where that cannot be, or where several attention workers
+    keep the experts busy beside each other's heads."""
+    if config.num_attention > 1 or config.balance in FORECASTING:
+        return None
+    free = replace(config, stepping="free")
+    return free if free.side_by_side else None
+
+
+def best_micro_batches(steps_s: Mapping[int, float]) -> int:
     """The least m that is nearly as good as the best."""
-    best_s = min(layers_s.values())
-    return min(m for m, seconds in layers_s.items() if seconds <= _WORTH * best_s)
+    best_s = min(steps_s.values())
+    return min(m for m, seconds in steps_s.items() if seconds <= _WORTH * best_s)
+
+
+def predicted_step_s(config: ServeConfig, micro_batches: int, times: TurnTimes, num_layers: int) -> float:
+    """Of a full step of that many MoE layers."""
+    if not config.side_by_side:
+        return num_layers * predicted_layer_s(config, micro_batches, times) + micro_batches * times.head_s
+    t_a, t_e, t_c, head_s = times.attention_s, times.experts_s, times.exchange_s, times.head_s
+    shared_s = micro_batches * _shared_s(config, num_layers * t_a + head_s, num_layers * t_e)
+    if config.num_attention > 1:  # the others' rows keep the experts busy during a head
+        layers_s = num_layers * float(layer_time(micro_batches, t_a, t_e, t_c))
+        return max(layers_s, micro_batches * (num_layers * t_a + head_s), shared_s)
+    pieces = -(-times.rows // ROWS_A_PIECE)
+    return max(free_step(micro_batches, num_layers, t_a, t_e, t_c, [head_s / pieces] * pieces), shared_s)
 
 
 def predicted_layer_s(config: ServeConfig, micro_batches: int, times: TurnTimes) -> float:
     """Of a full step: the pipeline's time, or that of the cores that all workers share, whichever is longer."""
     pipeline_s = float(layer_time(micro_batches, times.attention_s, times.experts_s, times.exchange_s))
+    return max(pipeline_s, micro_batches * _shared_s(config, times.attention_s, times.experts_s))
+
+
+def _shared_s(config: ServeConfig, attention_s: float, experts_s: float) -> float:
+    """What all workers take of the cores and GPUs that they share, if each computes so long on its own."""
     cores_s = gpus_s = 0.0
     sizes = (config.num_attention * config.attention_tp, config.num_experts * config.expert_tp)
-    for role, count, seconds in zip(ROLES, sizes, (times.attention_s, times.experts_s), strict=True):
+    for role, count, seconds in zip(ROLES, sizes, (attention_s, experts_s), strict=True):
         own, work_s = config.own(role), config.num_instances * count * seconds
         if own.device == "cpu":
             cores_s += work_s * (own.num_threads or 1)
         else:
             gpus_s += work_s
-    return max(pipeline_s, micro_batches * cores_s / _num_cores(), micro_batches * gpus_s / _num_gpus())
+    return max(cores_s / _num_cores(), gpus_s / _num_gpus())
 
 
 def _num_gpus() -> int:
@@ -144,6 +183,7 @@ def measure_layer(config: ServeConfig) -> dict[int, TurnTimes]:
     try:
         attention_s = _attention_s(config, spec, checkpoint, rows)
         experts_s = _experts_s(config, spec, checkpoint, rows)
+        head_s = _head_s(config, spec, checkpoint, rows) if config.side_by_side else dict.fromkeys(rows, 0.0)
     finally:
         torch.set_num_threads(before)
     exchange_s = _exchange_s(config, spec, rows)
@@ -153,6 +193,7 @@ def measure_layer(config: ServeConfig) -> dict[int, TurnTimes]:
             attention_s=attention_s[m] / config.attention_tp,
             experts_s=experts_s[m] / config.expert_tp,
             exchange_s=exchange_s[m],
+            head_s=head_s[m] / config.attention_tp,
         )
         for m in rows
     }
@@ -213,6 +254,19 @@ def _attention_s(
     return found
 
 
+@torch.inference_mode()
+def _head_s(config: ServeConfig, spec: ModelSpec, checkpoint: Checkpoint, rows: Mapping[int, int]) -> dict[int, float]:
+    """Logits in the pieces in which they are computed where each micro-batch steps for itself, by m."""
+    backend = _backend(config, "attention", spec)
+    half = load_attention_half(checkpoint, spec, backend, max_positions=1, layers=range(0))
+    pieces = {m: min(count, ROWS_A_PIECE) for m, count in rows.items()}
+    piece_s = {
+        size: _seconds_of(partial(half.head, _rows(size, spec, backend)), backend.device)
+        for size in set(pieces.values())
+    }
+    return {m: -(-count // pieces[m]) * piece_s[pieces[m]] for m, count in rows.items()}
+
+
 def fill_with_noise(cache: KVCache, spec: ModelSpec, backend: KernelBackend, num_blocks: int) -> None:
     """Into every slot of every layer of `cache`: memory that was never written is one page of zeros, read too fast."""
     stored = cache.spec
@@ -270,7 +324,7 @@ def _chosen(count: int, spec: ModelSpec) -> torch.Tensor:
     return scores.topk(spec.router.top_k).indices.int()
 
 
-def _seconds_of(call: Callable[[], None], device: torch.device = HOST) -> float:
+def _seconds_of(call: Callable[[], object], device: torch.device = HOST) -> float:
     """Least of some repetitions behind one that does not count: other programs only add to it. Before each, the caches
     get other contents, as by the layers in between. On a GPU, until the device is done."""
     call()

@@ -9,6 +9,7 @@ from antiphon.cost.ping_pong import (
     balanced_attention_workers,
     bottleneck,
     conditions,
+    free_step,
     iteration,
     layer_time,
     micro_batch_bounds,
@@ -32,6 +33,18 @@ def test_with_too_few_micro_batches_each_layer_has_bubbles() -> None:
     assert iteration(2, 4, 10, 9, 2) == 4 * 23 + 10
     assert iteration(1, 4, 10, 9, 2) == 4 * 23
     assert bottleneck(2, 10, 9, 2) == "bubbles"
+
+
+def test_a_step_for_itself_hides_heads_behind_experts() -> None:
+    # L = 10, T_a = 2, T_e = 4, T_c = 0.5. Alone: 10 * 7 and the head.
+    assert free_step(1, 10, 2, 4, 0.5, [5, 5]) == pytest.approx(80)
+    # m = 3: the experts compute all the time, 3 * 10 * 4; heads of 12 fit beside them.
+    assert free_step(3, 10, 2, 4, 0.5, [0.5] * 24) == pytest.approx(120, rel=0.03)
+    # With heads of 40 attention does: 3 * (20 + 40).
+    assert free_step(3, 10, 2, 4, 0.5, [4] * 10) == pytest.approx(180)
+    # m = 2, head of 12: a layer of the other leaves 5 of 7, so 2.4 of its layers pass by. Two heads of 2.4 * 7, and the
+    # other 7.6 layers of both at 8.
+    assert free_step(2, 10, 2, 4, 0.5, [0.1] * 120) == pytest.approx(2 * 2.4 * 7 + 7.6 * 8, rel=0.03)
 
 
 def test_the_micro_batch_rules() -> None:

@@ -113,6 +113,31 @@ def test_options_and_plans_that_say_a_number_are_obeyed(tiny_model: TinyModel, t
     assert (pools.prefill.num_micro_batches, pools.num_micro_batches) == (4, 3)
 
 
+def test_a_long_head_makes_each_micro_batch_step_for_itself(
+    tiny_model: TinyModel, times: dict[int, TurnTimes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless an option says how they step, or copies are forecast for steps that all take together."""
+    num_layers = load_model_spec(tiny_model.folder).num_moe_layers
+    half_s = 3e-3  # attention takes half as long as the experts, the head as long as attention in all layers
+    long = {m: replace(each, attention_s=half_s / m, head_s=num_layers * half_s / m) for m, each in times.items()}
+
+    def chosen(**options: object) -> tuple[str, int]:
+        workers = WorkerOptions(num_threads=1, **options)  # type: ignore[arg-type]
+        found = workers.with_micro_batches(workers.config(tiny_model.folder, CapacityOptions(), trace=False))
+        return found.stepping, found.num_micro_batches
+
+    assert chosen(experts=1) == ("barrier", 3)
+    monkeypatch.setattr(micro_batch_choice, "measure_layer", lambda config: long if config.side_by_side else times)
+    assert chosen(experts=1)[0] == "free"
+    assert chosen(experts=1, stepping="barrier")[0] == "barrier"
+    assert chosen(experts=1, micro_batches=2) == ("barrier", 2)
+    assert chosen(experts=1, attention=2)[0] == "barrier"
+    assert chosen(experts=1, balance="predict", expert_slots=6)[0] == "barrier"
+    assert chosen(prefill="1", decode="1+1")[0] == "free"
+    monkeypatch.setattr(micro_batch_choice, "_num_cores", lambda: 1)  # heads and experts share it
+    assert chosen(experts=1)[0] == "barrier"
+
+
 def test_steps_of_several_workers_on_too_few_cores_are_not_cut(
     tiny_model: TinyModel, times: dict[int, TurnTimes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

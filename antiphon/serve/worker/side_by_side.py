@@ -10,7 +10,7 @@ The worker takes, again and again, what can be done without waiting:
 1. a layer of the step whose rows came back from the experts, the oldest dispatch first. Of two steps with chunks of one
    prompt the later one computes a layer after the earlier one, whose keys and values it reads, and ends after it;
 2. else a piece of the head of a step that is through its layers: the experts compute for the others meanwhile, so the
-   head is cut into pieces of `_ROWS_A_PIECE` rows, and rows that come back are gone on with in between;
+   head is cut into pieces of `ROWS_A_PIECE` rows, and rows that come back are gone on with in between;
 3. else it waits for the oldest dispatch.
 
 A row's result depends on no row beside it, so neither the cut nor the order changes a token.
@@ -34,7 +34,7 @@ from antiphon.serve.worker.messages import RunStep, Sampled, StepResult
 from antiphon.serve.worker.row_sampler import logit_rows, needs_logits
 from antiphon.serve.worker.spans import SAMPLE
 
-_ROWS_A_PIECE = 64  # enough that reading the head's weights takes less time than their product with the rows
+ROWS_A_PIECE = 64  # enough that reading the head's weights takes less time than their product with the rows
 
 
 class SharedExchange(StepExchange):
@@ -202,7 +202,7 @@ class SideBySide(AttentionRunner):
 
 
 def pieces_of(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
-    """The rows of whole sequences that need logits, cut so that each piece has about `_ROWS_A_PIECE` of those."""
+    """The rows of whole sequences that need logits, cut so that each piece has about `ROWS_A_PIECE` of those."""
     assert micro_batch.delta_TH is not None, "every layer has a feed-forward"
     first = row = num_wanted = 0
     taken: list[SequenceStep] = []
@@ -210,7 +210,7 @@ def pieces_of(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
         taken.append(sequence)
         row += len(sequence.token_ids)
         num_wanted += len(logit_rows(sequence)) if needs_logits(sequence) else 0
-        if num_wanted >= _ROWS_A_PIECE or (num_wanted and number == len(micro_batch.sequences)):
+        if num_wanted >= ROWS_A_PIECE or (num_wanted and number == len(micro_batch.sequences)):
             part = slice(first, row)
             yield MicroBatch(taken, micro_batch.batch, micro_batch.x_TH[part], micro_batch.delta_TH[part])
             first, taken, num_wanted = row, [], 0
