@@ -296,7 +296,7 @@ class Engine:
         self._take_orders()
         self._router.take_masks()
         self._router.add_to_workers()
-        for group in self.workforce.other_groups:
+        for group in self.workforce.request_groups:
             group.start_steps()
         if self._handovers is not None:
             self._handovers.begin()

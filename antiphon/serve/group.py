@@ -97,17 +97,18 @@ class StepGroup:
         tracked: TrackedRequests,
         timeout_s: float,
         steps_freely: bool = False,
-        side_by_side: bool = False,
+        plans_ahead: bool = False,
         placing: PlacementControl | None = None,
         balancer: Balancer | None = None,
         record: Callable[[int, int, bytes, bytes, bytes], None] | None = None,
         first_expert: int = 0,
     ) -> None:
         """`placing`: where experts are, if attention workers do not have them all; `balancer`: decides where they
-        should be; `first_expert`: number of its first expert worker over all groups. `record` takes step, worker, the
+        should be; `first_expert`: number of its first expert worker over all groups. `plans_ahead`: each step is one
+        micro-batch, and behind it the next one waits at the worker. `record` takes step, worker, the
         experts that its rows chose and were expected to choose, and which rows are of prompts.
 
-        An `owner`, which has requests computed here for other workers, is set before the first step."""
+        `handovers`, for which requests of other workers are computed here, are set before the first step."""
         self.members = members
         self.schedulers = dict(zip(members.attention, schedulers, strict=True))
         self.placing = placing
@@ -117,11 +118,11 @@ class StepGroup:
         self._fleet = members.fleet
         self._statistics = statistics
         self._tracked = tracked
-        self.owner: Handovers | None = None
+        self.handovers: Handovers | None = None
         self._num_micro_batches = num_micro_batches
         self._steps_freely = steps_freely
-        self._side_by_side = side_by_side
-        self._num_lanes = num_micro_batches if side_by_side else 1
+        self._plans_ahead = plans_ahead
+        self._num_lanes = num_micro_batches if plans_ahead else 1
         self._is_held = False
         self._recovery = Recovery(members, statistics, timeout_s, placing, lambda: self.quiet)
         self._parts: dict[_Place, _Part] = {}  # planned and not computed
@@ -165,9 +166,12 @@ class StepGroup:
         """Plan and send the next steps, or those that failed again, where none is running and there is work."""
         if self._is_held or not (self.quiet or self._steps_freely) or not self._prepare_steps():
             return
-        (self._start_freely if self._steps_freely else self._start_together)()
-        if self._steps_freely and self._side_by_side:
-            self._start_freely()  # behind those that have just begun
+        if not self._steps_freely:
+            self._start_together()
+            return
+        self._start_freely()
+        if self._plans_ahead:
+            self._start_freely()  # the steps behind those that have just begun
 
     def _start_together(self) -> None:
         """One step of all workers that have work."""
@@ -193,7 +197,7 @@ class StepGroup:
                 taken = [place for place in (first, second) if place in self._parts]
                 if not taken and not is_late:
                     self._plan(first)
-                elif len(taken) == 1 and taken[0] in self._running and self._side_by_side:
+                elif len(taken) == 1 and taken[0] in self._running and self._plans_ahead:
                     self._plan_ahead(taken[0], second if taken[0] == first else first)
         live = set(self.live_attention)
         ready = [place for place in self._parts if place[0] in live and place not in self._running]
@@ -249,7 +253,7 @@ class StepGroup:
         scheduler = self.schedulers[place[0]]
         if (plan := scheduler.schedule(self._num_lanes)) is None:
             return
-        if self._side_by_side:
+        if self._plans_ahead:
             micro_batches = [list(plan.sequences)]
         else:
             ratio = scheduler.config.context_tokens_per_row
@@ -284,7 +288,7 @@ class StepGroup:
                 most_rows=most_rows,
                 placement=0 if self.placing is None else self.placing.current.version,
                 bitmasks=bitmasks,
-                offers=self.owner.offers(plan) if self.owner is not None and plan is not None else [],
+                offers=self.handovers.offers(plan) if self.handovers is not None and plan is not None else [],
             )
         return messages
 
@@ -308,7 +312,7 @@ class StepGroup:
                 token_id = sampled[sequence.request_id].token_id
                 assert token_id is not None, "a sampling sequence yields a token"
                 tokens.append(token_id)
-        (self.owner or self._tracked).publish(self.schedulers[place[0]].commit(plan, tokens), sampled)
+        (self.handovers or self._tracked).publish(self.schedulers[place[0]].commit(plan, tokens), sampled)
 
     def _give_up(self, name: WorkerName) -> None:
         """A worker has not computed its parts, if it had any: the same again, next time."""
@@ -378,9 +382,9 @@ class StepGroup:
         failure: StepFailure | None = None
         if failed.reason != "aborted" and self._recovery.phase == "stepping":  # later ones report the same
             reported = failed.reason == "error"
-            owners = [each for each in self._running if not reported or each[0] == worker.name.leader]
-            owners = [each for each in owners if self._is_of(each, failed.step)] or owners
-            failure = self._failure(worker.name, f"{worker.name}: {failed.message}", owners, reported=reported)
+            suspects = [each for each in self._running if not reported or each[0] == worker.name.leader]
+            suspects = [each for each in suspects if self._is_of(each, failed.step)] or suspects
+            failure = self._failure(worker.name, f"{worker.name}: {failed.message}", suspects, reported=reported)
         if failed.reason != "aborted":
             _log.error("%s: %s", worker.name, failed.message)
             self._statistics.note_event("failed", failed.message, str(worker.name))
@@ -392,11 +396,11 @@ class StepGroup:
         return self._parts[place].step == step
 
     def _failure(
-        self, worker: WorkerName, what: str, owners: Iterable[_Place], *, reported: bool = False
+        self, worker: WorkerName, what: str, suspects: Iterable[_Place], *, reported: bool = False
     ) -> StepFailure | None:
-        """Running steps fail, maybe over a request that one of `owners` computes. None: they compute nothing."""
+        """Running steps fail, maybe over a request that one of `suspects` computes. None: they compute nothing."""
         blamed: dict[Request, int] = {}
-        for place in owners:
+        for place in suspects:
             plan = self._parts[place].plan
             for sequence in plan.sequences if plan is not None else ():
                 request = self.schedulers[place[0]].requests[sequence.request_id]
@@ -413,8 +417,8 @@ class StepGroup:
         failure: StepFailure | None = None
         homeless: list[Request] = []
         if self._recovery.phase == "stepping":
-            owners = [each for each in self._running if not computes or each[0] == name]
-            failure = self._failure(name, f"{worker.name} died: {reason}", owners)
+            suspects = [each for each in self._running if not computes or each[0] == name]
+            failure = self._failure(name, f"{worker.name} died: {reason}", suspects)
         if computes:
             self._give_up(name)
             for place in self._places(name):

@@ -104,7 +104,7 @@ class Handovers:
         self._num_prefills = 0
         self._to_clear: set[StepGroup] = set()
         for group in workforce.groups:
-            group.owner = self
+            group.handovers = self
 
     def __len__(self) -> int:
         """How many requests have keys and values on their way."""
@@ -242,7 +242,7 @@ class Handovers:
         scheduler = self._workforce.schedulers[arrival.target]
         self._note_cached(arrival, scheduler)
         token_id = prefill.newest_token_id if prefill.num_output > origin.num_output else None
-        if scheduler.go_on(origin, token_id):
+        if scheduler.take_token(origin, token_id):
             self._book.withdraw(handover.number, "the request has ended")
         else:
             handover.deadline_s = self._fleet.clock.now_s + self._timeout_s

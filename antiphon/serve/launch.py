@@ -93,7 +93,7 @@ def build_engine(run: PreparedEngine, make_matcher: MakeMatcher | None = None) -
             schedulers=[Scheduler(pool.scheduler) for _ in attention],
             num_micro_batches=pool.config.num_micro_batches,
             steps_freely=pool.config.stepping == "free" or pool.config.plans_ahead,
-            side_by_side=pool.config.side_by_side or pool.config.plans_ahead,
+            plans_ahead=pool.config.side_by_side or pool.config.plans_ahead,
             statistics=statistics,
             tracked=tracked,
             timeout_s=config.timeout_s,

@@ -107,7 +107,7 @@ class RequestRouter:
                 scheduler.add(request)
 
     def _best_for(self, request: Request) -> Scheduler | None:
-        live = [(group, name) for group in self._workforce.other_groups for name in group.live_attention]
+        live = [(group, name) for group in self._workforce.request_groups for name in group.live_attention]
         able = {
             index: self._workforce.schedulers[name]
             for index, (group, name) in enumerate(live)

@@ -46,12 +46,14 @@ class Workforce:
         """`launch` starts a worker's process, or asks for one from outside."""
         self.groups = groups
         self.prefill_groups = [group for group in groups if group.pool == "prefill"]
-        self.other_groups = [group for group in groups if group.pool != "prefill"]
+        self.request_groups = [group for group in groups if group.pool != "prefill"]
         self.schedulers: dict[WorkerName, Scheduler] = {}
         for group in groups:
             self.schedulers |= group.schedulers
         # Those that requests are routed to; prefill workers compute for them.
-        self.request_schedulers = {name: each for group in self.other_groups for name, each in group.schedulers.items()}
+        self.request_schedulers = {
+            name: each for group in self.request_groups for name, each in group.schedulers.items()
+        }
         self.drained: set[WorkerName] = set()  # they get no requests, and those that they have move to others
         self.load_timeout_s = _LOAD_TIMEOUT_S
         self._fleet = fleet
@@ -82,7 +84,7 @@ class Workforce:
     @property
     def ready(self) -> bool:
         """Some group can step that requests are routed to."""
-        return any(group.ready for group in self.other_groups)
+        return any(group.ready for group in self.request_groups)
 
     @property
     def complete(self) -> bool:
@@ -189,7 +191,7 @@ class Workforce:
     def _pools(self) -> tuple[ShownPool, ...]:
         """Both, where prefill and decode are apart."""
         found = []
-        for name, groups in (("prefill", self.prefill_groups), ("decode", self.other_groups)):
+        for name, groups in (("prefill", self.prefill_groups), ("decode", self.request_groups)):
             schedulers = [each for group in groups for each in group.schedulers.values()]
             pools = [each.book.pool for each in schedulers]
             if self.prefill_groups:

@@ -162,7 +162,7 @@ class SimulatedHandovers:
             return None
         number, end = found.handover.number, found.handover.end
         token_id = prefill.newest_token_id if prefill.num_output > found.origin.num_output else None
-        if self._decode.all_schedulers[found.target].go_on(found.origin, token_id):
+        if self._decode.all_schedulers[found.target].take_token(found.origin, token_id):
             self._book.withdraw(number, "the request has ended")
         else:
             self._book.done(number, end)

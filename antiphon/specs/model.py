@@ -151,7 +151,11 @@ class FeedForwardSpec:
 
     Activation "swiglu_oai" (gpt-oss) with g = min(gate, `limit`) and u = clamp(up, -`limit`, `limit`):
     (u + 1) * g * sigmoid(`alpha` * g); the other activations read neither number. `expert_bias`: the routed experts'
-    matrices have biases."""
+    matrices have biases.
+
+    One more activation: its key in a config (`models/families/config_keys`), PyTorch (`kernels/ops/feed_forward`, which
+    training uses too), Triton (`kernels/triton/rowwise`), and csrc: `kernels/vector_math.h`, `grouped_ffn.h`,
+    `training_activation.h`, `bind/bind.h`."""
 
     activation: Literal["silu", "gelu", "swiglu_oai"] = "silu"
     alpha: float = 1.702

@@ -62,7 +62,7 @@ class Replica:
         if native:
             self.native = native_steps(half, local, cache, tables, sampler, self.recorder, most_rows=8)
         exchange, stage = StepExchange(local, half, self.recorder, 1.0), AllLayers(half, sampler)
-        self.runner = AttentionRunner(exchange, cache, tables, stage, RowRouting(half), captured=self.native)
+        self.runner = AttentionRunner(exchange, cache, tables, stage, RowRouting(half), decode_steps=self.native)
         self.step = 0
 
     def run(

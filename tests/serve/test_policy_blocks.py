@@ -18,7 +18,7 @@ def published_sequence(pool: BlockPool, tokens: list[int]) -> list[int]:
     digests = digests_of(tokens, pool.block_size)
     table = pool.allocate(len(digests))
     for block, digest in zip(table, digests, strict=True):
-        pool.publish(block, digest)
+        pool.offer(block, digest)
     return table
 
 
@@ -79,7 +79,7 @@ def test_the_same_content_is_published_once() -> None:
 def test_nothing_is_found_after_the_memory_is_lost() -> None:
     pool = BlockPool(4, 2)
     pool.release(published_sequence(pool, [1, 2]))
-    pool.clear_published()
+    pool.clear_offered()
     assert pool.match(digests_of([1, 2], 2), 1) == []
     check_blocks(pool, [])
 
@@ -92,7 +92,7 @@ def test_misuse_is_a_bug_not_a_silence() -> None:
     pool.release(table)
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(table)
-    with pytest.raises(AssertionError, match="not published"):
+    with pytest.raises(AssertionError, match="not on offer"):
         pool.share([0])
 
 

@@ -131,7 +131,7 @@ class Rig:
             shared = (half, experts, self._cache, self._tables, self._sampler, self._recorder)
             captured = native_steps(*shared, most_rows=rows)
         exchange, stage = StepExchange(experts, half, self._recorder, _TIMEOUT_S), AllLayers(half, self._sampler)
-        return AttentionRunner(exchange, self._cache, self._tables, stage, RowRouting(half), captured=captured)
+        return AttentionRunner(exchange, self._cache, self._tables, stage, RowRouting(half), decode_steps=captured)
 
     def run_once(self, work: RigWork) -> None:
         """One repetition; its times are recorded."""

@@ -2,7 +2,8 @@
 
 Per layer and micro-batch an attention worker makes one `dispatch` (its rows to every expert worker that owns a chosen
 expert, each row once per worker) and one `combine` (the weighted partial sums back). `dispatch` returns at once;
-only `combine` and `receive` wait, and every wait has a deadline and names whom it waits for.
+`combine` and `receive` wait, and every wait has a deadline and names whom it waits for. A `dispatch` that finds no
+free slot waits for one, at most as long as its exchange was made with (`comm/m2n/native`, an engine's `--timeout`).
 
 Nothing above this seam knows how the bytes travel. Rejected: collectives. They need every rank at every call, so one
 dead or idle worker stops all others, and they pad to the largest count (MegaScale-Infer, section 5).

@@ -105,6 +105,7 @@ def _formula(gate_up_RJ: Tensor, widths: Widths) -> Tensor:
     if widths.activation == "swiglu_oai":
         gate, up = gate.clamp(max=widths.limit), up.clamp(-widths.limit, widths.limit)
         return (up + 1) * (gate * torch.sigmoid(widths.alpha * gate))
+    assert widths.activation == "gelu", f"activation {widths.activation}"
     return F.gelu(gate) * up
 
 

@@ -103,6 +103,7 @@ def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     else:
+        tl.static_assert(ACTIVATION == "swiglu_oai")
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
         y = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     return y

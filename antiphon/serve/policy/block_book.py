@@ -10,11 +10,11 @@ forget half of what moving means:
 Memory is paged (`BlockPool`):
 
 1. A block is free (no request refers to it) or held by one or more requests (reference count).
-2. A *full* block whose keys and values are computed may be published under the digest of everything up to its end:
+2. A *full* block whose keys and values are computed may be offered under the digest of everything up to its end:
    digest = blake2b(parent digest, tokens). Equal digest, equal history, so its keys and values can be shared.
-3. Released blocks stay published until their memory is needed: the free list is also the least-recently-used list.
-   Blocks that cannot be found go to its front, published ones to its back, a sequence's tail before its head.
-4. A block being written is never published, hence never shared: writing needs no copy.
+3. Released blocks stay on offer until their memory is needed: the free list is also the least-recently-used list.
+   Blocks that cannot be found go to its front, those on offer to its back, a sequence's tail before its head.
+4. A block being written is never offered, hence never shared: writing needs no copy.
 
 Digests are 256 bits of a cryptographic hash, so a collision need not be handled (Python's 64-bit `hash` would have to
 be followed by a comparison of tokens). Rejected: a radix tree over tokens. It finds hits inside a block too, but costs
@@ -67,7 +67,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def match(self, digests: Sequence[bytes], limit: int) -> list[int]:
-        """The blocks that hold the longest published prefix of `digests[:limit]`. Takes no reference."""
+        """The blocks that hold the longest prefix on offer of `digests[:limit]`. Takes no reference."""
         blocks = []
         for index in range(min(limit, len(digests))):
             block = self._block_of.get(digests[index])
@@ -84,13 +84,13 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Take one reference on each of the blocks that `match` returned."""
         for block in blocks:
-            assert self._digest_of[block] is not None, f"block {block} is not published"
+            assert self._digest_of[block] is not None, f"block {block} is not on offer"
             if self._num_refs[block] == 0:
                 del self._free[block]
             self._num_refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks for writing, least recently used first; what they published is forgotten."""
+        """`count` blocks for writing, least recently used first; what they offered is forgotten."""
         assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free: admission must check first"
         return [self.allocate_one() for _ in range(count)]
 
@@ -114,14 +114,14 @@ class BlockPool:
                 if self._digest_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block: int, digest: bytes) -> None:
+    def offer(self, block: int, digest: bytes) -> None:
         """Offer a full, computed block to others. If its content is on offer already, this copy stays private."""
-        assert self._num_refs[block] > 0, f"block {block} is published, but no sequence holds it"
+        assert self._num_refs[block] > 0, f"block {block} is offered, but no sequence holds it"
         if digest not in self._block_of and self._digest_of[block] is None:
             self._digest_of[block] = digest
             self._block_of[digest] = block
 
-    def clear_published(self) -> None:
+    def clear_offered(self) -> None:
         """The memory behind the blocks is gone (worker lost): nothing is on offer any more."""
         self._block_of.clear()
         self._digest_of = [None] * self.num_blocks
@@ -296,7 +296,7 @@ class BlockBook:
         request.status = "running"
         request.slot = self.free_slots.pop()
         request.block_table = found_blocks
-        request.num_blocks_published = len(found_blocks)
+        request.num_blocks_offered = len(found_blocks)
         request.num_computed = len(found_blocks) * self.config.block_size
         request.num_admissions += 1
         if request.num_admissions == 1:
@@ -331,7 +331,7 @@ class BlockBook:
         """Its blocks hold the keys and values of that many tokens: steps may take it."""
         self.stop_arriving(request)
         request.num_computed = num_computed
-        self.publish_computed(request)
+        self.offer_computed(request)
 
     def stop_arriving(self, request: Request) -> None:
         """Nothing is written to its blocks by others any more."""
@@ -356,18 +356,18 @@ class BlockBook:
     def _may_push_out(self, request: Request) -> bool:
         return not (request.num_promised_blocks or request.arrives or request.planned_step in self.steps_in_flight)
 
-    def publish_computed(self, request: Request) -> None:
+    def offer_computed(self, request: Request) -> None:
         """Offer the blocks that the last step filled to requests with the same beginning; of a member of the express
         lane when it has left."""
         if request.num_promised_blocks:
             return
         num_full = request.num_computed // self.config.block_size
-        if num_full <= request.num_blocks_published:
+        if num_full <= request.num_blocks_offered:
             return
         extend_block_digests(request.block_digests, request.token_ids, self.config.block_size, num_full)
-        for index in range(request.num_blocks_published, num_full):
-            self.pool.publish(request.block_table[index], request.block_digests[index])
-        request.num_blocks_published = num_full
+        for index in range(request.num_blocks_offered, num_full):
+            self.pool.offer(request.block_table[index], request.block_digests[index])
+        request.num_blocks_offered = num_full
 
     def remove(self, request: Request) -> None:
         """Wherever it is, it leaves. Of a running one no step may be in flight."""
@@ -388,7 +388,7 @@ class BlockBook:
             self.add(request)
         self.num_prefill_tokens_left = self.num_waiting_tokens = 0
         if cache_lost:
-            self.pool.clear_published()
+            self.pool.clear_offered()
             self.released.clear()
             self.arriving.clear()
         return self.waiting.remove_all()
@@ -401,7 +401,7 @@ class BlockBook:
         self.stop_arriving(request)
         if request.num_promised_blocks:
             self.lane.remove(request)
-            self.publish_computed(request)
+            self.offer_computed(request)
         self.pool.release(request.block_table)
         self.free_slots.append(request.slot)
         self.released.append(request.request_id)

@@ -56,7 +56,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_digests: list[bytes] = field(default_factory=list)  # of full blocks, see `block_book`; outlives preemption
     num_blocks_sent: int = 0  # leading entries of `block_table` that the worker knows
-    num_blocks_published: int = 0  # leading blocks that are offered to other requests
+    num_blocks_offered: int = 0  # leading blocks that are offered to other requests
     slot: int = -1  # the worker's row for this request, -1 unless running
     planned_step: int = -1  # the last step that computes something for this request
     planned_end: int = 0  # leading tokens that are computed after that step
@@ -107,7 +107,7 @@ class Request:
         self.num_computed = 0
         self.block_table = []
         self.num_blocks_sent = 0
-        self.num_blocks_published = 0
+        self.num_blocks_offered = 0
         self.slot = -1
         self.planned_step = -1
 

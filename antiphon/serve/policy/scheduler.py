@@ -141,10 +141,10 @@ class Scheduler:
             if step.logprob_end > step.logprob_begin:
                 request.num_prompt_logprobs = step.start + step.logprob_end
             if request.num_computed % self.config.block_size == 0 or len(step.token_ids) > 1:
-                self.book.publish_computed(request)
+                self.book.offer_computed(request)
             if token_id is None and request.num_computed < len(request.token_ids):
                 continue
-            if self.go_on(request, token_id) and not self.is_in_flight(request):
+            if self.take_token(request, token_id) and not self.is_in_flight(request):
                 self._drop(request)
             progress.append(request)
         assert next(tokens, None) is None, "more tokens than sampling sequences"
@@ -152,7 +152,7 @@ class Scheduler:
         self.book.generation_tokens += sum(1 for request in progress if request.num_output)
         return progress
 
-    def go_on(self, request: Request, token_id: int | None) -> bool:
+    def take_token(self, request: Request, token_id: int | None) -> bool:
         """All that was known of it is computed, and this is its next token. True: it has ended with that, and holds
         what it holds until it leaves."""
         if token_id is None:

@@ -174,8 +174,8 @@ def _returned(micro_batch: MicroBatch) -> list[int]:
 @dataclass(eq=False)
 class AttentionRunner:
     """Runs steps over the attention half of `stage` and its KV cache. `sender`: takes keys and values that other
-    workers are to have, layer by layer. `captured`: runs the steps that need no host, or no Python, between the first
-    layer and the logits. Not thread-safe."""
+    workers are to have, layer by layer. `decode_steps`: runs the steps that need no host, or no Python, between
+    the first layer and the logits. Not thread-safe."""
 
     exchange: StepExchange
     cache: KVCache
@@ -183,7 +183,7 @@ class AttentionRunner:
     stage: AllLayers
     routing: RowRouting
     sender: KVSender | None = None
-    captured: DecodeSteps | None = None
+    decode_steps: DecodeSteps | None = None
     half: AttentionHalf = field(init=False)
     recorder: SpanRecorder = field(init=False)
     _newest: list[Sampled] = field(default_factory=list, init=False)  # what the last step sampled
@@ -238,7 +238,7 @@ class AttentionRunner:
         self.routing.begin_step()
         stage.begin_step(step)
         exchange.begin_step(step)
-        if self.captured is not None and (sampled := self.captured.run(step)) is not None:
+        if self.decode_steps is not None and (sampled := self.decode_steps.run(step)) is not None:
             _native.release_core()  # for the engine, which would take this thread's
             for layer in self.half.layers if self.sender is not None else ():
                 for sequences in step.micro_batches:

@@ -243,8 +243,8 @@ def _build_attention(source: _Source) -> AttentionWorker | Follower:
     cache = half.new_cache(num_blocks, configure.block_size, configure.kv_dtype)
     if _compiles(source.backend):  # while a request would wait for its first token
         half.warm_up(cache, configure.max_running)
-        if isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):
-            exchange.half.warm_up(configure.max_running)
+        if isinstance(exchange, LocalExperts) and isinstance(exchange.experts, ExpertHalf):
+            exchange.experts.warm_up(configure.max_running)
     kv = _kv_links(source, seat, cache)
     runner = _attention_runner(source, seat, half, exchange, moves, cache, None if kv is None else kv.sender)
     links = PeerLinks(None if seat.levels else exchange, seat.stages or seat.levels or seat.ranks)
@@ -372,16 +372,16 @@ def _attention_runner(
     max_blocks = -(-configure.max_model_len // configure.block_size) + 1
     sampler = RowSampler(backend) if leads else None
     tables = BlockTables(configure.block_size, configure.max_running, max_blocks, backend.device)
-    captured: DecodeSteps | None = None
+    decode_steps: DecodeSteps | None = None
     if configure.graphs:
         assert isinstance(exchange, LocalExperts), "only a worker with all experts runs without the host"
-        assert isinstance(exchange.half, ExpertHalf), "in its memory"
+        assert isinstance(exchange.experts, ExpertHalf), "in its memory"
         assert sampler is not None, "it has one rank"
-        captured = CapturedSteps(half, exchange.half, cache, tables, sampler, pad_block=configure.num_blocks)
+        decode_steps = CapturedSteps(half, exchange.experts, cache, tables, sampler, pad_block=configure.num_blocks)
         if _compiles(backend) or backend.device.type == "cuda":
-            captured.warm_up(configure.max_running)
+            decode_steps.warm_up(configure.max_running)
     elif not (configure.record_routing or configure.replay_routing):
-        captured = native_steps(half, exchange, cache, tables, sampler, recorder, most_rows=configure.max_running)
+        decode_steps = native_steps(half, exchange, cache, tables, sampler, recorder, most_rows=configure.max_running)
     stage = PipelineStage(half, sampler, seat.stages, recorder) if seat.stages else AllLayers(half, sampler)
     routing = RowRouting(
         half,
@@ -396,7 +396,7 @@ def _attention_runner(
     steps = _step_exchange(source, seat, half, exchange, moves)
     if isinstance(steps, SharedExchange):
         return SideBySide(steps, cache, tables, stage, routing, sender)
-    return AttentionRunner(steps, cache, tables, stage, routing, sender, captured)
+    return AttentionRunner(steps, cache, tables, stage, routing, sender, decode_steps)
 
 
 def _step_exchange(
@@ -419,10 +419,10 @@ def _step_exchange(
             if prefetcher is None
             else PrefetchingHybrid(*ends, counts_rows=counts_rows, moves=moves, forms=forms, prefetcher=prefetcher)
         )
-    if isinstance(exchange, LocalExperts) and isinstance(exchange.half, OffloadedExperts):
-        return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
-    if configure.sums_in_blocks and isinstance(exchange, LocalExperts) and isinstance(exchange.half, ExpertHalf):
-        return BlockExchange(exchange, half, recorder, timeout_s, experts=exchange.half)
+    if isinstance(exchange, LocalExperts) and isinstance(exchange.experts, OffloadedExperts):
+        return OffloadingExchange(exchange, half, recorder, timeout_s, experts=exchange.experts)
+    if configure.sums_in_blocks and isinstance(exchange, LocalExperts) and isinstance(exchange.experts, ExpertHalf):
+        return BlockExchange(exchange, half, recorder, timeout_s, experts=exchange.experts)
     if prefetcher is not None:
         return PrefetchingExchange(exchange, half, recorder, timeout_s, counts_rows=counts_rows, prefetcher=prefetcher)
     if configure.exchange is not None and configure.exchange.side_by_side:

@@ -294,9 +294,9 @@ def native_steps(
     is_whole = half.ranks.size == 1 and half.output_head is not None
     if not (is_whole and isinstance(half.backend, CpuBackend) and isinstance(exchange, LocalExperts)):
         return None
-    if sampler is None or not isinstance(exchange.half, ExpertHalf):
+    if sampler is None or not isinstance(exchange.experts, ExpertHalf):
         return None
-    return NativeSteps(half, exchange.half, cache, tables, sampler, recorder, most_rows=most_rows)
+    return NativeSteps(half, exchange.experts, cache, tables, sampler, recorder, most_rows=most_rows)
 
 
 @dataclass(eq=False)
@@ -376,7 +376,7 @@ class NativeSteps(DecodeSteps):
                 ids_TK, weights_TK = half.gate(layer, y_TH)
                 self._mark(calls, ATTENTION, layer)
                 delta_TH = self.experts.forward(layer, y_TH, ids_TK, weights_TK)
-                self._mark(calls, DISPATCH, layer)
+                self._mark(calls, DISPATCH, layer)  # as `LocalExperts`, which computes in its dispatch
                 if (local_TH := half.local_feed_forward(layer, y_TH)) is not None:
                     delta_TH = backend.add_rows(delta_TH, local_TH)
                     self._mark(calls, ATTENTION, layer)

@@ -384,14 +384,14 @@ class LocalExperts(_NoPeers):
 
     The attention step dispatches a micro-batch and turns to the next one; here the work is done at once."""
 
-    half: ExpertHalf | OffloadedExperts
+    experts: ExpertHalf | OffloadedExperts
 
     def close(self) -> None:
-        if isinstance(self.half, OffloadedExperts):
-            self.half.close()
+        if isinstance(self.experts, OffloadedExperts):
+            self.experts.close()
 
     def dispatch(self, layer: int, micro_batch: int, rows_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        self._results[micro_batch] = self.half.forward(layer, rows_TH, ids_TK, weights_TK)
+        self._results[micro_batch] = self.experts.forward(layer, rows_TH, ids_TK, weights_TK)
 
 
 class LeadersExperts(_NoPeers):
