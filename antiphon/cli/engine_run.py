@@ -137,6 +137,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
         "expert_tp": config.expert_tp,
         "num_stages": config.num_stages,
         "num_micro_batches": info.num_micro_batches,
+        "stepping": config.stepping,
         "kernels": sorted(engine.workforce.kernels),
         "max_model_len": info.max_model_len,
         "kv_cache_tokens": num_tokens,
@@ -151,7 +152,7 @@ def server_facts(engine: Engine, config: ServeConfig, spec: ModelSpec, name: str
 def _layout_facts(config: ServeConfig) -> dict[str, Any]:
     """What `layout_line` says of one pool."""
     facts = {name: getattr(config, name) for name in LAYOUT_FIELDS}
-    return facts | {"num_experts_workers": config.num_expert_workers}
+    return facts | {"num_experts_workers": config.num_expert_workers, "stepping": config.stepping}
 
 
 def banner(facts: dict[str, Any], *, needs_key: bool) -> str:
@@ -200,9 +201,8 @@ def layout_line(facts: dict[str, Any]) -> str:
         return f"hybrid: {instances}{replicas} {sharing}, each expert on {shared}"
     experts = plural(facts["num_experts_workers"], "expert worker") + expert_ranks
     batches = plural(facts["num_micro_batches"], "micro-batch", "micro-batches")
-    return (
-        f"disaggregated: {instances}{facts['num_attention']} attention{attention_ranks} + {experts}, {batches} in turn"
-    )
+    batches += " in turn" if facts["stepping"] == "barrier" else " side by side"
+    return f"disaggregated: {instances}{facts['num_attention']} attention{attention_ranks} + {experts}, {batches}"
 
 
 def workers_line(workers: Sequence[dict[str, Any]]) -> str:
