@@ -16,7 +16,7 @@
    move little, and the caller can say how much chance alone makes, which no change is worth. Layers whose load is even
    but for that and the cost of one move stay as they are, and cost no search.
 
-Copies ahead of a layer, by a forecast of its rows, are an attention worker's (`serve/worker/prefetch`).
+Copies ahead of a layer, by a forecast of its rows, are an attention worker's (`serve/worker/expert_prefetch`).
 
 All layers are placed at once, one copy of each layer a time: numpy's calls cost what they cost, for 61 rows or one.
 Rejected: an integer program. It is the yardstick in the tests, and takes seconds to minutes.

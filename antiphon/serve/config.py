@@ -135,7 +135,7 @@ class ServeConfig:
     record_routing: Path | None = None
     path_profile: Path | None = None
     expert_bytes: Count | None = None
-    phases: Phases = "both"  # for `antiphon bench balance`, as of `worker/prefetch`
+    phases: Phases = "both"  # for `antiphon bench balance`, as of `worker/expert_prefetch`
     exchange_library: ExchangeLibrary = "m2n"  # for `antiphon bench apart`, as in `comm/gloo_exchange`
     replay_routing: Path | None = None  # for `antiphon bench balance`: texts make no sense
     hand_over: HandOver = "layers"  # for `antiphon bench pools`: when keys and values leave prefill workers

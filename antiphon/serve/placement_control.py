@@ -6,8 +6,8 @@ The balancer decides where experts should be (never, once, or again and again) f
     off       placement stays as it is (a client may still change it, `POST /placement`)
     static    once, from the first `WINDOW_STEPS` steps
     window    every `PERIOD_S`, from the last `WINDOW_STEPS` steps, the newest counting most
-    predict   as `window`; besides, attention workers ask for copies in the middle of a step (`worker/prefetch`), which
-              the next layer's router foresees
+    predict   as `window`; besides, attention workers ask for copies in the middle of a step, which the next layer's
+              router foresees (`worker/expert_prefetch`)
     paths     the same, foreseen by the sample paths of a profile (Lina section 5.2)
 
 A plan is made on a thread of its own: steps go on meanwhile. It is taken only if it gains enough (`placement.place`):

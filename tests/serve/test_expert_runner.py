@@ -9,8 +9,8 @@ from torch import Tensor
 
 from antiphon.comm.m2n.api import ExpertBatch
 from antiphon.comm.rank_group import RankGroup
+from antiphon.serve.worker.expert_prefetch import PrefetchSlots
 from antiphon.serve.worker.experts import ExpertCounters, ExpertRanks, ExpertRunner
-from antiphon.serve.worker.prefetch import PrefetchSlots
 from antiphon.serve.worker.spans import SpanRecorder
 
 HELD = (1, 3)

@@ -12,7 +12,7 @@ from antiphon.models.expert_half import FREE
 from antiphon.placement.place import matrix_of
 from antiphon.placement.split import BoolArray, IntArray, Prefetch
 from antiphon.serve.worker.exchange import Forecast
-from antiphon.serve.worker.prefetch import Prefetcher, PrefetchSlots
+from antiphon.serve.worker.expert_prefetch import Prefetcher, PrefetchSlots
 from antiphon.specs.placement import ExpertPlacement, contiguous_placement
 from tests.placement.prefetch_choice import choose_prefetches
 

@@ -10,8 +10,8 @@ while the messages of later rounds travel; the combine posts round i's shard bef
 Synchronous: a level begins when the other has ended, and the rows of all nodes go through one inner collective in
 place of one a round. Results have the same bits: nodes are added in the order of their numbers.
 
-Requests for copies of experts may ride in front of a dispatch's rows (`serve/worker/prefetch`): where one attention
-group fills a node, each rank of an expert group gets those of every node.
+Requests for copies of experts may ride in front of a dispatch's rows (`serve/worker/expert_prefetch`): where one
+attention group fills a node, each rank of an expert group gets those of every node.
 
 Algorithm 1 as printed sends before it reduces; what it sends would then be summed in the wrong group. Here the
 reduction comes first, as in the paper's Figure 8 and text. Rows of the own node need no message.

@@ -48,6 +48,7 @@ from antiphon.serve.worker.exchange import (
     RowRouting,
     StepExchange,
 )
+from antiphon.serve.worker.expert_prefetch import Prefetcher, PrefetchingExchange
 from antiphon.serve.worker.experts import ExpertCounters, ExpertMoves, ExpertRanks, ExpertRunner
 from antiphon.serve.worker.hybrid import (
     HybridStepExchange,
@@ -59,7 +60,6 @@ from antiphon.serve.worker.hybrid import (
 )
 from antiphon.serve.worker.kv_transfer import KVLinks, KVSender, Say, cache_part, layout_digest
 from antiphon.serve.worker.messages import Configure
-from antiphon.serve.worker.prefetch import Prefetcher, PrefetchingExchange
 from antiphon.serve.worker.row_sampler import RowSampler
 from antiphon.serve.worker.side_by_side import SharedExchange, SideBySide
 from antiphon.serve.worker.spans import SpanRecorder

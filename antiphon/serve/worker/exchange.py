@@ -7,7 +7,7 @@ the path that they took so far (`--balance paths`).
 A `StepExchange` stands between the step's loop and an `AttentionExchange`. It counts and times one step, and it
 completes what comes back: the sum over the ranks, with the shared expert's part. What a layout adds is a subclass,
 chosen once when the worker is built: `BlockExchange` for ranks that sum beside their products, `worker/hybrid` for
-replicas that hold experts for each other, `worker/prefetch` for copies ahead of a layer. So the loop asks for no
+replicas that hold experts for each other, `worker/expert_prefetch` for copies ahead of a layer. So the loop asks for no
 feature.
 
 Where nothing travels, the `AttentionExchange` itself is here: `LocalExperts` and `LeadersExperts`.

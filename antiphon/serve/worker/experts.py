@@ -43,8 +43,8 @@ from antiphon.comm.m2n.api import ExpertBatch, ExpertExchange
 from antiphon.comm.rank_group import RankGroup
 from antiphon.models.expert_half import FREE, ExpertHalf, LoadExpert
 from antiphon.serve.worker.endpoints import hear_leader
+from antiphon.serve.worker.expert_prefetch import PrefetchSlots
 from antiphon.serve.worker.messages import ExpertReport
-from antiphon.serve.worker.prefetch import PrefetchSlots
 from antiphon.serve.worker.spans import EXPERTS, RECEIVE, REPLY, SpanRecorder
 from antiphon.specs.placement import ExpertPlacement
 
