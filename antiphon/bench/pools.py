@@ -7,7 +7,8 @@
    before has its first token. So both engines are asked for as many prompts as they can take. A run ends with the last
    of the long prompts, or with the answers.
    Each engine has an untimed run first: a block of the cache that was never used costs a fault for each of its pages.
-   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped;
+   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped,
+   and what the system takes for packets during it: a link of `--mbit` is emulated by the cores that compute;
    with `--profile here`, the model on this machine, too, before and after each run.
 3. A row for each engine and length of prompt: time between tokens of the answers, time to the first token of the long
    prompts, tokens of both, and with `--profile` what the simulator says (`pools_prediction`), as the mean over what was
@@ -17,6 +18,7 @@ The answers' time between tokens is what users see stall; the prompts' time to t
 Rejected: prompts at a fixed rate. It would have to be chosen for the machine, and one of the two engines would idle.
 """
 
+import os
 import random
 import tempfile
 import time
@@ -28,6 +30,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
 
+import psutil
 import typer
 
 from antiphon.base.errors import UserError
@@ -105,8 +108,9 @@ class PoolsCase:
 @dataclass
 class _PoolRun:
     """One engine under one mix. `prompts_s`: how long long prompts kept coming; `engine_share`: of a core, what the
-    engine's threads used; `exposed_s`: of the prompts' prefill, what was waiting for keys and values to leave;
-    `num_tokens`: of the answers; `core_waits`: of the machine, right after it; `machines`: before and after."""
+    engine's threads used; `network_share`: of all cores, what packets took in the system; `exposed_s`: of the prompts'
+    prefill, what was waiting for keys and values to leave; `num_tokens`: of the answers; `core_waits`: of the machine,
+    right after it; `machines`: before and after."""
 
     itl_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -114,6 +118,7 @@ class _PoolRun:
     took_s: float = 0.0
     prompts_s: float = 0.0
     engine_share: float = 0.0
+    network_share: float = 0.0
     exposed_s: float = 0.0
     core_waits: CoreWaits | None = None
     machines: tuple[MeasuredMachine, ...] = ()
@@ -301,9 +306,17 @@ def _run_alone(
         if found.itl_s:
             period_s = median(found.itl_s)
             turn_s = found.engine_share * period_s if is_beside else float(before.profile.turn_s(case.answers))
-            found.core_waits = measure_core_waits(_WAITS_S, period_s=period_s, turn_s=turn_s, is_beside=is_beside)
+            found.core_waits = measure_core_waits(
+                _WAITS_S, period_s=period_s, turn_s=turn_s, is_beside=is_beside, network_share=found.network_share
+            )
         found.machines = around.after()
     return found
+
+
+def _packets_s() -> float:
+    """Processor time of all cores that went into the system's soft interrupts, which move packets; 0 where the system
+    does not say."""
+    return float(getattr(psutil.cpu_times(), "softirq", 0.0))
 
 
 def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
@@ -317,7 +330,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
     for index in range(case.answers):
         engine.submit_to(sink, f"answer-{index}", _fresh_prompt(engine, _SHORT_TOKENS), _greedy(case.output_tokens))
     started_s = first_long_s = time.perf_counter()
-    used_s = time.process_time()
+    used_s, packets_s = time.process_time(), _packets_s()
     for output in sink.outputs(1 << 62):
         now_s = time.perf_counter()
         if output.error is not None:
@@ -340,6 +353,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             engine.submit_to(sink, long_id, long.pop(), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
     found.engine_share = (time.process_time() - used_s) / found.took_s
+    found.network_share = (_packets_s() - packets_s) / (found.took_s * (os.cpu_count() or 1))
     found.prompts_s = time.perf_counter() - first_long_s
     found.exposed_s = engine.stats().handovers.exposed_s - exposed_s
     _end_all(engine)

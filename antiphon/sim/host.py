@@ -98,11 +98,13 @@ class SharedCores:
 class CoreWaits:
     """Measured on a machine all of whose cores compute: how often in a second of computing another program or the
     system takes the core for longer than a tenth of a millisecond (`stalls_per_s`) and for how long each time
-    (`stalls_s`); after how long the engine is done with a step, beyond what the step's time has of it (`wakes_s`)."""
+    (`stalls_s`); after how long the engine is done with a step, beyond what the step's time has of it (`wakes_s`).
+    `network_share`: of all cores' time, what the system takes for packets in turns that are too short to be a stall."""
 
     stalls_per_s: float
     stalls_s: tuple[float, ...]
     wakes_s: tuple[float, ...]
+    network_share: float = 0.0
 
 
 class DrawnWaits:
@@ -115,10 +117,11 @@ class DrawnWaits:
     def stalled_s(self, work_s: float) -> float:
         """What stalls add to so long a computation on one core."""
         waits = self._waits
+        added_s = work_s * waits.network_share / (1.0 - waits.network_share)
         if not waits.stalls_s:
-            return 0.0
+            return added_s
         count = self._chance.poisson(waits.stalls_per_s * work_s)
-        return float(self._chance.choice(waits.stalls_s, count).sum()) if count else 0.0
+        return added_s + (float(self._chance.choice(waits.stalls_s, count).sum()) if count else 0.0)
 
     def woken_s(self) -> float:
         """Until the engine is done with a step."""

@@ -50,7 +50,9 @@ def test_a_contest_of_unequal_sizes_is_refused(tmp_path: Path) -> None:
 
 def test_waits_for_cores_are_measured_while_all_compute() -> None:
     """Whatever the machine does: a wake for each turn, and stalls that took no longer than there was time."""
-    found = measure_core_waits(1.5, period_s=2e-4, turn_s=1.5e-4)  # what a program says is more than a pipe holds
+    found = measure_core_waits(
+        1.5, period_s=2e-4, turn_s=1.5e-4, network_share=0.1
+    )  # what a program says is more than a pipe holds
     assert found.wakes_s
     assert all(0 <= wake_s < 30 for wake_s in found.wakes_s)
     assert all(1e-4 < stall_s < 30 for stall_s in found.stalls_s)
@@ -58,6 +60,7 @@ def test_waits_for_cores_are_measured_while_all_compute() -> None:
     twice = together([found, found])
     assert twice is not None
     assert (twice.stalls_per_s, len(twice.wakes_s)) == (found.stalls_per_s, 2 * len(found.wakes_s))
+    assert twice.network_share == pytest.approx(0.1)
 
 
 def test_a_prediction_is_shown_with_its_range() -> None:

@@ -167,6 +167,8 @@ def test_waits_for_cores_are_drawn_as_often_as_measured() -> None:
     assert sum(drawn.woken_s() for _ in range(4000)) == pytest.approx(4000 * 2e-3, rel=0.1)
     nothing = DrawnWaits(CoreWaits(stalls_per_s=0.0, stalls_s=(), wakes_s=()), seed=1)
     assert nothing.stalled_s(1.0) == nothing.woken_s() == 0.0
+    packets = DrawnWaits(CoreWaits(stalls_per_s=0.0, stalls_s=(), wakes_s=(), network_share=0.2), seed=1)
+    assert packets.stalled_s(0.8) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("phases", PHASES.values(), ids=PHASES.keys())

@@ -49,8 +49,11 @@ print(json.dumps(stalls))
 """
 
 
-def measure_core_waits(seconds: float, *, period_s: float, turn_s: float, is_beside: bool = False) -> CoreWaits:
-    """Computes on all cores of this process for so long. `UserError` if the programs do not end."""
+def measure_core_waits(
+    seconds: float, *, period_s: float, turn_s: float, is_beside: bool = False, network_share: float = 0.0
+) -> CoreWaits:
+    """Computes on all cores of this process for so long. `network_share`: as it was counted while steps ran.
+    `UserError` if the programs do not end."""
     cores = sorted(os.sched_getaffinity(0))
     heard, news = os.pipe()
     engine = _WokenThread(heard, turn_s)
@@ -78,6 +81,7 @@ def measure_core_waits(seconds: float, *, period_s: float, turn_s: float, is_bes
         stalls_per_s=len(counted_s) / (seconds * len(cores)),
         stalls_s=counted_s,
         wakes_s=tuple(max(0.0, (turn.read - turn.sent) * 1e-9 - (0.0 if is_beside else turn_s)) for turn in turns),
+        network_share=network_share,
     )
 
 
@@ -89,6 +93,7 @@ def together(waits: list[CoreWaits]) -> CoreWaits | None:
         stalls_per_s=sum(each.stalls_per_s for each in waits) / len(waits),
         stalls_s=tuple(stall_s for each in waits for stall_s in each.stalls_s),
         wakes_s=tuple(wake_s for each in waits for wake_s in each.wakes_s),
+        network_share=sum(each.network_share for each in waits) / len(waits),
     )
 
 
