@@ -175,30 +175,36 @@ def replace_text(file: Path, text: str) -> None:
 
 @contextmanager
 def one_writer(folder: Path, refusal: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Makes `folder`, `UserError` if that cannot be; within it, whoever else asks for the same is refused: `UserError`
-    with the folder and `refusal`, after `wait_s`. The lock is the kernel's, on the folder itself: it goes with the
-    process, and leaves nothing behind. Some network file systems have none; then the log says so."""
+    """Makes `folder`, `UserError` if that cannot be; within it, whoever else asks for the same is refused as by `lock`.
+    The lock is on the folder itself, so nothing is left behind."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}): make room, or name another folder") from error
-    end_s = time.monotonic() + wait_s
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end_s:
-                    raise UserError(f"{folder}: {refusal}") from None
-                time.sleep(_PAUSE_S)  # the kernel's own wait for a lock has no limit of time
-            except OSError as error:
-                _log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror)
-                break
+        lock(descriptor, folder, refusal, wait_s)
         yield
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int, path: Path, refusal: str, wait_s: float = 0.0) -> None:
+    """Keep others from writing the folder or file at `path`, which is open, until it is closed or this process ends.
+    `UserError` with `path` and `refusal`, after `wait_s`, if another has it. The lock is the kernel's. Some network
+    file systems have none; then the log says so."""
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                raise UserError(f"{path}: {refusal}") from None
+            time.sleep(_PAUSE_S)  # the kernel's own wait for a lock has no limit of time
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): start no second run in it", path, error.strerror)
+            return
 
 
 def resident_bytes() -> int:

@@ -3,7 +3,7 @@
 import math
 import re
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, shortened
 
 _NOTHING = 1e-9
 _MOST_BYTES = 2.0**63  # sizes are counted in 64 bits
@@ -87,4 +87,17 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise UserError(f"address is {address!r}: it must be HOST:PORT, for example 10.0.0.1:7700")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    host = host.removeprefix("[").removesuffix("]")
+    check_host("address", host)
+    return host, int(port)
+
+
+def check_host(what: str, host: str) -> None:
+    """`UserError` for what no machine can be called; nothing is looked up. Without it, a look-up ends with an error
+    that is none of the system's."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise UserError(
+            f"{what} {shortened(host)!r} is no name of a machine: between dots it must have 1 to 63 characters"
+        ) from error

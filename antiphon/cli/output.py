@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,6 +71,21 @@ def emit_json(destination: str | None, payload: object) -> None:
         sys.stdout.flush()
         return
     write_whole("--json", Path(destination), text)
+
+
+def emit_json_beside(destination: str | None, payload: object) -> None:
+    """`emit_json` for a thread that must not wait: to open a pipe waits for its reader."""
+    if destination in (None, "-") or not Path(str(destination)).is_fifo():
+        emit_json(destination, payload)
+    else:
+        threading.Thread(target=_emit_json_to_pipe, args=(destination, payload), name="json", daemon=True).start()
+
+
+def _emit_json_to_pipe(destination: str, payload: object) -> None:
+    try:
+        emit_json(destination, payload)
+    except UserError as error:  # the reader is gone again
+        _log.error("%s", error)
 
 
 @contextmanager

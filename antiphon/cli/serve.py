@@ -30,13 +30,23 @@ from antiphon.cli.engine_run import (
     start_with_progress,
 )
 from antiphon.cli.options import check_not_empty
-from antiphon.cli.output import EXIT_FAILED, JsonOption, check_json, check_output_file, emit_json, show, table, tell
+from antiphon.cli.output import (
+    EXIT_FAILED,
+    JsonOption,
+    check_json,
+    check_output_file,
+    emit_json,
+    emit_json_beside,
+    show,
+    table,
+    tell,
+)
 from antiphon.cli.top import read_api_keys
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
-from antiphon.serve.api.server import build_grammars, create_app, reserve, run_server
+from antiphon.serve.api.server import build_grammars, check_apart, create_app, reserve, run_server
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.batch_file import BatchCounts, answer_batch, check_requests
+from antiphon.serve.batch_file import BatchCounts, answer_batch, answers_file, check_requests
 from antiphon.serve.config import ServeConfig
 from antiphon.serve.engine import Engine
 from antiphon.serve.joining import read_join_secret
@@ -249,6 +259,8 @@ def run(
     `StartFailed` if the engine gave up meanwhile."""
     spec = load_model_spec(asked.model, asked.rope_scaling)
     tokenizer = read_tokenizer(asked.model, spec.vocab_size)
+    if asked.join_address:
+        check_apart("--join-address", asked.join_address, settings)
     address = reserve(settings.host, settings.port)
     with closing(address), elsewhere.placement(asked) as placement:
         config = asked if placement is None else placement.config
@@ -260,7 +272,7 @@ def run(
                     facts["plan"] = {"file": str(served.file), "predicted": asdict(served.predicted)}
                     tell(plan_lines(served, machine_name(config.device)), json=json)
                 tell(banner(facts, needs_key=bool(settings.api_keys)), json=json)
-                emit_json(json, facts)
+                emit_json_beside(json, facts)  # this is the event loop
 
             run_server(app, settings, on_listening, address)
             if engine.fatal is not None:
@@ -310,11 +322,11 @@ def batch(
     config = config_here(context, model, workers, capacity, trace=False)
     spec = load_model_spec(config.model, config.rope_scaling)
     tokenizer = read_tokenizer(config.model, spec.vocab_size)
-    with _app(config, tokenizer, ServerSettings()) as (_, app):
+    with answers_file(answers) as (output, before), _app(config, tokenizer, ServerSettings()) as (_, app):
         began_s = time.monotonic()
         try:
             with progress("answering") as report:
-                counts = asyncio.run(answer_batch(app, requests, answers, at_once, report))
+                counts = asyncio.run(answer_batch(app, requests, output, before, at_once, report))
         finally:
             app.state.context.texts.close()
     show_counts(counts, time.monotonic() - began_s, json)

@@ -100,7 +100,7 @@ def _state(client: httpx.Client, url: str, worker: str, *, undo: bool) -> str:
     answer = ask(url, lambda: client.put(f"{url.rstrip('/')}/{order}/{quote(worker, safe='/')}"))
     try:
         body = answer.json()
-        if answer.status_code == 400:
+        if answer.status_code in (400, 503):
             raise UserError(body["error"]["message"])
         return str(body["state"])
     except (ValueError, KeyError, TypeError) as error:

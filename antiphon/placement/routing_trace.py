@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
+from antiphon.base.system import lock
 from antiphon.specs.checked import read_bytes
 from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import ModelSpec
@@ -164,8 +165,13 @@ class RoutingTraceWriter:
     def __init__(self, path: Path, header: TraceHeader) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._header = header
+        if path.is_fifo():
+            raise UserError(f"{path} is a pipe, whose reader could hold up all requests: name a file")
         try:
-            self._file: BinaryIO = path.open("wb", buffering=0)  # a server may be killed
+            self._file: BinaryIO = path.open("ab", buffering=0)  # a server may be killed
+            if path.is_file():
+                lock(self._file.fileno(), path, "another server writes it: name another file")
+                self._file.truncate(0)
             self._write(header)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}): choose another file") from error
@@ -199,7 +205,10 @@ class RoutingRecord:
         header = TraceHeader(model=model, layers=spec.expert_layers, num_experts=router.num_experts, top_k=router.top_k)
         self._path = path
         self._num_groups = num_groups
-        self._writer: RoutingTraceWriter | None = RoutingTraceWriter(path, header)
+        try:
+            self._writer: RoutingTraceWriter | None = RoutingTraceWriter(path, header)
+        except UserError as error:
+            raise UserError(f"--record-routing {error}") from error
 
     def add(self, group: int, step: int, worker: int, ids: bytes, forecasts: bytes, prompts: bytes) -> None:
         """The rows of one worker in one step of its group. Groups step by themselves, so each has its own numbers."""
@@ -209,9 +218,14 @@ class RoutingRecord:
             self._writer.append_step(step * self._num_groups + group, worker, ids, forecasts, prompts)
         except OSError as error:
             _log.error("%s: nothing more is recorded: %s", self._path, error.strerror or error)
+            self.close()
+
+    def close(self) -> None:
+        """Record nothing more: others may have the file. Safe to call again."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
             with contextlib.suppress(OSError):
-                self._writer.close()
-            self._writer = None
+                writer.close()
 
 
 def read_routing_trace(path: Path) -> RoutingTrace:

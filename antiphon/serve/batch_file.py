@@ -9,9 +9,11 @@ Rejected: a client of a server on a free port (a second process, a key, and the 
 
 import asyncio
 import json
+import os
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,12 +22,14 @@ from starlette.types import ASGIApp
 
 from antiphon.base.errors import UserError, shortened
 from antiphon.base.progress import Report
+from antiphon.base.system import lock
 from antiphon.specs.file_kinds import a_file_of
 
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_LINE_BYTES = 64 * 1024 * 1024
 _NUM_TRIES = 5
 _PASSING = (429, 503)
+_IN_USE = "another batch writes it: wait for its end, or name another file"
 
 
 @dataclass
@@ -102,15 +106,44 @@ def check_requests(path: Path) -> int:
     return len(seen)
 
 
-def answered_before(path: Path) -> set[str]:
-    """The ids of the requests that `path` has an answer for. Failures that pass, and a last line without an end, are
-    taken out of it. `UserError` for a file that is no output of a batch."""
+@contextmanager
+def answers_file(path: Path) -> Iterator[tuple[TextIO, set[str]]]:
+    """The answers at `path`, open for more, and the ids of the requests that it has answers for. `UserError` if it
+    cannot be written or is no output of a batch, and while another run writes it."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file: name one, so that a run that was interrupted can go on")
+    before = _answered_before(path)
+    try:
+        output = path.open("a", encoding="utf-8", errors="backslashreplace")  # as JSON writes half a pair
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}") from error
+    try:
+        lock(output.fileno(), path, _IN_USE)
+        if not os.path.samestat(os.fstat(output.fileno()), path.stat()):  # another run was in between, and has ended
+            raise UserError(f"{path}: {_IN_USE}")
+        yield output, before
+    finally:
+        with suppress(OSError):  # each answer was flushed: an error was raised there
+            output.close()
+
+
+def _answered_before(path: Path) -> set[str]:
     if not path.exists():
         return set()
+    try:
+        with path.open(encoding="utf-8") as old:
+            lock(old.fileno(), path, _IN_USE)
+            return _keep_answers(old, path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be gone on with: {error}") from error
+
+
+def _keep_answers(old: TextIO, path: Path) -> set[str]:
+    """Take failures that pass, and a last line without an end, out of the file; the ids of what is left."""
     kept_path = path.with_name(f"{path.name}.kept")
     answered: set[str] = set()
     try:
-        with path.open(encoding="utf-8") as old, kept_path.open("w", encoding="utf-8") as kept:
+        with kept_path.open("w", encoding="utf-8") as kept:
             for number, line in enumerate(old, 1):
                 try:
                     result = json.loads(line)
@@ -125,23 +158,23 @@ def answered_before(path: Path) -> set[str]:
                     answered.add(custom_id)
                     kept.write(line)
         kept_path.replace(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be gone on with: {error}") from error
     finally:
         kept_path.unlink(missing_ok=True)
     return answered
 
 
-async def answer_batch(app: ASGIApp, requests: Path, answers: Path, num_at_once: int, report: Report) -> BatchCounts:
-    """Answer the requests of a file that `check_requests` found no fault with; `report` gets how many are done.
+async def answer_batch(
+    app: ASGIApp, requests: Path, output: TextIO, before: Collection[str], num_at_once: int, report: Report
+) -> BatchCounts:
+    """Answer the requests of a file that `check_requests` found no fault with, but for those answered `before`;
+    `report` gets how many are done.
 
     `UserError` when the output cannot be written; what is written stays."""
     counts = BatchCounts()
     total = check_requests(requests)
-    before = answered_before(answers)
     places = asyncio.Semaphore(num_at_once)
 
-    async def answer(line: _BatchLine, output: TextIO) -> None:
+    async def answer(line: _BatchLine) -> None:
         try:
             status, body = await _ask(app, line)
             _write(output, line, status, body)
@@ -155,17 +188,16 @@ async def answer_batch(app: ASGIApp, requests: Path, answers: Path, num_at_once:
         report(counts.num_answered + counts.num_refused + counts.num_skipped, total)
 
     try:
-        with answers.open("a", encoding="utf-8", errors="backslashreplace") as output:  # as JSON writes half a pair
-            async with asyncio.TaskGroup() as tasks:
-                for line in read_lines(requests):
-                    if line.custom_id in before:
-                        counts.num_skipped += 1
-                        continue
-                    await places.acquire()
-                    tasks.create_task(answer(line, output))
+        async with asyncio.TaskGroup() as tasks:
+            for line in read_lines(requests):
+                if line.custom_id in before:
+                    counts.num_skipped += 1
+                    continue
+                await places.acquire()
+                tasks.create_task(answer(line))
     except* OSError as errors:
         problem = errors.exceptions[0]
-        raise UserError(f"{answers} cannot be written: {problem}; the same command goes on from here") from problem
+        raise UserError(f"{output.name} cannot be written: {problem}; the same command goes on from here") from problem
     return counts
 
 

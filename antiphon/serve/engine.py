@@ -17,13 +17,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
 from antiphon.base.errors import ResourceError, StartFailed, UserError
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.placement.moves import num_moves
+from antiphon.placement.routing_trace import RoutingRecord
 from antiphon.serve.engine_api import EngineInfo, EngineOutput, EngineStats, FinishReason, QueueFull, ShuttingDown
 from antiphon.serve.fleet import Event, Fleet
 from antiphon.serve.group import StepFailure, StepGroup
@@ -66,11 +67,13 @@ class Engine:
         launch: Callable[[WorkerName], None],
         make_matcher: MakeMatcher | None = None,
         kv_ends: KVEnds | None = None,
+        record: RoutingRecord | None = None,
     ) -> None:
         """`launch` starts a worker, at first and again after a death. `make_matcher`: the place of a new sequence in
         the grammar of that text; None: requests with a grammar are refused. `kv_ends`: workers hand keys and
-        values to each other."""
+        values to each other. `record`: what the groups write to, closed at the end."""
         self.info = info
+        self._record = record
         self._make_matcher = make_matcher
         self.workforce = Workforce(fleet=fleet, groups=groups, statistics=statistics, launch=launch)
         self._fleet = fleet
@@ -208,9 +211,9 @@ class Engine:
 
     def place(self, placement: ExpertPlacement) -> int:
         """See `AsyncEngine.place`."""
-        if not (placing := self.workforce.placing):
-            raise UserError("experts have no placement in this layout: use --layout disaggregated or hybrid")
-        placing[0].check(placement)
+        placing = self.workforce.placing_for(placement)
+        for each in placing:
+            each.check(placement)
         with self._lock:
             self._refuse_if_ending()
             self._placements.append(placement)
@@ -221,7 +224,7 @@ class Engine:
         """See `AsyncEngine.drain_worker`."""
         with self._lock:
             self._refuse_if_ending()
-            name = self.workforce.find_drainable(worker)
+            name = self.workforce.find_drainable(worker, _changed(self.workforce.drained, self._drains))
             self._drains[name] = not undo
         self._fleet.wake()
         num_left = len(self.workforce.schedulers[name].requests)
@@ -268,6 +271,8 @@ class Engine:
             self._thread.join(timeout=60.0)
         self._router.tracked.close()
         self._fleet.stop()
+        if self._record is not None:
+            self._record.close()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -321,16 +326,15 @@ class Engine:
             self._router.num_waiting += len(arrived)  # until they are counted: the queue's limit holds in between, too
             aborts, self._aborts = self._aborts, []
             placements, self._placements = self._placements, []
-            drains, self._drains = self._drains, {}
+            self.workforce.drained, self._drains = _changed(self.workforce.drained, self._drains), {}
             for tracked in arrived:
                 self._router.tracked.add(tracked)
-        for name, begins in drains.items():
-            (self.workforce.drained.add if begins else self.workforce.drained.discard)(name)
         self._router.add([tracked.request for tracked in arrived])
         for request_id in aborts:
             self._router.end(request_id, "abort", None)
-        for placing in self.workforce.placing if placements else ():
-            placing.aim_at_owners(placements[-1])
+        for placement in placements:
+            for placing in self.workforce.placing_for(placement):
+                placing.aim_at_owners(placement)
         self._spans.begin()
 
     def _handle(self, event: Event) -> None:
@@ -386,6 +390,11 @@ class Engine:
         self._router.num_waiting = 0
         self._spans.begin()
         self._spans.forget(self.workforce.names)
+
+
+def _changed(drained: set[WorkerName], orders: Mapping[WorkerName, bool]) -> set[WorkerName]:
+    """The workers that are drained once these orders, to begin or to end that, are obeyed."""
+    return {name for name in (*drained, *orders) if orders.get(name, True)}
 
 
 class _Setbacks:

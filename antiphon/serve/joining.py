@@ -38,10 +38,10 @@ from typing import Literal, get_args
 
 import msgspec
 
-from antiphon.base.errors import PeerLost, Refused, ResourceError, UserError
+from antiphon.base.errors import PeerLost, Refused, ResourceError, UserError, with_fix
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.system import limit
-from antiphon.base.units import split_address
+from antiphon.base.units import check_host, split_address
 from antiphon.serve.worker.channel import Channel
 from antiphon.specs.checked import read_bytes
 
@@ -86,6 +86,7 @@ def is_wildcard(host: str) -> bool:
 
 def refuse_wildcard(option: str, value: str, host: str) -> None:
     """`UserError` that names the option if its host cannot be dialled."""
+    check_host(option, host)
     if is_wildcard(host):
         raise UserError(
             f"{option} is {value}: nobody can dial that; name the address by which the other machines reach this one"
@@ -308,7 +309,7 @@ class JoinListener:
         if self._closing:
             return
         if self._failing.count() is not None:
-            _log.error("no worker can join now: %s", error.strerror or error)
+            _log.error("no worker can join now: %s", with_fix(error.strerror or str(error)))
         assert self._selector is not None, "start() comes first"
         self._selector.unregister(server)
         self._resume_s = time.monotonic() + _PAUSE_S

@@ -126,6 +126,7 @@ def build_engine(run: PreparedEngine, make_matcher: MakeMatcher | None = None) -
         launch=launch,
         make_matcher=make_matcher,
         kv_ends=ends,
+        record=record,
     )
 
 

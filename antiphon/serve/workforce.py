@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from antiphon.base.errors import ResourceError, StartFailed, UserError
+from antiphon.base.errors import ResourceError, StartFailed, UserError, with_fix
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.serve.engine_api import EngineStats, ShownPool
 from antiphon.serve.fleet import Event, Fleet
@@ -24,6 +24,7 @@ from antiphon.serve.policy.scheduler import Scheduler
 from antiphon.serve.statistics import EngineStatistics
 from antiphon.serve.worker.messages import FromWorker, LoadProgress, StepResult, WorkerFailure, WorkerReady
 from antiphon.serve.worker_handle import WorkerName, WorkerProcess
+from antiphon.specs.placement import ExpertPlacement
 
 _log = get_logger("engine")
 _LOAD_TIMEOUT_S = 120.0  # without a word on how far it has loaded; then a loading worker hangs
@@ -73,7 +74,8 @@ class Workforce:
             try:
                 self._launch(name)
             except OSError as error:
-                raise ResourceError(f"the system has no room for {name}: {error.strerror or error}") from error
+                words = with_fix(error.strerror or str(error))
+                raise ResourceError(f"the system has no room for {name}: {words}") from error
 
     # --- read by any thread ----------------------------------------------------------------------------------------
 
@@ -118,6 +120,19 @@ class Workforce:
     def placing(self) -> list[PlacementControl]:
         """Where experts are, of each group that has them apart from attention."""
         return [group.placing for group in self.groups if group.placing is not None]
+
+    def placing_for(self, placement: ExpertPlacement) -> list[PlacementControl]:
+        """Where experts are, of each group with as many expert workers: two pools may differ in that. `UserError` if
+        there is none."""
+        counts = sorted({each.current.num_workers for each in self.placing})
+        if not counts:
+            raise UserError("experts have no placement in this layout: use --layout disaggregated or hybrid")
+        if placement.num_workers not in counts:
+            there = " or ".join(map(str, counts))
+            raise UserError(
+                f"the placement is for {placement.num_workers} expert workers, {there} run: make one for them"
+            )
+        return [each for each in self.placing if each.current.num_workers == placement.num_workers]
 
     def kv_ticket(self, name: WorkerName) -> bytes:
         """How the process that has this place now takes keys and values."""
@@ -178,13 +193,14 @@ class Workforce:
         num_left = len(self.schedulers[name.leader].requests)
         return f"draining, {num_left} requests left" if num_left else "drained"
 
-    def find_drainable(self, worker: str) -> WorkerName:
-        """The worker of that name. `UserError` if there is none, or none that could take its requests."""
+    def find_drainable(self, worker: str, drained: Collection[WorkerName]) -> WorkerName:
+        """The worker of that name, to be drained beside these. `UserError` if there is none, or none that could take
+        its requests."""
         found = next((name for name in self.schedulers if str(name) == worker), None)
         if found is None:
             raise UserError(f"no worker {worker!r} has requests: drain one of {', '.join(map(str, self.schedulers))}")
-        others = self.request_schedulers.keys() - self.drained - {found}
-        if found in self.request_schedulers and not others:
+        others = self.request_schedulers.keys() - {found, *drained}
+        if found in self.request_schedulers and found not in drained and not others:
             raise UserError(f"{worker} is the only worker left that takes requests: add another one first")
         return found
 

@@ -64,3 +64,11 @@ def test_times_are_printed(seconds: float, text: str) -> None:
 def test_a_bad_address_says_how_it_must_look(address: str) -> None:
     with pytest.raises(UserError, match="must be HOST:PORT"):
         split_address(address)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, ".a", "\udcff"])
+def test_what_no_machine_can_be_called_is_not_looked_up(host: str) -> None:
+    with pytest.raises(UserError, match="is no name of a machine: between dots"):
+        split_address(f"{host}:7700")
+    for name in ("a.b", "localhost.", "::1", "fe80::1%eth0", "bücher.example"):
+        assert split_address(f"[{name}]:7700") == (name, 7700)

@@ -182,7 +182,18 @@ WRONG_SERVER_OPTIONS: list[tuple[str, str]] = [
         "--prefill 1*… 4,920 more characters …1*: number of .* it must be at most 64",
     ),
     ("--drain-timeout -1", "--drain-timeout is -1 s: it must be 0 to 1000000"),
+    ("--host a..b", "--host 'a..b' is no name of a machine: between dots it must have 1 to 63 characters"),
 ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_workers_do_not_join_where_clients_connect(antiphon: Cli, checkpoint: Path, tmp_path: Path, host: str) -> None:
+    """Both could be reserved, and the second to listen would find out when the model is loaded."""
+    secret, port = tmp_path / "secret", 7700
+    secret.write_text("correct horse battery staple")
+    joining = f"--layout disaggregated --join-address 127.0.0.1:{port} --join-workers 0+1 --secret-file {secret}"
+    message = f"--join-address 127.0.0.1:{port} and --port {port} are one address: choose another port for one of them"
+    antiphon.refuses(2, message, "serve", checkpoint, *joining.split(), "--host", host, "--port", port)
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_SERVER_OPTIONS)

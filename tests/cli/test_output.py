@@ -1,6 +1,7 @@
 """What commands share: JSON that arrives whole, tables, one-line errors, exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.base.errors import CheckpointError, PeerTimeout, UserError
-from antiphon.cli.output import emit_json, run_command, show, table
+from antiphon.cli.output import emit_json, emit_json_beside, run_command, show, table
 
 
 def raiser(error: BaseException) -> Callable[[], None]:
@@ -29,6 +30,13 @@ def test_json_goes_to_a_file_and_leaves_nothing_else(tmp_path: Path, capsys: pyt
     assert json.loads((tmp_path / "rows.json").read_text()) == {"rows": [1]}
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
     assert capsys.readouterr().out == ""
+
+
+def test_a_pipes_reader_is_not_waited_for_by_a_server(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    emit_json_beside(str(pipe), {"rows": [1]})
+    assert json.loads(pipe.read_text()) == {"rows": [1]}
 
 
 def test_no_destination_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,6 +268,7 @@ def test_the_limit_on_open_files_is_raised_and_a_reserve_is_kept(soft: int, hard
     else:
         assert hard - 400 < in_use + lingering <= hard - 256, "what is open, and 256 for everything else"
         assert f"at most {in_use} connections instead of 1000" in run.stderr
+        assert "raise that (ulimit -n), or lower --max-connections" in run.stderr
 
 
 # --- a crowd ----------------------------------------------------------------------------------------------------------

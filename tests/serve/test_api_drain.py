@@ -8,6 +8,7 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.cli.top import drain
+from antiphon.serve.engine_api import ShuttingDown
 from tests.serve.api_harness import Live, fake_engine, live
 
 KEY = "a-key-of-forty-characters-or-nearly-so-12"
@@ -34,6 +35,15 @@ def test_a_worker_is_drained_and_serves_again(server: Live, key_file: Path, caps
     drain("prefill/replica[0]", server.url, undo=True, api_key_file=key_file)
     assert server.engine.drained_workers == set()
     assert "ready" in capsys.readouterr().out
+
+
+def test_a_server_that_ends_meanwhile_says_so(server: Live, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(worker: str, *, undo: bool) -> str:
+        raise ShuttingDown("the server is shutting down: send the request to another one")
+
+    monkeypatch.setattr(server.engine, "drain_worker", end)
+    with pytest.raises(UserError, match="the server is shutting down"):
+        drain("attention[0]", server.url, api_key_file=key_file)
 
 
 def test_it_needs_a_key_and_a_worker(server: Live, key_file: Path) -> None:

@@ -345,6 +345,17 @@ def test_refusals_of_kept_turns_name_the_answer_they_are_of() -> None:
     assert caught.value.message == "previous_response_id.content has 3 messages in 'messages[1]'"
 
 
+def test_an_answer_that_was_cut_within_a_call_cannot_be_gone_on_from() -> None:
+    with live(says(CALL), chat_template=HERMES) as server:
+        cut = send(server, tools=[LOOK], max_output_tokens=len(ids(CALL)) - 20).json()
+        assert (cut["status"], cut["output"][-1]["type"]) == ("incomplete", "function_call")
+        error = send(server, tools=[LOOK], previous_response_id=cut["id"]).json()["error"]
+        assert error["param"] == "previous_response_id"
+        assert "has a call of look whose arguments are no JSON object" in error["message"]
+        whole = send(server, tools=[LOOK]).json()
+        assert send(server, tools=[LOOK], previous_response_id=whole["id"]).status_code == 200
+
+
 def test_tokens_are_counted_as_they_are_sent() -> None:
     with live(says("x"), chat_template=HERMES) as server:
         first = send(server, input="a", tools=[LOOK]).json()["id"]

@@ -131,6 +131,21 @@ def test_a_call_without_text_has_no_content_and_one_cut_off_says_so() -> None:
         assert '{"a": 1, "b": 3}'.startswith(cut["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [({"stop": '"b"'}, "stop"), ({"stop_token_ids": ids("}")}, "stop"), ({"stop": "</tool_call>"}, "tool_calls")],
+)
+def test_a_call_that_the_clients_own_stop_cuts_off_says_so(stop: dict[str, Any], reason: str) -> None:
+    with live(says(CALL), chat_template=HERMES) as server:
+        choice = server.chat(tools=[ADD], **stop).json()["choices"][0]
+        arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+        assert '{"a": 1, "b": 3}'.startswith(arguments)
+        assert (choice["finish_reason"], arguments.endswith("}")) == (reason, reason == "tool_calls")
+        assert choice["stop_reason"] in (stop.get("stop"), *stop.get("stop_token_ids", ()))
+        body = {key: value for key, value in stop.items() if key == "stop"} | {"extra_body": stop}
+        assert streamed(server, tools=[ADD], **body)[1] == reason
+
+
 def test_without_parallel_calls_the_answer_ends_after_the_first() -> None:
     with live(says(TWO_CALLS), chat_template=HERMES) as server:
         choice = server.chat(tools=[ADD, LOOK], parallel_tool_calls=False).json()["choices"][0]

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -214,6 +215,23 @@ def test_moves_while_requests_run_and_what_is_refused(
                 engine.place(wrong)
         assert complete(engine, prompts[:8]) == reference[:8]
         assert owners_of(engine) == SECOND
+
+
+def test_a_placement_is_for_the_pools_that_have_as_many_expert_workers(
+    tiny_model: TinyModel, prompts: Prompts, reference: Tokens
+) -> None:
+    of_three = ((2,), (0,), (1,), (0,), (2,))
+    three = ExpertPlacement(3, {0: of_three, 1: of_three})
+    with running(config(tiny_model, "1+2>1+3", expert_slots=4)) as engine:
+        moves = [lambda: engine.place(placement(SECOND)), lambda: engine.place(three)]
+        finished = Run(engine, prompts, GREEDY).finish(at_outputs(*moves))
+        assert [request.token_ids for request in finished] == reference
+        wait_until(
+            lambda: [each.current.owners[1] for each in engine.workforce.placing] == [of_three, SECOND],
+            "the decode pool has the one of three workers, the prefill pool the one of two",
+        )
+        with pytest.raises(UserError, match="the placement is for 4 expert workers, 2 or 3 run"):
+            engine.place(replace(three, num_workers=4))
 
 
 @pytest.mark.parametrize(

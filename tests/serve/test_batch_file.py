@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from antiphon.base.errors import UserError
 from antiphon.cli.serve import check_refusals
 from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
-from antiphon.serve.batch_file import BatchCounts, answer_batch, check_requests
+from antiphon.serve.batch_file import BatchCounts, answer_batch, answers_file, check_requests
 from antiphon.serve.engine_api import QueueFull
 from tests.serve.api_harness import fake_engine, small_grammars, small_tokenizer
 from tests.serve.fake_engine import FakeEngine
@@ -33,7 +34,8 @@ def line(custom_id: str, path: str = "/v1/completions", **body: Any) -> str:
 def run(folder: Path, engine: FakeEngine | None = None) -> BatchCounts:
     app = create_app(engine or fake_engine(), small_tokenizer(), ServerSettings(), small_grammars())
     try:
-        return asyncio.run(answer_batch(app, folder / "in", folder / "out", 8, lambda done, total: None))
+        with answers_file(folder / "out") as (output, before):
+            return asyncio.run(answer_batch(app, folder / "in", output, before, 8, lambda done, total: None))
     finally:
         app.state.context.texts.close()
 
@@ -84,6 +86,23 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert run(tmp_path).num_skipped == 20
 
 
+def test_two_runs_do_not_write_the_same_answers(tmp_path: Path) -> None:
+    """The second would put another file in the place of the first one's, whose answers would be lost."""
+    with answers_file(tmp_path / "out") as (output, _):
+        output.write(json.dumps({"custom_id": "a", "response": {"status_code": 200}}) + "\n")
+        output.flush()
+        with pytest.raises(UserError, match="out: another batch writes it"), answers_file(tmp_path / "out"):
+            pass
+    with answers_file(tmp_path / "out") as (_, before):
+        assert before == {"a"}
+
+
+def test_answers_to_a_pipe_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "out")
+    with pytest.raises(UserError, match="out is no file"), answers_file(tmp_path / "out"):
+        pass
+
+
 def test_what_finds_no_room_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line("a"))
     engine = fake_engine()
@@ -131,5 +150,5 @@ def test_another_file_is_not_written_over(tmp_path: Path) -> None:
         run(tmp_path)
     (tmp_path / "out").unlink()
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="cannot be"):
+    with pytest.raises(UserError, match="out is no file: name one"):
         run(tmp_path)

@@ -6,6 +6,8 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.serve.engine import Engine
+from antiphon.serve.launch import build_engine
+from antiphon.serve.prepare import prepare
 from tests.serve.engine_harness import (
     GREEDY,
     Run,
@@ -51,6 +53,17 @@ def hand_over(engine: Engine, worker: str, expected: list[list[int]]) -> None:
             return
         engine.drain_worker(worker, undo=True)
     pytest.fail("ten runs were over before the worker was drained")
+
+
+def test_two_workers_drained_at_once_leave_none_without_a_worker(tiny_model: TinyModel) -> None:
+    engine = build_engine(prepare(config(tiny_model, "2")))  # its thread, which obeys, has not begun
+    engine.drain_worker("replica[0]", undo=False)
+    with pytest.raises(UserError, match=r"replica\[1\] is the only worker left that takes requests"):
+        engine.drain_worker("replica[1]", undo=False)
+    assert engine.drain_worker("replica[0]", undo=True) == "ready"
+    assert engine.drain_worker("replica[1]", undo=False) == "drained"
+    assert engine.drain_worker("replica[1]", undo=True) == "ready"
+    engine.stop()
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,20 @@ def test_a_step_that_is_repeated_sends_nothing_twice_and_order_does_not_matter()
         assert sender.bytes_sent == sent == 3 * 2 * 72 * pair.takers[0].cache.spec.row_bytes(2)
 
 
+def test_a_source_keeps_nothing_of_an_offer_that_is_written() -> None:
+    """It keeps one for each request, else, as long as it lives."""
+    with handing(GQA, heads((0, 1)), heads((0, 1))) as pair:
+        pair.start_senders()
+        pair.expect()
+        pair.senders[0].open([pair.offer()])
+        pair.compute([40])
+        assert pair.senders[0]._book.is_wanted(1)
+        pair.compute([77])
+        assert pair.heard.next() == KVNews(1, "landed")
+        assert not pair.senders[0]._book.is_wanted(1)
+        assert pair.sent.is_silent()
+
+
 def test_nothing_lands_after_a_withdrawal() -> None:
     with handing(GQA, heads((0, 1)), heads((0, 1))) as pair:
         pair.start_senders()

@@ -1,5 +1,6 @@
 """`--record-routing`: every row of every step, with the experts it chose, in either layout."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from antiphon.base.errors import UserError
 from antiphon.models.config import load_model_spec
@@ -106,6 +108,23 @@ def test_a_recorded_layer_brings_the_forecast_of_the_next(tmp_path: Path) -> Non
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         build_engine(prepare(config(tiny_model, "1", record_routing=tmp_path / "none" / "routing.trace")))
+
+
+def test_two_servers_do_not_write_one_record(tiny_model: TinyModel, tmp_path: Path) -> None:
+    file, header = tmp_path / "routing.trace", TraceHeader(model="first", layers=(0,), num_experts=2, top_k=1)
+    writer = RoutingTraceWriter(file, header)
+    with pytest.raises(UserError, match=r"--record-routing .*routing\.trace: another server writes it: name another"):
+        build_engine(prepare(config(tiny_model, "1", record_routing=file)))
+    writer.close()
+    assert read_routing_trace(file).header == header
+    RoutingTraceWriter(file, replace(header, model="next")).close()
+    assert read_routing_trace(file).header.model == "next"
+
+
+def test_a_record_into_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a pipe, whose reader could hold up all requests: name a file"):
+        RoutingTraceWriter(tmp_path / "pipe", TraceHeader(model="m", layers=(0,), num_experts=2, top_k=1))
 
 
 def test_rows_of_prompts_are_added_up_where_they_are_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

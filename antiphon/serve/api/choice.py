@@ -212,7 +212,8 @@ class ChoiceText:
     def _end(self, delta: ChoiceDelta, reason: str, stop_reason: str | int | None) -> ChoiceDelta:
         self.finished = True
         if reason == "stop" and self._reader is not None and self._reader.num_calls:
-            reason = "tool_calls"
+            is_cut = stop_reason is not None and self._reader.is_call_cut  # by the client's own stop
+            reason = "stop" if is_cut else "tool_calls"
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         self.clock.finished(reason)

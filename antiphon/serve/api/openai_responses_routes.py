@@ -29,6 +29,7 @@ from antiphon.serve.api.prompts import chat_prompt
 from antiphon.serve.api.requests import ChatCompletionRequest
 from antiphon.serve.api.respond import ItemEvents, respond_in_items, take_whole, token_json
 from antiphon.serve.text.answer_fields import CallPiece
+from antiphon.serve.text.call_values import call_arguments
 from antiphon.serve.text.text_service import settable_variables
 
 _PART = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -334,6 +335,13 @@ def _earlier(context: ApiContext, client: str, response_id: str | None) -> list[
             f"previous_response_id {shortened(response_id)!r} is still being answered: wait until it is completed",
             param="previous_response_id",
         )
+    for call in stored.messages[-1].get("tool_calls", ()) if stored.messages else ():
+        if call_arguments(call["function"]["arguments"]) is None:
+            raise bad_request(
+                f"previous_response_id {shortened(response_id)!r} has a call of {call['function']['name']} whose "
+                "arguments are no JSON object, as when max_output_tokens cut it off: go on from an earlier answer",
+                param="previous_response_id",
+            )
     return stored.messages
 
 

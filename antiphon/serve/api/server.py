@@ -38,6 +38,7 @@ from antiphon import __version__
 from antiphon.base.errors import UserError
 from antiphon.base.logging import adopt_logger, get_logger
 from antiphon.base.system import resident_bytes
+from antiphon.base.units import check_host, split_address
 from antiphon.serve.api import anthropic_routes, completions, openai_responses_routes, operator_routes, tokens
 from antiphon.serve.api.anthropic_requests import CountTokensRequest, MessagesRequest
 from antiphon.serve.api.chat_messages import RequestModel
@@ -57,6 +58,7 @@ from antiphon.serve.api.requests import (
 )
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.engine_api import AsyncEngine, EngineInfo
+from antiphon.serve.joining import is_wildcard
 from antiphon.serve.text.structured import GrammarCompiler
 from antiphon.serve.text.tokenizer import TextTokenizer
 
@@ -345,6 +347,7 @@ def reserve(host: str, port: int) -> socket.socket:
     """A socket bound to `host:port` that refuses connections until `listen`; `UserError` if the port is in use.
 
     For the time between the start and the loaded model: a wrong port is found at once, and no request hangs."""
+    check_host("--host", host)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -361,6 +364,22 @@ def reserve(host: str, port: int) -> socket.socket:
         reserved.close()
         raise UserError(_bind_problem(error, host, port)) from error
     return reserved
+
+
+def check_apart(option: str, other: str, settings: ServerSettings) -> None:
+    """`UserError` if the `HOST:PORT` of another listener, which begins first, is where the server is to listen."""
+    host, port = split_address(other)
+    is_same_host = is_wildcard(settings.host) or _addresses_of(host) & _addresses_of(settings.host)
+    if port == settings.port != 0 and is_same_host:
+        raise UserError(f"{option} {other} and --port {port} are one address: choose another port for one of them")
+
+
+def _addresses_of(host: str) -> set[object]:
+    """None if it cannot be found, which whoever listens there says."""
+    try:
+        return {found[4][0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
 
 
 def listen(reserved: socket.socket, host: str) -> None:

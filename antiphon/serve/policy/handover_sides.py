@@ -155,9 +155,14 @@ class SendingBook:
         if first >= until:
             return None
         sent[layer] = until
-        if all(end == offer.end for end in sent.values()):
+        if self.has_all(number):
             del self._of_request[request_id]
         return offer, first, until
+
+    def has_all(self, number: int) -> bool:
+        """What `advance` has said of this offer is all of it: to be closed when that is written."""
+        offer, sent = self._open[number]
+        return all(end == offer.end for end in sent.values())
 
     def is_wanted(self, number: int) -> bool:
         """It has begun and was not withdrawn."""

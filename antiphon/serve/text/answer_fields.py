@@ -9,6 +9,7 @@
 Rejected: a table of states for each format, in which a mark of ten characters is ten states.
 """
 
+import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -140,6 +141,7 @@ class AnswerFields:
         self._at_most_one = at_most_one
         self._forced = forced
         self._after_reasoning = False
+        self._open_call: list[str] | None = None  # the arguments so far of a call that has not ended
         self._spaces: list[str] = []  # white space that is text only if it stands beside text
         self._line_breaks = ""  # of the reasoning, that may be its last ones
         self._reading = Reading()
@@ -194,7 +196,7 @@ class AnswerFields:
     def begin_call(self, name: str, own_id: str | None = None) -> None:
         """A call comes, with an id that the model wrote or a fresh one."""
         self._spaces, self.is_fresh, self.had_fields, self.has_arguments = [], True, True, False
-        self._after_reasoning = False
+        self._after_reasoning, self._open_call = False, []
         self._reading.calls.append(CallPiece(self.num_calls, own_id or self._new_call_id(), name))
         self.num_calls += 1
 
@@ -209,11 +211,24 @@ class AnswerFields:
         if not (self._reading.calls and self._reading.calls[-1].index == index):
             self._reading.calls.append(CallPiece(index))
         self._reading.calls[-1].arguments += arguments
+        if self._open_call is not None:
+            self._open_call.append(arguments)
+
+    @property
+    def is_call_cut(self) -> bool:
+        """The last call has not ended, and its arguments are no whole JSON so far."""
+        if self._open_call is None:
+            return False
+        try:
+            json.loads("".join(self._open_call))
+        except (ValueError, RecursionError):
+            return True
+        return False
 
     def end_call(self) -> None:
         """`CallCompleteError` when no other is wanted."""
         if not self.has_arguments:
             self.add_arguments("{}")
-        self._spaces, self.is_fresh = [], True
+        self._spaces, self.is_fresh, self._open_call = [], True, None
         if self._at_most_one:
             raise CallCompleteError

@@ -76,6 +76,11 @@ class AnswerReader:
     def num_calls(self) -> int:
         return self._out.num_calls
 
+    @property
+    def is_call_cut(self) -> bool:
+        """The answer so far ends within a call."""
+        return self._out.is_call_cut
+
     def feed(self, text: str) -> Reading:
         """Take more of the answer; what is known of it now."""
         if text and not self.satisfied:

@@ -81,13 +81,14 @@ def _endpoint(config: KVTransferConfig, name: str) -> _m2n.Endpoint:
 
 @dataclass(frozen=True)
 class _Run:
-    """Tokens [first, until) of one layer of an offer, and the blocks they are in."""
+    """Tokens [first, until) of one layer of an offer, and the blocks they are in. `is_last`: with it all is written."""
 
     offer: KVOffer
     layer: int
     first: int
     until: int
     blocks: Tensor
+    is_last: bool
 
 
 class KVSender:
@@ -131,7 +132,8 @@ class KVSender:
         which nobody changes."""
         with self._changed:
             if (news := self._book.advance(request_id, layer, until)) is not None:
-                run = _Run(news[0], layer, news[1], news[2], blocks())
+                offer, first, last = news
+                run = _Run(offer, layer, first, last, blocks(), self._book.has_all(offer.number))
                 (self._runs if self._held is None else self._held).append(run)
                 self._changed.notify_all()
 
@@ -146,7 +148,7 @@ class KVSender:
             self._changed.wait_for(lambda: self._closed or not (self._runs or self._busy))
 
     def withdraw(self, number: int) -> None:
-        """Any thread: nothing more of this offer is written; a wait for its sake ends."""
+        """Any thread: nothing more of this offer is written, and nothing kept of it; a wait for its sake ends."""
         with self._changed:
             self._book.close(number)
 
@@ -180,6 +182,8 @@ class KVSender:
         number = run.offer.number
         try:
             self._write(run)
+            if run.is_last:
+                self.withdraw(number)
         except _Withdrawn:
             pass
         except (PeerLost, PeerTimeout, Refused, OSError) as error:
@@ -243,6 +247,7 @@ class KVSender:
         outbox = self._outboxes.get(ticket)
         if outbox is None or outbox.lost:
             outbox = self._endpoint.connect(ticket, self._source, _CONNECT_S)
+            self._outboxes = {other: each for other, each in self._outboxes.items() if not each.lost}
             self._outboxes[ticket] = outbox
         return outbox
 

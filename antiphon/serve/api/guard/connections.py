@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
 
+from antiphon.base.errors import with_fix
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.serve.api.errors import too_busy
 from antiphon.serve.api.metrics import ServerMetrics
@@ -304,7 +305,8 @@ def affordable_connections(asked: int) -> tuple[int, int]:
     affordable = max(2, soft - open_now - _SPARE_FILES)
     lingering = min(lingering, max(1, affordable // 8))
     _log.warning(
-        "at most %d connections instead of %d: this process may open %d files (ulimit -n)",
+        "at most %d connections instead of %d: this process may open %d files; raise that (ulimit -n), or lower "
+        "--max-connections",
         affordable - lingering, asked, soft,
     )  # fmt: skip
     return affordable - lingering, lingering
@@ -362,8 +364,8 @@ class Acceptor:
             except OSError as error:
                 if error.errno in _NO_RESOURCES:
                     if self._warnings.count() is not None:
-                        words = error.strerror
-                        _log.warning("cannot accept a connection: %s; idle ones are closed (ulimit -n)", words)
+                        words = with_fix(error.strerror or str(error))
+                        _log.warning("cannot accept a connection: %s; idle ones are closed", words)
                     self._wait_for_room()
                     return
                 continue  # this client is gone already
