@@ -117,8 +117,8 @@ class LoadCase:
 
 def load_case(options: LoadOptions, model: Path) -> LoadCase:
     """What the options say, cut to the model's context. `UserError` names the option and its limit."""
-    workload = _workload(options.lengths)
     limit = load_model_spec(model).max_position
+    workload = _workload(options.lengths, limit)
     slo = workload.slo
     for name, value in (("ttft_s", options.slo_ttft), ("tpot_s", options.slo_tpot)):
         if value is not None:
@@ -132,10 +132,14 @@ def load_case(options: LoadOptions, model: Path) -> LoadCase:
     )
 
 
-def _workload(text: str) -> WorkloadSpec:
+def _workload(text: str, limit: int) -> WorkloadSpec:
     """``"512x16"``: prompts of 512 tokens, answers of 16. Else what is shipped by that name, or the file."""
-    if (fixed := re.fullmatch(r"([1-9]\d{0,9})x([1-9]\d{0,9})", text)) is None:
+    if (fixed := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)) is None:
         return load_workload(text)
+    if (total := sum(map(int, fixed.groups()))) > limit:
+        raise UserError(
+            f"--lengths {text}: {total:,} tokens are more than the model's context of {limit:,}: shorten them"
+        )
     input_tokens, output_tokens = (LengthSpec(median=int(part)) for part in fixed.groups())
     return WorkloadSpec(name=text, input_tokens=input_tokens, output_tokens=output_tokens)
 
@@ -244,6 +248,11 @@ def bench_load(
     vocab_size = load_model_spec(model).vocab_size
     pids = [peer.pid for peer in peers if peer.pid is not None]
     rows = []
+    if num_cut := sum(case.demand(case.rates[0], repeat).num_cut for repeat in range(case.num_repeats)):
+        num_requests, longest = case.num_repeats * case.num_requests, case.workload.max_length or 0
+        say(
+            f"{num_cut:,} of {num_requests:,} requests are cut to {longest:,} tokens, the model's context or max_length"
+        )
     for rate in case.rates:
         say(f"{rate:g} requests/s: {case.num_repeats} x {case.num_requests} requests for each contestant")
         turns = {peer.name: partial(_next_run, peer, case, rate, itertools.count(), vocab_size) for peer in peers}

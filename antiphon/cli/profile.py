@@ -14,7 +14,7 @@ import typer
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
-from antiphon.base.system import sigterm_exits
+from antiphon.base.system import one_writer, sigterm_exits
 from antiphon.base.units import format_bytes, format_seconds, split_address
 from antiphon.bench.profile.host import host_times
 from antiphon.bench.profile.links import MeasuredLink, follow_link, measure_links, own_host_towards, slowest, with_link
@@ -84,7 +84,7 @@ def profile(
     is_link = listen is not None or join is not None
     refuse_other_use(context, phase, is_link=is_link)
     if is_link:
-        _measure_link(model, folder, listen, join, cluster, secret_file, json)
+        _measure_link(context, model, folder, listen, join, cluster, secret_file, json)
         return
     if model is None:
         raise UserError("MODEL is missing: name a checkpoint, or give --listen or --join to measure a link")
@@ -98,7 +98,7 @@ def profile(
         trained = WantedTraining(
             model=model, effort=effort, sequence_length=sequence_length, ranks=counts, dtype=training_dtype(dtype)
         )
-        check_folder(folder, PROFILE_FILE)
+        take_folder(context, folder, PROFILE_FILE)
         _train(trained, folder, json)
         return
     wanted = Wanted(
@@ -109,7 +109,7 @@ def profile(
         dtype=dtype,
         kernels=kernels,
     )
-    check_folder(folder, PROFILE_FILE, CLUSTER_FILE)
+    take_folder(context, folder, PROFILE_FILE, CLUSTER_FILE)
     _serve(wanted, folder, json)
 
 
@@ -151,6 +151,7 @@ def refuse_other_use(context: typer.Context, phase: Literal["serve", "train"], *
 
 
 def _measure_link(
+    context: typer.Context,
     model: Path | None,
     folder: Path | None,
     listen: str | None,
@@ -185,7 +186,7 @@ def _measure_link(
                 f"{folder} has no {CLUSTER_FILE}: first measure this machine, antiphon profile MODEL --folder {folder}"
             )
         nodes = load_cluster(folder / CLUSTER_FILE)
-    check_folder(folder, LINKED_FILE)
+    take_folder(context, folder, LINKED_FILE)
     refuse_wildcard("--listen", listen or "", split_address(listen or "")[0])
     num_joining = 1 if cluster is None or nodes is None else nodes.groups[0].num_nodes - 1
     where = "the other machine" if num_joining == 1 else f"each of the {num_joining} other machines"
@@ -246,13 +247,18 @@ def _command() -> str:
     return " ".join(["antiphon", *sys.argv[1:]])
 
 
-def check_folder(folder: Path | None, *names: str) -> None:
-    """`UserError` before minutes of measuring if these files cannot be written there, or what is there not kept."""
+def take_folder(context: typer.Context, folder: Path | None, *names: str) -> None:
+    """`UserError` before minutes of measuring if these files cannot be written there, what is there cannot be kept, or
+    another command measures into it: of two, the one that ends first would be lost. Others are refused until
+    `context` ends."""
+    if folder is None:
+        return
     check_output_folder("--folder", folder)
     for name in names:
-        check_output_file("--folder", None if folder is None else folder / name)
+        check_output_file("--folder", folder / name)
     if PROFILE_FILE in names:
         _former(folder, "")
+    context.with_resource(one_writer(folder, "another antiphon profile measures into it: wait for it, or name another"))
 
 
 def _former(folder: Path | None, model: str) -> Profile | None:

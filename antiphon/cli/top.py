@@ -34,7 +34,7 @@ from antiphon.specs.checked import read_text
 ServerUrl = Annotated[str, typer.Argument(metavar="[URL]", help="The server.")]
 KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")]
 HERE = "http://127.0.0.1:8000"
-PATIENCE_S = 6.0
+PATIENCE_S, MOST_PORT = 6.0, 65_535
 _LOOK_S = 0.5
 _MOST_LAYERS = 8
 _MOST_EVENTS = 6
@@ -158,6 +158,8 @@ def read(client: httpx.Client, url: str) -> DashboardReading:
 def ask(url: str, send: Callable[[], httpx.Response]) -> httpx.Response:
     """What the server at `url` answers; `UserError` if it does not, or asks for a key."""
     try:
+        if (httpx.URL(url).port or 0) > MOST_PORT:  # the system would take what is left of it by 65536
+            raise httpx.InvalidURL("port")
         answer = send()
     except (httpx.UnsupportedProtocol, httpx.InvalidURL, UnicodeError) as error:
         raise UserError(f"{url!r} is not a server's address: write for example http://127.0.0.1:8000") from error

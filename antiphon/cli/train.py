@@ -58,7 +58,7 @@ from antiphon.train.hugging_face import FLOAT8
 from antiphon.train.hugging_face import export as write_export
 from antiphon.train.metrics import OutputLock
 from antiphon.train.planned_run import planned_config
-from antiphon.train.ranks import leave, outlives_terminal, sizes_of
+from antiphon.train.ranks import leave, outlives_terminal, rank, sizes_of, world_size
 from antiphon.train.samples import Samples
 from antiphon.train.setup import cache_of, open_data, plan_options, prepare, prepare_data, stream_of, tokenizer_of
 from antiphon.train.token_stream import TokenStream
@@ -163,7 +163,7 @@ def _run(
     """One rank's part of the run; the first one speaks. Returns the exit code."""
     if config.memory.offload == "none":  # else what is mapped should go
         keep_freed_memory()
-    if int(os.environ.get("RANK", "0")):
+    if rank():
         Trainer(prepare(config, planned, allowed), timeline=timeline, max_hours=max_hours).run()
         leave()
         return 0
@@ -202,7 +202,7 @@ def _with_error(facts: dict[str, Any]) -> str:
 
 def _ranks(nproc: int | None, plan: TrainingPlan | None, file: Path | None) -> int:
     """How many ranks the run has: as torchrun says, or `--nproc`, or the plan's devices."""
-    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else nproc
+    started = world_size() if "RANK" in os.environ else nproc
     if plan is None:
         return 1 if started is None else started
     if started not in (None, plan.layout.num_devices):
@@ -277,7 +277,7 @@ def _rank(config: TrainConfig, run: Callable[[], int], ended: mmap) -> None:
         try:
             with _room(config):
                 code = run()
-            if not int(os.environ["RANK"]):
+            if not rank():
                 ended[1] = 1 + code
         except CheckpointError as error:
             ended[0] = error.exit_code

@@ -283,9 +283,10 @@ class Flight:
         """`part`: its number among how many that are launched one after the other."""
         current = self._current = self._forward.reverse() if backward else self._forward
         x, launcher = x.detach().contiguous(), current.group.launcher
-        if launcher is None:
-            self._buffer, self._work = current.launch(x)
-        else:
+        with current.group.waiting(current.name):  # it fails here where a peer has ended before
+            if launcher is None:
+                self._buffer, self._work = current.launch(x)
+                return
             name = f"{current.name}{BACKWARD}" if backward else current.name
             size_bytes, (number, count) = x.numel() * x.element_size(), part
             self._work = launcher.all_to_all(

@@ -8,112 +8,21 @@ tensor group are neighbours. A group spans some axes of one reading; its ranks s
 
 Plain numbers here; `Ranks` says who belongs together, `connect` makes process groups of it. Rejected: PyTorch's
 `DeviceMesh`. Two readings of the same ranks and groups over two axes need its private calls.
-
-`RollCall` says who is to blame when ranks wait for each other: those that do not wait. A collective that ends late says
-nothing about whom it waited for; on most ranks it is a neighbour that waits as well. So a rank that has waited for half
-of the timeout writes down for what, in the store that started the ranks. When the timeout is over, the ranks that wrote
-nothing are named. All that wait began nearly together, since every step brings all ranks together; one that hangs
-writes nothing. A thread writes, because a wait for gloo cannot be interrupted and asked again. It knows only waits that
-a rank is in, so it writes nothing for one that hangs elsewhere. Rejected: a beat of the heart. It goes on while the
-thread that matters hangs.
 """
 
 import itertools
 import math
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import UserError
 from antiphon.comm.launcher import CollectiveLauncher
 from antiphon.comm.ledger import Ledger
-
-
-@dataclass(eq=False)
-class _OpenWait:
-    """`due_s`: when it is to be reported."""
-
-    what: str
-    due_s: float
-    is_reported: bool = False
-
-
-class RollCall:
-    """The roll call of `rank` among `ranks`; `timeout_s` is that of their collectives."""
-
-    def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._waits: list[_OpenWait] = []
-        self._reporter: threading.Thread | None = None
-        self._is_idle = False  # the reporter sleeps until it is woken
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """This rank waits for `what` inside, in a call that ends with a `RuntimeError` after the timeout. That becomes
-        a `ResourceError` that names the ranks that hang, and so does a peer's death, which comes earlier; another error
-        is raised as it is."""
-        began_s = time.monotonic()
-        wait = _OpenWait(what, began_s + self._timeout_s / 2)
-        with self._changed:
-            self._waits.append(wait)
-            if self._reporter is None:
-                self._reporter = threading.Thread(target=self._report, name="roll call", daemon=True)
-                self._reporter.start()
-            elif self._is_idle:
-                self._changed.notify()
-        try:
-            yield
-        except RuntimeError as error:
-            if wait.is_reported:  # and what was written stays: others are about to read it
-                raise ResourceError(self._words(what, time.monotonic() - began_s)) from error
-            self._over(wait)
-            if "by peer" in str(error):  # gloo: a connection was closed, or reset
-                raise ResourceError(
-                    f"rank {self._rank} waited for {what}, and another rank ended: see what that one said, or its "
-                    "machine, then start again"
-                ) from error
-            raise
-        self._over(wait)
-
-    def _over(self, wait: _OpenWait) -> None:
-        with self._changed:
-            self._waits.remove(wait)
-            if wait.is_reported and not any(each.is_reported for each in self._waits):
-                self._store.delete_key(self._key(self._rank))
-
-    def _report(self) -> None:
-        """What the thread runs. It wakes when the oldest wait that it saw is due, so most waits begin and end
-        unnoticed."""
-        with self._changed:
-            while True:
-                for wait in self._waits:
-                    if not wait.is_reported and wait.due_s <= time.monotonic():
-                        self._store.set(self._key(self._rank), wait.what)
-                        wait.is_reported = True
-                due_s = min((wait.due_s for wait in self._waits if not wait.is_reported), default=None)
-                self._is_idle = due_s is None
-                self._changed.wait(None if due_s is None else due_s - time.monotonic())
-
-    def _words(self, what: str, waited_s: float) -> str:
-        silent = [each for each in range(self._ranks) if not self._store.check([self._key(each)])]
-        names = ", ".join(map(str, silent))
-        who = f"ranks {names} do not wait for anybody, so they hang" if silent else "all ranks wait, each for another"
-        return f"rank {self._rank} waited {waited_s:.0f} s for {what}: {who}: see their machines, then start again"
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"antiphon/waits/{rank}"
-
+from antiphon.comm.roll_call import RollCall
 
 ATTENTION = ("pipeline", "data", "sequence", "tensor")
 EXPERTS = ("pipeline", "expert_data", "expert", "expert_tensor")
@@ -254,8 +163,12 @@ class Mesh:
 def beside(group: Group, timeout_s: float) -> Group:
     """The same ranks with a process group and a ledger of their own, for collectives that run beside `group`'s. Blocks
     until the other ranks have called it too."""
-    made = process_group(group.ranks, timeout_s) if group.size > 1 else None
-    return Group(group.ranks, group.index, Ledger(), made)
+    if group.size == 1:
+        return Group(group.ranks, group.index, Ledger())
+    with group.waiting("connections of other ranks"):
+        made = process_group(group.ranks, timeout_s)
+    roll = None if group.roll is None else group.roll.beside(timeout_s)
+    return Group(group.ranks, group.index, Ledger(), made, roll=roll)
 
 
 def process_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
@@ -299,7 +212,8 @@ def _groups(
             groups[axes] = before.groups[axes]
             continue
         own = next(ranks for ranks in members if rank in ranks)
-        made = process_group(own, timeout_s) if max(len(ranks) for ranks in members) > 1 else None
+        with like.waiting("connections of other ranks"):
+            made = process_group(own, timeout_s) if max(len(ranks) for ranks in members) > 1 else None
         groups[axes] = replace(like, ranks=tuple(own), index=own.index(rank), process_group=made)
     return groups
 

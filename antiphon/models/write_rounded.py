@@ -2,9 +2,10 @@
 
 1. Shard by shard: a tensor is read, rounded (`models/rounding`) and put into the shard of the same name. No more than
    one shard is held, in few bits.
-2. A shard appears whole or not at all, with what was asked for, the digest of its source and its errors in its header.
-   So a run that was stopped goes on where it was: shards that were made the same way from the same weights are kept.
-   One run at a time writes a folder, which the kernel's lock on it ensures.
+2. A shard appears whole or not at all, with what was asked for, the digests of its source and of itself, and its errors
+   in its header. So a run that was stopped goes on where it was: shards that were made the same way from the same
+   weights, and are as they were written, are kept. One run at a time writes a folder, which the kernel's lock on it
+   ensures.
 3. The index, `config.json` with its `quantization_config`, and the tokenizer's files come last.
 4. What rounding costs, in one number: the loss on a text before and after (`text_loss`).
 
@@ -17,7 +18,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ from antiphon.specs.model import ModelSpec
 
 Report = Callable[[float, float | None], None]
 _KEPT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
-_MADE_BY, _MADE_FROM = "antiphon.quantize", "source"
+_MADE_BY, _MADE_FROM, _ERRORS, _WRITTEN = "antiphon.quantize", "source", "errors", "written"
 _PARTIAL = ".partial"
 _PIECE_BYTES = 1 << 20
 _BLOCK_SIZE = 16
@@ -192,7 +193,8 @@ def _write_shard(
         errors[f"{layer} {kind}"] = before[0] + error, before[1] + total
         tensors |= {name + suffix: part for suffix, part in packed_parts(weight)}
         checkpoint.release(name)
-    save_whole(tensors, file, {"format": "pt", **made, "errors": json.dumps(errors)})
+    made |= {_ERRORS: json.dumps(errors)}
+    save_whole(tensors, file, {"format": "pt", **made, _WRITTEN: _digest_of(tensors.items(), made[_ERRORS])})
     return list(tensors), errors
 
 
@@ -207,18 +209,23 @@ def save_whole(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str])
 
 
 def _kept_shard(file: Path, made: dict[str, str]) -> tuple[list[str], Squares]:
-    """The shard that an earlier run wrote. `UserError` unless it was made as `made` says."""
+    """The shard that an earlier run wrote. `UserError` unless it was made as `made` says, and is as it was written."""
+    fix = f"remove the folder {file.parent}, or give another"
     try:
         with safe_open(file, "pt") as known:
             header, stored = known.metadata() or {}, list(known.keys())
+            if header.get(_MADE_BY) != made[_MADE_BY]:
+                raise UserError(
+                    f"{file} was made otherwise ({header.get(_MADE_BY, 'not by antiphon quantize')}): {fix}"
+                )
+            if header.get(_MADE_FROM) != made[_MADE_FROM]:
+                raise UserError(f"{file} was made from other weights than the model has now: {fix}")
+            parts = ((name, known.get_tensor(name)) for name in stored)
+            if header.get(_WRITTEN) != _digest_of(parts, header.get(_ERRORS, "")):
+                raise UserError(f"{file} is damaged (it is not what was written): remove it, or give another folder")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is damaged ({error}): remove it, or give another folder") from error
-    fix = f"remove the folder {file.parent}, or give another"
-    if header.get(_MADE_BY) != made[_MADE_BY]:
-        raise UserError(f"{file} was made otherwise ({header.get(_MADE_BY, 'not by antiphon quantize')}): {fix}")
-    if header.get(_MADE_FROM) != made[_MADE_FROM]:
-        raise UserError(f"{file} was made from other weights than the model has now: {fix}")
-    return stored, json.loads(header["errors"])
+    return stored, json.loads(header[_ERRORS])
 
 
 def _digest(file: Path) -> str:
@@ -227,6 +234,15 @@ def _digest(file: Path) -> str:
         while piece := source.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _digest_of(tensors: Iterable[tuple[str, Tensor]], errors: str) -> str:
+    """Of a shard's tensors, in any order, and of its errors."""
+    parts = []
+    for name, tensor in tensors:
+        about, bits = f"{name} {tensor.dtype} {list(tensor.shape)} ", tensor.contiguous().view(-1).view(torch.uint8)
+        parts.append(about + hashlib.sha256(bits.numpy().data).hexdigest())
+    return hashlib.sha256("\n".join([*sorted(parts), errors]).encode()).hexdigest()
 
 
 def _squares(source: Tensor, weight: QuantizedWeight) -> tuple[float, float]:

@@ -1,46 +1,40 @@
-"""Checkpoints of a run: model, optimizer and place in the data, in PyTorch's distributed format.
+"""Checkpoints of a run: model, optimizer and place in the data, in PyTorch's distributed format; how they are read.
 
-`OUTPUT/checkpoints/step-00000100/` is written under another name and renamed when it is whole, so a folder that can be
-seen is complete: a kill during a save leaves the last one. `run.json` in it says what was trained and how far.
-
-A save copies what it writes and goes on beside the next steps, in a thread and a process group of its own. Without
-`output.save_beside`, and where state lies in a mapped file, the steps wait, and it writes from where the numbers are.
+`OUTPUT/checkpoints/step-00000100/` is written under another name and renamed when it is whole (`train.saver`), so a
+folder that can be seen is complete: a kill during a save leaves the last one. `run.json` in it says what was trained
+and how far, with a digest of each file. All ranks have to see one folder, and take the same checkpoint.
 """
 
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from antiphon import __version__
-from antiphon.base.errors import CheckpointError, UserError
+from antiphon.base.errors import CheckpointError, ResourceError, UserError, with_fix
 from antiphon.base.logging import get_logger
-from antiphon.base.units import format_bytes
-from antiphon.comm.mesh import Group, beside
+from antiphon.comm.mesh import Group
 from antiphon.specs.checked import CountFromZero, read
-from antiphon.train.checkpoint_parts import Boxes, LoadPlanner, SavePlanner, boxes_of
+from antiphon.train.checkpoint_parts import LoadPlanner, boxes_of
 from antiphon.train.config import TrainConfig, config_of
-from antiphon.train.device import HOST, settle
 from antiphon.train.model import MoeModel
 from antiphon.train.optimizer import Optimizer
 from antiphon.train.ranks import gathered, sums
 from antiphon.train.shards import Shards
 
 _NAME = re.compile(r"step-(\d{8})")
-_VERSION = 2
+VERSION = 2
+_SEEN_S = 60.0  # a network file system may show a new folder so late
 _log = get_logger("train")
 
 
@@ -59,7 +53,8 @@ def folder_of(config: TrainConfig) -> Path:
     return Path(config.output.folder) / "checkpoints"
 
 
-def _name(step: int) -> str:
+def name_of(step: int) -> str:
+    """The folder's."""
     return f"step-{step:08d}"
 
 
@@ -68,153 +63,6 @@ def find_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-
-
-_DISK_S = 600.0  # disks differ more than ranks do
-
-
-class Saver:
-    """Writes checkpoints of a run. One that cannot be written is an error in the log, and training goes on: the last
-    one is whole, and the next may succeed. Made by all `ranks` together."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        model_config: dict[str, Any],
-        text: str,
-        ranks: Group,
-        device: torch.device = HOST,
-    ) -> None:
-        """`text`: the digest of what is trained on. `device`: where that is."""
-        self._device = device
-        self._facts: dict[str, Any] = {"config": config.as_table(), "model_config": model_config, "text": text}
-        self._keep, self._keep_best = config.output.keep, config.output.keep_best
-        self._group = beside(ranks, max(_DISK_S, config.communication.timeout_s))
-        self._thread: threading.Thread | None = None
-        self._failure: CheckpointError | None = None
-        self._save_beside = config.output.save_beside
-        if self._save_beside and config.memory.offload != "none":
-            self._save_beside = False
-            if ranks.index == 0:
-                _log.info("memory.offload is %r: steps wait for checkpoints, which need no copy", config.memory.offload)
-        self._folder = folder_of(config)
-        if ranks.index == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)  # fails now, not at the first save
-
-    def save(self, state: RunState, stored: Mapping[str, Boxes], held_out_loss: float | None = None) -> None:
-        """Begin to write a copy of `stored`, after the save before it has ended; or write `stored`. All ranks call it
-        together.
-        `held_out_loss`: of this state, where it was evaluated."""
-        self.close()
-        self._facts["held_out_loss"] = held_out_loss
-        is_live = not self._save_beside and self._device.type == HOST.type  # from a GPU all goes by way of host memory
-        written = {name: boxes.written_ones() if is_live else boxes.copy() for name, boxes in stored.items()}
-        settle(self._device)
-        self._thread = threading.Thread(target=self._try, args=(written, state), name="checkpoint", daemon=True)
-        self._thread.start()
-        if not self._save_beside:
-            self.close()
-
-    def close(self) -> None:
-        """Wait until what was begun has ended."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def finish(self) -> None:
-        """Wait; `CheckpointError` if the last save failed."""
-        self.close()
-        if self._failure is not None:
-            raise self._failure
-
-    def _try(self, boxes: dict[str, Any], state: RunState) -> None:
-        final = self._folder / _name(state.step)
-        partial = self._folder / f".{final.name}.partial"
-        started_s, self._failure = time.monotonic(), None
-        try:
-            self._write(boxes, state, partial, final)
-        except BaseException as error:  # PyTorch's CheckpointException is no Exception
-            self._failure = CheckpointError(
-                f"{final}: cannot be written ({_reason(error)}): make room or change output.folder; what was written "
-                "before it stays"
-            )
-            if self._group.index == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                _log.error("%s", self._failure)
-        else:
-            if self._group.index == 0:
-                _log.debug("%s written in %.1f s", final, time.monotonic() - started_s)
-
-    def _write(self, boxes: dict[str, Any], state: RunState, partial: Path, final: Path) -> None:
-        self._by_first(lambda: self._begin(partial))
-        own = sum(view.nbytes for each in boxes.values() for _, view in each.boxes)
-        (needed,) = sums(self._group, "checkpoint", own, dtype=torch.float64)
-        self._by_first(lambda: self._check_room(int(needed)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
-            state_dict_saver.save(
-                boxes,
-                checkpoint_id=partial,
-                planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._group.process_group,
-                no_dist=self._group.size == 1,
-            )
-        own = [*partial.glob(f"__{self._group.index}_*"), *([] if self._group.index else [partial / ".metadata"])]
-        digests = gathered(self._group, "checkpoint", {file.name: _digest_of(file) for file in own})
-        files = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-        self._by_first(lambda: self._complete(state, files, partial, final))
-
-    def _by_first(self, work: Callable[[], None]) -> None:
-        """`work` on the first rank. All ranks fail if that does."""
-        failure: OSError | None = None
-        try:
-            if self._group.index == 0:
-                work()
-        except OSError as error:
-            failure = error
-        (num_failed,) = sums(self._group, "checkpoint", failure is not None)
-        if failure is not None:
-            raise failure
-        if num_failed:
-            raise OSError("the first rank could not")
-
-    def _begin(self, partial: Path) -> None:
-        for old in self._folder.glob(".step-*.partial"):  # of saves that were killed
-            shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    def _check_room(self, needed: int) -> None:
-        """`OSError` before anything is written if the disk has no room for all of it."""
-        if (free := shutil.disk_usage(self._folder).free) < needed:
-            raise OSError(errno.ENOSPC, f"it needs {format_bytes(needed)}, {format_bytes(free)} are free")
-
-    def _complete(self, state: RunState, files: dict[str, str], partial: Path, final: Path) -> None:
-        """Make the written folder the newest checkpoint, and remove the oldest beyond `output.keep`. `files`: their
-        digests by name."""
-        if lost := [name for name, digest in files.items() if not digest]:
-            raise OSError(f"{lost[0]} cannot be read again")
-        facts = {"version": _VERSION, "written_by": __version__, "state": asdict(state), "files": files, **self._facts}
-        facts["digest"] = _digest(json.loads(json.dumps(facts)))  # as it will be read
-        (partial / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
-        _to_disk(partial)
-        _remove(final)
-        partial.rename(final)
-        _to_disk(final.parent)
-        best = best_checkpoint(final.parent) if self._keep_best else None
-        for old in find_checkpoints(final.parent)[: -self._keep]:
-            if old != best:
-                try:
-                    _remove(old)
-                except OSError as error:
-                    _log.warning("%s cannot be removed (%s): remove it by hand", old, error.strerror)
-
-
-def _remove(checkpoint: Path) -> None:
-    """What a link points to stays."""
-    if checkpoint.is_dir() and not checkpoint.is_symlink():
-        shutil.rmtree(checkpoint)
-    else:
-        checkpoint.unlink(missing_ok=True)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -234,12 +82,14 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     try:
         facts = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if _is_of_machine(error):
+            raise _not_now(checkpoint, reason_of(error)) from error
         raise CheckpointError(f"{checkpoint}: not a training checkpoint ({error}): name a folder step-…") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("version"), int):
         raise CheckpointError(f"{checkpoint}/run.json has no version: it is damaged, take another one")
-    if facts["version"] != _VERSION:
-        raise _Lacks(f"{checkpoint} is of version {facts['version']}, this is {_VERSION}: {_written_by(facts)}")
-    digest, facts = _digest(facts), {"files": {}} | facts  # versions before wrote no digests
+    if facts["version"] != VERSION:
+        raise _Lacks(f"{checkpoint} is of version {facts['version']}, this is {VERSION}: {_written_by(facts)}")
+    digest, facts = digest_of_facts(facts), {"files": {}} | facts  # versions before wrote no digests
     if wrong := [key for key in ("state", "config", "model_config", "files") if not isinstance(facts.get(key), dict)]:
         raise CheckpointError(f"{checkpoint}/run.json has no {wrong[0]}: it is damaged, take another one")
     try:
@@ -253,18 +103,18 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         )
     if (named := _NAME.fullmatch(checkpoint.name)) and int(named[1]) != state.step:
         raise _Lacks(
-            f"{checkpoint} is step {state.step:,} by its run.json: rename it to {_name(state.step)}, or remove it"
+            f"{checkpoint} is step {state.step:,} by its run.json: rename it to {name_of(state.step)}, or remove it"
         )
     return facts | {"state": state}
 
 
-def _digest(facts: Mapping[str, Any]) -> str:
+def digest_of_facts(facts: Mapping[str, Any]) -> str:
     """Of all that `run.json` says beside it."""
     others = {key: value for key, value in facts.items() if key != "digest"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
-def _digest_of(file: Path) -> str:
+def digest_of_file(file: Path) -> str:
     """Of what is on the disk; empty if it cannot be read."""
     try:
         with file.open("rb") as opened:
@@ -277,7 +127,7 @@ def changed_file(checkpoint: Path, facts: Mapping[str, Any], ranks: Group) -> st
     """The name of a file that is not as it was written, or empty. PyTorch sees a file that is cut or missing, and no
     bit that has turned. `ranks` share the reading; all call it together."""
     files = sorted(facts["files"].items())[ranks.index :: ranks.size]
-    own = [name for name, digest in files if _digest_of(checkpoint / name) not in ("", digest)]
+    own = [name for name, digest in files if digest_of_file(checkpoint / name) not in ("", digest)]
     return next((name for of_rank in gathered(ranks, "checkpoint", own) for name in of_rank), "")
 
 
@@ -316,7 +166,8 @@ def readable(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 def load(
     checkpoint: Path, model: MoeModel, shards: Shards, optimizer: Optimizer | None, *, new_moments: bool = False
 ) -> RunState:
-    """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged.
+    """Fill model and optimizer (None: the model alone). `CheckpointError` if they do not fit or it is damaged,
+    `ResourceError` if that cannot be known: another rank ended, or this machine lacks something. On all ranks the same.
     `new_moments`: those that the checkpoint does not have begin anew."""
     facts = read_facts(checkpoint)
     world = model.mesh.world
@@ -326,7 +177,7 @@ def load(
         boxes = _stored(
             boxes_of(model, shards, optimizer, facts["state"].step), checkpoint, world, new_moments=new_moments
         )
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), world.waiting("checkpoint"):
             warnings.simplefilter("ignore")
             state_dict_loader.load(
                 boxes,
@@ -336,15 +187,36 @@ def load(
                 no_dist=world.size == 1,
             )
     except BaseException as error:  # of a damaged file it is anything; PyTorch's CheckpointException is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit | _Lacks):
+        if isinstance(error, KeyboardInterrupt | SystemExit | ResourceError | _Lacks):
             raise
+        if _is_of_machine(error):
+            raise _not_now(checkpoint, reason_of(error)) from error
         raise CheckpointError(
-            f"{checkpoint}: cannot be loaded ({_reason(error)}): it is damaged or of another model; remove it or "
+            f"{checkpoint}: cannot be loaded ({reason_of(error)}): it is damaged or of another model; remove it or "
             "change output.folder"
         ) from error
     shards.end_step()
     state: RunState = facts["state"]
     return state
+
+
+def seen_by_all(folder: Path, ranks: Group) -> list[Path]:
+    """The checkpoints in `folder`, the oldest first; `ResourceError` if `ranks`, all of which call it together, see
+    different ones."""
+    deadline_s = time.monotonic() + _SEEN_S
+    while True:
+        seen = gathered(ranks, "checkpoint", [path.name for path in find_checkpoints(folder)])
+        other = next((rank for rank, names in enumerate(seen) if names != seen[0]), None)
+        if other is None:
+            return [folder / name for name in seen[0]]
+        if any(sums(ranks, "checkpoint", time.monotonic() > deadline_s)):
+            name = max({*seen[0]} ^ {*seen[other]})
+            one, without = (0, other) if name in seen[0] else (other, 0)
+            raise ResourceError(
+                f"{folder / name} is there for rank {one} and not for rank {without}: output.folder has to be one "
+                "folder for all machines: mount it on each"
+            )
+        time.sleep(1.0)
 
 
 def load_newest(
@@ -353,7 +225,7 @@ def load_newest(
     """The newest checkpoint of `folder` that can be loaded; None if there is none. One that is damaged is put aside,
     loudly, and the one before it taken. `CheckpointError` if none can be loaded, or one is whole and lacks what is
     trained: that one stays where it is. All ranks call it together."""
-    found = find_checkpoints(folder)
+    found = seen_by_all(folder, model.mesh.world)
     for place, checkpoint in reversed(list(enumerate(found))):
         try:
             state = load(checkpoint, model, shards, optimizer, new_moments=new_moments)
@@ -372,10 +244,21 @@ def load_newest(
     return None
 
 
+def _not_now(checkpoint: Path, reason: str) -> ResourceError:
+    return ResourceError(f"{checkpoint}: cannot be loaded now ({with_fix(reason)}): it stays as it is, start again")
+
+
 def _stored(boxes: dict[str, Any], checkpoint: Path, ranks: Group, *, new_moments: bool) -> dict[str, Any]:
     """What the checkpoint has of `boxes`. Missing moments begin anew, with zeros, where they may; `_Lacks` on all ranks
-    if one misses anything else."""
-    there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    if one misses anything else. All fail alike if one cannot read what is there."""
+    there, failure = dict[str, Any](), None
+    try:
+        there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception as error:  # of a damaged file it is anything
+        failure = _is_of_machine(error), reason_of(error)
+    if failures := [each for each in gathered(ranks, "checkpoint", failure) if each is not None]:
+        is_of_machine, reason = max(failures)
+        raise _not_now(checkpoint, reason) if is_of_machine else ValueError(reason)
     missing = [name for name in boxes if name not in there]
     lacked = [name for name in missing if not (new_moments and name.startswith("optimizer."))]
     if any(sums(ranks, "checkpoint", bool(lacked))):
@@ -389,25 +272,32 @@ def _stored(boxes: dict[str, Any], checkpoint: Path, ranks: Group, *, new_moment
     return {name: each for name, each in boxes.items() if name not in missing}
 
 
-def _reason(error: BaseException) -> str:
-    """Why, in one line: what the system said, if it said something, or the last line of the error."""
+def _causes(error: BaseException) -> list[BaseException]:
+    """What went wrong on each rank, as PyTorch gathers it, then `error` and what it is from."""
     failures = [failure for failure, _ in getattr(error, "failures", {}).values()]
-    for each in (*failures, error, error.__cause__, error.__context__):
+    return [each for each in (*failures, error, error.__cause__, error.__context__) if each is not None]
+
+
+_OF_DAMAGE = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+
+
+def _is_of_machine(error: BaseException) -> bool:
+    """Whether the machine lacked memory, files or a right: that says nothing about what was read."""
+    for each in _causes(error):
+        if isinstance(each, OSError) and each.errno is not None:
+            return each.errno not in _OF_DAMAGE
+        if isinstance(each, MemoryError) or "allocate memory" in str(each):
+            return True
+    return False
+
+
+def reason_of(error: BaseException) -> str:
+    """Why, in one line: what the system said, if it said something, or the last line of the error."""
+    causes = _causes(error)
+    for each in causes:
         if isinstance(each, OSError) and each.strerror:
             return each.strerror if each.filename is None else f"{Path(str(each.filename)).name}: {each.strerror}"
-    text = str(failures[0] if failures else error).strip()
+    text = str(causes[0]).strip()
     if "unexpected pos" in text or "PytorchStreamWriter" in text:  # what PyTorch makes of a write that was cut short
         return "the disk took a part of it only: it is full, or a limit to the size of files was reached"
     return text.splitlines()[-1] if text else type(error).__name__
-
-
-def _to_disk(path: Path) -> None:
-    """Files and names under `path` survive a power cut from here on."""
-    for each in (path, *path.iterdir()):
-        if each.name.startswith(".") or (each.is_dir() and each != path):
-            continue
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

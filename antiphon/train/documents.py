@@ -205,6 +205,9 @@ def _line_number(file: Path, first_byte: int) -> int:
 
 def _no_text(record: Any, text_key: str, kind: Kind, where: str) -> str:
     keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+    if kind == "text" and isinstance(record, dict) and record.get(text_key) is not None:
+        found = type(record[text_key]).__name__
+        return f"{where}: {text_key!r} is {found} and no text: convert it, or set data.text_key"
     if kind == "text":
         return f"{where}: no text under {text_key!r} (there is: {keys}): set data.text_key"
     return f"{where}: no {' and '.join(_KEYS[kind][0])} (there is: {keys}): data.kind {kind!r} needs them"
@@ -228,7 +231,7 @@ def _table(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[Docume
                 if found is not None:
                     yield _document(found, place, min(1.0, place / max(1, num_rows)))
                 elif kind == "text" and record[text_key] is not None:
-                    yield Document(str(record[text_key]), place, min(1.0, place / max(1, num_rows)))
+                    raise UserError(_no_text(record, text_key, kind, f"{file}: row {place:,}"))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         named = "a Parquet" if file.suffix == ".parquet" else "an Arrow"

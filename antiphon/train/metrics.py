@@ -128,7 +128,7 @@ class Metrics:
 
 def _keep_before(file: Path, step: int) -> None:
     if file.exists():
-        replace_text(file, _before(file.read_text(encoding="utf-8"), step))
+        replace_text(file, _before(file.read_text(encoding="utf-8", errors="replace"), step))
 
 
 def _before(lines: str, step: int) -> str:

@@ -1,6 +1,7 @@
 """This process among the ranks of its run, as `torchrun` started them: they begin together, and end together.
 
-1. All ranks say that they are there before any process group is made, so that those that are missing can be named.
+1. All ranks say that they are there before any process group is made, so that those that are missing can be named. A
+   first rank that cannot listen says at once what does, and others soon say for what they wait.
 2. A run ends at the end of a step: at SIGTERM, at Ctrl-C, when its terminal is closed (SIGHUP, unless `nohup` has it
    ignored), or when its time is up. All ranks agree behind each step, so that they save the same one. A second signal
    ends the process at once. Launchers pass on what the terminal sent to the ranks as well, so with several ranks the
@@ -13,10 +14,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +30,9 @@ from torch.distributed.rendezvous import rendezvous
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.comm.collectives import AllGather, AllReduce, gather_bytes, run
-from antiphon.comm.mesh import Group, Mesh, RollCall, Sizes, connect
+from antiphon.comm.mesh import Group, Mesh, Sizes, connect
 from antiphon.comm.replicas import has_levels
+from antiphon.comm.roll_call import SOON_S, RollCall
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.config_tables import CommunicationConfig
@@ -35,6 +40,8 @@ from antiphon.train.device import HOST, backends_of
 from antiphon.train.pipeline import PipelineSchedule
 
 _SAME_S = 1.0
+_MOST_RANKS, _MOST_PORT = 1_000_000, 65_535
+_LAUNCHERS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MAX_HOURS = "--max-hours"
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 _REASONS = (*_SIGNALS, MAX_HOURS)
@@ -42,22 +49,34 @@ _log = get_logger("train")
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _variable("WORLD_SIZE", 1, default="1")
 
 
 def rank() -> int:
     """The number of this process."""
-    return int(os.environ["RANK"]) if world_size() > 1 else 0
+    return _variable("RANK", 0, world_size() - 1) if world_size() > 1 else 0
 
 
 def local_rank() -> int:
     """The number of this process among those of this machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _variable("LOCAL_RANK", 0, default="0")
 
 
 def local_ranks() -> int:
     """Ranks on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _variable("LOCAL_WORLD_SIZE", 1, default="1")
+
+
+def _variable(name: str, least: int, most: int = _MOST_RANKS, default: str = "") -> int:
+    """A number that whatever starts ranks sets for each; `UserError` where it is none, or is missing."""
+    value = os.environ.get(name, default)
+    if not (value.isascii() and value.isdigit() and least <= int(value) <= most):
+        given = f"is {value!r}" if value else "is not set"
+        raise UserError(
+            f"{name} {given}: it must be a number from {least} to {most}: start ranks with --nproc or torchrun, or set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; without WORLD_SIZE a run is one process"
+        )
+    return int(value)
 
 
 def sizes_of(config: TrainConfig, spec: ModelSpec, ranks: int) -> Sizes:
@@ -107,15 +126,96 @@ def join(sizes: Sizes, communication: CommunicationConfig = CommunicationConfig(
     that do not come in time."""
     if sizes.world_size == 1:
         return connect(sizes, 0)
-    rank, timeout_s, roll = int(os.environ["RANK"]), communication.timeout_s, None
+    own, timeout_s, roll = rank(), communication.timeout_s, None
     if not dist.is_initialized():
-        store, _, _ = next(rendezvous("env://", rank, sizes.world_size, timeout=timedelta(seconds=timeout_s)))
-        store = PrefixStore(f"antiphon/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        _await_all(store, rank, sizes.world_size, timeout_s)
-        roll = RollCall(store, rank, sizes.world_size, timeout_s)
+        host, port = os.environ.get("MASTER_ADDR", ""), _variable("MASTER_PORT", 1, _MOST_PORT)
+        if not host:
+            raise UserError(f"MASTER_ADDR is not set: rank {own} of {sizes.world_size} needs the address of rank 0")
+        is_launchers = os.environ.get(_LAUNCHERS_STORE) == str(True)
+        if own == 0 and not is_launchers:
+            _refuse_taken(port)
+        with _naming_store(own, host, port):
+            store = _store(own, sizes.world_size, host, port, timeout_s)
+            roll = RollCall(store, own, sizes.world_size, timeout_s)
+            roll.await_all("" if is_launchers else f"{host}:{port}")
         timeout, backends = timedelta(seconds=timeout_s), backends_of(device)
-        dist.init_process_group(backends, store=store, rank=rank, world_size=sizes.world_size, timeout=timeout)
-    return connect(sizes, rank, timeout_s, communication.launcher(), roll, first=communication.orders_exchanges)
+        with roll.waiting("connections of other ranks"):
+            dist.init_process_group(backends, store=store, rank=own, world_size=sizes.world_size, timeout=timeout)
+    return connect(sizes, own, timeout_s, communication.launcher(), roll, first=communication.orders_exchanges)
+
+
+def _refuse_taken(port: int) -> None:
+    """`UserError` if another process listens at the `port` of the first rank."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            holder = _listener(port)
+            if holder != os.getpid():  # a former run of this process may still listen
+                by = f" by process {holder}" if holder else ""
+                raise UserError(
+                    f"MASTER_PORT {port}: rank 0 cannot listen there ({error.strerror}{by}): give this run another port"
+                ) from error
+
+
+def _listener(port: int) -> int | None:
+    """The process that listens at a port of this machine, if that can be seen."""
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and getattr(each.laddr, "port", None) == port:
+                return each.pid
+    return None
+
+
+def _store(rank: int, ranks: int, host: str, port: int, timeout_s: float) -> Store:
+    """Where the ranks meet. Waits for the first one, and soon says so. PyTorch waits in a thread: it cannot be
+    interrupted, and without end where something listens that never answers."""
+    found: list[Store | RuntimeError] = []
+
+    def meet() -> None:
+        try:
+            found.append(next(rendezvous("env://", rank, ranks, timeout=timedelta(seconds=timeout_s)))[0])
+        except RuntimeError as error:
+            found.append(error)
+
+    thread, soon_s = threading.Thread(target=meet, name="rendezvous", daemon=True), min(SOON_S, timeout_s / 2)
+    thread.start()
+    thread.join(soon_s)
+    if thread.is_alive():
+        _say_waiting(rank, host, port, timeout_s - soon_s)
+        thread.join(timeout_s)
+    store = found[0] if found else RuntimeError(f"no answer within {timeout_s:.0f} s")
+    if isinstance(store, RuntimeError):
+        raise store
+    return PrefixStore(f"antiphon/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _say_waiting(rank: int, host: str, port: int, timeout_s: float) -> None:
+    _log.warning("rank %d waits for rank 0 at %s:%d, where %s: %.0f s", rank, host, port, _found(host, port), timeout_s)
+
+
+def _found(host: str, port: int) -> str:
+    """What a rank finds at the address of the first one."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return "something listens that does not answer as rank 0 would"
+    except ConnectionRefusedError:
+        return "nothing listens"
+    except OSError as error:
+        return f"nothing can be reached ({error.strerror or error})"
+
+
+@contextmanager
+def _naming_store(rank: int, host: str, port: int) -> Iterator[None]:
+    """Within it an error of the store is a `ResourceError` with its address."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ResourceError(
+            f"rank {rank} cannot use the store of rank 0 at {host}:{port}, where {_found(host, port)}: see what rank 0 "
+            "says, and MASTER_ADDR and MASTER_PORT"
+        ) from error
 
 
 def leave() -> None:
@@ -140,18 +240,6 @@ def largest(ranks: Group, purpose: str, own: Tensor) -> Tensor:
 def gathered(ranks: Group, purpose: str, own: Any) -> list[Any]:
     """What each of `ranks` has, by rank: anything that JSON can say. All call it together."""
     return [json.loads(each) for each in gather_bytes(ranks, purpose, json.dumps(own).encode())]
-
-
-def _await_all(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
-    store.set(f"here/{rank}", socket.gethostname())
-    deadline, missing = time.monotonic() + timeout_s, set(range(ranks))
-    while missing:
-        missing = {each for each in missing if not store.check([f"here/{each}"])}
-        if missing and time.monotonic() > deadline:
-            names = ", ".join(str(each) for each in sorted(missing))
-            raise ResourceError(f"ranks {names} of {ranks} did not start within {timeout_s:.0f} s: see their machines")
-        if missing:
-            time.sleep(0.05)  # the store has no wait that names who is missing
 
 
 def outlives_terminal() -> bool:

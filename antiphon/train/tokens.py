@@ -240,6 +240,9 @@ def tokenizing(
     (cache / "meta.json").unlink(missing_ok=True)
     encoder = Encoder(tokenizer, tokenizer_path, spec, config, seed)
     reached = yield from _write_ids(cache, encoder, sources, files, made_from, report, block_tokens)
+    read = digest_of_text(config, sources, [file for of in files for file in of], tokenizer_path, seed)
+    if read != made_from.partition("-")[0]:
+        raise UserError("files of data.files changed while they were read: start again")
     sizes: dict[Split, Sizes] = {"train": reached.train, "held_out": reached.held_out}
     num_ids = {split: sum(each.num_ids for each in of.values()) for split, of in sizes.items()}
     evaluation = [each.name for each in config.evaluation if each in sources]

@@ -33,6 +33,7 @@ from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.passes import HeldOutLoss, Passes, held_out_loss
 from antiphon.train.ranks import StopRequest, sizes_of, sums, world_size
 from antiphon.train.samples import StreamedSamples, numbers_of_rank
+from antiphon.train.saver import Saver
 from antiphon.train.schedule_search import choose_schedules
 from antiphon.train.setup import DTYPES, TrainingRun, build_model
 from antiphon.train.shards import clip_factor
@@ -112,9 +113,7 @@ class Trainer:
         former = self._run.former
         self._build(begin=config.model.begin == "checkpoint" and not former.step)
         self._resume()
-        self._saver = checkpoint.Saver(
-            config, self._run.model_config, self._run.text, self.mesh.world, self._run.device
-        )
+        self._saver = Saver(config, self._run.model_config, self._run.text, self.mesh.world, self._run.device)
         output = config.output
         try:
             metrics = Metrics(Path(output.folder), self.state.step, output.wandb) if self.is_first else None
@@ -222,14 +221,12 @@ class Trainer:
                 for numbers in numbers_of_rank(self.config, self.mesh, 0)
             ]
             choose_schedules(self.model, Path(self.config.output.folder), self._passes, self._shards, batches)
-        if not checkpoint.find_checkpoints(checkpoint.folder_of(self.config)):
-            return
         self._run.former.check_model(self._run.model_config)
-        self.state = self._load_newest()
-        self._saved_step = self.state.step
+        if (state := self._load_newest()) is not None:
+            self.state, self._saved_step = state, state.step
 
-    def _load_newest(self) -> RunState:
-        """Fill model and optimizer from the newest checkpoint, of which there is one."""
+    def _load_newest(self) -> RunState | None:
+        """Fill model and optimizer from the newest checkpoint, if there is one."""
         state = checkpoint.load_newest(
             checkpoint.folder_of(self.config),
             self.model,
@@ -237,8 +234,7 @@ class Trainer:
             self._optimizer,
             new_moments=self._run.former.may_change_optimizer,
         )
-        assert state is not None
-        for parts in self._optimizer.mapped:
+        for parts in self._optimizer.mapped if state is not None else ():
             parts.give_up_all()
         return state
 
@@ -325,10 +321,9 @@ class Trainer:
             return False
         self._saver.close()
         barrier(self.mesh.world)  # every rank sees the checkpoint that the first one completed
-        if not checkpoint.find_checkpoints(checkpoint.folder_of(self.config)):
+        if (state := self._load_newest()) is None:
             watch.warn(result.step, f"{words}: its update is left out; there is no checkpoint to go back to yet")
             return False
-        state = self._load_newest()
         self._spikes.rolled_back(state.step, words)
         if metrics is not None:
             metrics.go_back(state.step)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
@@ -141,6 +142,13 @@ def test_all_contestants_get_the_same_demand_and_repeats_get_others(refusing: Re
     assert all(row["num_requests"] == 8 and row["num_failed"] == 4 for row in rows)
 
 
+def test_requests_that_are_cut_are_counted(refusing: RefusingServer) -> None:
+    case = LoadCase(workload=replace(WORKLOAD, max_length=2), rates=(1000.0,), num_requests=4, num_repeats=2)
+    said: list[str] = []
+    bench_load(Path(__file__).parents[2] / "examples" / "demo-moe", [started(refusing)], case, say=said.append)
+    assert said[0] == "8 of 8 requests are cut to 2 tokens, the model's context or max_length"
+
+
 def bench_load_quietly(peers: list[OpenAIPeer], case: LoadCase) -> list[dict[str, Any]]:
     said: list[str] = []
     model = Path(__file__).parents[2] / "examples" / "demo-moe"
@@ -273,6 +281,11 @@ def test_layouts_under_load_on_the_nodes_of_a_box(checkpoint: Path, tmp_path: Pa
         ({"rate": "2", "burstiness": float("nan")}, "--burstiness is nan"),
         ({"rate": "2", "lengths": "no-such"}, "no-such"),
         ({"rate": "2", "lengths": "0x4"}, "0x4"),
+        (
+            {"rate": "2", "lengths": "8000x193"},
+            "--lengths 8000x193: 8,193 tokens are more than the model's context of 8,192",
+        ),
+        ({"rate": "2", "lengths": f"{10**11}x1"}, "more than the model's context of 8,192: shorten them"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str, checkpoint: Path) -> None:

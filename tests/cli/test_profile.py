@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from antiphon.base.errors import UserError
 from antiphon.base.progress import Report
+from antiphon.base.system import one_writer
 from antiphon.bench.profile.measure import QUICK
 from antiphon.bench.profile.profile import Wanted
 from antiphon.cli.commands import single_command
@@ -115,6 +116,16 @@ def test_a_folder_that_is_a_file_is_refused(checkpoint: Path, tmp_path: Path) ->
     result = CliRunner().invoke(single_command(profile), [str(checkpoint), "--folder", str(tmp_path / "taken")])
     assert isinstance(result.exception, UserError)
     assert str(result.exception).endswith("is a file: name a folder, it is made if it does not exist")
+
+
+def test_two_do_not_measure_into_one_folder(checkpoint: Path, tmp_path: Path) -> None:
+    for more in ([], ["--phase", "train"]):
+        with one_writer(tmp_path, ""):
+            result = CliRunner().invoke(single_command(profile), [str(checkpoint), "--folder", str(tmp_path), *more])
+        assert (
+            str(result.exception)
+            == f"{tmp_path}: another antiphon profile measures into it: wait for it, or name another"
+        )
 
 
 def test_a_profile_that_cannot_be_gone_on_with_is_found_before_measuring(checkpoint: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_what_cannot_be_looked_at(server: Live, tmp_path: Path) -> None:
     with httpx.Client() as client:
         with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:1 .*antiphon serve"):
             read(client, "http://127.0.0.1:1")
-        for url in ("", "localhost", "ftp://localhost"):
+        for url in ("", "localhost", "ftp://localhost", "http://127.0.0.1:99999"):
             with pytest.raises(UserError, match="is not a server's address: write for example http://"):
                 read(client, url)
         with pytest.raises(UserError, match="answers, but not as this version"):

@@ -9,9 +9,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from antiphon.base.errors import ResourceError
 from antiphon.comm.collectives import AllReduce, AllToAll, run, start
 from antiphon.comm.launcher import CollectiveLauncher
-from antiphon.comm.mesh import RollCall, Sizes, connect
+from antiphon.comm.mesh import Sizes, connect
 from antiphon.comm.micro_ops import MicroOpScheduler
 from antiphon.comm.replicas import ReplicaGroups
+from antiphon.comm.roll_call import RollCall
 from tests.comm.ranks import on_ranks
 
 RANKS, ROUNDS = 3, 4

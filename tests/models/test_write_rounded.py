@@ -187,6 +187,19 @@ def test_shards_of_other_weights_are_not_kept(save_model: Any, tools: Any, tmp_p
         write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
 
 
+def test_a_shard_in_which_a_bit_turned_is_not_kept(save_model: Any, tools: Any, tmp_path: Path) -> None:
+    saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
+    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    shard = out / "model.safetensors"
+    whole = shard.read_bytes()
+    for place in (len(whole) - 1, len(whole) // 2, whole.index(b'"errors"') + 30):
+        shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"model\.safetensors is damaged .*: remove it"):
+            write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+    shard.write_bytes(whole)
+    write_rounded(saved.folder, out, WeightRounding(experts="int4"), silent)
+
+
 def test_a_folder_with_another_model_is_left_as_it_is(save_model: Any, tools: Any, tmp_path: Path) -> None:
     saved, out = save_model(tools.config("qwen3_moe", **SIZES)), tmp_path / "out"
     out.mkdir()

@@ -27,6 +27,7 @@ from antiphon.report.training_run import read_run, run_page
 from antiphon.train import checkpoint
 from antiphon.train.metrics import Metrics, OutputLock
 from antiphon.train.passes import HeldOutLoss
+from antiphon.train.saver import Saver
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
 from tests.serve.fork_server import PROGRAMS
@@ -122,7 +123,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_metrics_that_are_no_steps_are_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands there, and a full disk takes nothing away."""
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 0}\n[1]\n{"loss": 1}\n{"step": 9}\n{"st')
+    file.write_bytes(b'{"step": 0}\n[1]\n{"loss": 1}\n{"step": 9}\n{"step\xff": 1}\n{"st')
     Metrics(tmp_path, 5).close()
     assert file.read_text() == '{"step": 0}\n'
 
@@ -492,7 +493,7 @@ def test_a_page_of_a_run_whose_ranks_changed_measures_the_last(tmp_path: Path) -
 
 def test_steps_wait_for_the_copy_of_a_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes no checkpoint until two more steps are done holds no step up."""
-    write, may_write, waited = checkpoint.Saver._write, threading.Event(), []
+    write, may_write, waited = Saver._write, threading.Event(), []
 
     def slow(saver: Any, *arguments: Any) -> None:
         waited.append(may_write.wait(60))
@@ -502,7 +503,7 @@ def test_steps_wait_for_the_copy_of_a_checkpoint_alone(tmp_path: Path, monkeypat
         if result.step == 4:
             may_write.set()
 
-    monkeypatch.setattr(checkpoint.Saver, "_write", slow)
+    monkeypatch.setattr(Saver, "_write", slow)
     Trainer(prepare(config_of(tmp_path)), on_step).run()
     assert waited == [True, True]
     assert steps_of(tmp_path) == [3, 6]

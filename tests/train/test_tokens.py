@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -20,7 +22,7 @@ from antiphon.base.system import one_writer
 from antiphon.models.config import load_model_spec
 from antiphon.train import documents, tokens
 from antiphon.train.config_tables import DataConfig
-from antiphon.train.documents import find_files, read_documents
+from antiphon.train.documents import Document, find_files, read_documents
 from antiphon.train.encoder import load_tokenizer
 from antiphon.train.tokens import BEGINNING, SPLITS, Reached, TokenSize, open_tokens, tokenize
 from tests.train.harness import LINES, write_model, write_text
@@ -122,8 +124,10 @@ def test_a_kill_loses_a_chunk_at_most(tmp_path: Path, prepared: tuple[DataConfig
     cache = tmp_path / "killed"
     script = f"""
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from antiphon.models.config import load_model_spec
 from antiphon.train import tokens
 from antiphon.train.config_tables import DataConfig
@@ -223,6 +227,11 @@ def test_files_that_cannot_be_read_are_named_with_the_place(tmp_path: Path) -> N
     assert f"{table}: not a Parquet file that can be read (" in refused(table)
     parquet.write_table(pyarrow.table({"body": ["x"]}), table)
     assert "no column 'text' (there is: body): set data.text_key" in refused(table)
+    for value, found in ((b"x", "bytes"), (5, "int"), (["x"], "list")):
+        parquet.write_table(pyarrow.table({"text": [None, value]}), table)
+        assert f"{table}: row 2: 'text' is {found} and no text: convert it" in refused(table)
+    lines.write_text('{"text": 5}\n')
+    assert "line 1: 'text' is int and no text: convert it, or set data.text_key" in refused(lines)
 
 
 def test_a_damaged_page_of_a_table(tmp_path: Path) -> None:
@@ -243,6 +252,25 @@ def test_two_runs_do_not_write_one_folder(
         run(prepared[0], tmp_path, tmp_path / "cache")
     run(prepared[0], tmp_path, tmp_path / "cache")
     assert bytes_of(tmp_path / "cache") == prepared[1]
+
+
+def test_files_that_change_while_they_are_read(
+    tmp_path: Path, prepared: tuple[DataConfig, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids would be of neither text."""
+    more = tmp_path / "more.txt"
+    more.write_text("one")
+    config = replace(prepared[0], files=(*prepared[0].files, str(more)))
+
+    def read_and_change(*arguments: Any) -> Iterator[Document]:
+        more.write_text("one and two")
+        return read_documents(*arguments)
+
+    with monkeypatch.context() as changing:
+        changing.setattr(tokens, "read_documents", read_and_change)
+        with pytest.raises(UserError, match=r"files of data\.files changed while they were read: start again"):
+            run(config, tmp_path, tmp_path / "cache")
+    run(config, tmp_path, tmp_path / "cache")
 
 
 def test_no_text_at_all(tmp_path: Path) -> None:
