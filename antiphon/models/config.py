@@ -118,7 +118,26 @@ def model_spec(config: Mapping[str, Any], evidence: Callable[[TensorNames], str]
     check_quantization(config)
     spec = FAMILIES[model_type](config)
     check_spec(spec)
+    _check_layer_types(config, spec)
     return spec
+
+
+def _check_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """`CheckpointError` if `layer_types`, where a file has it, says anything else than what will be computed. Some
+    families do not read it."""
+    kinds, known = config.get("layer_types"), config_keys.LAYER_TYPES
+    if not kinds:
+        return
+    if len(kinds) != spec.num_layers or not set(kinds) <= set(known):
+        supported = f"one of {', '.join(known)} for each of {spec.num_layers} layers"
+        raise config_keys.unsupported("layer_types", kinds, supported)
+    for layer, kind in enumerate(kinds):
+        window = spec.attention.window_of(layer)
+        if (kind == "full_attention") != (window is None):
+            raise CheckpointError(
+                f"config.json: layer_types = {kind!r} for layer {layer}, whose sliding_window is {brief(window)}: "
+                f"correct one of them"
+            )
 
 
 def _refusal(config: Mapping[str, Any]) -> CheckpointError:
@@ -335,6 +354,10 @@ def _attention(spec: ModelSpec) -> Iterable[Check]:
         attention.num_heads % attention.num_kv_heads == 0,
         f"{attention.num_heads} attention heads are not a multiple of {attention.num_kv_heads} key and value heads: "
         f"correct one of them",
+    )
+    yield (
+        attention.sliding_window is not None or not any(attention.windowed_layers),
+        "sliding_window is missing, and some layers have one: copy it from the model's publisher",
     )
     yield (
         math.isfinite(attention.scale) and attention.scale > 0,

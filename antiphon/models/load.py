@@ -35,6 +35,7 @@ from antiphon.models.tensors import (
     ExpertRefs,
     LoadPlan,
     attention_layer_plan,
+    bias_of,
     check,
     check_sizes,
     expert_of,
@@ -47,6 +48,8 @@ from antiphon.specs.model import ModelSpec
 
 ALONE = RankGroup()
 _NUMBERS_AT_ONCE = 1 << 22
+_COMPUTED = (".weight", "bias", ".sinks")
+_LEFT_ALONE = ("attn_k_b.weight", "attn_v_b.weight")  # some GGUF files have a matrix whole and in these two parts
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 
@@ -54,15 +57,36 @@ ExpertIds = Sequence[int] | Mapping[int, Sequence[int]]
 def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     """The checkpoint of `spec`, before anything is started for it: every header is read, all sizes are compared.
 
-    `CheckpointError` if a shard is missing or damaged, the weights are of another model, or have a head that
-    `config.json` does not know."""
+    `CheckpointError` if a shard is missing or damaged, the weights are of another model, or have a head, a bias or a
+    norm that `config.json` does not know."""
     checkpoint = open_weights(folder)
     names = checkpoint.family_names(spec.family)
     check_sizes(checkpoint, spec, names)
     checkpoint.open_shards()
+    _check_all_used(checkpoint, spec, names)
     if spec.tie_embeddings and names.head in checkpoint:
         _check_tied_head(checkpoint, spec, names)
     return checkpoint
+
+
+def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:
+    """`CheckpointError` for a weight, bias or norm of a layer that `config.json` says nothing of: what is computed
+    without it is another model. Zeros, as some tools write for every bias, change nothing."""
+    plans = [attention_layer_plan(spec, names, layer, checkpoint) for layer in range(spec.num_layers)]
+    used = {ref.name for plan in (outer_plan(spec, names), *plans) for refs in plan.values() for ref in refs}
+    for layer in spec.expert_layers:
+        used |= {ref.name for ref in expert_refs(spec, names, layer, 0, checkpoint).refs}
+    layers = tuple(names.layer.format(layer=layer) for layer in range(spec.num_layers))
+    for name in checkpoint.names:
+        is_expert = ".experts." in name and not name.endswith("bias")
+        if is_expert or name in used or not name.endswith(_COMPUTED) or name.endswith(_LEFT_ALONE):
+            continue
+        is_of_model = name == bias_of(names.head) or name.startswith(layers)
+        if is_of_model and checkpoint.stored_view(name).float().any():
+            raise CheckpointError(
+                f"{checkpoint.file_of(name)}: tensor {name} has no use by config.json: state there what it belongs to, "
+                f"such as attention_bias, or leave the tensor out of the weights"
+            )
 
 
 def _check_tied_head(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames) -> None:

@@ -16,8 +16,7 @@ from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.batch import make_attention_batch
 from antiphon.models.config import load_model_spec
 from antiphon.models.families.readers import FAMILIES as KNOWN
-from antiphon.models.gguf.checkpoint import open_weights
-from antiphon.models.load import load_attention_half, load_expert_half
+from antiphon.models.load import load_attention_half, load_expert_half, open_checkpoint
 from antiphon.specs.model import KVStorage
 from tests.models.decoder import Decoder
 
@@ -190,11 +189,8 @@ def save_model(tmp_path: Path) -> Callable[..., SavedModel]:
 
 
 def load_decoder(folder: Path, backend: KernelBackend | None = None, rope_scaling: str = "", **how: Any) -> Decoder:
-    spec, checkpoint, backend = (
-        load_model_spec(folder, rope_scaling),
-        open_weights(folder),
-        backend or ReferenceBackend(),
-    )
+    spec, backend = load_model_spec(folder, rope_scaling), backend or ReferenceBackend()
+    checkpoint = open_checkpoint(folder, spec)
     return Decoder(load_attention_half(checkpoint, spec, backend, **how), load_expert_half(checkpoint, spec, backend))
 
 

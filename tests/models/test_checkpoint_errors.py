@@ -185,6 +185,32 @@ def test_a_head_that_is_not_the_embedding(save_model: Any, tools: Any) -> None:
         open_checkpoint(folder, load_model_spec(folder))
 
 
+@pytest.mark.parametrize(
+    ("family", "tensor", "size"),
+    [
+        ("mixtral", "model.layers.1.self_attn.q_proj.bias", 48),
+        ("mixtral", "model.layers.2.block_sparse_moe.experts.0.w1.bias", 40),
+        ("mixtral", "lm_head.bias", 97),
+        ("qwen2_moe", "model.layers.0.self_attn.q_norm.weight", 8),
+        ("deepseek_v3", "model.layers.1.self_attn.q_proj.weight", 48),
+    ],
+)
+def test_a_tensor_that_config_json_says_nothing_of(
+    family: str, tensor: str, size: int, save_model: Any, tools: Any
+) -> None:
+    folder = save_model(tools.config(family)).folder
+    file, spec = folder / "model.safetensors", load_model_spec(folder)
+    tensors = load_file(file) | {tensor: torch.zeros(size)}
+    save_file(tensors, file)
+    open_checkpoint(folder, spec)
+    tensors[tensor][3] = 0.5
+    save_file(tensors, file)
+    assert message_of(lambda: open_checkpoint(folder, spec)) == (
+        f"model.safetensors: tensor {tensor} has no use by config.json: state there what it belongs to, such as "
+        f"attention_bias, or leave the tensor out of the weights"
+    )
+
+
 def test_index_names_the_wrong_shard(folder: Path) -> None:
     index_file = folder / "model.safetensors.index.json"
     index = json.loads(index_file.read_text())

@@ -49,6 +49,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": "false"}, f"attention_bias = 'false': true or false is needed: {COPY}"),
     ({"rope_scaling": [1]}, f"rope_scaling = [1]: an object is needed: {COPY}"),
     ({"rope_scaling": "yarn"}, f"rope_scaling = 'yarn': an object is needed: {COPY}"),
+    (
+        {"rope_scaling": {"factor": 4.0}},
+        "rope_scaling has factor = 4.0 and no rope_type: add the type, such as yarn, or remove the factor",
+    ),
     ({"quantization_config": ["fp8"]}, f"quantization_config = ['fp8']: an object is needed: {COPY}"),
     ({"quantization_config": "fp8"}, f"quantization_config = 'fp8': an object is needed: {COPY}"),
     (
@@ -110,6 +114,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": LONG},
         "long_factor has 63 factors: 64, one for two rotated dimensions, are needed: "
         "copy it from the model's publisher",
+    ),
+    # kinds of layers that this family does not read
+    (
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types = ['full_attention', 'chunked_attention'] is not supported: use a model with one of "
+        "sliding_attention, full_attention for each of 2 layers",
+    ),
+    (
+        {"num_hidden_layers": 2, "layer_types": ["full_attention"]},
+        "layer_types = ['full_attention'] is not supported: use a model with one of "
+        "sliding_attention, full_attention for each of 2 layers",
+    ),
+    (
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types = 'sliding_attention' for layer 1, whose sliding_window is null: correct one of them",
+    ),
+    (
+        {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "sliding_window": 64},
+        "layer_types = 'full_attention' for layer 0, whose sliding_window is 64: correct one of them",
     ),
     (
         {"rope_scaling": BANDS},

@@ -27,8 +27,10 @@ pytestmark = pytest.mark.skipif(
 )
 READ = {*RULES, "hidden_act", "topk_method", "rope_parameters", "rope_scaling", "mlp_bias", "dtype", "torch_dtype"}
 SECTIONS = ("rope_parameters", "rope_scaling", "attn_config", "ffn_config")
-# DBRX's own code rotates by attn_config.rope_theta; transformers 5 takes it from rope_parameters only
+# DBRX's own code rotates by attn_config.rope_theta; transformers 5 takes it from rope_parameters only. A factor without
+# a type, which transformers takes for none, is refused.
 OTHER_IN_TRANSFORMERS = {("dbrx", "rope_parameters", "rope_theta"), ("dbrx", "rope_parameters"), ("dbrx", "rope_theta")}
+OTHER_IN_TRANSFORMERS |= {("gpt_oss", "rope_parameters", "rope_type"), ("gpt_oss", "rope_scaling", "type")}
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:

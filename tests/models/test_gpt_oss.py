@@ -203,6 +203,10 @@ def test_the_published_config() -> None:
             "sliding_attention, full_attention for each of 24 layers",
         ),
         (
+            {"sliding_window": None},
+            "config.json: sliding_window is missing, and some layers have one: copy it from the model's publisher",
+        ),
+        (
             {"hidden_act": "gelu"},
             "config.json: hidden_act = 'gelu' is not supported: use a model with 'silu'",
         ),

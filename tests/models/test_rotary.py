@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def error_of(saved: Any, tools: Any, length: int, chunks: list[int], **how: Any)
         ("deepseek_v2", DEEPSEEK_YARN),
         ("deepseek_v3", DEEPSEEK_YARN),
         ("deepseek_v3", YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "factor": 40}),
+        ("deepseek_v3", {"rope_type": "default", "rope_theta": 1e4, "mscale_all_dim": 1.0, "factor": 40.0}),
     ],
 )
 def test_scaling_equals_transformers(family: str, rope: dict[str, Any], save_model: Any, tools: Any) -> None:
@@ -156,6 +158,14 @@ def test_missing_rope_number() -> None:
     assert str(caught.value) == (
         "config.json: rope_type = 'llama3' needs low_freq_factor, high_freq_factor: add it to rope_parameters"
     )
+
+
+def test_a_key_without_a_use_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "antiphon"):
+        model_spec(QWEN3 | {"rope_scaling": RECIPE})
+        assert not caplog.text
+        model_spec(QWEN3 | {"rope_scaling": RECIPE | {"attn_factor": 2.0}})
+    assert "config.json: 'attn_factor' means nothing to the scaling yarn: left out" in caplog.text
 
 
 def test_table_has_the_positions_asked_for() -> None:

@@ -1,17 +1,24 @@
 """What stock clients need beside answers: ids, several names, pages of other origins, probes, the tokenizer."""
 
 import asyncio
+import json
 from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
+from openai.types import Completion, ErrorObject
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from antiphon.base.errors import UserError
 from antiphon.serve.api.server import create_app
 from antiphon.serve.api.settings import ServerSettings
 from antiphon.serve.text.tokenizer import TextTokenizer
 from tests.serve.api_harness import CHAT_TEMPLATE, Live, fake_engine, ids, live, says, small_tokenizer
+from tests.serve.test_api_responses import CALL
+from tests.serve.test_api_tools import HERMES
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -40,9 +47,41 @@ def test_models_are_described_for_clients_of_both_vendors(server: Live) -> None:
     (card,) = listed["data"]
     assert card == server.http.get("/v1/models/fake-moe").json()
     assert (card["object"], card["type"], card["display_name"]) == ("model", "model", "fake-moe")
+    assert card["lifecycle"] == "active"
     assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
     assert (card["max_input_tokens"], card["max_tokens"]) == (256, 256)
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "fake-moe", "fake-moe")
+
+
+STRICT: list[tuple[str, dict[str, Any], Any, Any]] = [
+    ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 2}, ChatCompletion, ChatCompletionChunk),
+    ("completions", {"prompt": "a", "logprobs": 2}, Completion, None),  # it has no type for events of completions
+    ("responses", {"input": "hello", "tools": [{"type": "function", "name": "look"}]}, Response, ResponseStreamEvent),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "whole", "event"), STRICT, ids=[case[0] for case in STRICT])
+@pytest.mark.parametrize("fails", [False, True])
+def test_answers_have_the_types_of_openais_client(
+    path: str, body: dict[str, Any], whole: Any, event: Any, fails: bool
+) -> None:
+    """The client itself takes them for granted."""
+    engine = says(f"Well.{CALL}")
+    engine.fail_after_tokens = 2 if fails else None
+    with live(engine, chat_template=HERMES) as server:
+        stream = server.http.post(f"/v1/{path}", json=body | {"stream": True}).text
+        answer = server.http.post(f"/v1/{path}", json=body)
+    texts = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    for text in texts:
+        if text.startswith('{"error":'):
+            TypeAdapter(ErrorObject).validate_python(json.loads(text)["error"], strict=True)
+        elif event is not None:
+            TypeAdapter(event).validate_json(text, strict=True)
+    if fails:
+        TypeAdapter(ErrorObject).validate_python(answer.json()["error"], strict=True)
+        assert "lost experts[1]" in texts[-1]
+    else:
+        TypeAdapter(whole).validate_json(answer.content, strict=True)
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_look_for(server: Live) -> None:
@@ -65,6 +104,8 @@ def test_pages_of_other_origins_may_use_the_server_when_they_are_named() -> None
         preflight = server.http.options("/v1/chat/completions", headers=asks | {"authorization": ""})
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == page
+        forgets = asks | {"access-control-request-method": "DELETE"}
+        assert server.http.options("/v1/responses/resp-1", headers=forgets).status_code == 200
         answer = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": page})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page)
         unknown = server.http.get("/v1/models", headers={"authorization": "", "origin": page})

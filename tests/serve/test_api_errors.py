@@ -249,7 +249,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Live) -> None:
     assert response.headers["allow"] == "POST"
     several = server.http.put("/v1/responses/resp-1", json={})
     error_of(several, 405)
-    assert several.headers["allow"] == "DELETE, GET"
+    assert several.headers["allow"] == "DELETE, GET, HEAD"
 
 
 def test_another_model_is_404(server: Live) -> None:

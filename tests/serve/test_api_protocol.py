@@ -155,6 +155,18 @@ def test_other_methods_are_405(server: Live, method: str) -> None:
         assert "method not allowed" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/dashboard", "/nothing"])
+def test_head_is_get_without_the_body(server: Live, path: str) -> None:
+    with server.connect() as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        head = read_all(connection)
+    answer = server.http.get(path)
+    assert head.startswith(b"HTTP/1.1 %d " % answer.status_code)
+    assert f"content-type: {answer.headers['content-type']}".encode() in head
+    assert head.index(b"\r\n\r\n") == len(head) - 4
+    assert answer.content
+
+
 def test_a_slash_too_many_is_404_and_names_the_path(server: Live) -> None:
     response = server.http.post("/v1/completions/", json={"prompt": "x"})
     assert response.status_code == 404

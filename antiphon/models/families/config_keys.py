@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from antiphon.base.errors import CheckpointError, UserError
+from antiphon.base.logging import get_logger
 from antiphon.models.checkpoint_folder import brief, parse_json
 from antiphon.models.families.config_values import MAX_POSITIONS, ROPE_RULES
 from antiphon.specs.model import RopeSpec
 
+_log = get_logger("models")
 Config = dict[str, Any]
 Value = TypeVar("Value", bound=str)
 
@@ -35,6 +37,7 @@ _OWN_ROPE = ("rope_theta", "partial_rotary_factor")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
 _SHORT_DTYPES = {"float": "float32", "half": "float16", "double": "float64"}  # as torch has them, too
+LAYER_TYPES = ("sliding_attention", "full_attention")
 _PARTLY_ROTATED = ("glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open")  # that may rotate a part of each head
 
 
@@ -116,6 +119,8 @@ def rope(
     `partial`: the part of each head that is rotated, where no key says it.
     """
     scaling, numbers = _rope_numbers(config)
+    if unused := [key for key, value in numbers.items() if value is not None and key not in _known_keys(scaling)]:
+        _log.warning("config.json: %s means nothing to the scaling %s: left out", brief(unused[0]), scaling)
     if max_position is None:
         max_position = required_int(config, "max_position_embeddings")
     theta = float(numbers.pop("rope_theta", None) or config["rope_theta"])
@@ -130,7 +135,7 @@ def rope(
         theta=theta,
         interleaved=interleaved,
         scaling=scaling,
-        parameters={key: value for key, value in numbers.items() if _is_number(value)},
+        parameters={key: value for key, value in numbers.items() if _is_number(value) and scaling != "none"},
         max_position=max_position,
         original_max_position=int(original or max_position),
     )
@@ -142,8 +147,15 @@ def _rope_numbers(config: Config) -> tuple[Scaling, dict[str, Any]]:
     numbers = dict(config.get("rope_parameters") or {})
     if added := config.get("rope_scaling"):
         numbers = {key: numbers[key] for key in _OWN_ROPE if key in numbers} | added
-    kind = str(numbers.pop("rope_type", None) or numbers.pop("type", None) or "default")
+    stated = numbers.pop("rope_type", None) or numbers.get("type")
     numbers.pop("type", None)
+    if stated is None and numbers.get("factor") not in (None, 1):
+        name = "rope_scaling" if added else "rope_parameters"
+        raise CheckpointError(
+            f"config.json: {name} has factor = {brief(numbers['factor'])} and no rope_type: add the type, such as "
+            f"yarn, or remove the factor"
+        )
+    kind = str(stated or "default")
     if kind not in ROPE_TYPES:
         raise CheckpointError(
             f"config.json: rope_type = {brief(kind)} is not supported: use one of {', '.join(sorted(ROPE_TYPES))}"
@@ -249,7 +261,8 @@ def stated_dtype(config: Mapping[str, Any]) -> str | None:
 # The text is what would stand under `rope_scaling` (transformers 4: `type`) or `rope_parameters` (5: `rope_type`). It
 # takes the place of the file's own, whose rotary base and rotated part stay if the text is silent about them; then the
 # family reads it as if the file had it. A key that the scaling has no use for is refused: a file may carry one along,
-# an option is written for its effect. Rejected: an option for each number, of which a scaling uses some.
+# which the log names, an option is written for its effect. Rejected: an option for each number, of which a scaling uses
+# some.
 
 _OPTION = "--rope-scaling"
 _EXAMPLE = """'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
@@ -262,6 +275,10 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "longrope": (_TRAINED, "factor", "attention_factor", "short_mscale", "long_mscale"),
     "llama3": (_TRAINED,),
 }
+
+
+def _known_keys(scaling: Scaling) -> tuple[str, ...]:
+    return (*ROPE_NUMBERS[scaling], *_FURTHER[scaling], *_OWN_ROPE)
 
 
 def check_rope_scaling(text: str) -> None:
@@ -299,7 +316,7 @@ def _parse_scaling(text: str) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UserError(f"{_OPTION}: rope_type = {brief(kind)}: use one of {', '.join(sorted(ROPE_TYPES))}")
     form = ROPE_TYPES[kind]
-    known = (*ROPE_NUMBERS[form], *_FURTHER[form], *_OWN_ROPE)
+    known = _known_keys(form)
     if unknown := [key for key in scaling if key not in known]:
         raise UserError(f"{_OPTION}: {brief(unknown[0])} means nothing to {kind}: it has {', '.join(known)}")
     if missing := [key for key in ROPE_NUMBERS[form] if scaling.get(key) is None]:

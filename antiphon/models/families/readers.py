@@ -342,9 +342,6 @@ def _ernie4_5_moe(config: keys.Config) -> ModelSpec:
     )
 
 
-_LAYER_TYPES = ("sliding_attention", "full_attention")
-
-
 def _gpt_oss(config: keys.Config) -> ModelSpec:
     """Attention sinks, windowed and full layers in turns, biases everywhere, clamped SwiGLU, MXFP4 experts.
 
@@ -355,11 +352,7 @@ def _gpt_oss(config: keys.Config) -> ModelSpec:
     num_layers, kinds = keys.sizes(config)["num_layers"], config.get("layer_types")
     keys.one_of(config, "hidden_act", ("silu",), "silu")
     if kinds is None:
-        kinds = [_LAYER_TYPES[layer % 2] for layer in range(num_layers)]
-    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers or not set(kinds) <= set(_LAYER_TYPES):
-        raise keys.unsupported(
-            "layer_types", kinds, f"one of {', '.join(_LAYER_TYPES)} for each of {num_layers} layers"
-        )
+        kinds = [keys.LAYER_TYPES[layer % 2] for layer in range(num_layers)]
     attention = _attention(
         config,
         bias=bool(config["attention_bias"]),

@@ -203,6 +203,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = None
     inference_geo: str | None = Field(None, description="Changes nothing.")
     thread: dict[str, Any] | None = Field(None, description="Refused with the code thread_unsupported_request.")

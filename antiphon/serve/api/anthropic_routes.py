@@ -42,10 +42,9 @@ class MessageEvents(ItemEvents):
     items_key = "content"
     reasoning_type, text_type, call_type = "thinking", "text", "tool_use"
 
-    def __init__(self, generation: Generation, model: str, *, max_tokens: int, block_size: int) -> None:
-        """`max_tokens`: that the client asked for. `block_size`: tokens in a unit of the cache of prompts."""
+    def __init__(self, generation: Generation, model: str, *, max_tokens: int) -> None:
+        """`max_tokens`: that the client asked for."""
         self._max_tokens = max_tokens
-        self._block_size = block_size
         answer: dict[str, Any] = {
             "id": generation.request_id,
             "type": "message",
@@ -63,12 +62,11 @@ class MessageEvents(ItemEvents):
 
     def ending(self) -> list[bytes]:
         usage: Any = self._generation.usage()
-        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-        num_kept = max(0, usage["prompt_tokens"] // self._block_size * self._block_size - num_cached)
+        of_prompt = usage["prompt_tokens_details"]
         self.answer["usage"] = {
-            "input_tokens": usage["prompt_tokens"] - num_cached - num_kept,
-            "cache_read_input_tokens": num_cached,
-            "cache_creation_input_tokens": num_kept,
+            "input_tokens": usage["prompt_tokens"] - of_prompt["cached_tokens"] - of_prompt["cache_write_tokens"],
+            "cache_read_input_tokens": of_prompt["cached_tokens"],
+            "cache_creation_input_tokens": of_prompt["cache_write_tokens"],
             "output_tokens": usage["completion_tokens"],
         }
         delta = {name: self.answer[name] for name in ("stop_reason", "stop_sequence")}
@@ -126,8 +124,7 @@ async def create_message(request: Request) -> Response:
     async with generation_for(context, chat, "msg") as generation:
         with in_client_words(names):
             await submit_chat(context, client_of(request), [chat], generation)
-        block_size = context.engine.info.block_size
-        events = MessageEvents(generation, context.model_name, max_tokens=body.max_tokens, block_size=block_size)
+        events = MessageEvents(generation, context.model_name, max_tokens=body.max_tokens)
         return await respond_in_items(context, request, generation, events, streams=body.stream)
 
 

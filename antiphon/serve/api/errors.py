@@ -156,7 +156,8 @@ def _methods_of(app: FastAPI, path: str) -> list[str]:
     names = re.compile(r"\\\{.*?\\\}")
     fitting = [each for each in described if re.fullmatch(names.sub("[^/]+", re.escape(each)), path)]
     tried = [path] if path in described else fitting
-    return sorted({method.upper() for each in tried for method in described[each]})
+    methods = {method.upper() for each in tried for method in described[each]}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -184,9 +184,7 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """Token counts; a prompt counts once however many answers it has. Read it before `close`."""
-        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        num_cached = sum(choice.num_cached_tokens for choice in self._choices[:: self.num_answers])
-        return self._usage(num_prompt, num_cached, self._choices)
+        return self._usage(self._choices[:: self.num_answers], self._choices)
 
     def prompt_ids_of(self, index: int) -> list[int]:
         """The prompt of one answer."""
@@ -194,16 +192,22 @@ class Generation:
 
     def usage_of(self, index: int) -> dict[str, object]:
         """Token counts so far of one answer, for streams."""
-        choice = self._choices[index]
-        return self._usage(len(self.prompt_ids_of(index)), choice.num_cached_tokens, [choice])
+        return self._usage([self._choices[index]], [self._choices[index]])
 
-    def _usage(self, num_prompt: int, num_cached: int, choices: list[ChoiceText]) -> dict[str, object]:
+    def _usage(self, of_prompts: list[ChoiceText], choices: list[ChoiceText]) -> dict[str, object]:
+        """`of_prompts`: an answer to each prompt."""
+        block_size = self._context.engine.info.block_size
+        num_prompts = [len(self.prompt_ids_of(choice.index)) for choice in of_prompts]
+        num_cached = [choice.num_cached_tokens for choice in of_prompts]
+        pairs = zip(num_prompts, num_cached, strict=True)
+        num_new = sum(max(0, number // block_size * block_size - cached) for number, cached in pairs)
+        num_prompt = sum(num_prompts)
         num_completion = sum(choice.num_tokens for choice in choices)
         counts: dict[str, object] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": {"cached_tokens": sum(num_cached), "cache_write_tokens": num_new},
         }
         if self._reads_reasoning:
             num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)

@@ -91,7 +91,7 @@ class ResponseEvents(ItemEvents):
         reasoning: dict[str, int] = usage.get("completion_tokens_details") or {}
         self.answer["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": reasoning.get("reasoning_tokens", 0)},
             "total_tokens": usage["total_tokens"],
@@ -111,8 +111,10 @@ class ResponseEvents(ItemEvents):
         return events
 
     def failure(self, error: ApiError) -> bytes:
-        code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
-        self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        kind = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if error.status == 429 else kind
+        details = {"code": code, "message": error.message, "param": error.param, "type": error.code}
+        self.answer |= {"status": "failed", "error": details}
         return self._event("response.failed", response=self.answer)
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -55,7 +55,7 @@ _USAGE = _answer(
     prompt_tokens=int,
     completion_tokens=int,
     total_tokens=int,
-    prompt_tokens_details=_answer("PromptTokensDetails", cached_tokens=int),
+    prompt_tokens_details=_answer("PromptTokensDetails", cached_tokens=int, cache_write_tokens=int),
     completion_tokens_details=(
         _REASONING_TOKENS,
         Field(default=_REASONING_TOKENS(reasoning_tokens=0), description="Of chats."),
@@ -134,6 +134,7 @@ ModelCard = _answer(
     max_model_len=int,
     type=(Literal["model"], Field(description="This and what follows is for Anthropic's clients.")),
     display_name=str,
+    lifecycle=Literal["active"],
     created_at=str,
     max_input_tokens=int,
     max_tokens=int,

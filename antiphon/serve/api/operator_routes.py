@@ -57,6 +57,7 @@ def _model_card(context: ApiContext, name: str) -> dict[str, Any]:
         "max_model_len": context.engine.info.max_model_len,
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
         "created_at": datetime.fromtimestamp(context.started_at_s, UTC).isoformat(),
         "max_input_tokens": context.limits.max_prompt_tokens,
         "max_tokens": context.engine.info.max_model_len,

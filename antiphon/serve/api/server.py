@@ -115,9 +115,9 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "retry-after"),
         )
     app.add_middleware(entry_middleware, root_path=settings.root_path)  # the outermost: the last that is added
     description = _describe(app, with_keys=bool(settings.api_keys))

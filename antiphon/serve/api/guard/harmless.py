@@ -55,6 +55,7 @@ HARMLESS: dict[str, Harmless] = {
     "moderation": Harmless((), "moderation is not supported"),
     "parallel_tool_calls": Harmless((True, False), _ONLY_CHAT),
     "prediction": Harmless((), "predicted outputs are not supported"),
+    "prompt_cache_options": Harmless(({}, {"mode": "implicit"}), _CACHE),
     "prompt_cache_retention": Harmless(("in_memory", "in-memory"), _CACHE),
     "reasoning_effort": Harmless(("none",), _ONLY_CHAT),
     "service_tier": Harmless(("auto", "default"), "there is only one tier"),

@@ -55,6 +55,8 @@ def entry_middleware(app: ASGIApp, root_path: str) -> ASGIApp:
         sent: bytes = dict(scope["headers"]).get(_ID_HEADER, b"")
         own = sent if _ID.fullmatch(sent) else uuid.uuid4().hex.encode()
         scope["antiphon.request_id"] = own.decode()
+        if scope["method"] == "HEAD":  # asks for what GET does; the connection leaves the body out
+            scope = {**scope, "method": "GET"}
         if root_path and scope["path"].startswith(f"{root_path}/"):
             scope = {**scope, "path": scope["path"].removeprefix(root_path)}
         is_anthropic = scope["path"].startswith("/v1/messages")
