@@ -100,11 +100,22 @@ _LIMITS = {  # by an error of the system: the limit that it may be of, and what 
 }
 
 
+# What the linker, Python and torch say for want of memory, in place of the system's words.
+_NO_MEMORY = (
+    "failed to map segment",
+    "can't start new thread",
+    "can't allocate memory",
+    "MemoryError",
+    "std::bad_alloc",
+)
+
+
 def with_fix(message: str) -> str:
     """`message` with the limit and the fix behind the system's words for an error. They are found by these words: of
     errors in other processes there are only words."""
     for code, (limit, fix) in _LIMITS.items():
-        if os.strerror(code) in message and fix.partition("{")[0] not in message:
+        words = (os.strerror(code), *(_NO_MEMORY if code == errno.ENOMEM else ()))
+        if any(each in message for each in words) and fix.partition("{")[0] not in message:
             value = resource.RLIM_INFINITY if limit is None else resource.getrlimit(limit)[0]
             return f"{message}: {fix.format('' if value == resource.RLIM_INFINITY else f' to {value:,} here')}"
     return message

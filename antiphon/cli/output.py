@@ -289,7 +289,7 @@ def _explain(error: BaseException, debug: bool) -> tuple[int, str]:
     if isinstance(error, (UserError, PeerLost, PeerTimeout, Refused)):
         return error.exit_code if isinstance(error, UserError) else EXIT_FAILED, _one_line(error)
     hint = "" if debug else "; --debug shows where"
-    return EXIT_FAILED, f"{type(error).__name__}: {_one_line(error)}{hint}"
+    return EXIT_FAILED, with_fix(f"{type(error).__name__}: {_one_line(error)}") + hint
 
 
 def _usage_message(error: Any) -> str:

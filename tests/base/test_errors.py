@@ -3,7 +3,9 @@
 import errno
 import os
 
-from antiphon.base.errors import Refused, UserError, native_error, shortened
+import pytest
+
+from antiphon.base.errors import Refused, UserError, native_error, shortened, with_fix
 
 
 def test_a_long_value_is_cut_in_its_middle_and_its_length_is_said() -> None:
@@ -25,3 +27,18 @@ def test_an_error_of_the_system_names_the_limit_and_the_fix() -> None:
     assert isinstance(error, Refused)
     assert str(error).startswith(words)
     assert "ulimit -f" in str(error)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ImportError: libtorch_cpu.so: failed to map segment from shared object",
+        "RuntimeError: can't start new thread",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory",
+        "MemoryError: no further message",
+    ],
+)
+def test_libraries_that_lack_memory_get_the_systems_fix(words: str) -> None:
+    assert with_fix(words).startswith(f"{words}: memory or addresses are limited")
+    assert with_fix(words).endswith("use less or raise them (ulimit -v)")
+    assert with_fix(with_fix(words)) == with_fix(words)

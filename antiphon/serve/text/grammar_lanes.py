@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
-from antiphon.base.errors import UserError
+from antiphon.base.errors import UserError, with_fix
 from antiphon.base.logging import get_logger
 from antiphon.base.sharing import FairLine
 from antiphon.base.system import python_module
@@ -171,7 +171,8 @@ class GrammarTrials:
             try:
                 was_of_use = self._run_process()
             except OSError as error:
-                _log.warning("the process for JSON schemas does not start: %s", error)
+                words = with_fix(error.strerror or str(error))
+                _log.warning("the process for JSON schemas does not start: %s", words)
             with self._lock:
                 settled = self._on_loss(was_of_use=was_of_use) if not self._closing else []
             _settle_all(settled)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from antiphon.base.errors import PeerLost, PeerTimeout, UserError
+from antiphon.base.errors import PeerLost, PeerTimeout, UserError, with_fix
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.sharing import FairLine
 from antiphon.base.system import ending_signals_blocked, python_module, signal_name
@@ -316,7 +316,7 @@ class TextQueue:
 
     def _say_not_started(self, error: Exception) -> None:
         if self._saying.count() is not None:
-            _log.error("the process for %s does not start: %s", self._name, _words(error))
+            _log.error("the process for %s does not start: %s", self._name, with_fix(_words(error)))
 
     def _kill(self) -> str:
         """End the process; how it ended, in words."""

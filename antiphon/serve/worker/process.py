@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 import torch
 
-from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
+from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError, with_fix
 from antiphon.base.logging import get_logger
 from antiphon.base.system import give_memory_back, ignore_ending_signals
 from antiphon.comm.m2n.api import StepAborted
@@ -341,7 +341,7 @@ def run_worker(channel: Channel, adapt: Callable[[Configure], Configure] = lambd
             raise
         except Exception as error:  # said to the engine in one line; the traceback goes to the log
             _log.error("cannot start:\n%s", traceback.format_exc())
-            channel.send(WorkerFailure(f"{type(error).__name__}: {error}", 1, passing=True))
+            channel.send(WorkerFailure(with_fix(f"{type(error).__name__}: {error}"), 1, passing=True))
             return 1
         try:
             _serve(worker, channel, orders)
