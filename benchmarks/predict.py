@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -38,7 +38,7 @@ from antiphon.base.errors import UserError
 from antiphon.base.progress import progress
 from antiphon.base.system import sigterm_exits
 from antiphon.bench import served_plans
-from antiphon.bench.harness.contest import CpuWatch, Drifting, MeasuredAround, rounds_of, wait_for_quiet
+from antiphon.bench.harness.contest import CpuWatch, MeasuredAround, rounds_of, wait_for_quiet
 from antiphon.bench.load import LoadCase, LoadRun, run_load
 from antiphon.bench.openai_peer import OpenAIPeer
 from antiphon.bench.profile.measure import NORMAL, QUICK, step_parts
@@ -126,10 +126,15 @@ def run_grid(arguments: argparse.Namespace, points: Sequence[Point]) -> dict[Poi
     return results
 
 
+def drift(predicted: Sequence[float]) -> float:
+    """By how much predictions of one figure from several measurements differ, as a fraction."""
+    return max(predicted) / min(predicted) - 1
+
+
 def row_of(point: Point, predicted: Sequence[float], measured: Sequence[MeasuredRound]) -> dict[str, Any]:
     """What the table and the JSON say of a point; `predicted`: seconds of a token, by each profile."""
     tpot_s = median(each.tpot_s for each in measured)
-    predicted_s = Drifting(predicted).mean
+    predicted_s = fmean(predicted)
     return {
         "contestant": point.contestant,
         "concurrency": point.concurrency,
@@ -138,7 +143,7 @@ def row_of(point: Point, predicted: Sequence[float], measured: Sequence[Measured
         "predicted_tokens_per_s": point.concurrency / predicted_s,
         "measured_tokens_per_s": median(each.tokens_per_s for each in measured),
         "error": predicted_s / tpot_s - 1,
-        "drift": Drifting(predicted).drift,
+        "drift": drift(predicted),
         "foreign_cpu_share": max(each.foreign_share for each in measured),
     }
 
@@ -361,16 +366,16 @@ def rate_row(
     if failed := [each.error for run in runs for each in run.requests if each.error]:
         raise UserError(f"{rate:g} requests/s: {len(failed)} requests failed, the first: {failed[0]}")
     promises = {
-        "ttft_s": Drifting([each["ttft_s"]["p50"] for each in promised]),
-        "tpot_s": Drifting([each["tpot_s"]["p50"] for each in promised]),
-        "tokens_per_s": Drifting([each["output_tokens_per_s"] for each in promised]),
+        "ttft_s": [each["ttft_s"]["p50"] for each in promised],
+        "tpot_s": [each["tpot_s"]["p50"] for each in promised],
+        "tokens_per_s": [each["output_tokens_per_s"] for each in promised],
     }
     measured = {
         "ttft_s": median(median(run.values("ttft_s")) for run in runs),
         "tpot_s": median(median(run.values("tpot_s")) for run in runs),
         "tokens_per_s": median(sum(len(each.token_s) for each in run.answered) / run.took_s for run in runs),
     }
-    predicted = {name: promise.mean for name, promise in promises.items()}
+    predicted = {name: fmean(values) for name, values in promises.items()}
     pools = {"prefill": served.prefill, "decode": served}
     return {
         "rate": rate,
@@ -378,7 +383,7 @@ def rate_row(
         "predicted": predicted,
         "measured": measured,
         "error": {name: predicted[name] / measured[name] - 1 for name in predicted},
-        "drift": {name: promise.drift for name, promise in promises.items()},
+        "drift": {name: drift(values) for name, values in promises.items()},
     }
 
 

@@ -24,8 +24,8 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.base.progress import Report
 from antiphon.bench.harness.children import Children, join_gloo, seconds_of_calls
 from antiphon.bench.harness.contest import (
+    PATIENCE,
     ContestColumns,
-    Patience,
     Repetitions,
     UpTo,
     foreign_words,
@@ -133,7 +133,7 @@ class CollectiveSettings:
     transport: Annotated[str, Option(metavar="T", help="shm, tcp or libfabric."), TRANSPORTS] = "shm"
     waiting: Annotated[str, Option(metavar="HOW", help="auto, poll, spin or block."), WAITING] = "auto"
     repetitions: Annotated[int, Option(metavar="N", help="Turns of every contestant."), UpTo(1000)] = 5
-    timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), Patience()] = 30.0
+    timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), PATIENCE] = 30.0
     quiet_timeout: Annotated[float, Option(metavar="S", help="Wait so long for other programs to rest.")] = 5.0
 
     def check(self) -> None:

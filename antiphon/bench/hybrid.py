@@ -30,8 +30,8 @@ from antiphon.base.units import format_bytes, format_seconds
 from antiphon.bench.box import Box
 from antiphon.bench.harness.children import Children, seconds_of_calls
 from antiphon.bench.harness.contest import (
+    PATIENCE,
     ContestColumns,
-    Patience,
     Row,
     UpTo,
     foreign_words,
@@ -77,7 +77,7 @@ class TwoLevelCase:
     ] = ",".join(CONTESTANTS)
     calls: Annotated[int, Option(metavar="N", help="Round trips of a turn."), UpTo(100_000)] = 20
     repetitions: Annotated[int, Option(metavar="N", help="Turns of every contestant."), UpTo(1000)] = 5
-    timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), Patience()] = 30.0
+    timeout: Annotated[float, Option(metavar="S", help="Patience of every wait."), PATIENCE] = 30.0
 
     def check(self) -> None:
         """`UserError` for what does not go together."""

@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Annotated, Any
 
 import psutil
@@ -39,7 +39,6 @@ from antiphon.bench.box import Box
 from antiphon.bench.harness.contest import (
     Cell,
     ContestColumns,
-    Drifting,
     MeasuredAround,
     Repetitions,
     Row,
@@ -417,7 +416,7 @@ def _predicted(
     row: dict[str, float | list[float] | None] = {}
     for name in found[0] if found else ():
         values = [value for each in found if (value := each[name]) is not None]
-        row[f"predicted_{name}"] = Drifting(values).mean if values else None
+        row[f"predicted_{name}"] = fmean(values) if values else None
         row[f"predicted_{name}_between"] = [min(values), max(values)] if values else None
     return row
 

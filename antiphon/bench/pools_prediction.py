@@ -29,8 +29,7 @@ from antiphon.serve.config import ServeConfig
 from antiphon.serve.policy.request import rows_for_cost
 from antiphon.sim.demand import Demand
 from antiphon.sim.host import CoreWaits
-from antiphon.sim.pools import pools_of
-from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.pools import ServingOptions, pools_of
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.counts import context_tokens_per_row

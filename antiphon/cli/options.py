@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from antiphon.base.errors import UserError, shortened
 from antiphon.base.units import parse_bytes
-from antiphon.bench.harness.contest import Patience, UpTo
+from antiphon.bench.harness.contest import PATIENCE, UpTo
 from antiphon.cli.commands import given_options
 from antiphon.models.checkpoint_folder import model_folder
 from antiphon.models.config import load_model_spec
@@ -369,7 +369,7 @@ def check_limits(chosen: Any) -> None:
                 check_count(option, value, note.most)
             elif isinstance(note, tuple):
                 check_one_of(option, value, note)
-            elif isinstance(note, Patience):
+            elif note is PATIENCE:
                 check_timeout(option, value)
 
 

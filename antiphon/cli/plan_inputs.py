@@ -20,7 +20,7 @@ from antiphon.models.planned import load_planned_model
 from antiphon.placement.routing_trace import with_recorded_popularity
 from antiphon.planner.candidates import Pins, parse_pins
 from antiphon.planner.setting import SearchLimits
-from antiphon.specs.catalog import names, shipped_model_config
+from antiphon.specs.catalog import names, shipped_file
 from antiphon.specs.checked import canonical, did_you_mean
 from antiphon.specs.cluster import ClusterSpec, ComputeDtype, load_cluster
 from antiphon.specs.model import BYTES_OF, WEIGHTS_ONLY, ModelSpec, PrecisionSpec, StorageDtype
@@ -243,7 +243,7 @@ class PlanInputs:
 def read_inputs(model: str, search: SearchOptions) -> PlanInputs:
     """Load and check all of it; `UserError` names the option."""
     cluster = search.apply_to_cluster(search.cluster_spec())
-    path = model_folder(shipped_model_config(model))
+    path = model_folder(shipped_file("model", model))
     planned = load_planned_model(path, search.model_set or ())
     workload = search.apply_to_workload(load_workload(search.workload))
     if search.routing is not None:

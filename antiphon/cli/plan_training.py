@@ -19,7 +19,7 @@ from antiphon.models.config import refuse_other_model
 from antiphon.models.planned import load_planned_model
 from antiphon.planner.candidates import pinned_numbers
 from antiphon.planner.training import PIN_NAMES, plan_training
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.checked import canonical, did_you_mean
 from antiphon.specs.cluster import ClusterSpec, NodeGroup
 from antiphon.specs.model import ModelSpec
@@ -70,7 +70,7 @@ def find_training_plan(model: str, search: SearchOptions, options: TrainingOptio
     cluster = search.cluster_spec() if profile is None else machine_of_ranks(profile, sequence_length)
     groups = _groups(cluster, options.device)
     _check_num_devices(cluster, groups, options.devices)
-    path = model_folder(shipped_model_config(model))
+    path = model_folder(shipped_file("model", model))
     planned = load_planned_model(path, search.model_set or ())
     _check_attention(planned.spec)
     if profile is not None and profile.model_config:
@@ -79,11 +79,10 @@ def find_training_plan(model: str, search: SearchOptions, options: TrainingOptio
     with progress("planning") as report:
         found = plan_training(
             planned.spec,
-            cluster,
+            replace(cluster, groups=groups),
             sequence_length=sequence_length,
             global_batch=global_batch,
             num_devices=options.devices,
-            device=None if options.device is None else groups[0].device.name,
             model_name=model_name_of(path),
             precision=parse_training_precision(search.precision)
             if measured is None

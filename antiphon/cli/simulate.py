@@ -21,10 +21,9 @@ from antiphon.cost.ping_pong import iteration
 from antiphon.report.emit_k8s import chosen_phase
 from antiphon.sim.gantt import write_trace
 from antiphon.sim.ping_pong import plan_pipeline, simulate_ping_pong
-from antiphon.sim.pools import Pool
+from antiphon.sim.pools import Pool, ServingOptions
 from antiphon.sim.serve_log import ServingRun, write_serving_trace
 from antiphon.sim.serve_results import PoolResult, ServingResult, serving_result
-from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.plan import Plan, read_plan
 

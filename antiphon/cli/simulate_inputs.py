@@ -30,9 +30,8 @@ from antiphon.planner.predict import predict
 from antiphon.planner.setting import Setting
 from antiphon.serve.policy.handover import HandOver
 from antiphon.sim.demand import Demand, draw_demand
-from antiphon.sim.pools import Pool, Prefill, parse_kill, pools_of
-from antiphon.sim.serving_options import ServingOptions
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.sim.pools import Pool, Prefill, ServingOptions, parse_kill, pools_of
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import cluster_from_json, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import PhaseName, Plan
@@ -174,7 +173,7 @@ def plan_model(plan: Plan) -> ModelSpec:
     if plan.model_config:
         return planned_model(plan.model_config).spec
     try:
-        return load_planned_model(shipped_model_config(plan.model)).spec
+        return load_planned_model(shipped_file("model", plan.model)).spec
     except UserError as error:
         raise UserError(
             f"the plan does not hold its model's config.json: make it again with antiphon plan ({error})"

@@ -70,13 +70,11 @@ class MicroOpScheduler:
         self,
         chunk_bytes: int | None = DEFAULT_CHUNK_BYTES,
         *,
-        stop_at_combine: bool = True,
         between_pairs: bool = False,
     ) -> None:
         if chunk_bytes is not None:
             partition(0, chunk_bytes)  # refuses impossible sizes now rather than at the first gradient
         self._chunk_bytes = chunk_bytes
-        self._stop_at_combine = stop_at_combine and not between_pairs
         self._between_pairs = between_pairs
         self._in_pair = False
         self._all_to_all: deque[MicroOp] = deque()
@@ -120,7 +118,7 @@ class MicroOpScheduler:
 
     def combine_begins(self) -> None:
         """The combine of the backward pass runs: hold all-reduce back until the all-to-all it leads to is submitted."""
-        self._combining = self._stop_at_combine
+        self._combining = not self._between_pairs
 
     def next(self) -> MicroOp | None:
         """The micro-op to launch now, or None to wait for the next call of any other method. Call it until it says

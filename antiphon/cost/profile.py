@@ -39,9 +39,9 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.parts import Number, Parts
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import Count, NotNegative, Text, check_version, checked, read, read_mapping
 from antiphon.specs.cluster import ComputeDtype
-from antiphon.specs.file_kinds import a_file_of
 
 SumName = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -61,7 +61,7 @@ class ThreadTimes:
     that go to any expert. `head_s`, `step_s`: per step; logits and sampling, and the rest of a step that is sent again
     and again, which finds everything in the caches.
     `prompt_attention_s`: one layer of a prompt's first x tokens. `per_cached_s`: what each token of a later piece adds
-    for every token before the piece; None: not measured, as in older files.
+    for every token before the piece; None: not measured.
     """
 
     num_threads: int
@@ -144,8 +144,7 @@ class EngineTimes:
 @dataclass(frozen=True, kw_only=True)
 class LocalTimes:
     """All of it, with where it is from. `foreign_share`: CPU of other processes while it was measured; `spread`: the
-    median over all measurements of (upper quartile - lower quartile) / median. `row_calls` None: not measured, as in
-    older files, and taken as nothing."""
+    median over all measurements of (upper quartile - lower quartile) / median."""
 
     model: str
     model_config: dict[str, Any]
@@ -159,7 +158,7 @@ class LocalTimes:
     engine: EngineTimes
     read_bytes_per_s: dict[int, float] = field(default_factory=dict)
     gemm_flops_per_s: dict[int, float] = field(default_factory=dict)
-    row_calls: RowCalls | None = None
+    row_calls: RowCalls
     foreign_share: float = 0.0
     spread: float = 0.0
     notes: tuple[str, ...] = ()
@@ -305,10 +304,6 @@ class Profile:
     host: HostTimes | None = None
     training: TrainingTables | None = None
 
-    def __post_init__(self) -> None:
-        if self.version != PROFILE_VERSION:
-            raise UserError(f"profile: version is {self.version}: this program reads version {PROFILE_VERSION}")
-
     def attention_table(
         self, phase: AttentionPhase = "decode", layer: LayerKind = "moe", tp: int = 1, *, both_sides: bool = False
     ) -> AttentionTable | None:
@@ -342,7 +337,7 @@ class Profile:
 def profiled_attention(table: AttentionTable, rows: Number, context: Number, cached: Number = 0.0) -> Parts:
     """One layer from a table: `rows` sequences (decode) or tokens (prefill), `context` tokens each. `cached`: tokens
     before those of a prompt; they cost nothing where the table does not have what they take."""
-    alone = _parts(table.times, rows, context, table.bound, lowest=(table.times.first[0], table.times.second[0]))
+    alone = _parts(table.times, rows, context, table.bound)
     if not table.per_cached_s or not np.any(cached):
         return alone
     return alone + Parts(compute_s=np.asarray(rows) * np.asarray(cached) * table.per_cached_s)
@@ -350,7 +345,7 @@ def profiled_attention(table: AttentionTable, rows: Number, context: Number, cac
 
 def profiled_experts(table: ExpertTable, rows: Number, num_held: Number) -> Parts:
     """One layer of one worker: `rows` (token, expert) pairs over `num_held` experts."""
-    return _parts(table.times, num_held, rows, table.bound, lowest=(table.times.first[0], table.times.second[0]))
+    return _parts(table.times, num_held, rows, table.bound)
 
 
 def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number = 1) -> Parts:
@@ -360,9 +355,9 @@ def profiled_messages(times: Curve, message_bytes: Number, num_messages: Number 
     return Parts(scale_out_s=total - fixed, fixed_s=fixed)
 
 
-def _parts(times: Surface, first: Number, second: Number, bound: Bound, lowest: tuple[float, float]) -> Parts:
+def _parts(times: Surface, first: Number, second: Number, bound: Bound) -> Parts:
     total = np.asarray(times.at(first, second))
-    fixed = np.minimum(total, times.at(*lowest))
+    fixed = np.minimum(total, times.at(times.first[0], times.second[0]))
     beyond = total - fixed
     if bound == "compute":
         return Parts(compute_s=beyond, fixed_s=fixed)

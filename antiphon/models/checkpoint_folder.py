@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from antiphon.base.errors import CheckpointError
-from antiphon.specs.file_kinds import refuse_another
+from antiphon.specs.catalog import refuse_another
 
 MAX_JSON_BYTES = 100_000_000  # as much as the safetensors library takes for a header; published indices have 9 MB
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024

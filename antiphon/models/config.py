@@ -30,9 +30,9 @@ from antiphon.models.gguf.metadata import gguf_config
 from antiphon.models.quantization import check_quantization
 from antiphon.models.shard_index import evidence_of, stored_dtype
 from antiphon.models.tensor_names import NAMES, TensorNames
+from antiphon.specs.catalog import a_file_of, refuse_another
 from antiphon.specs.checked import canonical
 from antiphon.specs.counts import count_parameters
-from antiphon.specs.file_kinds import a_file_of, refuse_another
 from antiphon.specs.model import ModelSpec, RopeSpec, RouterSpec
 
 # Models that people bring and that do not run: what each has that we lack, and which model to use instead. A wrapper is

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.system import lock
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import read_bytes
-from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.workload import WorkloadSpec
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from antiphon.base.errors import UserError
 from antiphon.placement.routing_trace import RoutingTrace, count_rows
 from antiphon.placement.split import BoolArray, FloatArray, IntArray, needs_phase_two
-from antiphon.specs.file_kinds import a_file_of
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.model import ModelSpec
 
 FORMAT = "antiphon sample paths 1"

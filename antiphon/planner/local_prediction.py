@@ -159,7 +159,7 @@ def _colocated(
     dense_layers = model.num_layers - model.num_moe_layers
     parts["exchange"] = passes * (model.num_moe_layers * wires.layer_s + dense_layers * wires.dense_layer_s)
     parts["exchange"] += wires.head_s
-    if is_hybrid and times.row_calls is not None:
+    if is_hybrid:
         calls_s = times.row_calls.layer_s(
             rows,
             attention_tp=choice.attention_tp,

@@ -24,7 +24,7 @@ from antiphon.planner.explain import NoPlan
 from antiphon.planner.predict import resource_weights
 from antiphon.planner.room import Domains, domains_of
 from antiphon.planner.setting import Setting
-from antiphon.planner.table import CandidateTable
+from antiphon.planner.table import CandidateTable, front
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.plan import LAYOUTS, Layout, PhaseName
 
@@ -166,10 +166,8 @@ def _shortlist(setting: Setting, table: CandidateTable) -> _Side:
 def best_by_size(sizes: IntArray, scores: FloatArray, most: int) -> IntArray:
     """Places of the candidates that no smaller or equally small one beats, by size; at most `most`, evenly chosen, the
     smallest and the best among them."""
-    order = np.lexsort((-scores, sizes))
-    before = np.concatenate([[-np.inf], np.maximum.accumulate(scores[order])[:-1]])
-    front = order[scores[order] > before]
-    return np.asarray(front[np.unique(np.linspace(0, front.size - 1, min(most, front.size)).astype(np.int64))])
+    best = front(sizes, scores)
+    return np.asarray(best[np.unique(np.linspace(0, best.size - 1, min(most, best.size)).astype(np.int64))])
 
 
 def pools_fit(cluster: ClusterSpec, pools: list[tuple[Candidates, int, int]]) -> bool:

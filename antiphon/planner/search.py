@@ -366,11 +366,4 @@ def _notes_of(setting: Setting, plan: PhasePlan) -> list[str]:
             "fused exchanges are taken because the cluster's file does not say what a round of one takes (round_s), as "
             "older files do not: measure it anew with antiphon profile MODEL --folder DIR"
         )
-    engine, sizes = setting.engine_times, plan.parallel
-    shares_experts = plan.layout != "disaggregated" and sizes.attention_dp * sizes.expert_ep > 1
-    if shares_experts and engine is not None and engine.row_calls is None:
-        notes.append(
-            "steps are predicted too short: the profile does not say what ranks compute to send rows to experts, as "
-            "older files do not; measure it anew with antiphon profile MODEL --folder DIR"
-        )
     return notes

@@ -162,7 +162,7 @@ def _per_second(latency_s: FloatArray, otherwise: FloatArray) -> FloatArray:
     return np.asarray(np.where(np.isnan(latency_s), otherwise, 1 / np.maximum(latency_s, 1e-12)))
 
 
-def front(latency_s: FloatArray, scores: FloatArray) -> IntArray:
+def front(latency_s: FloatArray | IntArray, scores: FloatArray) -> IntArray:
     """Positions that no other beats in both, by latency: each has a higher score than all that are faster."""
     order = np.lexsort((-scores, latency_s))
     before = np.maximum.accumulate(np.concatenate([[-np.inf], scores[order]]))[:-1]

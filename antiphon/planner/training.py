@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.base.errors import ResourceError, UserError
+from antiphon.base.errors import ResourceError
 from antiphon.base.units import format_bytes
 from antiphon.cost.profile import Profile
 from antiphon.cost.training.counts import StepEstimate
@@ -47,7 +47,7 @@ from antiphon.cost.training.setup import (
 from antiphon.cost.training.step import estimate_step
 from antiphon.planner.candidates import BoolArray, IntArray
 from antiphon.planner.training_explain import layout_of, lost, name_of, notes_of, one, one_change, predicted_of
-from antiphon.specs.cluster import ClusterSpec, NodeGroup
+from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import RejectedTraining, TrainingPlan
 
@@ -94,7 +94,6 @@ def plan_training(
     sequence_length: int,
     global_batch: int,
     num_devices: int | None = None,
-    device: str | None = None,
     model_name: str = "model",
     precision: TrainingPrecision | None = None,
     compress: bool = True,
@@ -106,7 +105,7 @@ def plan_training(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TrainingPlan:
     """The fastest way to train `model` with batches of `global_batch` sequences on at most `num_devices` (None: all)
-    devices of one kind (`device`; None: whichever kind is fastest).
+    devices of one kind, the fastest.
 
     `pins`: degrees that are fixed, by the names of `PIN_NAMES`. `profile`: its training tables take the place of
     rooflines. `compress`: gradients may travel in BF16. `deduplicate`: the trainer sends a token once per rank.
@@ -118,9 +117,8 @@ def plan_training(
         precision = replace(precision, gradient_wire="bfloat16")
     wanted = TrainingSetup(precision=precision, overlap=overlap, zero=zero, deduplicate=deduplicate)
     found: list[tuple[Training, int, list[_Best]]] = []
-    groups = _groups(cluster, device)
-    for number, group in enumerate(groups):
-        offered = _offered(group, num_devices, alone=len(groups) == 1)
+    for number, group in enumerate(cluster.groups):
+        offered = group.num_devices if num_devices is None else min(num_devices, group.num_devices)
         training = Training(
             model=model,
             cluster=cluster,
@@ -132,7 +130,7 @@ def plan_training(
 
         def report(done: int, total: int, number: int = number) -> None:
             if on_progress is not None:
-                on_progress(number * total + done, len(groups) * total)
+                on_progress(number * total + done, len(cluster.groups) * total)
 
         found.append((training, offered, _search(training, wanted, offered, report, pins)))
     training, offered, bests = max(found, key=lambda item: max(_rate(best) for best in item[2]))
@@ -157,29 +155,6 @@ def smallest_training_cluster(training: Training, wanted: TrainingSetup, limit: 
 
 def _fits(training: Training, wanted: TrainingSetup, num_devices: int) -> bool:
     return any(best.estimate is not None for best in _search(training, wanted, num_devices, lambda done, total: None))
-
-
-def _groups(cluster: ClusterSpec, device: str | None) -> tuple[NodeGroup, ...]:
-    if device is None:
-        return cluster.groups
-    found = tuple(group for group in cluster.groups if group.device.name.lower() == device.lower())
-    if not found:
-        known = ", ".join(group.device.name for group in cluster.groups)
-        raise UserError(f"cluster {cluster.name} has no {device}: choose one of {known}")
-    return found
-
-
-def _offered(group: NodeGroup, num_devices: int | None, *, alone: bool) -> int:
-    if num_devices is None:
-        return group.num_devices
-    if num_devices < 1:
-        raise UserError(f"training: num_devices is {num_devices}: it must be at least 1")
-    if num_devices > group.num_devices and alone:
-        raise UserError(
-            f"training: num_devices is {num_devices}, but the cluster has {group.num_devices} {group.device.name}: "
-            f"ask for at most {group.num_devices}"
-        )
-    return min(num_devices, group.num_devices)
 
 
 def _search(

@@ -60,7 +60,7 @@ from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.table import CandidateTable
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
 from antiphon.specs.model import ModelSpec
-from antiphon.specs.plan import LAYOUTS, Layout, PhaseName, PhasePlan, Plan
+from antiphon.specs.plan import LATENCIES, LAYOUTS, Layout, PhaseName, PhasePlan, Plan
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec, workload_from_json
 
 Over = Literal["slo", "context", "network"]
@@ -421,9 +421,5 @@ def _limits_of(phase: PhasePlan) -> SearchLimits:
 
 def _value(plan: Plan, phase: PhasePlan) -> float:
     """More is better."""
-    predicted = phase.predicted
-    if plan.objective in ("tpot", "ttft"):
-        seconds = predicted.tpot_s if plan.objective == "tpot" else predicted.ttft_s
-        return 1 / seconds if seconds else 0.0
-    rates = {"per-gpu": predicted.per_gpu, "per-cost": predicted.per_cost, "per-power": predicted.per_power}
-    return rates.get(plan.objective) or predicted.tokens_per_s
+    otherwise = 0.0 if plan.objective in LATENCIES else phase.predicted.tokens_per_s
+    return phase.predicted.score(plan.objective) or otherwise

@@ -21,7 +21,6 @@ from antiphon.report.words import (
     devices_text,
     latency_text,
     plural,
-    score,
 )
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.model import WEIGHTS_ONLY, PrecisionSpec
@@ -134,7 +133,7 @@ def nearest_colocated(plan: Plan, name: PhaseName, slo: SloSpec) -> Colocated:
 
     def order(one: PhasePlan) -> tuple[bool, float]:
         keeps = not broken_promise(one.predicted, slo)
-        return keeps, score(one.predicted, plan.objective) or one.predicted.per_gpu
+        return keeps, one.predicted.score(plan.objective) or one.predicted.per_gpu
 
     best = max(candidates, key=order)
     return Colocated(name=name, plan=best, num_experts=num_experts, why_not=broken_promise(best.predicted, slo))
@@ -180,7 +179,7 @@ def comparison(plan: Plan, nearest: Colocated) -> Iterator[str]:
     yield f"         {_rates(phase.predicted, plan)}"
     if phase.layout == "disaggregated":
         yield f"nearest: {_line(nearest.plan)}"
-        mine, theirs = (score(one.predicted, plan.objective) for one in (phase, nearest.plan))
+        mine, theirs = (one.predicted.score(plan.objective) for one in (phase, nearest.plan))
         share = f"; {theirs / mine - 1:+.0%} {unit}" if mine and theirs else ""
         yield f"         {_rates(nearest.plan.predicted, plan)}{share}"
 
@@ -191,7 +190,7 @@ def _line(phase: PhasePlan) -> str:
 
 
 def _rates(predicted: Predicted, plan: Plan) -> str:
-    rate = f"{number(score(predicted, plan.objective))} {OBJECTIVE_UNITS[plan.objective]}"
+    rate = f"{number(predicted.score(plan.objective))} {OBJECTIVE_UNITS[plan.objective]}"
     return f"predicted {latency_text(predicted)}, {rate}"
 
 

@@ -22,9 +22,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -251,16 +251,10 @@ class ReportDocument:
 
 def html(document: ReportDocument) -> str:
     """The whole file's text."""
-    return render("page.html.jinja", document=document, data=inside_script(document.data))
-
-
-def render(template: str, **contents: Any) -> str:
-    """A template of this package."""
-    folder = files("antiphon.report")
-    loader = FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8"))
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["kind"] = lambda piece: type(piece).__name__
-    return environment.get_template(template).render(**contents, version=__version__)
+    page = environment.from_string(files("antiphon.report").joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    return page.render(document=document, data=inside_script(document.data), version=__version__)
 
 
 def inside_script(value: object) -> str:

@@ -41,7 +41,7 @@ from antiphon.report.document import (
 from antiphon.report.draw import draw
 from antiphon.report.gather import MemoryUse, PhaseContents, Report
 from antiphon.report.serving_figures import deployment_drawing
-from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, PHASE_TITLES, gigabytes, score
+from antiphon.report.words import LAYOUT_TITLES, OBJECTIVE_UNITS, PHASE_TITLES, gigabytes
 from antiphon.specs.plan import PHASES, Objective, PhaseName, PhasePlan, Plan, Predicted, plan_to_json
 from antiphon.specs.workload import SloSpec
 
@@ -313,7 +313,7 @@ def _about(name: str, contents: Mapping[str, object]) -> tuple[str, dict[str, ob
 
 def sentence(first: Plan, second: Plan, name: PhaseName, names: tuple[str, str]) -> str:
     """Which of the two is better by the first one's objective, and by how much."""
-    mine, theirs = (score(plan.phases[name].predicted, first.objective) for plan in (first, second))
+    mine, theirs = (plan.phases[name].predicted.score(first.objective) for plan in (first, second))
     unit = OBJECTIVE_UNITS[first.objective]
     if not mine or not theirs:
         return f"{unit} are not known of both"

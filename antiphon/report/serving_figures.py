@@ -41,7 +41,6 @@ from antiphon.report.words import (
     PHASE_TITLES,
     latency_s,
     plural,
-    score,
     short_degrees,
     time_unit,
 )
@@ -124,14 +123,14 @@ def _spots(contents: PhaseContents, objective: Objective) -> list[Spot]:
         for loser in phase.rejected
         if loser.predicted is not None and loser.parallel is not None
     ]
-    losers.sort(key=lambda loser: -(score(loser[2], objective) or 0.0))
+    losers.sort(key=lambda loser: -(loser[2].score(objective) or 0.0))
     found = [_spot("chosen: ", phase.layout, phase.parallel, phase.predicted, objective)]
     found += [_spot("" if index else "runner-up: ", *loser, objective) for index, loser in enumerate(losers)]
     return [spot for spot in found if spot is not None]
 
 
 def _spot(head: str, layout: Layout, parallel: Parallel, predicted: Predicted, objective: Objective) -> Spot | None:
-    seconds, rate = latency_s(predicted), score(predicted, objective)
+    seconds, rate = latency_s(predicted), predicted.score(objective)
     if seconds is None or rate is None:
         return None
     is_chosen = head.startswith("chosen")

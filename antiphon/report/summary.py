@@ -15,7 +15,6 @@ from antiphon.report.words import (
     latency_s,
     latency_text,
     plural,
-    score,
     short_degrees,
 )
 from antiphon.specs.counts import count_parameters
@@ -32,7 +31,7 @@ def headline(contents: PhaseContents, objective: Objective) -> str:
     return (
         f"{PHASE_TITLES[contents.name]}: {LAYOUT_TITLES[phase.layout]}, {copies}"
         f"{degrees_text(phase.layout, phase.parallel)}: {latency_text(predicted)}, "
-        f"{number(predicted.tokens_per_s)} tokens/s, {number(score(predicted, objective))} {OBJECTIVE_UNITS[objective]}"
+        f"{number(predicted.tokens_per_s)} tokens/s, {number(predicted.score(objective))} {OBJECTIVE_UNITS[objective]}"
     )
 
 
@@ -62,8 +61,8 @@ def verdict(contents: PhaseContents, objective: Objective) -> str:
 
 def _against_other_side(phase: PhasePlan, objective: Objective) -> tuple[float, float, Rejected] | None:
     """(the plan's rate, the best one of layouts on the other side, which that is); None where one is not known."""
-    others = [(rate, one) for one in _other_side(phase) if one.predicted and (rate := score(one.predicted, objective))]
-    mine = score(phase.predicted, objective)
+    others = [(rate, one) for one in _other_side(phase) if one.predicted and (rate := one.predicted.score(objective))]
+    mine = phase.predicted.score(objective)
     return (mine, *max(others, key=lambda pair: pair[0])) if mine and others else None
 
 
@@ -72,7 +71,7 @@ def ratio_band(phase: PhasePlan, loser: Rejected, objective: Objective) -> tuple
 
     All of both predictions' spread counts, not that of their parts: the one public measurement of experts apart beside
     wide expert parallelism has the other sign than this model, whose pipeline has no stalls."""
-    mine, theirs = score(phase.predicted, objective), loser.predicted and score(loser.predicted, objective)
+    mine, theirs = phase.predicted.score(objective), loser.predicted and loser.predicted.score(objective)
     if not mine or not theirs or loser.predicted is None:
         return None
     spread = math.hypot(phase.predicted.band or 0.0, loser.predicted.band or 0.0) / math.sqrt(2)
@@ -129,7 +128,7 @@ def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) ->
     predicted = loser.predicted
     if predicted is None or loser.parallel is None:
         return (LAYOUT_TITLES[loser.layout], *["-"] * (len(LOSER_COLUMNS) - 1))
-    rate, mine = score(predicted, objective), score(contents.phase.predicted, objective)
+    rate, mine = predicted.score(objective), contents.phase.predicted.score(objective)
     band = ratio_band(contents.phase, loser, objective)
     return (
         LAYOUT_TITLES[loser.layout],
@@ -281,7 +280,7 @@ def three_numbers(report: Report) -> list[tuple[str, str]]:
     return [
         ("to the first token" if contents.name == "prefill" else "a token", milliseconds(latency_s(predicted))),
         ("tokens/s", number(predicted.tokens_per_s)),
-        (OBJECTIVE_UNITS[objective], number(score(predicted, objective))),
+        (OBJECTIVE_UNITS[objective], number(predicted.score(objective))),
     ]
 
 

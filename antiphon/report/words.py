@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from antiphon.base.units import milliseconds
-from antiphon.specs.plan import LATENCIES, DeviceUse, Layout, Objective, Parallel, PhaseName, Predicted
+from antiphon.specs.plan import DeviceUse, Layout, Objective, Parallel, PhaseName, Predicted
 
 LAYOUT_TITLES: dict[Layout, str] = {
     "disaggregated": "disaggregated",
@@ -19,24 +19,11 @@ OBJECTIVE_UNITS: dict[Objective, str] = {
     "ttft": "prompts/s of one request",
     "tpot": "tokens/s of one request",
 }
-OBJECTIVE_FIELDS: dict[Objective, str] = {
-    "per-gpu": "per_gpu",
-    "per-cost": "per_cost",
-    "per-power": "per_power",
-    "ttft": "ttft_s",
-    "tpot": "tpot_s",
-}
 
 
 def plural(count: int, one: str, many: str = "") -> str:
     """``plural(2, "worker")`` -> ``"2 workers"``."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def score(predicted: Predicted, objective: Objective) -> float | None:
-    """The rate that `objective` compares; None where it is unknown, such as a price that is not stated."""
-    value: float | None = getattr(predicted, OBJECTIVE_FIELDS[objective])
-    return 1 / value if value and objective in LATENCIES else value
 
 
 def latency_s(predicted: Predicted) -> float | None:

@@ -6,8 +6,8 @@ Here: what is shipped and many rows ask for, read once.
 from functools import cache
 
 from antiphon.cost.network import Network, network
-from antiphon.models.config import load_model_spec
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.models.planned import load_planned_model
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import ClusterSpec, DeviceSpec, equal_nodes, load_cluster, load_device
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.workload import load_workload
@@ -18,7 +18,7 @@ shipped_cluster, shipped_device, shipped_workload = cache(load_cluster), cache(l
 @cache
 def shipped_model(name: str) -> ModelSpec:
     """A model that is shipped, read once."""
-    return load_model_spec(shipped_model_config(name))
+    return load_planned_model(shipped_file("model", name)).spec
 
 
 def cluster_of(

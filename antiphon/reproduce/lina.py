@@ -6,9 +6,9 @@ A section a source, whose assumptions stand at its head; `OURS` has what rows of
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-from antiphon.base.errors import UserError
 from antiphon.cost.network import network
 from antiphon.cost.training.setup import TrainingPrecision
 from antiphon.reproduce import shipped_cluster
@@ -23,9 +23,10 @@ from antiphon.sim.training_step import (
     packed_layer,
     simulate_backward,
 )
-from antiphon.specs.catalog import DATA
-from antiphon.specs.checked import canonical, did_you_mean, read, read_mapping
+from antiphon.specs.checked import read, read_mapping
 from antiphon.specs.model import BYTES_OF
+
+DATA = Path(__file__).parent / "data" / "lina.toml"
 
 # --- Figure 7 ---
 #
@@ -115,18 +116,10 @@ class TwoMatrixModel:
         return layers * (self.attention_parameters + num_experts * self.expert_parameters)
 
 
+@cache
 def lina_models() -> dict[str, TwoMatrixModel]:
-    file = DATA / "models" / "lina.toml"
-    entries = read_mapping(file).items()
-    return {name: read(TwoMatrixModel, {"name": name, **entry}, f"{file}: {name}") for name, entry in entries}
-
-
-def lina_model(name: str) -> TwoMatrixModel:
-    models = lina_models()
-    for known, model in models.items():
-        if canonical(known) == canonical(name):
-            return model
-    raise UserError(f"Lina's model {name!r} is unknown: {did_you_mean(name, models)}")
+    entries = read_mapping(DATA)["models"].items()
+    return {name: read(TwoMatrixModel, {"name": name, **entry}, f"{DATA}: {name}") for name, entry in entries}
 
 
 # Table 1, all-to-all's share of the step: of 4 and of 16 experts, by layers, in training and in inference.
@@ -135,7 +128,7 @@ PATHS = [(0.5, 0.25, 0.25, 0.0)] * 3 + [(0.0, 0.5, 0.0, 0.5)]  # of four tokens:
 
 
 def _transformer_xl(num_experts: int, num_layers: int) -> float:
-    model = lina_model("transformer-xl")
+    model = lina_models()["transformer-xl"]
     biases = num_experts * (model.intermediate_size + model.hidden_size)
     gate = num_experts * model.hidden_size
     return float(model.parameters(num_experts, num_layers) + num_layers * (biases + gate))
@@ -325,7 +318,7 @@ DEVICE_BYTES = 40e9  # of an A100, section 7.1
 
 def packed_bytes(name: str, packed: int) -> float:
     """What packing adds to a device's state, 16 experts on 16 devices."""
-    model, precision = lina_model(name), TrainingPrecision()
+    model, precision = lina_models()[name], TrainingPrecision()
     biases = model.intermediate_size + model.hidden_size
     held = BYTES_OF[precision.weights] + BYTES_OF[precision.gradients] + precision.optimizer_bytes
     return (packed - 1) * model.num_layers * (model.expert_parameters + biases) * held

@@ -36,11 +36,9 @@ from antiphon.base.progress import Report
 from antiphon.cost.engine_step import CONSTANTS, FIRST_CONSTANTS, EngineSpec, ServerLoad, server_load
 from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import FloatArray
-from antiphon.models.planned import load_planned_model
-from antiphon.reproduce import cluster_of, shipped_device
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.reproduce import cluster_of, shipped_device, shipped_model
 from antiphon.specs.cluster import ComputeDtype
-from antiphon.specs.model import ModelSpec, PrecisionSpec, StorageDtype
+from antiphon.specs.model import PrecisionSpec, StorageDtype
 
 BoolArray = NDArray[np.bool_]
 DATA = Path(__file__).parent / "data" / "measured_servers.csv"
@@ -117,11 +115,6 @@ def _alike(point: MeasuredPoint) -> tuple[object, ...]:
     return point.model, point.device, point.weights, point.experts, *vars(point.degrees).values(), point.is_pools
 
 
-@cache
-def _model(name: str) -> ModelSpec:
-    return load_planned_model(shipped_model_config(name)).spec
-
-
 def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
     """The load of points that are alike. A pool that decodes takes no prompts."""
     first = points[0]
@@ -134,7 +127,7 @@ def load_of(points: Sequence[MeasuredPoint]) -> ServerLoad:
         compute = "bfloat16"
     columns = np.array([(one.in_flight / one.workers, one.prompt, one.output) for one in points], dtype=np.float64).T
     return server_load(
-        _model(first.model),
+        shipped_model(first.model),
         cluster,
         first.degrees,
         PrecisionSpec(weights=first.weights, experts=first.experts, compute=compute),

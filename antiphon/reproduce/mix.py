@@ -18,7 +18,8 @@ from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.step_times import StepTimes, step_times
 from antiphon.reproduce import shipped_cluster, shipped_model, shipped_network, shipped_workload
-from antiphon.sim.collectives import Exchange, simulate_exchange
+from antiphon.sim.collectives import simulate_exchange
+from antiphon.sim.events import Run
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import Layout, PhaseName
 
@@ -100,18 +101,18 @@ def _both_ways(size_bytes: float, num_nodes: int) -> float:
     return 2 * float(collective_bytes("all_to_all", size_bytes, num_nodes, 1)[1])
 
 
-def _exchange(combine: bool) -> Exchange:
-    return Exchange(num_nodes=4, combine=combine, inter_s=3e-3, intra_s=1e-3, gather_s=1e-3 if combine else 0.0)
+def _exchange(combine: bool, fused: bool) -> Run:
+    return simulate_exchange(4, 3e-3, 1e-3, 1e-3 if combine else None, fused=fused)
 
 
 def _count(kind: str, combine: bool) -> float:
-    bars = simulate_exchange(_exchange(combine), fused=True).bars()
+    bars = _exchange(combine, fused=True).bars()
     tracks = ("node[0] out",) if kind == "inter" else ("node[0] inside",)
     return float(sum(bar.kind == kind and bar.track in tracks for bar in bars))
 
 
 def _end_ms(combine: bool, fused: bool) -> float:
-    return round(1e3 * simulate_exchange(_exchange(combine), fused=fused).end_s, 9)
+    return round(1e3 * _exchange(combine, fused).end_s, 9)
 
 
 def _least_by_eq5(num_nodes: int) -> str:

@@ -23,18 +23,8 @@ from antiphon.cost.training.counts import (
     sequence_to_tensor_ratio,
     tokens_per_s,
 )
-from antiphon.cost.training.megascale_models import (
-    INTERNAL_352B_AS_PRINTED,
-    NODE_DEVICES,
-    SEQUENCE_LENGTH,
-    TABLE_2,
-    TABLE_3,
-    TABLE_3_BATCH,
-    TABLE_3_PIPELINE,
-    Name,
-)
 from antiphon.cost.training.memory import fullest_stage, rank_parameters, state_bytes
-from antiphon.cost.training.operators import crossover_top_k, layer_operators
+from antiphon.cost.training.operators import FUSES_WITH, crossover_top_k, layer_operators
 from antiphon.cost.training.rematerialize import LayerShape, Rematerialize, layer_activations, total_width
 from antiphon.cost.training.setup import LayerCase, Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import (
@@ -47,6 +37,16 @@ from antiphon.cost.training.step import (
     sync_time,
 )
 from antiphon.reproduce import shipped_cluster, shipped_model, shipped_network
+from antiphon.reproduce.msm_models import (
+    INTERNAL_352B_AS_PRINTED,
+    NODE_DEVICES,
+    SEQUENCE_LENGTH,
+    TABLE_2,
+    TABLE_3,
+    TABLE_3_BATCH,
+    TABLE_3_PIPELINE,
+    Name,
+)
 from antiphon.specs.counts import count_parameters
 from antiphon.specs.model import ModelSpec
 
@@ -372,9 +372,9 @@ def _pair_speedups() -> tuple[float, ...]:
             sequence_length=SEQUENCE_LENGTH,
         )
         operators = layer_operators(case)
-        for item in operators.communications.values():
-            product = operators.products[item.fuses_with].forward
-            speedup = fused_speedup(number(item.time.total_s), number(product.total_s), efficiency.overlap)
+        for name, time in operators.communications.items():
+            product = operators.products[FUSES_WITH[name]].forward
+            speedup = fused_speedup(number(time.total_s), number(product.total_s), efficiency.overlap)
             found.append(number(speedup))
     return tuple(found)
 

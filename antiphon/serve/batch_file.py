@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from antiphon.base.errors import UserError, shortened
 from antiphon.base.progress import Report
 from antiphon.base.system import lock
-from antiphon.specs.file_kinds import a_file_of
+from antiphon.specs.catalog import a_file_of
 
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_LINE_BYTES = 64 * 1024 * 1024

@@ -31,14 +31,6 @@ class Run:
         """The end of the last activity; 0 if there is none."""
         return max(self.ends_s, default=0.0)
 
-    def busy_s(self) -> dict[str, float]:
-        """Time in which each resource was held; on a shared one each activity counts for itself."""
-        busy: dict[str, float] = {}
-        for activity, slices in zip(self.activities, self.slices_s, strict=True):
-            if activity.track is not None:
-                busy[activity.track] = busy.get(activity.track, 0) + sum(end - start for start, end in slices)
-        return busy
-
     def bars(self) -> list[Bar]:
         """All slices on resources, in order of start."""
         found = [

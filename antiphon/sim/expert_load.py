@@ -63,7 +63,8 @@ def fractions_of(phase: PhasePlan, num_workers: int) -> FloatArray:
 
 
 class ExpertLoad:
-    """Rows and placement of one instance's experts. `pairs` are (token, expert) pairs."""
+    """Rows and placement of one instance's experts. `pairs` are (token, expert) pairs; `counts`: those drawn since the
+    last re-placement, by expert."""
 
     def __init__(
         self, setting: Setting, one: Candidates, fractions: FloatArray, popularity: Popularity, seed: int
@@ -77,8 +78,7 @@ class ExpertLoad:
         self._version = popularity.version
         self._shares_then = popularity.shares
         self._pending_pairs = 0
-        self._counts = np.zeros(fractions.shape[0])
-        self.total_counts = np.zeros(fractions.shape[0])
+        self.counts = np.zeros(fractions.shape[0])
         self.mean_pairs = 0.0
         self.fullest_pairs = 0.0
 
@@ -105,7 +105,7 @@ class ExpertLoad:
     def replace(self) -> Move | None:
         """Place anew by what was counted since the last time; None if it would not be worth it."""
         self._draw_counts()
-        counts, self._counts = self._counts, np.zeros_like(self._counts)
+        counts, self.counts = self.counts, np.zeros_like(self.counts)
         if not counts.sum() > 0:
             return None
         fresh = balance(counts, self.num_workers, self._slots)
@@ -121,10 +121,6 @@ class ExpertLoad:
             busiest_after=after,
         )
 
-    def finish(self) -> None:
-        """Draw what is still to be drawn into `total_counts`."""
-        self._draw_counts()
-
     def _receive_s(self, num_experts: int) -> float:
         """Weights of this many experts, of all layers of the stage, over the NICs of one worker's devices."""
         setting, one = self._setting, self._one
@@ -136,8 +132,6 @@ class ExpertLoad:
         """Belongs to the popularity under which the rows were recorded, so it runs before a shift is looked at."""
         if self._pending_pairs:
             shares = self._shares_then
-            drawn = self._random.multinomial(self._pending_pairs, shares / shares.sum())
-            self._counts += drawn
-            self.total_counts += drawn
+            self.counts += self._random.multinomial(self._pending_pairs, shares / shares.sum())
             self._pending_pairs = 0
         self._shares_then = self._popularity.shares

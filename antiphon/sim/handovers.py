@@ -33,7 +33,7 @@ from antiphon.serve.policy.handover_sides import LandingBook, SendingBook
 from antiphon.serve.policy.request import Request, StepPlan, prefill_of
 from antiphon.serve.policy.scheduler import choose_attention_worker
 from antiphon.sim.instances import Instance, LivePool
-from antiphon.sim.serving_options import ServingOptions
+from antiphon.sim.pools import ServingOptions
 from antiphon.specs.counts import blocks_of
 
 _LAYOUT = "simulated"

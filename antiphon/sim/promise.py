@@ -15,9 +15,8 @@ from antiphon.base.errors import ResourceError
 from antiphon.planner.search import PlanResult
 from antiphon.planner.setting import Setting
 from antiphon.sim.demand import draw_demand
-from antiphon.sim.pools import pools_of
+from antiphon.sim.pools import ServingOptions, pools_of
 from antiphon.sim.serve_results import ServingResult, serving_result
-from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.plan import PhaseName, Plan
 from antiphon.specs.workload import SloSpec, WorkloadSpec

@@ -113,17 +113,16 @@ class Payload:
 
 
 class PolicyDiscipline(Discipline):
-    """Lets a `MicroOpScheduler` decide. `payloads[a]`: what activity a carries; `micro_op_s`: fixed cost of a micro-op.
+    """Lets a `MicroOpScheduler` decide. `payloads[a]`: what activity a carries.
 
     An all-reduce is one activity, served slice by slice as the scheduler cuts it; each part of an all-to-all is an
     activity of its own, since computation waits for it.
     """
 
-    def __init__(self, policy: MicroOpScheduler, payloads: Mapping[int, Payload], micro_op_s: float) -> None:
+    def __init__(self, policy: MicroOpScheduler, payloads: Mapping[int, Payload]) -> None:
         super().__init__()
         self._policy = policy
         self._payloads = payloads
-        self._micro_op_s = micro_op_s
         self._activity_of: dict[tuple[str, str, int], tuple[int, float]] = {}
 
     def arrive(self, now_s: float, index: int, activity: Activity) -> None:
@@ -142,11 +141,10 @@ class PolicyDiscipline(Discipline):
 
     def _price(self, chosen: MicroOp) -> Slice:
         if chosen.traffic == ALL_TO_ALL:
-            index, duration_s = self._activity_of[chosen.traffic, chosen.tensor, chosen.number]
-            return Slice(index, duration_s + self._micro_op_s)
+            return Slice(*self._activity_of[chosen.traffic, chosen.tensor, chosen.number])
         index, duration_s = self._activity_of[chosen.traffic, chosen.tensor, 0]
         share = chosen.size_bytes / self._payloads[index].size_bytes
-        return Slice(index, duration_s * share + self._micro_op_s, is_last=chosen.is_last)
+        return Slice(index, duration_s * share, is_last=chosen.is_last)
 
     def served(self, now_s: float, done: Slice) -> None:
         (running,) = self._policy.in_flight  # this network does one thing at a time

@@ -26,8 +26,7 @@ from antiphon.base.trace import process_named, thread_named, write_events
 from antiphon.serve.engine_api import HandoverCounts
 from antiphon.sim.expert_load import Move
 from antiphon.sim.instances import Instance, LivePool, Step
-from antiphon.sim.pools import Pool
-from antiphon.sim.serving_options import Kill
+from antiphon.sim.pools import Kill, Pool
 
 PERCENTILES = (0.5, 0.9, 0.99)
 MOST_SAMPLES = 2000

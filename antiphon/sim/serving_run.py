@@ -27,9 +27,8 @@ from antiphon.sim.demand import Demand
 from antiphon.sim.handovers import SimulatedHandovers
 from antiphon.sim.host import DrawnWaits, serving_host
 from antiphon.sim.instances import Instance, start_pool
-from antiphon.sim.pools import Pool
+from antiphon.sim.pools import Kill, Pool, ServingOptions
 from antiphon.sim.serve_log import Record, ServeLog, ServingRun
-from antiphon.sim.serving_options import Kill, ServingOptions
 from antiphon.specs.sampling import SamplingParams
 
 _TOKEN = 0
@@ -108,9 +107,6 @@ class _ServingSimulation:
                 handler(*arguments)
             self._begin_steps()
             self._log.sample(self._now_s, self._pools)
-        for live in self._pools:
-            for instance in live.instances:
-                instance.load.finish()
         end_s = self._now_s
         self._end_quarantines()
         self._log.end(end_s, self._pools)

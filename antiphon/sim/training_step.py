@@ -79,14 +79,12 @@ class BackwardLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardOptions:
-    """`chunk_bytes`, `micro_op_s` (fixed cost of each micro-op) and `pipeline` (all-to-all in parts, the FFN starting
-    with the first) belong to `micro_ops`; `contention` to `baseline`."""
+    """`chunk_bytes` and `pipeline` (all-to-all in parts, the FFN starting with the first) belong to `micro_ops`;
+    `contention` to `baseline`."""
 
     schedule: Schedule
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    micro_op_s: float = 0.0
     pipeline: bool = False
-    stop_at_combine: bool = True
     contention: Contention = field(default_factory=Contention)
 
     def __post_init__(self) -> None:
@@ -138,7 +136,7 @@ class _Builder:
         self._options = options
         self._graph = EventGraph()
         self._payloads: dict[int, Payload] = {}
-        self._policy = MicroOpScheduler(options.chunk_bytes, stop_at_combine=options.stop_at_combine)
+        self._policy = MicroOpScheduler(options.chunk_bytes)
         self._graph.resource(COMPUTE)  # declared first: a combine is seen before the network chooses at that moment
         match options.schedule:
             case "baseline":
@@ -150,8 +148,7 @@ class _Builder:
             case "known":
                 self._graph.resource(NETWORK, KnownTimes(all_to_all_starts_s))
             case "micro_ops":
-                policy = PolicyDiscipline(self._policy, self._payloads, options.micro_op_s)
-                self._graph.resource(NETWORK, policy)
+                self._graph.resource(NETWORK, PolicyDiscipline(self._policy, self._payloads))
         self._last_all_reduce: list[int] = []
 
     def run(self, layers: Sequence[BackwardLayer]) -> Run:

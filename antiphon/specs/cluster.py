@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from antiphon.base.errors import UserError
-from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.catalog import LISTED, a_file_of, shipped_file
 from antiphon.specs.checked import (
     Count,
     CountFromZero,
@@ -51,7 +51,6 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.specs.file_kinds import a_file_of
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8", "fp4"]
 

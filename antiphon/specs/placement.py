@@ -18,8 +18,8 @@ import msgspec
 
 from antiphon.base.errors import UserError
 from antiphon.base.sharing import split_evenly
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import read_bytes
-from antiphon.specs.file_kinds import a_file_of
 
 Owners = tuple[tuple[int, ...], ...]
 

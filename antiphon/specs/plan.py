@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from antiphon.base.errors import UserError
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import (
     Count,
     CountFromZero,
@@ -38,7 +39,6 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import PrecisionSpec
 
 Layout = Literal["disaggregated", "hybrid", "tp_pp", "dp_ep"]
@@ -51,6 +51,13 @@ Collectives = Literal["fused", "synchronous", "auto"]
 Objective = Literal["per-gpu", "per-cost", "per-power", "ttft", "tpot"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 LATENCIES: tuple[Objective, ...] = ("ttft", "tpot")
+_COMPARED: dict[Objective, str] = {  # the field of `Predicted`
+    "per-gpu": "per_gpu",
+    "per-cost": "per_cost",
+    "per-power": "per_power",
+    "ttft": "ttft_s",
+    "tpot": "tpot_s",
+}
 # How a note says whether a whole service runs on one kind of server; the words begin it.
 ONE_POOL, TWO_POOLS = "one pool for prompts and tokens", "a pool for prefill and one for decode"
 # The most that the engine runs.
@@ -119,6 +126,11 @@ class Predicted:
     queueing_s: Number | None = None
     memory_bytes: dict[str, Number] = field(default_factory=dict)
     bound_by: dict[str, str] = field(default_factory=dict)
+
+    def score(self, objective: Objective) -> float | None:
+        """The rate that `objective` compares; None where it is unknown, such as a price that is not stated."""
+        value: float | None = getattr(self, _COMPARED[objective])
+        return 1 / value if value and objective in LATENCIES else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from antiphon.base.errors import UserError
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import (
     Count,
     CountFromZero,
@@ -32,7 +33,6 @@ from antiphon.specs.checked import (
     read_mapping,
 )
 from antiphon.specs.cluster import ComputeDtype
-from antiphon.specs.file_kinds import a_file_of
 from antiphon.specs.model import StorageDtype
 
 

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from antiphon.base.errors import UserError
-from antiphon.specs.catalog import LISTED, shipped_file
+from antiphon.specs.catalog import LISTED, a_file_of, shipped_file
 from antiphon.specs.checked import (
     Count,
     NotNegative,
@@ -47,7 +47,6 @@ from antiphon.specs.checked import (
     read_mapping,
     read_text,
 )
-from antiphon.specs.file_kinds import a_file_of
 
 MOST_DRAFTS = 1000  # rates of so many are written out
 

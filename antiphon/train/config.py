@@ -20,6 +20,7 @@ from pydantic import Field
 
 from antiphon.base.errors import UserError
 from antiphon.kernels.ops.products import Kind
+from antiphon.specs.catalog import a_file_of
 from antiphon.specs.checked import (
     MOST,
     Count,
@@ -32,7 +33,6 @@ from antiphon.specs.checked import (
     read,
     read_mapping,
 )
-from antiphon.specs.file_kinds import a_file_of
 from antiphon.train.config_tables import (
     CommunicationConfig,
     DataConfig,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from antiphon.bench.harness import contest as quiet
-from antiphon.bench.harness.contest import CpuWatch, Drifting, MeasuredAround, Repetition, Repetitions
+from antiphon.bench.harness.contest import CpuWatch, MeasuredAround, Repetition, Repetitions
 
 
 def test_busy_time_adds_up_everything_but_idle() -> None:
@@ -110,9 +110,3 @@ def test_what_is_measured_after_a_run_stands_before_the_next() -> None:
     assert [around.after(), around.after()] == [("a", "b"), ("b", "c")]
     always = MeasuredAround(lambda: readings)
     assert always.after() == (readings,)
-
-
-def test_predictions_that_differ_have_a_mean_and_a_drift() -> None:
-    assert Drifting([2.0, 3.0]).mean == 2.5
-    assert Drifting([2.0, 3.0]).drift == 0.5
-    assert Drifting([4.0]).drift == 0

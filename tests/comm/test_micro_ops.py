@@ -94,11 +94,10 @@ def test_parts_of_an_all_to_all_keep_all_reduce_out() -> None:
     assert launch_all(scheduler) == ["A/1", "G/0"]
 
 
-def test_without_partitioning_and_without_stopping() -> None:
-    scheduler = MicroOpScheduler(None, stop_at_combine=False)
+def test_without_partitioning() -> None:
+    scheduler = MicroOpScheduler(None)
     assert scheduler.submit_all_reduce("G", 10**9) == 1
     assert scheduler.submit_all_reduce("empty", 0) == 0
-    scheduler.combine_begins()
     assert launch_all(scheduler) == ["G/0"]
 
 

@@ -174,8 +174,6 @@ def test_parts_of_measured_times() -> None:
     assert (messages.fixed_s, messages.scale_out_s) == (6.0, 6.0)
 
 
-def test_impossible_machines_and_versions() -> None:
+def test_impossible_machines() -> None:
     with pytest.raises(UserError, match=r"machine: num_cores is 0"):
         MachineFacts(name="box", num_cores=0, memory_bytes=1)
-    with pytest.raises(UserError, match="version is 7"):
-        replace(PROFILE, version=7)

@@ -11,7 +11,7 @@ from antiphon.models.planned import load_planned_model
 from antiphon.planner.candidates import candidates_of
 from antiphon.planner.search import SearchLimits, settings_of
 from antiphon.planner.step_times import step_times
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import LAYOUTS
@@ -24,7 +24,7 @@ IN_FLIGHT, PROMPT, OUTPUT = 24, 1000, 200
 @pytest.mark.parametrize("expert_ep", [1, 8])
 def test_search_and_measured_servers_have_one_price(model_name: str, expert_ep: int) -> None:
     """The search's decode step of a TP 8 server is that of an engine whose constants are the cluster's efficiencies."""
-    model, precision = load_planned_model(shipped_model_config(model_name), ()).spec, PrecisionSpec()
+    model, precision = load_planned_model(shipped_file("model", model_name), ()).spec, PrecisionSpec()
     cluster = load_cluster("one-h100-server")
     efficiency = replace(cluster.efficiency, layer_overhead_s=0.0)
     cluster = replace(cluster, efficiency=efficiency)

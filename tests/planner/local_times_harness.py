@@ -10,6 +10,7 @@ from antiphon.cost.profile import (
     LocalTimes,
     MachineFacts,
     Profile,
+    RowCalls,
     Slowdowns,
     ThreadTimes,
     flat,
@@ -81,6 +82,7 @@ def local_times(num_cores: int = 2, **changes: Any) -> LocalTimes:
             per_further_worker_s=flat(1e-3),
             bookkeeping_s=flat(3e-3),
         ),
+        row_calls=RowCalls(across_s=flat(0.0), gathered_s=flat(0.0), completed_s=flat(0.0)),
     )
     return replace(made, **changes)
 

@@ -6,12 +6,8 @@ import pytest
 
 from antiphon.cost.profile import RowCalls, flat
 from antiphon.cost.skew import fullest_part
-from antiphon.planner.candidates import Pins
 from antiphon.planner.local_prediction import LocalChoice, Wires, experts_layer_s, fullest_experts_s, predict_decode
-from antiphon.planner.setting import SearchLimits
-from antiphon.specs.workload import SloSpec
-from tests.planner.local_times_harness import MODEL, NONE, local_times, profile, thread_times
-from tests.planner.serving_specimens import cluster, device, group, planned, workload
+from tests.planner.local_times_harness import MODEL, local_times, thread_times
 
 
 def test_replicas_that_share_experts_compute_a_part_for_all_rows() -> None:
@@ -71,15 +67,3 @@ def test_a_layer_waits_for_the_part_that_most_rows_chose() -> None:
     assert even < fullest_experts_s(times, MODEL, 20, 2) < 1.2 * even
     many = fullest_experts_s(times, MODEL, 900, 2) / experts_layer_s(times, 900, 4)
     assert 1 < many < 1.03, "chance evens out"
-
-
-@pytest.mark.parametrize("row_calls", [None, RowCalls(across_s=NONE, gathered_s=NONE, completed_s=NONE)])
-def test_an_older_profile_says_that_hybrid_steps_are_too_short(row_calls: RowCalls | None) -> None:
-    known = profile()
-    assert known.engine is not None
-    here = cluster(group(device(kind="cpu", scale_up_domain=2), num_nodes=1, devices_per_node=2))
-    limits = SearchLimits(pins=Pins(attention_dp=2, pp=1))
-    older = replace(known, engine=replace(known.engine, row_calls=row_calls))
-    found = planned(cluster=here, profile=older, layouts=("dp_ep",), limits=limits, workload=workload(slo=SloSpec()))
-    notes = found.plan.phases["decode"].notes
-    assert sum("predicted too short" in note for note in notes) == (row_calls is None)

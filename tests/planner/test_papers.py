@@ -10,7 +10,7 @@ from antiphon.planner.candidates import Pins
 from antiphon.planner.predict import candidate_of
 from antiphon.planner.rate_match import pools_fit
 from antiphon.planner.search import PlanResult, SearchLimits, evaluate_phase, make_plan, settings_of
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import LAYOUTS, Layout
 from antiphon.specs.workload import SloSpec, WorkloadSpec, load_workload
@@ -26,7 +26,7 @@ def planned(
     **options: object,
 ) -> PlanResult:
     settings = settings_of(
-        load_model_spec(shipped_model_config(name)),
+        load_model_spec(shipped_file("model", name)),
         load_cluster(cluster),
         load_workload(workload) if isinstance(workload, str) else workload,
         **options,  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_h20_for_attention_and_l40s_for_experts_win_by_cost(name: str) -> None:
 
 def dp_scores(name: str, counts: tuple[int, ...], tp: int, batch: int) -> tuple[list[float], list[float]]:
     """(TPOT, tokens/s per device) by number of attention workers, at m = 3 and one batch per worker."""
-    model = load_model_spec(shipped_model_config(name))
+    model = load_model_spec(shipped_file("model", name))
     steps, scores = [], []
     for count in counts:
         limits = SearchLimits(pins=Pins(attention_dp=count, micro_batches=3, attention_tp=tp, expert_tp=1))

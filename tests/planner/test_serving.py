@@ -18,7 +18,7 @@ from antiphon.planner.step_times import step_times
 from antiphon.sim.demand import draw_demand
 from antiphon.sim.pools import pools_of
 from antiphon.sim.promise import checked, kept_promise
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
 from antiphon.specs.plan import LAYOUTS, PhaseName, plan_from_json, plan_to_json
 from antiphon.specs.workload import LengthSpec, SloSpec, WorkloadSpec
@@ -31,7 +31,7 @@ REQUESTS = WorkloadSpec(
     output_tokens=LengthSpec(median=80, sigma=0.5),
     slo=SloSpec(ttft_s=2.0, tpot_s=0.05, percentile=0.9),
 )
-MODEL = load_planned_model(shipped_model_config("qwen3-30b-a3b"), ()).spec
+MODEL = load_planned_model(shipped_file("model", "qwen3-30b-a3b"), ()).spec
 SERVE: tuple[PhaseName, ...] = ("prefill", "decode", "serve")
 
 

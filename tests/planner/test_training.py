@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.base.errors import ResourceError, UserError
-from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training, TrainingPrecision, TrainingSetup
 from antiphon.cost.training.step import estimate_step
 from antiphon.planner.training import STRATEGIES, candidates, plan_training, smallest_training_cluster
+from antiphon.reproduce.msm_models import TABLE_2
 from antiphon.specs.cluster import ClusterSpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.training_plan import TrainingPlan
@@ -184,12 +184,6 @@ def test_nothing_helps_where_one_layer_is_too_large() -> None:
 
 def test_wrong_questions() -> None:
     training = round_training(tiny())
-    with pytest.raises(UserError, match="num_devices is 0: it must be at least 1"):
-        plan(training, 0)
-    with pytest.raises(UserError, match="num_devices is 13, but the cluster has 12 round"):
-        plan(training, 13)
-    with pytest.raises(UserError, match="has no H100: choose one of round"):
-        plan(training, device="H100")
     with pytest.raises(UserError, match="sequence_length is 0"):
         plan_training(training.model, training.cluster, sequence_length=0, global_batch=4)
 
@@ -202,7 +196,6 @@ def test_of_several_kinds_the_faster_is_taken() -> None:
     )
     two = replace(training, cluster=cluster)
     assert plan(two, 4).device == "fast"
-    assert plan(two, 4, device="Round").device == "round"
 
 
 def test_compression_can_be_forbidden() -> None:

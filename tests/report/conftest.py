@@ -14,7 +14,7 @@ from antiphon.report.gather import (
     Sensitivity,
 )
 from antiphon.sim.gantt import Bar
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Parallel, PhasePlan, Plan, Predicted, Rejected
@@ -177,7 +177,7 @@ def report() -> Report:
     )
     return Report(
         plan=plan,
-        model=load_model_spec(shipped_model_config("mixtral-8x22b")),
+        model=load_model_spec(shipped_file("model", "mixtral-8x22b")),
         cluster=cluster,
         workload=workload,
         precision=PrecisionSpec(),

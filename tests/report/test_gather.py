@@ -17,7 +17,7 @@ from antiphon.planner.step_times import StepParts
 from antiphon.planner.table import front
 from antiphon.report.gather import Report, gather, measured_like, pipeline_bars, swept
 from antiphon.sim.gantt import Bar, span_s
-from antiphon.specs.catalog import shipped_model_config
+from antiphon.specs.catalog import shipped_file
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import LAYOUTS, DeviceUse, Layout, Parallel, PhasePlan
 from antiphon.specs.workload import load_workload
@@ -25,7 +25,7 @@ from antiphon.specs.workload import load_workload
 
 def search(layouts: tuple[Layout, ...] = LAYOUTS) -> PlanResult:
     settings = settings_of(
-        load_model_spec(shipped_model_config("mixtral-8x22b")),
+        load_model_spec(shipped_file("model", "mixtral-8x22b")),
         load_cluster("msi-hetero"),
         load_workload("msi-production"),
         phases=("prefill", "decode") if layouts == LAYOUTS else ("decode",),
@@ -223,7 +223,7 @@ def test_servers_like_measured_ones_are_priced_as_those() -> None:
     """By every engine's constants, in its band; other layouts are not."""
     pins = Pins(attention_tp=8, pp=1)
     settings = settings_of(
-        load_model_spec(shipped_model_config("mixtral-8x22b")),
+        load_model_spec(shipped_file("model", "mixtral-8x22b")),
         load_cluster("msi-hetero"),
         load_workload("msi-production"),
         limits=SearchLimits(pins=pins),

@@ -3,11 +3,12 @@
 import asyncio
 import re
 from collections.abc import Iterator
+from importlib.resources import files
 
 import httpx
 import pytest
 
-from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS, MARK, render
+from antiphon.report.document import BATCH_COLOURS, HEAT_COLOURS, MARK
 from antiphon.serve import statistics as statistics_module
 from antiphon.serve.api.dashboard import Dashboard, DashboardReading
 from antiphon.serve.api.metrics import ServerMetrics
@@ -58,8 +59,9 @@ def test_the_page_has_the_colours_of_the_reports() -> None:
     assert str(list(HEAT_COLOURS)).replace("'", '"') in page
     assert f'MARK = "{MARK}"' in page
     schemes = re.findall(r":root \{ (.*?) \}", page)
-    frame = re.findall(r":root \{ (.*?) \}", render("frame.html.jinja"))
-    assert [scheme.partition(" --bad")[0] for scheme in schemes] == frame
+    template = files("antiphon.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    of_reports = re.findall(r":root \{ (.*?) \}", template)
+    assert [scheme.partition(" --bad")[0] for scheme in schemes] == of_reports
 
 
 def test_the_data_say_what_the_engine_says(server: Live) -> None:

@@ -6,9 +6,8 @@ from antiphon.models.config import model_spec
 from antiphon.planner.predict import candidate_of, predicted_of
 from antiphon.planner.setting import Setting
 from antiphon.sim.demand import Demand, draw_demand
-from antiphon.sim.pools import Prefill, pools_of
+from antiphon.sim.pools import Prefill, ServingOptions, pools_of
 from antiphon.sim.serve_log import ServingRun
-from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.cluster import ClusterSpec, NodeGroup, load_device
 from antiphon.specs.plan import DeviceUse, Layout, Parallel, PhaseName, PhasePlan, Plan, Predicted

@@ -91,8 +91,6 @@ def test_disciplines_against_ticks(name: str, make: type, data: st.DataObject) -
     assert result.ends_s == [job.end for job in jobs]
     held = [[tick for start, end in slices for tick in range(int(start), int(end))] for slices in result.slices_s]
     assert held == [job.held for job in jobs]
-    for track, busy_s in result.busy_s().items():
-        assert busy_s == sum(job.duration for job in jobs if job.track == int(track))
 
 
 @settings(max_examples=50, deadline=None)

@@ -11,9 +11,8 @@ from antiphon.cost.profile import HostTimes, MachineFacts, Profile
 from antiphon.planner.setting import Setting
 from antiphon.sim.demand import draw_demand
 from antiphon.sim.host import CoreWaits, DrawnWaits, ServingHost, SharedCores, Then
-from antiphon.sim.pools import pools_of
+from antiphon.sim.pools import ServingOptions, pools_of
 from antiphon.sim.serve_log import ServingRun
-from antiphon.sim.serving_options import ServingOptions
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.workload import WorkloadSpec

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from antiphon.base.errors import UserError
 from antiphon.cost import ping_pong as closed
+from antiphon.sim.gantt import Bar
 from antiphon.sim.ping_pong import LINES, PingPong, simulate_ping_pong
 from tests.sim.ping_pong_events import simulate_ping_pong_events
 
@@ -82,16 +83,21 @@ def test_recurrence_equals_longest_paths(pipeline: PingPong) -> None:
     np.testing.assert_allclose(simulate_ping_pong(pipeline).replied_s, longest_paths(pipeline), rtol=1e-12, atol=0)
 
 
+def busy_s(bars: list[Bar]) -> dict[str, float]:
+    """By track."""
+    found: dict[str, float] = {}
+    for bar in bars:
+        found[bar.track] = found.get(bar.track, 0.0) + bar.duration_s
+    return found
+
+
 @settings(max_examples=30, deadline=None)
 @given(pipelines())
 def test_all_work_is_done_once(pipeline: PingPong) -> None:
     """Busy time is the sum of durations, in the bars of all workers and in the event core; no track overlaps itself."""
     result = simulate_ping_pong(pipeline)
     num_cells = pipeline.num_layers * pipeline.num_micro_batches
-    shown: dict[str, float] = {}
-    for bar in result.bars_of(2, 3):
-        shown[bar.track] = shown.get(bar.track, 0.0) + bar.duration_s
-    events = simulate_ping_pong_events(pipeline, 2, 3).run.busy_s()
+    shown, events = busy_s(result.bars_of(2, 3)), busy_s(simulate_ping_pong_events(pipeline, 2, 3).run.bars())
     for name, (track, _) in LINES.items():
         for worker in range(2 if track.startswith("attention") else 3):
             total_s = num_cells * getattr(pipeline, name)

@@ -12,10 +12,9 @@ from antiphon.base.errors import ResourceError, UserError
 from antiphon.planner.mixed_steps import mg1_wait
 from antiphon.reproduce.mix import mm1_wait
 from antiphon.sim.demand import draw_demand
-from antiphon.sim.pools import pools_of
+from antiphon.sim.pools import Kill, ServingOptions, pools_of
 from antiphon.sim.serve_log import ServingRun
 from antiphon.sim.serve_results import ServingResult, serving_result
-from antiphon.sim.serving_options import Kill, ServingOptions
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.model import PrecisionSpec
 from antiphon.specs.plan import PhasePlan

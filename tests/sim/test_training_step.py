@@ -156,30 +156,6 @@ def test_pipelining_never_delays_computation_without_gradients(passed: list[Back
     assert sum(piped.all_to_all_s()) == pytest.approx(sum(plain.all_to_all_s()), rel=EXACT, abs=EXACT)
 
 
-def test_chunks_too_small_cost_and_too_large_block() -> None:
-    """Lina section 7.2.2: with a fixed cost per micro-op there is a best partition size between the extremes."""
-    bucket = Gradient(name="bucket", size_bytes=142_200_000, all_reduce_s=7.9e-3, ready_s=4.1e-3)
-    step = [BackwardLayer(**(vars(LAYER) | {"gradients": (bucket,)}))] * 12
-    steps_s = [
-        simulate_backward(step, BackwardOptions(schedule="micro_ops", chunk_bytes=size, micro_op_s=50e-6)).end_s
-        for size in (1_000_000, 30_000_000, 10**9)
-    ]
-    assert steps_s[1] < min(steps_s[0], steps_s[2])
-
-
-def test_stopping_at_combine_spares_the_all_to_all() -> None:
-    """A gradient that is ready at 4.1 ms: its first piece of 1.67 ms would still run at 4.6 ms, when combine ends."""
-    late = Gradient(name="late", size_bytes=60_000_000, all_reduce_s=3.3e-3, ready_s=4.1e-3)
-    layer = BackwardLayer(**(vars(LAYER) | {"combine_s": 0.5e-3, "gradients": (late,)}))
-    stopped, hasty = (
-        simulate_backward([layer], BackwardOptions(schedule="micro_ops", stop_at_combine=stop))
-        for stop in (True, False)
-    )
-    first = [next(bar for bar in timeline.bars if bar.kind == "all_to_all") for timeline in (stopped, hasty)]
-    assert [bar.start_s * 1e3 for bar in first] == [pytest.approx(4.6), pytest.approx(4.1 + 1.65)]
-    assert stopped.compute_end_s < hasty.compute_end_s
-
-
 def test_orderings_over_a_whole_step() -> None:
     """Twelve layers: micro-ops come close to knowing all times; deferral and plain priority do not."""
     ends = {

@@ -10,8 +10,8 @@ import pytest
 
 from antiphon.base.errors import UserError
 from antiphon.models.planned import load_planned_model
-from antiphon.reproduce.lina import lina_model, lina_models
-from antiphon.specs.catalog import Kind, catalog, names, shipped_file, shipped_model_config
+from antiphon.reproduce.lina import lina_models
+from antiphon.specs.catalog import Kind, catalog, names, shipped_file
 from antiphon.specs.checked import canonical, nearest_names
 from antiphon.specs.cluster import DeviceSpec, load_cluster, load_device
 from antiphon.specs.workload import load_workload
@@ -69,9 +69,9 @@ def test_every_workload_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", names("model"))
 def test_every_model_can_be_read_by_name_and_alias(name: str) -> None:
     entry = next(entry for entry in catalog("model") if entry.name == name)
-    spec = load_planned_model(shipped_model_config(name)).spec
+    spec = load_planned_model(shipped_file("model", name)).spec
     assert spec.dtype == "bfloat16"
-    assert all(load_planned_model(shipped_model_config(alias)).spec == spec for alias in entry.aliases)
+    assert all(load_planned_model(shipped_file("model", alias)).spec == spec for alias in entry.aliases)
     assert len(json.loads(entry.path.read_text())["_comment"]) > 20
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_name_offers_the_nearest_and_all() -> None:
     with pytest.raises(UserError, match=r"device 'H21' is unknown: did you mean H20, .*Shipped: A100-40G, .*MI300X"):
         load_device("H21")
     with pytest.raises(UserError, match="model 'mixtral-8x2b' is unknown: did you mean mixtral-8x22b"):
-        shipped_model_config("mixtral-8x2b")
+        shipped_file("model", "mixtral-8x2b")
     with pytest.raises(UserError, match="device 'zzzzzz' is unknown: Shipped: A100-40G"):
         load_device("zzzzzz")
 
@@ -135,7 +135,7 @@ def test_a_model_may_be_a_folder(tmp_path: Path) -> None:
 def test_names_that_cannot_be_files() -> None:
     for name in ("", "x" * 400, "~nobody", "a\0b"):
         with pytest.raises(UserError, match="is unknown"):
-            shipped_model_config(name)
+            shipped_file("model", name)
 
 
 def test_reading_a_model_needs_neither_torch_nor_numpy() -> None:
@@ -157,13 +157,11 @@ def test_nearest_names_are_at_most_three_and_the_best_comes_first() -> None:
 )
 def test_linas_transformer_xl_has_the_parameters_of_its_table_1(layers: int, experts: int, printed: float) -> None:
     """Within 0.6% (biases, norms and gates are not counted); "1.2B" has two digits only."""
-    ours = lina_model("Transformer-XL").parameters(experts, layers)
+    ours = lina_models()["transformer-xl"].parameters(experts, layers)
     assert ours == pytest.approx(printed, rel=0.05 if printed == 1.2e9 else 0.006)
 
 
 def test_linas_models() -> None:
     assert sorted(lina_models()) == ["bert-large", "bert2gpt2", "gpt-2", "transformer-xl"]
-    gpt = lina_model("GPT2")
+    gpt = lina_models()["gpt-2"]
     assert gpt.parameters(2) == 12 * (4 * 768**2 + 2 * gpt.expert_parameters)
-    with pytest.raises(UserError, match="Lina's model 'gpt-3' is unknown: did you mean gpt-2"):
-        lina_model("gpt-3")

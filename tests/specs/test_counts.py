@@ -13,7 +13,7 @@ from antiphon.cost.memory import kv_bytes_per_token
 from antiphon.models.config import load_model_spec, model_spec
 from antiphon.models.planned import load_planned_model
 from antiphon.specs import counts
-from antiphon.specs.catalog import catalog, shipped_model_config
+from antiphon.specs.catalog import catalog, shipped_file
 from antiphon.specs.model import ModelSpec, PrecisionSpec
 from tests.models.conftest import FAMILIES, family_config
 
@@ -35,7 +35,7 @@ def spec_of(config: Any) -> ModelSpec:
 
 
 def shipped(name: str) -> ModelSpec:
-    return load_model_spec(shipped_model_config(name))
+    return load_model_spec(shipped_file("model", name))
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=lambda case: case if isinstance(case, str) else str(case))

@@ -28,8 +28,8 @@ from antiphon.cost.training.counts import (
     layer_ratio,
     sequence_to_tensor_ratio,
 )
-from antiphon.cost.training.megascale_models import NODE_DEVICES, TABLE_2
 from antiphon.kernels.ops.route import choose_experts
+from antiphon.reproduce.msm_models import NODE_DEVICES, TABLE_2
 from antiphon.specs.model import ModelSpec, RouterSpec
 from antiphon.train import feed_forward
 from antiphon.train.config_tables import LossConfig, ParallelConfig

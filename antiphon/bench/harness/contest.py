@@ -12,7 +12,7 @@ Method
    The quiet ones count; where they are too few, as many of the least disturbed as would be enough do, and the report
    says so through their share.
 4. What a run is predicted from is measured right before and right after it, for machines drift from minute to minute;
-   the mean of both predictions counts (`MeasuredAround`, `Drifting`).
+   the mean of both predictions counts (`MeasuredAround`).
 5. A benchmark makes one row, a dictionary, for each contestant and case. The JSON has the rows as they are.
    `ContestColumns` says once which parts people see, under which heading and in which form.
 
@@ -238,21 +238,6 @@ class MeasuredAround(Generic[Value]):
         return (before,) if before is self._last else (before, self._last)
 
 
-@dataclass(frozen=True)
-class Drifting:
-    """One figure as it was predicted from each of several measurements. `drift`: what they differ by, as a fraction."""
-
-    values: Sequence[float]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def drift(self) -> float:
-        return max(self.values) / min(self.values) - 1
-
-
 # --- what a table shows of rows
 
 
@@ -318,6 +303,4 @@ class UpTo:
     most: int
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Seconds of a wait."""
+PATIENCE = object()  # seconds of a wait

@@ -6,7 +6,7 @@
    times, 1/n of the width: the same FLOPs, but n times the rows to scatter and gather.
 3. Each product runs three times: forward, gradient of its input, gradient of its weight. The last one adds to
    FP32 sums in memory (read and written), which makes it memory-bound at small micro-batches.
-4. Each communication knows the product it can be fused with, forward and backward.
+4. Each communication has one product it can be fused with, forward and backward.
 5. Shared expert and dense layers run where attention runs: whole weights under sequence parallelism, 1/n under tensor
    parallelism, where they share the exchange of the routed experts.
 
@@ -67,21 +67,25 @@ class Kernel:
     backward: Parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """One exchange, the same size both ways, and the name of the product it can be fused with."""
-
-    time: Parts
-    fuses_with: str
+FUSES_WITH = {
+    "before_attention": "qkv",
+    "after_attention": "out",
+    "dispatch": "experts_in",
+    "combine": "experts_out",
+    "before_dense": "dense_in",
+    "after_dense": "dense_out",
+}
+"""The product that each communication can be fused with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOperators:
-    """By name. `beside` names products of forward that no exchange of the experts waits for: the shared expert."""
+    """By name. Communications are the same size both ways. `beside` names products of forward that no exchange of the
+    experts waits for: the shared expert."""
 
     products: dict[str, Product]
     kernels: dict[str, Kernel]
-    communications: dict[str, Communication]
+    communications: dict[str, Parts]
     beside: tuple[str, ...] = ()
 
 
@@ -98,7 +102,7 @@ def layer_operators(case: LayerCase, *, moe_layer: bool = True) -> LayerOperator
     )
 
 
-_Operators = tuple[dict[str, Product], dict[str, Kernel], dict[str, Communication]]
+_Operators = tuple[dict[str, Product], dict[str, Kernel], dict[str, Parts]]
 
 
 def _attention(case: LayerCase) -> _Operators:
@@ -128,10 +132,7 @@ def _attention(case: LayerCase) -> _Operators:
     return (
         {"qkv": _joined(into), "out": _product(case, rows, 1, matrices[-1])},
         kernels,
-        {
-            "before_attention": Communication(time=before, fuses_with="qkv"),
-            "after_attention": Communication(time=after, fuses_with="out"),
-        },
+        {"before_attention": before, "after_attention": after},
     )
 
 
@@ -174,14 +175,7 @@ def _experts(case: LayerCase) -> _Operators:
         "experts_out": _product(case, rows, held, out),
     }
     dispatch, combine = _expert_exchanges(case, by_all_to_all)
-    return (
-        products | shared,
-        kernels | shared_kernels,
-        {
-            "dispatch": Communication(time=dispatch, fuses_with="experts_in"),
-            "combine": Communication(time=combine, fuses_with="experts_out"),
-        },
-    )
+    return products | shared, kernels | shared_kernels, {"dispatch": dispatch, "combine": combine}
 
 
 def _expert_exchanges(case: LayerCase, by_all_to_all: bool) -> tuple[Parts, Parts]:
@@ -211,14 +205,7 @@ def _dense(case: LayerCase) -> _Operators:
         return products, kernels, {}
     size = case.tokens * case.model.hidden_size * case.setup.precision.wire_bytes(case.model.hidden_size)
     before, after = gather(case.network, size, case.setup.model_parallel), _reduce(case, size)
-    return (
-        products,
-        kernels,
-        {
-            "before_dense": Communication(time=before, fuses_with="dense_in"),
-            "after_dense": Communication(time=after, fuses_with="dense_out"),
-        },
-    )
+    return products, kernels, {"before_dense": before, "after_dense": after}
 
 
 def _gated(case: LayerCase, intermediate: int, name: str) -> tuple[dict[str, Product], dict[str, Kernel]]:

@@ -159,7 +159,7 @@ def options(case: LayerCase, operators: LayerOperators) -> tuple[Option, ...]:
     width["fc1_out+fc3_out"] = width["fc1_out"] + width["fc3_out"]
     kernels, products = operators.kernels, operators.products
     norm, scatter = 2 / 9 * kernels["norms"].forward, 0.5 * kernels["permute"].forward
-    sent = {name: communication.time for name, communication in operators.communications.items()}
+    sent = operators.communications
 
     def option(name: str, computation: Parts = Parts(), communication: Parts = Parts(), *after: str) -> Option:
         return Option(

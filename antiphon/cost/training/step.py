@@ -56,7 +56,7 @@ from antiphon.cost.training.memory import (
     fullest_stage,
     rank_parameters,
 )
-from antiphon.cost.training.operators import Communication, LayerOperators, gather, layer_operators
+from antiphon.cost.training.operators import FUSES_WITH, LayerOperators, gather, layer_operators
 from antiphon.cost.training.rematerialize import (
     Rematerialize,
     Rematerialized,
@@ -124,13 +124,11 @@ def _forward(operators: LayerOperators, level: OverlapLevel, overlap: float) -> 
     products = {name: product.forward for name, product in operators.products.items()}
     computation = sum([*products.values(), *(kernel.forward for kernel in operators.kernels.values())], Parts())
     beside_s = sum((products[name] for name in operators.beside), Parts()).total_s
-    experts = {name: item for name, item in operators.communications.items() if name in ("dispatch", "combine")}
-    others = {name: item for name, item in operators.communications.items() if name not in experts}
-    left = {name: item.time for name, item in operators.communications.items()}
+    left = operators.communications
     if level != "none":
+        experts = {name: time for name, time in left.items() if name in ("dispatch", "combine")}
         left = left | _left_together(experts, beside_s, overlap)
-    fused = {item.fuses_with: products[item.fuses_with] for item in (experts | others).values()}
-    return _pass(operators, computation, left, fused, level, overlap)
+    return _pass(operators, computation, left, products, level, overlap)
 
 
 def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, again: Parts, resent: Parts) -> PassTime:
@@ -142,20 +140,19 @@ def _backward(operators: LayerOperators, level: OverlapLevel, overlap: float, ag
     if level != "none":
         again = beside_products(again, needed.compute_s, overlap)
     computation = needed + rest + again
-    items = operators.communications | {"again": Communication(time=resent, fuses_with="")}
-    left = {name: item.time for name, item in items.items()}
+    left = operators.communications | {"again": resent}
     if level != "none":
-        left = _left_together(items, weights.total_s + again.total_s, overlap)
+        left = _left_together(left, weights.total_s + again.total_s, overlap)
     return _pass(operators, computation, left, inputs, level, overlap, resent)
 
 
-def _left_together(items: dict[str, Communication], independent_s: Number, overlap: float) -> dict[str, Parts]:
+def _left_together(times: dict[str, Parts], independent_s: Number, overlap: float) -> dict[str, Parts]:
     """Each communication's part that stays when all of them run beside `independent_s` seconds of other work."""
-    total = sum((item.time for item in items.values()), Parts())
+    total = sum(times.values(), Parts())
     before = np.asarray(total.total_s, dtype=np.float64)
     after = np.asarray(hidden_behind(total, independent_s, overlap).total_s, dtype=np.float64)
     share = np.where(before > 0, after / np.where(before > 0, before, 1.0), 0.0)
-    return {name: share * item.time for name, item in items.items()}
+    return {name: share * time for name, time in times.items()}
 
 
 def _pass(
@@ -170,11 +167,10 @@ def _pass(
     """The pass, each communication that is left fused with its product where `level` says so."""
     exposed = Parts()
     for name, time in left.items():
-        item = operators.communications.get(name)
-        if level == "intra" and item is not None:
-            time = hidden_behind(time, products[item.fuses_with].total_s, overlap)
+        if level == "intra" and name in FUSES_WITH:
+            time = hidden_behind(time, products[FUSES_WITH[name]].total_s, overlap)
         exposed = exposed + time
-    communication = sum((item.time for item in operators.communications.values()), resent)
+    communication = sum(operators.communications.values(), resent)
     return PassTime(computation=computation, communication=communication, exposed=exposed)
 
 

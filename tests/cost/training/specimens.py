@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from antiphon.cost.curves import Curve, Surface
 from antiphon.cost.profile import MachineFacts, Profile, SumName, TrainingLayer, TrainingSum, TrainingTables
-from antiphon.cost.training.megascale_models import TABLE_2
 from antiphon.cost.training.setup import Training
+from antiphon.reproduce.msm_models import TABLE_2
 from antiphon.specs.cluster import ClusterSpec, EfficiencySpec, load_cluster
 from antiphon.specs.model import ModelSpec
 from tests.cost.specimens import ROUND, round_cluster, round_group

@@ -10,7 +10,7 @@ from antiphon.cost.training.counts import (
     tokens_per_s,
     training_flops_per_token,
 )
-from antiphon.cost.training.megascale_models import INTERNAL_352B_AS_PRINTED, TABLE_2, TABLE_3, TABLE_3_BATCH
+from antiphon.reproduce.msm_models import INTERNAL_352B_AS_PRINTED, TABLE_2, TABLE_3, TABLE_3_BATCH
 from antiphon.specs.counts import count_parameters
 from tests.cost.training.specimens import small_model
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cost.parts import Parts
-from antiphon.cost.training.operators import Communication, Kernel, LayerOperators, Product
+from antiphon.cost.training.operators import Kernel, LayerOperators, Product
 from antiphon.cost.training.step import (
     computation_to_communication,
     fused_speedup,
@@ -47,7 +47,7 @@ def layer(products: float, weights: float, communication: float, beside: float =
     return LayerOperators(
         products={"experts_in": one, "shared_in": nothing},
         kernels={"norms": Kernel(forward=Parts(memory_s=1.0), backward=Parts(memory_s=2.0))},
-        communications={"dispatch": Communication(time=Parts(scale_up_s=communication), fuses_with="experts_in")},
+        communications={"dispatch": Parts(scale_up_s=communication)},
         beside=("shared_in",),
     )
 
