@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from antiphon.base.errors import ResourceError, UserError
@@ -148,7 +149,7 @@ class RollCall:
             yield
         except RuntimeError as error:
             waited_s = time.monotonic() - began_s
-            if "by peer" in str(error):  # gloo: a connection was closed, or reset
+            if "by peer" in str(error) or isinstance(error, DistNetworkError):  # of gloo, or of the store that is gone
                 raise ResourceError(
                     f"rank {self._rank} waited for {what}, and {self._who_ended()} ended: see what that one said, or "
                     "its machine, then start again"

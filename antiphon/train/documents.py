@@ -166,10 +166,22 @@ def _json_lines(file: Path, text_key: str, begin: int, kind: Kind) -> Iterator[D
             except (ValueError, RecursionError) as error:
                 number = _line_number(file, first_byte)
                 raise UserError(f"{file}: line {number:,} is not JSON ({error}): correct or exclude it") from error
+            if "\\ud" in text.lower() and _has_half_letters(record):
+                number = _line_number(file, first_byte)
+                raise UserError(f"{file}: line {number:,} has half of a surrogate pair: correct or exclude it")
             found = _of_record(record, text_key, kind)
             if found is None:
                 raise UserError(_no_text(record, text_key, kind, f"{file}: line {_line_number(file, first_byte):,}"))
             yield _document(found, place, min(1.0, raw.tell() / size))
+
+
+def _has_half_letters(record: Any) -> bool:
+    """JSON can name one half of a letter of UTF-16, which no UTF-8 has."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _document(found: "str | dict[str, Any]", place: int, share: float) -> Document:

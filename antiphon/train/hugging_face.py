@@ -96,8 +96,9 @@ def import_weights(model: MoeModel, folder: Path) -> None:
     spec = model.spec
     checkpoint = open_checkpoint(folder, spec)
     names = checkpoint.family_names(spec.family)
-    if quantised := read_config(folder).get("quantization_config"):
-        how = quantised.get("quant_method", "an unnamed way") if isinstance(quantised, dict) else quantised
+    quantised = read_config(folder).get("quantization_config") or any(map(checkpoint.is_packed, checkpoint.names))
+    if quantised and model.mesh.rank == 0:
+        how = quantised.get("quant_method", "an unnamed way") if isinstance(quantised, dict) else "blocks"
         _log.warning("%s is quantised (%s): its weights are multiplied out, and trained as they then are", folder, how)
     outer = outer_plan(spec, names)
     plans = [{purpose: refs for purpose, refs in outer.items() if purpose in parts_of(model)}]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.comm.roll_call import RankProcess, RollCall
@@ -29,11 +29,16 @@ def test_a_rank_that_ended_is_named(other: subprocess.Popen[bytes]) -> None:
     store.set("here/1", place(other.pid))
     roll = RollCall(store, 0, 2, 30.0)
     roll.await_all()
-    for waiting in (roll, roll.beside(60.0)):
+    by_gloo = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:31653")
+    for waiting, error in (
+        (roll, by_gloo),
+        (roll.beside(60.0), by_gloo),
+        (roll, DistNetworkError("Failed to recv, got 0 bytes")),
+    ):
         other.kill()
         words = rf"rank 0 waited for counts, and rank 1 \(process {other.pid}\) ended: see what"
         with pytest.raises(ResourceError, match=words), waiting.waiting("counts"):
-            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:31653")
+            raise error
 
 
 def test_what_began_long_before_the_wait_ends_in_our_words() -> None:

@@ -29,6 +29,7 @@ from antiphon.train.trainer import Trainer
 from antiphon.train.weights import FirstValues, Weights
 from tests.models.conftest import FAMILIES
 from tests.models.packed_specimens import PACKED, pack_checkpoint
+from tests.models.test_gguf import Kind, wide_gguf
 from tests.train.harness import LATENT, LiveParameters, config_of, same_tensors, write_model
 
 TOKENS = 10_000
@@ -163,6 +164,16 @@ def test_packed_weights_begin_a_run_as_they_multiply_out(form: str, save_model: 
         found.append(dict(model.named_parameters()))
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_gguf_file_begins_a_run(
+    save_model: Any, tools: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it multiplies out, with a word; one with floats as it is."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "decoder_sparse_step": 1}
+    wide = wide_gguf(save_model(tools.config("qwen3_moe", **sizes)).folder, tmp_path / "model.gguf", Kind.Q8_0)
+    assert same_tensors(trainable(tmp_path / "model.gguf"), trainable(wide))
+    assert caplog.text.count("is quantised") == caplog.text.count("model.gguf is quantised (blocks)") == 1
 
 
 def test_an_export_holds_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

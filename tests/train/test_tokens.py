@@ -230,6 +230,8 @@ def test_files_that_cannot_be_read_are_named_with_the_place(tmp_path: Path) -> N
     for value, found in ((b"x", "bytes"), (5, "int"), (["x"], "list")):
         parquet.write_table(pyarrow.table({"text": [None, value]}), table)
         assert f"{table}: row 2: 'text' is {found} and no text: convert it" in refused(table)
+    lines.write_text('{"text": "\\ud83c\\udfd6"}\n{"text": "\\uD83C"}\n')
+    assert f"{lines}: line 2 has half of a surrogate pair: correct or exclude it" in refused(lines)
     lines.write_text('{"text": 5}\n')
     assert "line 1: 'text' is int and no text: convert it, or set data.text_key" in refused(lines)
 

@@ -164,6 +164,10 @@ class GgufCheckpoint(Checkpoint):
     def family_names(self, family: str) -> TensorNames:
         return GGUF_NAMES[family]
 
+    def is_packed(self, name: str) -> bool:
+        """What is stored in another order may have floats all the same."""
+        return name in self._made and self._made[name].matrices((0, 1)) is not None
+
     @property
     def notes(self) -> list[str]:
         return []
