@@ -29,11 +29,11 @@ from antiphon.base.errors import ResourceError
 from antiphon.base.units import milliseconds
 from antiphon.cost.memory import attention_weight_bytes, expert_weight_bytes
 from antiphon.cost.parts import Parts
+from antiphon.planner.candidate_table import RATE, TPOT, CandidateTable
 from antiphon.planner.candidates import Candidates
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.predict import devices_of, named_parts, predicted_of, resource_weights, step_parts_of
 from antiphon.planner.setting import Setting
-from antiphon.planner.table import RATE, TPOT, CandidateTable
 from antiphon.specs.plan import LAYOUTS, Layout, Objective, Rejected
 
 ITEMS = ("attention", "experts", "communication", "fixed costs", "dense layers and head", "waiting", "spare capacity")

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from antiphon.planner.candidate_table import RATE, Outcome
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.outcome import PROMPTS_PER_PASS, STEP_TOKENS, fed_limits, outcome_at
 from antiphon.planner.setting import Setting
-from antiphon.planner.table import RATE, Outcome
 
 BLOCK = 512
 """Candidates of a layout that are looked at together."""

@@ -36,6 +36,7 @@ import numpy as np
 
 from antiphon.cost.memory import kv_bytes_per_token
 from antiphon.cost.parts import FloatArray
+from antiphon.planner.candidate_table import RATE, TPOT, TTFT, Outcome
 from antiphon.planner.candidates import BoolArray, Candidates, IntArray
 from antiphon.planner.mixed_steps import (
     MixedStep,
@@ -48,7 +49,6 @@ from antiphon.planner.mixed_steps import (
 from antiphon.planner.room import MOST_STEP_TOKENS, fed_sequences
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepTimes, step_times
-from antiphon.planner.table import RATE, TPOT, TTFT, Outcome
 
 STEP_TOKENS = (2048, MOST_STEP_TOKENS)
 """Limits of a worker's step that are tried where prompts and tokens share steps."""

@@ -29,13 +29,13 @@ from antiphon.cost.memory import kv_bytes_per_token, tokens_of_state
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import bottleneck
 from antiphon.placement.place import balance, placement_of
+from antiphon.planner.candidate_table import CandidateTable
 from antiphon.planner.candidates import Candidates, candidates_of, piece_of, real
 from antiphon.planner.mixed_steps import with_prompts
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.room import BLOCK_SIZE, weight_bytes, widest_domain
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts, group_of, step_parts
-from antiphon.planner.table import CandidateTable
 from antiphon.specs.counts import blocks_of
 from antiphon.specs.plan import LAYOUTS, Collectives, DeviceUse, Layout, PhaseName, PhasePlan, Predicted
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from antiphon.base.units import number
 from antiphon.cost.parts import FloatArray
+from antiphon.planner.candidate_table import CandidateTable, front
 from antiphon.planner.candidates import Candidates, IntArray
 from antiphon.planner.explain import NoPlan
 from antiphon.planner.predict import resource_weights
 from antiphon.planner.room import Domains, domains_of
 from antiphon.planner.setting import Setting
-from antiphon.planner.table import CandidateTable, front
 from antiphon.specs.cluster import ClusterSpec
 from antiphon.specs.plan import LAYOUTS, Layout, PhaseName
 

@@ -20,6 +20,7 @@ import numpy as np
 from antiphon.base.errors import UserError
 from antiphon.cost.parts import FloatArray
 from antiphon.cost.profile import Profile
+from antiphon.planner.candidate_table import RATE, CandidateTable, Outcome
 from antiphon.planner.candidates import Candidates, IntArray, joined
 from antiphon.planner.explain import RESOURCES, NoPlan, no_plan, rejected_layouts
 from antiphon.planner.least_latency import least_latency
@@ -30,7 +31,6 @@ from antiphon.planner.room import batch_limits, usable_instances
 from antiphon.planner.setting import SearchLimits, Setting
 from antiphon.planner.space import Space, make_space
 from antiphon.planner.step_times import step_times
-from antiphon.planner.table import RATE, CandidateTable, Outcome
 from antiphon.specs.cluster import ClusterSpec, cluster_to_json
 from antiphon.specs.model import ModelSpec, PrecisionSpec
 from antiphon.specs.plan import (

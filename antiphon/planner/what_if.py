@@ -41,6 +41,7 @@ import numpy as np
 
 from antiphon.base.errors import UserError
 from antiphon.base.units import milliseconds
+from antiphon.planner.candidate_table import CandidateTable
 from antiphon.planner.candidates import Candidates, IntArray, Pins
 from antiphon.planner.explain import NoPlan, no_plan
 from antiphon.planner.predict import resource_weights
@@ -57,7 +58,6 @@ from antiphon.planner.search import (
     settings_of,
 )
 from antiphon.planner.setting import SearchLimits, Setting
-from antiphon.planner.table import CandidateTable
 from antiphon.specs.cluster import ClusterSpec, cluster_from_json
 from antiphon.specs.model import ModelSpec
 from antiphon.specs.plan import LATENCIES, LAYOUTS, Layout, PhaseName, PhasePlan, Plan

@@ -27,6 +27,7 @@ from antiphon.cost.exchange import Degrees
 from antiphon.cost.parts import Parts
 from antiphon.cost.ping_pong import conditions
 from antiphon.cost.profile import Profile
+from antiphon.planner.candidate_table import CandidateTable, Outcome, front
 from antiphon.planner.candidates import Candidates, IntArray, joined
 from antiphon.planner.explain import account
 from antiphon.planner.outcome import outcome_at
@@ -35,7 +36,6 @@ from antiphon.planner.room import batch_limits, weight_bytes
 from antiphon.planner.search import PlanResult, Progress
 from antiphon.planner.setting import Setting
 from antiphon.planner.step_times import StepParts
-from antiphon.planner.table import CandidateTable, Outcome, front
 from antiphon.planner.what_if import FACTORS, Over, base_value, one_more_node, sensitivity
 from antiphon.report.words import PHASE_TITLES, devices_text, plural, short_degrees
 from antiphon.sim.gantt import Bar

@@ -216,7 +216,7 @@ def _phase_section(contents: PhaseContents, report: Report) -> PageSection:
     if losers := contents.phase.rejected:
         rows = [summary.loser_row(loser, contents, objective) for loser in losers]
         pieces.append(Sentence("Other layouts, the best of each", "heading"))
-        pieces += [Grid(columns=summary.LOSER_COLUMNS, rows=rows, style="losers"), Pairs(summary.reasons(losers))]
+        pieces += [Grid(columns=summary.PAGE_LOSER_COLUMNS, rows=rows, style="losers"), Pairs(summary.reasons(losers))]
     beside: list[Piece] = []
     if contents.conditions:
         heading = Sentence("Conditions of ping-pong (MegaScale-Infer, section 4.1)", "heading")

@@ -21,7 +21,7 @@ from antiphon.specs.counts import count_parameters
 from antiphon.specs.plan import ONE_POOL, TWO_POOLS, Objective, PhaseName, PhasePlan, Rejected
 
 NEARLY_EQUAL = 0.95
-LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan", "four of five")
+PAGE_LOSER_COLUMNS = ("layout", "sizes", "devices", "latency", "rate", "against the plan", "four of five")
 
 
 def headline(contents: PhaseContents, objective: Objective) -> str:
@@ -124,10 +124,10 @@ def facts(name: PhaseName, phase: PhasePlan) -> list[tuple[str, str]]:
 
 
 def loser_row(loser: Rejected, contents: PhaseContents, objective: Objective) -> tuple[str, ...]:
-    """A layout that lost, in the order of `LOSER_COLUMNS`."""
+    """A layout that lost, in the order of `PAGE_LOSER_COLUMNS`."""
     predicted = loser.predicted
     if predicted is None or loser.parallel is None:
-        return (LAYOUT_TITLES[loser.layout], *["-"] * (len(LOSER_COLUMNS) - 1))
+        return (LAYOUT_TITLES[loser.layout], *["-"] * (len(PAGE_LOSER_COLUMNS) - 1))
     rate, mine = predicted.score(objective), contents.phase.predicted.score(objective)
     band = ratio_band(contents.phase, loser, objective)
     return (

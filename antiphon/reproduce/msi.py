@@ -22,11 +22,11 @@ from antiphon.cost.ping_pong import (
     min_micro_batches,
     throughput_per_cost,
 )
+from antiphon.planner.candidate_table import CandidateTable, Outcome
 from antiphon.planner.candidates import Pins
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import SearchLimits, Setting
-from antiphon.planner.table import CandidateTable, Outcome
 from antiphon.reproduce import shipped_cluster, shipped_device, shipped_model, shipped_workload
 from antiphon.sim.ping_pong import PingPong, simulate_ping_pong
 from antiphon.specs.cluster import ClusterSpec, DeviceSpec

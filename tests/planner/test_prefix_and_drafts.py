@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from antiphon.base.errors import UserError
+from antiphon.planner.candidate_table import Outcome
 from antiphon.planner.outcome import outcome_at
 from antiphon.planner.search import evaluate_phase, settings_of
 from antiphon.planner.setting import Setting
-from antiphon.planner.table import Outcome
 from antiphon.planner.worker_times import expert_times
 from antiphon.specs.cluster import load_cluster
 from antiphon.specs.plan import PhaseName

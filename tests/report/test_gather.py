@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from antiphon.cost.ping_pong import layer_time
 from antiphon.models.config import load_model_spec
+from antiphon.planner.candidate_table import front
 from antiphon.planner.candidates import Pins
 from antiphon.planner.predict import candidate_of, step_parts_of
 from antiphon.planner.search import PlanResult, SearchLimits, make_plan, settings_of
 from antiphon.planner.step_times import StepParts
-from antiphon.planner.table import front
 from antiphon.report.gather import Report, gather, measured_like, pipeline_bars, swept
 from antiphon.sim.gantt import Bar, span_s
 from antiphon.specs.catalog import shipped_file
