@@ -7,8 +7,7 @@
    before has its first token. So both engines are asked for as many prompts as they can take. A run ends with the last
    of the long prompts, or with the answers.
    Each engine has an untimed run first: a block of the cache that was never used costs a fault for each of its pages.
-   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped,
-   and what the system takes for packets during it: a link of `--mbit` is emulated by the cores that compute;
+   With `--profile`, waits for cores (`harness.core_waits`) are measured after each run, while the workers are stopped;
    with `--profile here`, the model on this machine, too, before and after each run.
 3. A row for each engine and length of prompt: time between tokens of the answers, time to the first token of the long
    prompts, tokens of both, and with `--profile` what the simulator says (`pools_prediction`), as the mean over what was
@@ -30,7 +29,6 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from antiphon.base.errors import UserError
@@ -48,7 +46,7 @@ from antiphon.bench.harness.contest import (
     share,
     take_turns,
 )
-from antiphon.bench.harness.core_waits import measure_core_waits, together
+from antiphon.bench.harness.core_waits import measure_core_waits, packets_s, together
 from antiphon.bench.harness.processes import PATIENCE_S, SECRET, check_mbit, require_box, run_beside, start_workers
 from antiphon.bench.pools_prediction import MeasuredMachine, predict_mix
 from antiphon.kernels.select import resolve_dtype
@@ -305,17 +303,10 @@ def _run_alone(
         if found.itl_s:
             period_s = median(found.itl_s)
             turn_s = found.engine_share * period_s if is_beside else float(before.profile.turn_s(case.answers))
-            found.core_waits = measure_core_waits(
-                _WAITS_S, period_s=period_s, turn_s=turn_s, is_beside=is_beside, network_share=found.network_share
-            )
+            waits = measure_core_waits(_WAITS_S, period_s=period_s, turn_s=turn_s, is_beside=is_beside)
+            found.core_waits = replace(waits, network_share=found.network_share)
         found.machines = around.after()
     return found
-
-
-def _packets_s() -> float:
-    """Processor time of all cores that went into the system's soft interrupts, which move packets; 0 where the system
-    does not say."""
-    return float(getattr(psutil.cpu_times(), "softirq", 0.0))
 
 
 def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
@@ -329,7 +320,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
     for index in range(case.answers):
         engine.submit_to(sink, f"answer-{index}", _fresh_prompt(engine, _SHORT_TOKENS), _greedy(case.output_tokens))
     started_s = first_long_s = time.perf_counter()
-    used_s, packets_s = time.process_time(), _packets_s()
+    used_s, on_packets_s = time.process_time(), packets_s()
     for output in sink.outputs(1 << 62):
         now_s = time.perf_counter()
         if output.error is not None:
@@ -352,7 +343,7 @@ def _run(engine: Engine, tokens: int, case: PoolsCase) -> _PoolRun:
             engine.submit_to(sink, long_id, long.pop(), _greedy(_LONG_ANSWER))
     found.took_s = time.perf_counter() - started_s
     found.engine_share = (time.process_time() - used_s) / found.took_s
-    found.network_share = (_packets_s() - packets_s) / (found.took_s * (os.cpu_count() or 1))
+    found.network_share = (packets_s() - on_packets_s) / (found.took_s * (os.cpu_count() or 1))
     found.prompts_s = time.perf_counter() - first_long_s
     found.exposed_s = engine.stats().handovers.exposed_s - exposed_s
     _end_all(engine)

@@ -50,9 +50,8 @@ def test_a_contest_of_unequal_sizes_is_refused(tmp_path: Path) -> None:
 
 def test_waits_for_cores_are_measured_while_all_compute() -> None:
     """Whatever the machine does: a wake for each turn, and stalls that took no longer than there was time."""
-    found = measure_core_waits(
-        1.5, period_s=2e-4, turn_s=1.5e-4, network_share=0.1
-    )  # what a program says is more than a pipe holds
+    # What a program says is more than a pipe holds.
+    found = replace(measure_core_waits(1.5, period_s=2e-4, turn_s=1.5e-4), network_share=0.1)
     assert found.wakes_s
     assert all(0 <= wake_s < 30 for wake_s in found.wakes_s)
     assert all(1e-4 < stall_s < 30 for stall_s in found.stalls_s)

@@ -23,6 +23,8 @@ from collections import deque
 from dataclasses import dataclass
 from subprocess import DEVNULL, PIPE
 
+import psutil
+
 from antiphon.base.errors import UserError
 from antiphon.sim.host import CoreWaits
 
@@ -49,11 +51,8 @@ print(json.dumps(stalls))
 """
 
 
-def measure_core_waits(
-    seconds: float, *, period_s: float, turn_s: float, is_beside: bool = False, network_share: float = 0.0
-) -> CoreWaits:
-    """Computes on all cores of this process for so long. `network_share`: as it was counted while steps ran.
-    `UserError` if the programs do not end."""
+def measure_core_waits(seconds: float, *, period_s: float, turn_s: float, is_beside: bool = False) -> CoreWaits:
+    """Computes on all cores of this process for so long. `UserError` if the programs do not end."""
     cores = sorted(os.sched_getaffinity(0))
     heard, news = os.pipe()
     engine = _WokenThread(heard, turn_s)
@@ -81,8 +80,13 @@ def measure_core_waits(
         stalls_per_s=len(counted_s) / (seconds * len(cores)),
         stalls_s=counted_s,
         wakes_s=tuple(max(0.0, (turn.read - turn.sent) * 1e-9 - (0.0 if is_beside else turn_s)) for turn in turns),
-        network_share=network_share,
     )
+
+
+def packets_s() -> float:
+    """Processor time of all cores, since the machine started, in the system's soft interrupts, which move packets; 0
+    where it does not say. A link that is emulated is work of the cores that compute."""
+    return float(getattr(psutil.cpu_times(), "softirq", 0.0))
 
 
 def together(waits: list[CoreWaits]) -> CoreWaits | None:
