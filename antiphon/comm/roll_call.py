@@ -44,7 +44,7 @@ class RankProcess:
 
     @staticmethod
     def own() -> "RankProcess":
-        boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+        boot = _BOOT.read_text(encoding="utf-8").strip() if _BOOT.exists() else socket.gethostname()
         numbers = _NUMBERS.stat().st_ino if _NUMBERS.exists() else 0  # a container counts processes anew
         return RankProcess(os.getpid(), f"{boot}/{numbers}", socket.gethostname())
 
