@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": CommandPlace("antiphon.cli.doctor", "doctor", "What this machine offers, what is missing, how to get it"),
     "serve": CommandPlace("antiphon.cli.serve", "serve", "Serve a model over HTTP, with OpenAI's API"),
     "top": CommandPlace("antiphon.cli.top", "top", "What a running server does, in a terminal"),
-    "drain": CommandPlace("antiphon.cli.top", "drain", "Take a worker of a running server out of service"),
+    "drain": CommandPlace("antiphon.cli.drain", "drain", "Take a worker of a running server out of service"),
     "generate": CommandPlace("antiphon.cli.generate", "generate", "Complete a prompt, without a server"),
     "batch": CommandPlace("antiphon.cli.serve", "batch", "Answer a file of requests, without a server"),
     "worker": CommandPlace("antiphon.cli.worker", "worker", "One worker on this machine for an engine on another"),

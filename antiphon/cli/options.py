@@ -55,8 +55,12 @@ rare_option = partial(typer.Option, hidden=True)
 class CapacityOptions:
     """How much may run at once."""
 
-    max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = 256
-    max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = 2048
+    max_running: Annotated[int, typer.Option(metavar="N", help="Requests a step, per worker.")] = (
+        ServeConfig.max_running
+    )
+    max_batch_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens a step, per worker.")] = (
+        ServeConfig.max_batch_tokens
+    )
     max_waiting: Annotated[int, rare_option(metavar="N", help="Requests in line; more: 429.")] = 1024
 
 

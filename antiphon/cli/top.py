@@ -1,8 +1,5 @@
-"""Commands that ask a running server: `antiphon top` shows in a terminal what it does, as the page `/dashboard` draws
-it; `antiphon drain` takes one of its attention workers out of service without losing work.
-
-A drained worker gets no new requests, and hands those that it has to others, with their keys and values. Then its
-process, or its machine, may end. What takes its place, or the same again after `--undo`, gets requests.
+"""`antiphon top` shows in a terminal what a running server does, as the page `/dashboard` draws it; and how commands
+ask such a server.
 
 One frame is a reading of the server as text for 80 columns and more. A step is a line of characters for each worker:
 what took most of a character's time stands there. Rejected: reading `/metrics`. It has neither steps nor events, and
@@ -14,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import httpx
 import pydantic
@@ -35,7 +31,6 @@ ServerUrl = Annotated[str, typer.Argument(metavar="[URL]", help="The server.")]
 KeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="API keys; the first is used.")]
 HERE = "http://127.0.0.1:8000"
 PATIENCE_S, MOST_PORT = 6.0, 65_535
-_LOOK_S = 0.5
 _MOST_LAYERS = 8
 _MOST_EVENTS = 6
 _NAME_WIDTH = 22
@@ -58,7 +53,7 @@ def top(
     json: JsonOption = None,
 ) -> None:
     """Show what the server at URL does, until Ctrl-C: throughput, waiting, the last step, load of experts, events."""
-    with _client(api_key_file) as client:
+    with client_of(api_key_file) as client:
         reading = read(client, url)
         if once or json is not None:
             show(frame(reading, ""), json=json)
@@ -69,44 +64,6 @@ def top(
             for newer, problem in _readings(client, url, interval):
                 reading = newer or reading
                 live.update(frame(reading, problem))
-
-
-def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As /health and top name it: attention[1].")],
-    url: ServerUrl = HERE,
-    undo: Annotated[bool, typer.Option("--undo", help="Let the worker have requests again.")] = False,
-    wait: Annotated[
-        float, typer.Option("--wait", metavar="S", min=0, max=1e6, help="Seconds until the worker must be drained.")
-    ] = 600.0,
-    api_key_file: KeyFile = None,
-    json: JsonOption = None,
-) -> None:
-    """Move all requests of WORKER to others, and wait until it has none."""
-    deadline = time.monotonic() + wait
-    with _client(api_key_file) as client:
-        state = _state(client, url, worker, undo=undo)
-        while state.startswith("draining") and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-            state = _state(client, url, worker, undo=undo)
-    if state.startswith("draining"):
-        raise UserError(f"{worker} is not drained after {wait:g} s ({state}): it goes on; ask again, or --undo")
-    show(f"{worker}: {state}", json=json)
-    emit_json(json, {"worker": worker, "state": state})
-
-
-def _state(client: httpx.Client, url: str, worker: str, *, undo: bool) -> str:
-    """How far the worker is, after asking for it."""
-    order = "undrain" if undo else "drain"
-    answer = ask(url, lambda: client.put(f"{url.rstrip('/')}/{order}/{quote(worker, safe='/')}"))
-    try:
-        body = answer.json()
-        if answer.status_code in (400, 503):
-            raise UserError(body["error"]["message"])
-        return str(body["state"])
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{url} does not know /drain: see its /version") from error
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -128,7 +85,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     return keys
 
 
-def _client(api_key_file: Path | None) -> httpx.Client:
+def client_of(api_key_file: Path | None) -> httpx.Client:
     """For a server of ours, which no proxy knows."""
     headers = {} if api_key_file is None else {"authorization": f"Bearer {read_api_keys(api_key_file)[0]}"}
     return httpx.Client(headers=headers, timeout=PATIENCE_S, trust_env=False)

@@ -56,9 +56,9 @@ from antiphon.train.encoder import load_tokenizer
 from antiphon.train.further_token import FURTHER_LAYERS
 from antiphon.train.hugging_face import FLOAT8
 from antiphon.train.hugging_face import export as write_export
-from antiphon.train.metrics import OutputLock
 from antiphon.train.planned_run import planned_config
 from antiphon.train.ranks import leave, outlives_terminal, rank, sizes_of, world_size
+from antiphon.train.run_folder import OutputLock
 from antiphon.train.samples import Samples
 from antiphon.train.setup import cache_of, open_data, plan_options, prepare, prepare_data, stream_of, tokenizer_of
 from antiphon.train.token_stream import TokenStream

@@ -41,7 +41,7 @@ from antiphon.report.document import (
 from antiphon.report.draw import draw
 from antiphon.report.words import plural, time_unit
 from antiphon.specs.training_plan import training_plan_from_json
-from antiphon.train.metrics import FILE
+from antiphon.train.run_folder import FILE
 
 PAGE = "report.html"
 MOST_ALARMS = 20

@@ -43,10 +43,10 @@ from antiphon.specs.model import ModelSpec
 from antiphon.train.config import TrainConfig
 from antiphon.train.device import HOST, moved, settle
 from antiphon.train.memory import check_memory, setup_of
-from antiphon.train.metrics import read_run_facts
 from antiphon.train.model import dispatcher_of
 from antiphon.train.operators import whole_name
 from antiphon.train.ranks import expert_levels, largest, local_ranks, sizes_of, world_size
+from antiphon.train.run_folder import read_run_facts
 
 FILE = "packing.json"
 FIRST_STEP, EVERY = 10, 4

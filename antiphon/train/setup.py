@@ -31,10 +31,10 @@ from antiphon.train.further_token import check_further, with_further
 from antiphon.train.layer_plan import PlanOptions
 from antiphon.train.measured_choices import DispatchChoice, Packing, choose_dispatch, with_choice, with_expert
 from antiphon.train.memory import check_memory, dropped_to_fit, setup_of, tensors_of
-from antiphon.train.metrics import OutputLock, check_boards, write_run_facts
 from antiphon.train.model import MoeModel, experts_axis
 from antiphon.train.ranks import join, local_rank, local_ranks, rank, sizes_of, sums, world_size
 from antiphon.train.resume import Former
+from antiphon.train.run_folder import OutputLock, check_boards, write_run_facts
 from antiphon.train.samples import Samples, StreamedSamples
 from antiphon.train.sequence_parallel import SequenceParallel
 from antiphon.train.token_file import TokenFile

@@ -27,11 +27,11 @@ from antiphon.train.device import HOST, peak_bytes, product_flops_per_s
 from antiphon.train.hugging_face import import_weights
 from antiphon.train.measured_choices import Packing, with_expert
 from antiphon.train.memory import bytes_by_formula
-from antiphon.train.metrics import Metrics
 from antiphon.train.offload import map_experts
 from antiphon.train.optimizer import Optimizer, is_frozen, rate_at, shards_of
 from antiphon.train.passes import HeldOutLoss, Passes, held_out_loss
 from antiphon.train.ranks import StopRequest, sizes_of, sums, world_size
+from antiphon.train.run_folder import Metrics
 from antiphon.train.samples import StreamedSamples, numbers_of_rank
 from antiphon.train.saver import Saver
 from antiphon.train.schedule_search import choose_schedules

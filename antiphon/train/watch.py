@@ -42,8 +42,8 @@ from antiphon.comm.ledger import Ledger
 from antiphon.comm.mesh import Mesh
 from antiphon.specs.model import ModelSpec
 from antiphon.train.config_tables import WatchConfig
-from antiphon.train.metrics import Metrics
 from antiphon.train.ranks import gathered
+from antiphon.train.run_folder import Metrics
 from antiphon.train.spans import Span, StepSpans, seconds_by_operator, write_part
 
 PATIENCE_STEPS = 25

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.cli.top import drain
+from antiphon.cli.drain import drain
 from antiphon.serve.engine_api import ShuttingDown
 from tests.serve.api_harness import Live, fake_engine, live
 

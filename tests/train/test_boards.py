@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from antiphon.base.errors import UserError
-from antiphon.train.metrics import Metrics
+from antiphon.train.run_folder import Metrics
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import Trainer
 from tests.train.harness import config_of

@@ -25,8 +25,8 @@ from antiphon.cli import train as commands
 from antiphon.cli.commands import single_command
 from antiphon.report.training_run import read_run, run_page
 from antiphon.train import checkpoint
-from antiphon.train.metrics import Metrics, OutputLock
 from antiphon.train.passes import HeldOutLoss
+from antiphon.train.run_folder import Metrics, OutputLock
 from antiphon.train.saver import Saver
 from antiphon.train.setup import prepare
 from antiphon.train.trainer import TrainedStep, Trainer
@@ -140,7 +140,7 @@ def test_metrics_that_are_no_steps_are_taken_out(tmp_path: Path, monkeypatch: py
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
     script = (
-        "import os, signal\nfrom pathlib import Path\nfrom antiphon.train.metrics import OutputLock\n"
+        "import os, signal\nfrom pathlib import Path\nfrom antiphon.train.run_folder import OutputLock\n"
         f"lock = OutputLock(Path({str(tmp_path)!r}))\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL

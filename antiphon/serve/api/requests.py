@@ -15,6 +15,7 @@ from antiphon.serve.api.chat_messages import Message, RequestModel, TemplateOpti
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 _MAX_SHOWN = 8
+_MAX_STOP_CHARACTERS = 1024
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -49,9 +50,11 @@ def split_prompts(prompt: Prompt) -> list[str | list[int]]:
 
 def _check_stop(value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and all(isinstance(text, str) and 0 < len(text) <= 1024 for text in texts):
+    most = _MAX_STOP_CHARACTERS
+    if isinstance(texts, list) and all(isinstance(text, str) and 0 < len(text) <= most for text in texts):
         return texts
-    raise PydanticCustomError("stop", "it must be a text or a list of texts, each of 1 to 1024 characters")
+    words = "it must be a text or a list of texts, each of 1 to {most} characters"
+    raise PydanticCustomError("stop", words, {"most": most})
 
 
 def _check_logit_bias(value: object) -> dict[int, float]:
@@ -92,8 +95,8 @@ StopField = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": 1024},
-                {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 1024}},
+                {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARACTERS},
+                {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": _MAX_STOP_CHARACTERS}},
             ]
         }
     ),
