@@ -26,6 +26,7 @@ from antiphon.models.attention import (
 )
 from antiphon.models.attention_half import AttentionHalf, AttentionLayer, LayerNorm, LocalFeedForward, Norm, RMSNorm
 from antiphon.models.checkpoint import Checkpoint
+from antiphon.models.checkpoint_folder import brief
 from antiphon.models.expert_half import FREE, LAYERS_IN_POOL, ExpertHalf, OffloadedExperts
 from antiphon.models.gguf.checkpoint import open_weights
 from antiphon.models.rotary import rotary_table
@@ -84,8 +85,8 @@ def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames)
         is_of_model = name == bias_of(names.head) or name.startswith(layers)
         if is_of_model and checkpoint.stored_view(name).float().any():
             raise CheckpointError(
-                f"{checkpoint.file_of(name)}: tensor {name} has no use by config.json: state there what it belongs to, "
-                f"such as attention_bias, or leave the tensor out of the weights"
+                f"{checkpoint.file_of(name)}: tensor {brief(name)} has no use by config.json: state there what it "
+                f"belongs to, such as attention_bias, or leave the tensor out of the weights"
             )
 
 

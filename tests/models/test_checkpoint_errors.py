@@ -206,7 +206,7 @@ def test_a_tensor_that_config_json_says_nothing_of(
     tensors[tensor][3] = 0.5
     save_file(tensors, file)
     assert message_of(lambda: open_checkpoint(folder, spec)) == (
-        f"model.safetensors: tensor {tensor} has no use by config.json: state there what it belongs to, such as "
+        f"model.safetensors: tensor {tensor!r} has no use by config.json: state there what it belongs to, such as "
         f"attention_bias, or leave the tensor out of the weights"
     )
 
