@@ -350,7 +350,12 @@ def host_remarks(host: HostTimes | None) -> list[str]:
     server = f"{format_seconds(host.request_s)} a request, {format_seconds(host.token_s.value(at))} a token"
     client = f"{format_seconds(host.client_request_s)} and {format_seconds(host.client_token_s.value(at))}"
     waits = f"waiting {format_seconds(host.wait_s)}, a prompt handed over {format_seconds(host.handover_s)}"
-    return [f"HTTP with {at:.0f} streams, of a core: {server}; the client {client}; {waits}"]
+    ratio = host.step_ratio
+    slower = ", ".join(f"{value:.2f} of {rows:.0f}" for rows, value in zip(ratio.sizes, ratio.seconds, strict=True))
+    return [
+        f"HTTP with {at:.0f} streams, of a core: {server}; the client {client}; {waits}",
+        f"decode steps within the server, times as long as alone, by rows: {slower}",
+    ]
 
 
 def remarks(times: LocalTimes, folder: Path | None) -> list[str]:

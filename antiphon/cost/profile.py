@@ -211,7 +211,9 @@ class HostTimes:
     """What serving takes beside the model's steps, on a machine with a server and a client. Seconds of a core:
     `request_s` and `token_s` of the server's event loop, `client_*` of the client; of tokens by how many come out of
     one step. Seconds on the clock: `wait_s` of a request until the engine has it, beside that; `handover_s`: what its
-    first token takes longer if another pool of workers computes the prompt."""
+    first token takes longer if another pool of workers computes the prompt. `step_ratio`: how many times as long the
+    layers and head of a decode step take within the server as measured alone, by rows: what else runs there takes
+    caches. Profiles from before lack it."""
 
     request_s: NotNegative
     token_s: Curve
@@ -219,6 +221,7 @@ class HostTimes:
     client_token_s: Curve
     wait_s: NotNegative
     handover_s: NotNegative = 0.0
+    step_ratio: Curve = field(default_factory=lambda: flat(1.0))
 
 
 PROFILE_VERSION = 1

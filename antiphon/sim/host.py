@@ -179,6 +179,10 @@ class ServingHost:
 
         self.cores.add(self._now_s(), instance, instance, work_s, computed, num_devices)
 
+    def decoding_s(self, seconds: float, rows: int) -> float:
+        """What a decode step that takes so long alone takes here."""
+        return seconds * self._times.step_ratio.value(rows)
+
     def tokens(self, count: int, then: Then) -> None:
         """The engine has `count` tokens of one step; `then` when the clients have them."""
         times = self._times

@@ -243,6 +243,9 @@ class _ServingSimulation:
             phase, turn_s = instance.pool.phase, step.price.turn_s
             devices = sum(use.num_devices for use in phase.devices) // phase.num_instances
             work_s = step.price.duration_s - step.exposed_s - turn_s
+            rows = list(step.rows.values())
+            if sum(rows) == step.num_decode:
+                work_s = self._host.decoding_s(work_s, max(rows))
             self._host.step(_thread_of(instance), devices, work_s, turn_s, ends, wait_s=step.exposed_s)
 
     def _step_ends(self, pool: int, instance: Instance, version: int) -> None:

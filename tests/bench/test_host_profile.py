@@ -50,8 +50,13 @@ def test_parts_of_requests_and_tokens(checkpoint: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "subprocess", PROGRAMS)
     monkeypatch.setattr(processes, "ending_with_us", list)
     spec = load_model_spec(checkpoint)
-    worker = replace(thread_times(1), experts_s={spec.router.num_experts: flat(1e-6)})
+    worker = replace(
+        thread_times(1),
+        experts_s={spec.router.num_experts: flat(1e-6)},
+        **dict.fromkeys(("attention_s", "per_context_s", "head_s"), flat(1e-9)),
+    )
     times = local_times(num_cores=2, dtype=spec.dtype, threads=(worker,))
+    times = replace(times, engine=replace(times.engine, bookkeeping_s=flat(0.0)))
     effort = replace(QUICK, host_requests=8, host_streams=(1, 4))
     seen: list[tuple[float, float | None]] = []
     host = host_times(checkpoint, times, spec, effort, lambda done, total: seen.append((done, total)))
@@ -62,3 +67,5 @@ def test_parts_of_requests_and_tokens(checkpoint: Path, monkeypatch: pytest.Monk
     assert 0.0 < host.client_request_s < 0.1
     assert 0.0 <= host.token_s.value(1) < 0.05
     assert 0.0 <= host.client_token_s.value(4) < 0.05
+    assert host.step_ratio.sizes == (1.0, 4.0)  # steps of so many rows are in the server's timeline
+    assert all(ratio > 1.0 for ratio in host.step_ratio.seconds), "a step takes longer than the tables' microseconds"

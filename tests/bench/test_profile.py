@@ -13,13 +13,14 @@ from antiphon.base.errors import PeerLost, UserError
 from antiphon.bench.harness import children
 from antiphon.bench.harness.children import ChildFailed, Children
 from antiphon.bench.profile.exchange import Rounds, Served, exchange_medians
-from antiphon.bench.profile.measure import NORMAL, QUICK, gaps_between_steps, start_rigs
+from antiphon.bench.profile.measure import NORMAL, QUICK, gaps_between_steps, start_rigs, step_parts
 from antiphon.bench.profile.profile import Wanted, cost_profile, default_threads, measure, this_cluster
 from antiphon.bench.profile.rig import PartSeconds, Rig, RigWork
 from antiphon.cost.profile import LocalTimes, read_profile
 from antiphon.models.config import load_model_spec
 from antiphon.planner.local_prediction import LocalChoice, predict_decode
 from antiphon.serve.worker.spans import NAMES, SAMPLE, STEP, Spans
+from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.checked import read
 from antiphon.specs.cluster import cluster_from_json, cluster_to_json
 from tests.serve.fork_server import PROGRAMS
@@ -202,6 +203,18 @@ def test_the_engines_turn_is_between_full_steps_of_all_workers() -> None:
     assert gaps_between_steps([first], 4) == pytest.approx([50e-9, 40e-9])
     assert gaps_between_steps([first, second], 8) == pytest.approx([30e-9])
     assert gaps_between_steps([first], 7) == []
+
+
+def test_steps_count_however_two_workers_share_the_requests() -> None:
+    """5 and 3 of 8 requests: all steps have 10 ns of sampling at one worker, 20 at the other."""
+    steps = [(step, 100 * step, 100 * step + 10) for step in range(1, 6)]
+    first = spans_of([(step, 5, begin, end) for step, begin, end in steps])
+    second = spans_of([(step, 3, begin, end + 10) for step, begin, end in steps])
+    experts = spans_of([(step, 8, begin, end) for step, begin, end in steps])
+    names = (WorkerName("attention", 0), WorkerName("attention", 1), WorkerName("experts", 0))
+    parts = step_parts(dict(zip(names, (first, second, experts), strict=True)), 8)
+    assert (parts["head"], parts["engine"]) == pytest.approx((15e-9, 80e-9))
+    assert step_parts(dict(zip(names, (first, second, experts), strict=True)), 9) == {}
 
 
 def test_calls_and_ways_of_an_exchange_from_both_clocks() -> None:

@@ -61,6 +61,17 @@ def test_queued_tokens_count_before_they_run() -> None:
     assert choose([7] * 3, sims, (0, 1)) == 0
 
 
+def test_small_prompts_are_dealt_out_evenly_while_a_first_step_runs() -> None:
+    sims = workers(2)
+    for name in range(16):
+        chosen = choose([name + 3] * 4, sims, (0, 1))
+        assert chosen is not None
+        sims[chosen].submit(str(name), [name + 3] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
+        if name == 3:  # one worker begins earlier than the other
+            sims[0].step()
+    assert [sim.scheduler.num_running + sim.scheduler.num_waiting for sim in sims] == [8, 8]
+
+
 def test_only_live_workers_are_chosen() -> None:
     sims = workers(2)
     assert choose([3], sims, (1,)) == 1

@@ -12,7 +12,7 @@ from antiphon.planner.setting import Setting
 from antiphon.sim.demand import draw_demand
 from antiphon.sim.host import CoreWaits, DrawnWaits, ServingHost, SharedCores, Then
 from antiphon.sim.pools import ServingOptions, pools_of
-from antiphon.sim.serve_log import ServingRun
+from antiphon.sim.serve_log import Record, ServingRun
 from antiphon.sim.serving_run import simulate_serving
 from antiphon.specs.plan import PhasePlan
 from antiphon.specs.workload import WorkloadSpec
@@ -126,6 +126,18 @@ def test_a_request_alone_takes_the_sum_of_its_parts() -> None:
         for one, other in zip(found.records, alone.records, strict=True):
             assert one.ttft_s == pytest.approx(beside_s + (other.ttft_s or 0.0))
             assert one.tpot_s == pytest.approx(other.tpot_s)  # tokens are written while the next step runs
+
+
+def test_decode_steps_take_longer_within_a_server_and_prompts_do_not() -> None:
+    of = workload(rate=0.001, sigma=0.0)
+
+    def first(ratio: float) -> Record:
+        where = on_one_node(of, host(step_ratio=always(ratio)), turn_s=0.0)
+        return serve(of, where, PHASES["two pools"], count=1).records[0]
+
+    one, twice = first(1.0), first(2.0)
+    assert twice.ttft_s == pytest.approx(one.ttft_s, rel=1e-2)  # each run draws its experts
+    assert twice.tpot_s == pytest.approx(2 * (one.tpot_s or 0.0), rel=1e-2)
 
 
 def test_a_prompt_handed_over_takes_what_was_measured() -> None:

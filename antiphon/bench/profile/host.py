@@ -7,15 +7,18 @@
    takes, longer ones what a token takes, by how many streams there are: tokens of a step share a part of the way.
 3. The time to the first token, less all that and less the step, is waiting: for sockets, threads and processes to wake
    up. It is of the clock, and only as good as the machine is quiet.
+4. The server's timeline says how long its decode steps took. Beside what the profile has of the same rows, with one
+   thread, they are longer: HTTP, texts and the client take a part of the caches.
 
 Rejected: a profiler in the server. It would be part of what it measures, and see neither the kernel nor the client.
 """
 
 import asyncio
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -30,7 +33,11 @@ from antiphon.base.progress import Report
 from antiphon.bench.harness.processes import START_S, serving_here
 from antiphon.bench.openai_peer import OpenAIPeer, StreamedAnswer
 from antiphon.bench.profile.measure import Effort, curve
-from antiphon.cost.profile import HostTimes, LocalTimes
+from antiphon.cost.curves import Curve
+from antiphon.cost.profile import HostTimes, LocalTimes, flat
+from antiphon.planner.local_prediction import LocalChoice, predict_decode
+from antiphon.serve.worker.spans import NAMES as SPAN_NAMES
+from antiphon.serve.worker.spans import STEP
 from antiphon.specs.model import ModelSpec
 
 _PROMPT_TOKENS = 16
@@ -103,12 +110,38 @@ def _processor_s(folder: Path) -> float:
 
 
 @contextmanager
-def _serving(model: Path, vocab_size: int, *options: str) -> Iterator[HostServer]:
-    with (
-        TemporaryDirectory(prefix="host-") as name,
-        serving_here(model, Path(name), "--threads", "1", *options) as facts,
-    ):
+def _serving(model: Path, folder: Path, vocab_size: int, *options: str) -> Iterator[HostServer]:
+    with serving_here(model, folder, "--threads", "1", *options) as facts:
         yield HostServer(facts, vocab_size)
+
+
+def _step_s_by_rows(timeline: Path) -> dict[int, float]:
+    """Median seconds of a worker's steps, by their rows. None if the server did not end in time to write them."""
+    seconds: dict[int, list[float]] = {}
+    if not timeline.exists():
+        return {}
+    for event in json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]:
+        if event["name"] == SPAN_NAMES[STEP] and "dur" in event:
+            seconds.setdefault(event["args"]["rows"], []).append(event["dur"] * 1e-6)
+    return {rows: median(each) for rows, each in seconds.items()}
+
+
+def _step_ratio(measured: dict[int, float], times: LocalTimes, spec: ModelSpec, rows: Sequence[int]) -> Curve:
+    """Of decode steps with one thread: those of the server to those of the profile, both without bookkeeping."""
+    if all(each.num_threads > 1 for each in times.threads):
+        return flat(1.0)
+    ratios = {}
+    for number in sorted(measured.keys() & set(rows)):
+        alone = predict_decode(
+            replace(times, num_cores=1),
+            spec,
+            LocalChoice(layout="colocated"),
+            concurrency=number,
+            context=_PROMPT_TOKENS + _OUTPUT_TOKENS / 2,
+        ).parts_s
+        within_s = measured[number] - alone["bookkeeping"]
+        ratios[number] = max(1.0, within_s / (alone["attention"] + alone["experts"] + alone["head"]))
+    return curve(ratios, may_fall=True) if ratios else flat(1.0)
 
 
 def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, report: Report) -> HostTimes:
@@ -118,16 +151,19 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
     server_s: dict[int, float] = {}
     client_s: dict[int, float] = {}
     short: dict[int, Asked] = {}
-    with _serving(model, spec.vocab_size, *dtype) as server:
-        server.ask(effort.host_requests, 2)  # to warm up
-        for streams in effort.host_streams:
-            num_requests = -(-effort.host_requests // streams) * streams
-            short[streams] = server.ask(num_requests, 1, streams)
-            whole = server.ask(num_requests, _OUTPUT_TOKENS, streams)
-            num_tokens = num_requests * (_OUTPUT_TOKENS - 1)
-            server_s[streams] = max(whole.server_s - short[streams].server_s, 0.0) / num_tokens
-            client_s[streams] = max(whole.client_s - short[streams].client_s, 0.0) / num_tokens
-            report(next(done), num_parts)
+    with TemporaryDirectory(prefix="host-") as name:
+        folder, timeline = Path(name), Path(name) / "timeline.json"
+        with _serving(model, folder, spec.vocab_size, *dtype, "--timeline", str(timeline)) as server:
+            server.ask(effort.host_requests, 2)  # to warm up
+            for streams in effort.host_streams:
+                num_requests = -(-effort.host_requests // streams) * streams
+                short[streams] = server.ask(num_requests, 1, streams)
+                whole = server.ask(num_requests, _OUTPUT_TOKENS, streams)
+                num_tokens = num_requests * (_OUTPUT_TOKENS - 1)
+                server_s[streams] = max(whole.server_s - short[streams].server_s, 0.0) / num_tokens
+                client_s[streams] = max(whole.client_s - short[streams].client_s, 0.0) / num_tokens
+                report(next(done), num_parts)
+        step_ratio = _step_ratio(_step_s_by_rows(timeline), times, spec, effort.host_streams)
     first = effort.host_streams[0]
     single = short[first]
     each = [seconds / len(single.ttft_s) for seconds in (single.server_s, single.client_s)]
@@ -135,7 +171,10 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
     ttft_s = median(single.ttft_s)
     pooled_s = ttft_s
     if times.num_cores > 1:
-        with _serving(model, spec.vocab_size, *dtype, "--prefill", "1", "--decode", "1") as server:
+        with (
+            TemporaryDirectory(prefix="host-") as name,
+            _serving(model, Path(name), spec.vocab_size, *dtype, "--prefill", "1", "--decode", "1") as server,
+        ):
             server.ask(effort.host_requests, 2)
             pooled_s = median(server.ask(effort.host_requests, 2).ttft_s)
     report(next(done), num_parts)
@@ -146,6 +185,7 @@ def host_times(model: Path, times: LocalTimes, spec: ModelSpec, effort: Effort, 
         client_token_s=curve(client_s, may_fall=True),
         wait_s=max(ttft_s - beside, 0.0),
         handover_s=max(pooled_s - ttft_s, 0.0),
+        step_ratio=step_ratio,
     )
 
 

@@ -295,7 +295,8 @@ def open_rigs(bench: Bench, crew: Children, weight_bytes: int) -> tuple[Child, C
 
 # --- where the steps of a running engine spend their time, from its workers' spans, named as in `benchmarks/predict.py`
 #
-# Only steps count in which all requests decode: those with a worker's even share of them as rows.
+# Only steps count in which all requests decode: those with all of them as rows, however workers share them, and where
+# workers step each by itself those with a worker's even share.
 #
 # A profile takes from a real engine over the model what the engine itself takes between two steps, and a worker beside
 # its kernels. The gap between the end of one step and the begin of the next is the engine's turn: the result on its
@@ -315,10 +316,11 @@ def step_parts(spans: Mapping[WorkerName, Spans], concurrency: int) -> dict[str,
     attention = [each for name, each in spans.items() if name.role != "experts"]
     experts = [each for name, each in spans.items() if name.role == "experts"]
     share, odd = divmod(concurrency, max(1, len(attention)))
+    of_all = set(sorted(_steps_of_all(attention, concurrency))[1:-1]) if experts else set()
     parts: dict[str, list[float]] = {}
     t_a, t_e = [], []
     for each in attention:
-        steps = steps_with(each, {share, share + bool(odd)})
+        steps = of_all if experts else steps_with(each, {share, share + bool(odd)})
         if not steps:
             continue
         own = {name: _per_step(each, kinds, steps) for name, kinds in _PARTS.items()}
@@ -335,7 +337,7 @@ def step_parts(spans: Mapping[WorkerName, Spans], concurrency: int) -> dict[str,
     gaps = gaps_between_steps(attention, concurrency) if experts else gaps_between_steps(attention[:1], share)
     found["engine"] = median(gaps) if gaps else 0.0
     if experts:
-        found |= {"t_a_s": median(t_a), "t_e_s": median(t_e) if t_e else 0.0}
+        found |= {name: median(each) if each else 0.0 for name, each in (("t_a_s", t_a), ("t_e_s", t_e))}
     return found
 
 
@@ -372,18 +374,23 @@ def per_micro_batch(spans: Spans, kinds: Collection[int], steps: Collection[int]
 def gaps_between_steps(workers: Sequence[Spans], rows: int) -> list[float]:
     """From the last worker's end of a step to the first one's begin of the next, seconds, where both steps have `rows`
     rows over all workers (however they are shared out)."""
+    whole = _steps_of_all(workers, rows)
+    return [
+        (min(begin for _, begin, _ in whole[step + 1]) - max(end for _, _, end in whole[step])) * 1e-9
+        for step in sorted(whole)
+        if step + 1 in whole
+    ]
+
+
+def _steps_of_all(workers: Sequence[Spans], rows: int) -> dict[int, list[tuple[int, int, int]]]:
+    """The steps in which these workers together have `rows` rows: the rows, begin and end at each."""
     bounds: dict[int, list[tuple[int, int, int]]] = {}
     for spans in workers:
         for index, kind in enumerate(spans.name_index):
             if kind == STEP:
                 step = (spans.rows[index], spans.starts_ns[index], spans.ends_ns[index])
                 bounds.setdefault(spans.steps[index], []).append(step)
-    whole = {step: times for step, times in bounds.items() if sum(count for count, _, _ in times) == rows}
-    return [
-        (min(begin for _, begin, _ in whole[step + 1]) - max(end for _, _, end in whole[step])) * 1e-9
-        for step in sorted(whole)
-        if step + 1 in whole
-    ]
+    return {step: times for step, times in bounds.items() if sum(count for count, _, _ in times) == rows}
 
 
 _PROMPT_TOKENS = 4

@@ -267,7 +267,8 @@ def choose_attention_worker(request: Request, live_schedulers: Mapping[int, Sche
 
     1. one with a slot and KV blocks for the request beside everything it has accepted already, or in its express lane;
     2. the least work before the first token, in tokens: the request's own tokens that are *not* in that worker's prefix
-       cache, the prompt tokens queued there, and `RUNNING_SEQUENCE_TOKENS` for each sequence that slows every step;
+       cache, the prompt tokens queued there, and `RUNNING_SEQUENCE_TOKENS` for each sequence there, because those that
+       wait run before it;
     3. the most free blocks; then the lowest index, so that a choice can be repeated.
 
     So the longest prefix hit wins among workers of equal load, and a hit is worth the tokens it spares, no more.
@@ -292,5 +293,5 @@ def _burden(request: Request, scheduler: Scheduler) -> tuple[bool, int, int]:
     has_room = (
         book.num_free_slots > scheduler.num_waiting and book.num_free_blocks * block_size >= num_queued + num_new
     ) or book.lane.takes(request)
-    work = num_new + num_queued + RUNNING_SEQUENCE_TOKENS * scheduler.num_running
+    work = num_new + num_queued + RUNNING_SEQUENCE_TOKENS * (scheduler.num_running + scheduler.num_waiting)
     return not has_room, work, -book.num_free_blocks
