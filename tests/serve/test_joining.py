@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from antiphon import __version__
 from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
 from antiphon.base.units import split_address
 from antiphon.serve.config import ServeConfig
@@ -110,6 +111,13 @@ def test_a_role_without_a_place_is_turned_away_in_words() -> None:
     listener.close()
 
 
+def test_a_worker_of_another_version_is_turned_away_in_words(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.serve.joining.__version__", "9.9")
+    with pytest.raises(Refused, match=r"the engine is Antiphon 9\.9, the worker .*: install the same"):
+        guests.join()
+    assert guests.came.empty()
+
+
 def test_an_engine_that_does_not_know_the_secret_is_not_obeyed() -> None:
     """It lets everybody in, hoping that somebody obeys."""
     server = socket.create_server(("127.0.0.1", 0))
@@ -197,7 +205,7 @@ def test_a_worker_from_elsewhere_does_not_make_room_for_a_crowd(guests: Guests) 
         challenge, nonce = channel.receive(20.0), bytes(32)
         fields = (challenge.nonce, nonce, b"experts", b"slow", b"")
         proof = prove(SECRET, "worker", *fields)
-        channel.send(Join(role="experts", name="slow", host="", pid=1, nonce=nonce, proof=proof))
+        channel.send(Join(role="experts", name="slow", host="", pid=1, nonce=nonce, proof=proof, version=__version__))
         assert isinstance(channel.receive(20.0), Accepted)
     channel.close()
 
@@ -242,15 +250,17 @@ def test_a_worker_that_is_turned_out_unheard_comes_again(guests: Guests, monkeyp
 
 def test_a_worker_whose_engine_hangs_up_on_it_again_and_again_says_so(guests: Guests) -> None:
     guests.listener._challenge = lambda stream, host, now_s: stream.close()  # type: ignore[method-assign]
-    with pytest.raises(PeerTimeout, match=r"nothing from the engine \(lost engine: connection closed"):
+    with pytest.raises(PeerTimeout, match=r"no engine within 0.3 s \(lost engine: connection closed"):
         join_engine(guests.address, SECRET, role="experts", name="e", host="", pid=1, patience_s=0.3)
 
 
 def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None:
     with pytest.raises(ResourceError, match=f"cannot listen at {guests.address}: .*choose another --join-address"):
         JoinListener(guests.address, SECRET, lambda peer: None).start()
-    with pytest.raises(PeerTimeout, match=r"join 127\.0\.0\.1:1: nothing from the engine"):
+    with pytest.raises(PeerTimeout, match=r"join 127\.0\.0\.1:1: no engine .*refused.*--join-address"):
         join_engine("127.0.0.1:1", SECRET, role="experts", name="e", host="", pid=1, patience_s=0.2)
+    with pytest.raises(UserError, match=r"cannot join 127\.0\.0\.1:0: 0 means any free port"):
+        join_engine("127.0.0.1:0", SECRET, role="experts", name="e", host="", pid=1, patience_s=60.0)
 
 
 @pytest.mark.parametrize(
