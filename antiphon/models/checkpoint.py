@@ -174,6 +174,11 @@ class Checkpoint:
         return sorted(self._file_of)
 
     @property
+    def made_of(self) -> dict[str, str]:
+        """The matrix that each of these stored tensors is a part of."""
+        return {part: name for name, made in self._made.items() for part in made.parts}
+
+    @property
     def notes(self) -> list[str]:
         """Lines for a log: what lies in the folder and is not used, and names that were understood."""
         notes = []
