@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from antiphon import __version__
 from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
@@ -397,7 +399,7 @@ def test_a_spare_takes_the_place_of_a_joined_worker_that_was_killed(
 def test_a_guest_that_cannot_load_does_not_end_the_server(
     tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
 ) -> None:
-    """The checkpoint on its machine is not there; the next guest has one."""
+    """The checkpoint on its machine is not there, or has other weights; the next guest has one."""
     address = free_address()
     settings = config(tiny_model, "1+1/m2", join_address=address, join_secret=SECRET, joined_experts=1)
     with worker_command(address, "experts") as first, serving(settings) as engine:
@@ -407,6 +409,17 @@ def test_a_guest_that_cannot_load_does_not_end_the_server(
         run = Run(engine, prompts[:4], GREEDY)
         with worker_command(address, "experts", "--model", str(tmp_path / "nowhere")) as broken:
             assert broken.wait(60.0) == 1
+        with worker_command(address, "experts", "--model", str(_other_weights(settings, tmp_path))) as wrong:
+            assert wrong.wait(60.0) == 1
         with worker_command(address, "experts"):
             assert [request.token_ids for request in run.finish()] == reference[:4]
         assert engine.fatal is None
+
+
+def _other_weights(settings: ServeConfig, tmp_path: Path) -> Path:
+    """A checkpoint of the same shape."""
+    folder = tmp_path / "other"
+    shutil.copytree(settings.model, folder)
+    file = folder / "model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    return folder
