@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "http.md"
 BEGIN, END = "<!-- written by scripts/http_tables.py -->", "<!-- end of what scripts/http_tables.py writes -->"
 ENDPOINTS: dict[str, type[RequestModel]] = {"completions": CompletionRequest, "chats": ChatCompletionRequest}
 LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-LENGTHS = {"maxLength": "characters", "maxItems": "items"}
+LENGTHS = {"maxLength": "characters", "maxItems": "items", "maxProperties": "items"}
 
 
 def values(schema: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from ipaddress import IPv6Address
 
 from antiphon.base.errors import UserError, shortened
 
@@ -85,11 +86,23 @@ def milliseconds(seconds: float | None) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """`HOST:PORT` as its parts; port 0 means any free one."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"address is {address!r}: it must be HOST:PORT, for example 10.0.0.1:7700")
-    host = host.removeprefix("[").removesuffix("]")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not host or not is_port or (":" in host and not _is_ipv6(host)):
+        raise UserError(
+            f"address is {shortened(address)!r}: it must be HOST:PORT, for example 10.0.0.1:7700 or [fd00::1]:7700"
+        )
     check_host("address", host)
     return host, int(port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def check_host(what: str, host: str) -> None:

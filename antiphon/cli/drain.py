@@ -2,7 +2,8 @@
 
 A drained worker gets no new requests, and hands those that it has to others, with their keys and values. Then its
 process, or its machine, may end. What takes its place, or the same again after `--undo`, gets requests. The server sets
-no limit of time to that; `--wait` is this command's.
+no limit of time to that; `--wait` is this command's. It asks once and then only looks: a second order would be for the
+process that has the name by then.
 """
 
 import time
@@ -32,20 +33,23 @@ def drain(
     """Move all requests of WORKER to others, and wait until it has none."""
     deadline = time.monotonic() + wait
     with client_of(api_key_file) as client:
-        state = _state(client, url, worker, undo=undo)
+        state = _state(client, "PUT", url, "undrain" if undo else "drain", worker)
         while state.startswith("draining") and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-            state = _state(client, url, worker, undo=undo)
+            state = _state(client, "GET", url, "drain", worker)
     if state.startswith("draining"):
         raise UserError(f"{worker} is not drained after {wait:g} s ({state}): it goes on; ask again, or --undo")
+    if not undo and state != "drained":
+        raise UserError(
+            f"{worker} is not drained ({state}): its process ended and another takes its place, or somebody used --undo"
+        )
     show(f"{worker}: {state}", json=json)
     emit_json(json, {"worker": worker, "state": state})
 
 
-def _state(client: httpx.Client, url: str, worker: str, *, undo: bool) -> str:
-    """How far the worker is, after asking for it."""
-    order = "undrain" if undo else "drain"
-    answer = ask(url, lambda: client.put(f"{url.rstrip('/')}/{order}/{quote(worker, safe='/')}"))
+def _state(client: httpx.Client, method: str, url: str, route: str, worker: str) -> str:
+    """How far the worker is: after an order (PUT), or as it is (GET)."""
+    answer = ask(url, lambda: client.request(method, f"{url.rstrip('/')}/{route}/{quote(worker, safe='/')}"))
     try:
         body = answer.json()
         if answer.status_code in (400, 503):

@@ -15,8 +15,10 @@
 
 import mmap
 import os
+import re
 import warnings
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -80,6 +82,12 @@ class SafetensorsFile:
             count = (last - first) // dtype.itemsize
             return torch.frombuffer(self._mapped(), dtype=dtype, count=count, offset=first).view(shape)
 
+    def some_bytes(self, name: str) -> bytes:
+        """A few bytes from the middle of a tensor."""
+        first, last = self._span(self.entries[name], None)
+        middle = (first + last) // 2
+        return self._mapped()[middle : min(middle + _SAMPLE_BYTES, last)] if first < last else b""
+
     def will_need(self, name: str, rows: tuple[int, int] | None = None) -> None:
         """Have the system read the tensor from the disk meanwhile. Does not wait."""
         first, last = self._span(self.entries[name], rows)
@@ -118,6 +126,7 @@ class SafetensorsFile:
 
 
 _EMBEDDING, _HEAD, _PREFIX = "embed_tokens.weight", "lm_head.", "model."
+_SAMPLE_BYTES, _SAMPLES_OF_A_KIND = 64, 8
 _Held = TypeVar("_Held")
 Rows = tuple[int, int] | None
 Cut = tuple[int, int, int] | None
@@ -174,6 +183,11 @@ class Checkpoint:
         return sorted(self._file_of)
 
     @property
+    def made_of(self) -> dict[str, str]:
+        """The matrix that each of these stored tensors is a part of."""
+        return {part: name for name, made in self._made.items() for part in made.parts}
+
+    @property
     def notes(self) -> list[str]:
         """Lines for a log: what lies in the folder and is not used, and names that were understood."""
         notes = []
@@ -187,6 +201,20 @@ class Checkpoint:
         """Read every shard's header now: `CheckpointError` if one is damaged, or lacks what the index says it has."""
         for name in self._file_of:
             self._shard(name)
+
+    def fingerprint(self) -> str:
+        """A digest of names, sizes and a few bytes of some tensors of each kind: equal for the same weights, into
+        whatever files they are cut. Reads little: two checkpoints that differ in few numbers may have the same."""
+        digest = blake2b(digest_size=8)
+        by_kind: dict[str, list[str]] = {}
+        for name in self.names:
+            entry = self._shard(name).entries[name]
+            digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode(errors="replace"))
+            by_kind.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+        for alike in by_kind.values():
+            for name in alike[:: -(-len(alike) // _SAMPLES_OF_A_KIND)]:
+                digest.update(self._shard(name).some_bytes(name))
+        return digest.hexdigest()
 
     def is_packed(self, name: str) -> bool:
         """Whether the stored tensor is one of those that make a matrix in 4 or 8 bits; float8 is none."""

@@ -78,14 +78,20 @@ def _check_all_used(checkpoint: Checkpoint, spec: ModelSpec, names: TensorNames)
     for layer in spec.expert_layers:
         used |= {ref.name for ref in expert_refs(spec, names, layer, 0, checkpoint).refs}
     layers = tuple(names.layer.format(layer=layer) for layer in range(spec.num_layers))
-    for name in checkpoint.names:
+    made_of = checkpoint.made_of
+    for stored in checkpoint.names:
+        name = made_of.get(stored, stored)
         is_expert = ".experts." in name and not name.endswith("bias")
-        if is_expert or name in used or not name.endswith(_COMPUTED) or name.endswith(_LEFT_ALONE):
+        is_computed = name.endswith(_COMPUTED) or checkpoint.is_packed(name)
+        if is_expert or name in used or not is_computed or stored.endswith(_LEFT_ALONE):
             continue
         is_of_model = name == bias_of(names.head) or name.startswith(layers)
-        if is_of_model and checkpoint.stored_view(name).float().any():
+        if not is_of_model:
+            continue
+        tensor = checkpoint.read(name) if stored in made_of else checkpoint.stored_view(stored).float()
+        if tensor.any():
             raise CheckpointError(
-                f"{checkpoint.file_of(name)}: tensor {brief(name)} has no use by config.json: state there what it "
+                f"{checkpoint.file_of(name)}: tensor {brief(stored)} has no use by config.json: state there what it "
                 f"belongs to, such as attention_bias, or leave the tensor out of the weights"
             )
 

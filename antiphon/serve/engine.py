@@ -224,11 +224,18 @@ class Engine:
         """See `AsyncEngine.drain_worker`."""
         with self._lock:
             self._refuse_if_ending()
-            name = self.workforce.find_drainable(worker, _changed(self.workforce.drained, self._drains))
+            name, drained = self.workforce.find_drainable(worker), _changed(self.workforce.drained, self._drains)
+            if not undo and name not in drained:
+                self.workforce.check_can_drain(name, drained)
             self._drains[name] = not undo
         self._fleet.wake()
-        num_left = len(self.workforce.schedulers[name].requests)
-        return "ready" if undo else f"draining, {num_left} requests left" if num_left else "drained"
+        return self.drain_state(worker)
+
+    def drain_state(self, worker: str) -> str:
+        """See `AsyncEngine.drain_state`."""
+        with self._lock:
+            drained = _changed(self.workforce.drained, self._drains)
+        return self.workforce.drain_state(self.workforce.find_drainable(worker), drained)
 
     def call_when_given_up(self, callback: Callable[[], None]) -> None:
         """See `AsyncEngine.call_when_given_up`."""
@@ -355,6 +362,8 @@ class Engine:
             raise
 
     def _on_death(self, event: Event) -> None:
+        with self._lock:
+            self._drains.pop(event.worker.name.leader, None)  # it was asked of the process that is gone
         try:
             failure, homeless = self.workforce.on_death(event)
             self._spans.forget([event.worker.name])

@@ -194,6 +194,9 @@ class AsyncEngine(Protocol):
         `undo` that. Ends with the process, too. Returns how far it is, as in `EngineStats.workers`. `UserError` if no
         such worker takes requests, or no other."""
 
+    def drain_state(self, worker: str) -> str:
+        """How far a worker is drained, without asking for it; `UserError` if none of that name takes requests."""
+
     def last_steps(self, num_steps: int, timeout_s: float) -> dict[str, Spans]:
         """What the workers of this machine did in their last steps, by name; at most 8 attention and 8 expert
         workers. Waits until they answer, so not on the event loop: as long as a step, at most `timeout_s`."""

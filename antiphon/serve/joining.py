@@ -38,6 +38,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from antiphon import __version__
 from antiphon.base.errors import PeerLost, Refused, ResourceError, UserError, with_fix
 from antiphon.base.logging import Occasional, get_logger
 from antiphon.base.system import limit
@@ -98,7 +99,8 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """`host`: where other workers reach this one; empty: the address this connection comes from."""
+    """`host`: where other workers reach this one; empty: the address this connection comes from. `version`: of
+    Antiphon; empty: one from before it was said."""
 
     role: JoinRole
     name: str
@@ -106,6 +108,7 @@ class Join(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pid: int
     nonce: bytes
     proof: bytes
+    version: str = ""
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):
@@ -362,6 +365,10 @@ class JoinListener:
         if len(join.nonce) != 32 or not hmac.compare_digest(join.proof, prove(self._secret, "worker", *fields)):
             channel.enqueue(TurnedAway("the secret is not the one the engine has"))
             raise Refused("does not know the secret")
+        if join.version != __version__:
+            others = join.version or "an older version"
+            channel.enqueue(TurnedAway(f"the engine is Antiphon {__version__}, the worker {others}: install the same"))
+            raise Refused(f"{join.name} is Antiphon {others}, not {__version__}")
         if is_wildcard(join.host):
             channel.enqueue(TurnedAway(f"nobody can dial {join.host}, where it says it can be reached"))
             raise Refused(f"{join.name} says it can be reached at {join.host}, which nobody can dial")

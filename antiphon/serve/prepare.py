@@ -55,8 +55,9 @@ class PreparedEngine:
 
     `placement`: where experts are at first; `slots`: experts that a worker may hold in a layer; `load_rows`: rows that
     an expert worker computes in the time of one load; `scheduler`: limits of each attention worker. `secret` is
-    shared by the workers of this run; those that join derive it themselves, so it never travels. `prefill`: the pool
-    for prompts, where it is apart; this is then the one that decodes."""
+    shared by the workers of this run; those that join derive it themselves, so it never travels. `fingerprint`: of the
+    checkpoint, where workers join. `prefill`: the pool for prompts, where it is apart; this is then the one that
+    decodes."""
 
     config: ServeConfig
     spec: ModelSpec
@@ -66,6 +67,7 @@ class PreparedEngine:
     load_rows: int
     scheduler: SchedulerConfig
     secret: bytes = field(repr=False)
+    fingerprint: str = ""
     prefill: "PreparedEngine | None" = None
 
     @property
@@ -184,7 +186,10 @@ def prepare(config: ServeConfig) -> PreparedEngine:
             config.model,
         )
     secret = exchange_secret(config.join_secret) if config.join_address else secrets.token_bytes(32)
-    pools = [_prepare_pool(pool, spec, context_length, secret) for pool in config.pools]
+    fingerprint = checkpoint.fingerprint() if config.join_address else ""
+    pools = [
+        replace(_prepare_pool(pool, spec, context_length, secret), fingerprint=fingerprint) for pool in config.pools
+    ]
     run = pools[0] if len(pools) == 1 else replace(pools[0], prefill=pools[1])
     if run.prefill is not None or config.expert_bytes is not None:
         _check_all_fits(run, sum(map(checkpoint.stored_bytes, checkpoint.names)))

@@ -180,29 +180,47 @@ class Workforce:
             healthy=fatal is None and ready,
             status=fatal or ("draining" if draining else _status(missing, ready)),
             missing=tuple(map(str, missing)),
-            workers={str(name): missing.get(name) or self._drains(name) or "ready" for name in self.names},
+            workers={str(name): missing.get(name) or self._presence(name, self.drained) for name in self.names},
             events=statistics.newest_events(),
             handovers=msgspec.structs.replace(statistics.handovers),
             pools=self._pools(),
         )
 
-    def _drains(self, name: WorkerName) -> str:
-        """How far a worker is drained; empty if it is not to be."""
-        if name.leader not in self.drained:
-            return ""
+    def _presence(self, name: WorkerName, drained: Collection[WorkerName]) -> str:
+        """What a worker that is there is: ready, or how far it is drained."""
+        if name.leader not in drained:
+            return "ready"
         num_left = len(self.schedulers[name.leader].requests)
         return f"draining, {num_left} requests left" if num_left else "drained"
 
-    def find_drainable(self, worker: str, drained: Collection[WorkerName]) -> WorkerName:
-        """The worker of that name, to be drained beside these. `UserError` if there is none, or none that could take
-        its requests."""
+    @property
+    def _missing_leaders(self) -> dict[WorkerName, str]:
+        return {name.leader: why for name, why in self.missing.items()}
+
+    def drain_state(self, name: WorkerName, drained: Collection[WorkerName]) -> str:
+        """As in `EngineStats.workers`, where `drained` are the workers that are to be drained."""
+        return self._missing_leaders.get(name) or self._presence(name, drained)
+
+    def find_drainable(self, worker: str) -> WorkerName:
+        """The worker of that name. `UserError` if none has requests under that name."""
         found = next((name for name in self.schedulers if str(name) == worker), None)
         if found is None:
             raise UserError(f"no worker {worker!r} has requests: drain one of {', '.join(map(str, self.schedulers))}")
-        others = self.request_schedulers.keys() - {found, *drained}
-        if found in self.request_schedulers and found not in drained and not others:
-            raise UserError(f"{worker} is the only worker left that takes requests: add another one first")
         return found
+
+    def check_can_drain(self, name: WorkerName, drained: Collection[WorkerName]) -> None:
+        """`UserError` if the worker is missing, or if no other could take its requests beside those that are drained:
+        an order is for the process that has the place now, not for the next one."""
+        missing = self._missing_leaders
+        if name in missing:
+            raise UserError(
+                f"{name} is not there ({missing[name]}): it has no requests; drain what comes once it is ready"
+            )
+        others = self.request_schedulers.keys() - {name, *drained}
+        if name in self.request_schedulers and not others - missing.keys():
+            absent = ", ".join(sorted(f"{other} ({missing[other]})" for other in others))
+            fix = f"wait for {absent}" if absent else "add another one first"
+            raise UserError(f"{name} is the only worker left that takes requests: {fix}")
 
     def _pools(self) -> tuple[ShownPool, ...]:
         """Both, where prefill and decode are apart."""

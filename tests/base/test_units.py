@@ -60,7 +60,9 @@ def test_times_are_printed(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":7", "host:port", "host:70000"])
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":7", "host:port", "host:70000", "h:²", "::1", "a:b:7", "[::1:7"]
+)
 def test_a_bad_address_says_how_it_must_look(address: str) -> None:
     with pytest.raises(UserError, match="must be HOST:PORT"):
         split_address(address)

@@ -15,7 +15,7 @@ from antiphon.kernels.cpu import CpuBackend
 from antiphon.kernels.reference import ReferenceBackend
 from antiphon.models.checkpoint import Checkpoint
 from antiphon.models.config import load_model_spec
-from antiphon.models.load import load_expert, load_expert_half
+from antiphon.models.load import load_expert, load_expert_half, open_checkpoint
 from antiphon.models.shares import share_of
 from tests.models.packed_specimens import PACKED, pack_checkpoint
 from tests.models.test_shares import logits_of_ranks
@@ -27,6 +27,25 @@ def saved(save_model: Any, tools: Any, form: str, family: str = "qwen3_moe", **c
     """The packed folder, and the one with what it multiplies out to."""
     folder = save_model(tools.config(family, **(SIZES | changes))).folder
     return folder, pack_checkpoint(folder, PACKED[form])
+
+
+@pytest.mark.parametrize("form", ["GPTQ", "AWQ", "compressed-tensors int4", "compressed-tensors mxfp4"])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_packed_matrix_that_config_json_says_nothing_of(
+    form: str, is_declared: bool, save_model: Any, tools: Any
+) -> None:
+    folder, _ = saved(save_model, tools, form, moe_intermediate_size=64, intermediate_size=64)
+    file, spec = folder / "model.safetensors", load_model_spec(folder)
+    if not is_declared:  # one such matrix among plain ones
+        folder = folder.with_name(folder.name + "-wide")
+    tensors = load_file(file)
+    stem = "model.layers.1.self_attn.q_proj."
+    unused = {name.replace("q_proj", "g_proj"): each for name, each in tensors.items() if name.startswith(stem)}
+    kept = load_file(folder / file.name)
+    save_file(kept | unused, folder / file.name)
+    message = r"model\.safetensors: tensor 'model\.layers\.1\.self_attn\.g_proj\.[a-z_]+' has no use by config\.json"
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder, spec)
 
 
 @pytest.mark.parametrize("form", PACKED)

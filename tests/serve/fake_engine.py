@@ -243,7 +243,10 @@ class FakeEngine:
         if worker not in ("attention[0]", "prefill/replica[0]"):
             raise UserError(f"no worker {worker!r} has requests: drain one of attention[0], prefill/replica[0]")
         self.drained_workers = set() if undo else {worker}
-        return "ready" if undo else "draining, 3 requests left"
+        return self.drain_state(worker)
+
+    def drain_state(self, worker: str) -> str:
+        return "draining, 3 requests left" if worker in self.drained_workers else "ready"
 
     def place(self, placement: ExpertPlacement) -> int:
         placement.check_fits([0], 4, 2, 3)

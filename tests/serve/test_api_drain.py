@@ -46,8 +46,24 @@ def test_a_server_that_ends_meanwhile_says_so(server: Live, key_file: Path, monk
         drain("attention[0]", server.url, api_key_file=key_file)
 
 
+def test_what_takes_the_place_of_a_worker_that_ended_is_not_drained(
+    server: Live, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = []
+
+    def end_soon(worker: str, *, undo: bool) -> str:
+        orders.append(worker)
+        return "draining, 3 requests left"  # then its process ends, and the next one is ready
+
+    monkeypatch.setattr(server.engine, "drain_worker", end_soon)
+    with pytest.raises(UserError, match=r"attention\[0\] is not drained \(ready\): its process ended"):
+        drain("attention[0]", server.url, api_key_file=key_file)
+    assert orders == ["attention[0]"]
+
+
 def test_it_needs_a_key_and_a_worker(server: Live, key_file: Path) -> None:
     assert httpx.put(f"{server.url}/drain/attention[0]").status_code == 401
+    assert httpx.get(f"{server.url}/drain/attention[0]").status_code == 401
     with pytest.raises(UserError, match="API key"):
         drain("attention[0]", server.url)
     with pytest.raises(UserError, match="drain one of"):

@@ -58,6 +58,7 @@ def test_any_other_value_is_refused_and_the_message_names_those_that_are_not(ser
         {"n": 2, "best_of": 2},
         {"best_of": 1},
         {"prompt_cache_key": "conversation-7"},
+        {"metadata": {"thread": "7", "k" * 64: "v" * 512}},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"length_penalty": 1},
     ],

@@ -118,6 +118,7 @@ def test_the_description_names_every_endpoint_and_parameter() -> None:
         "priority",
         "request_id",
         "safety_identifier",
+        "metadata",
         *HARMLESS,
     }
     assert set(components["CompletionRequest"]["properties"]) == promised | {"prompt", "echo"}

@@ -1,6 +1,7 @@
 """A worker is taken out of service while it decodes: its requests go on elsewhere, with the same text."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -56,14 +57,36 @@ def hand_over(engine: Engine, worker: str, expected: list[list[int]]) -> None:
 
 
 def test_two_workers_drained_at_once_leave_none_without_a_worker(tiny_model: TinyModel) -> None:
-    engine = build_engine(prepare(config(tiny_model, "2")))  # its thread, which obeys, has not begun
-    engine.drain_worker("replica[0]", undo=False)
-    with pytest.raises(UserError, match=r"replica\[1\] is the only worker left that takes requests"):
-        engine.drain_worker("replica[1]", undo=False)
-    assert engine.drain_worker("replica[0]", undo=True) == "ready"
-    assert engine.drain_worker("replica[1]", undo=False) == "drained"
-    assert engine.drain_worker("replica[1]", undo=True) == "ready"
+    with running(config(tiny_model, "2")) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        assert engine.drain_worker("replica[0]", undo=False) == "drained"
+        with pytest.raises(UserError, match=r"replica\[1\] is the only worker left that takes requests: add"):
+            engine.drain_worker("replica[1]", undo=False)
+        assert engine.drain_worker("replica[0]", undo=True) == engine.drain_state("replica[0]") == "ready"
+        assert engine.drain_worker("replica[1]", undo=False) == engine.drain_state("replica[1]") == "drained"
+        assert engine.drain_worker("replica[1]", undo=True) == "ready"
+
+
+def test_a_worker_that_is_not_there_is_not_drained(tiny_model: TinyModel) -> None:
+    """An order would be for the process that comes, which nobody has asked to drain."""
+    engine = build_engine(prepare(config(tiny_model, "2")))  # not started: both load
+    with pytest.raises(UserError, match=r"replica\[0\] is not there .*: it has no requests"):
+        engine.drain_worker("replica[0]", undo=False)
+    assert engine.drain_worker("replica[0]", undo=True) == engine.drain_state("replica[0]") != "ready"
     engine.stop()
+
+
+def test_an_order_to_a_worker_that_dies_is_not_for_the_next(tiny_model: TinyModel) -> None:
+    with running(config(tiny_model, "2")) as engine:
+        wait_until(lambda: engine.complete, "all workers")
+        kill(engine, "replica", 0)
+        with suppress(UserError):  # the engine may have noticed
+            engine.drain_worker("replica[0]", undo=False)
+        with suppress(UserError):
+            engine.drain_worker("replica[1]", undo=False)
+            pytest.fail("none would be left to take requests")
+        wait_until(lambda: engine.stats().num_worker_restarts == 1 and engine.complete, "another in its place")
+        assert engine.drain_state("replica[0]") == "ready"
 
 
 @pytest.mark.parametrize(

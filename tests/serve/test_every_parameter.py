@@ -142,7 +142,7 @@ FORMATS = (
     "regex",
     "ebnf",
 )
-CHANGES_NOTHING = {"prompt_cache_key"}  # and says so
+CHANGES_NOTHING = {"prompt_cache_key", "metadata"}  # and says so
 PROMPTS = {  # a tokenizer of chats and of /tokenize
     "tools": Row([LOOK], lambda seen: "look" in seen.prompt),
     "chat_template_kwargs": Row({"thinking": False}, lambda seen: seen.prompt.endswith("no ")),

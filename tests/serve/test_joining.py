@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from antiphon import __version__
 from antiphon.base.errors import PeerTimeout, Refused, ResourceError, UserError
 from antiphon.base.units import split_address
 from antiphon.serve.config import ServeConfig
@@ -110,6 +113,13 @@ def test_a_role_without_a_place_is_turned_away_in_words() -> None:
     listener.close()
 
 
+def test_a_worker_of_another_version_is_turned_away_in_words(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.serve.joining.__version__", "9.9")
+    with pytest.raises(Refused, match=r"the engine is Antiphon 9\.9, the worker .*: install the same"):
+        guests.join()
+    assert guests.came.empty()
+
+
 def test_an_engine_that_does_not_know_the_secret_is_not_obeyed() -> None:
     """It lets everybody in, hoping that somebody obeys."""
     server = socket.create_server(("127.0.0.1", 0))
@@ -197,7 +207,7 @@ def test_a_worker_from_elsewhere_does_not_make_room_for_a_crowd(guests: Guests) 
         challenge, nonce = channel.receive(20.0), bytes(32)
         fields = (challenge.nonce, nonce, b"experts", b"slow", b"")
         proof = prove(SECRET, "worker", *fields)
-        channel.send(Join(role="experts", name="slow", host="", pid=1, nonce=nonce, proof=proof))
+        channel.send(Join(role="experts", name="slow", host="", pid=1, nonce=nonce, proof=proof, version=__version__))
         assert isinstance(channel.receive(20.0), Accepted)
     channel.close()
 
@@ -242,15 +252,17 @@ def test_a_worker_that_is_turned_out_unheard_comes_again(guests: Guests, monkeyp
 
 def test_a_worker_whose_engine_hangs_up_on_it_again_and_again_says_so(guests: Guests) -> None:
     guests.listener._challenge = lambda stream, host, now_s: stream.close()  # type: ignore[method-assign]
-    with pytest.raises(PeerTimeout, match=r"nothing from the engine \(lost engine: connection closed"):
+    with pytest.raises(PeerTimeout, match=r"no engine within 0.3 s \(lost engine: connection closed"):
         join_engine(guests.address, SECRET, role="experts", name="e", host="", pid=1, patience_s=0.3)
 
 
 def test_an_address_in_use_and_nobody_there_are_one_line(guests: Guests) -> None:
     with pytest.raises(ResourceError, match=f"cannot listen at {guests.address}: .*choose another --join-address"):
         JoinListener(guests.address, SECRET, lambda peer: None).start()
-    with pytest.raises(PeerTimeout, match=r"join 127\.0\.0\.1:1: nothing from the engine"):
+    with pytest.raises(PeerTimeout, match=r"join 127\.0\.0\.1:1: no engine .*refused.*--join-address"):
         join_engine("127.0.0.1:1", SECRET, role="experts", name="e", host="", pid=1, patience_s=0.2)
+    with pytest.raises(UserError, match=r"cannot join 127\.0\.0\.1:0: 0 means any free port"):
+        join_engine("127.0.0.1:0", SECRET, role="experts", name="e", host="", pid=1, patience_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +399,7 @@ def test_a_spare_takes_the_place_of_a_joined_worker_that_was_killed(
 def test_a_guest_that_cannot_load_does_not_end_the_server(
     tiny_model: TinyModel, prompts: Prompts, reference: Tokens, tmp_path: Path
 ) -> None:
-    """The checkpoint on its machine is not there; the next guest has one."""
+    """The checkpoint on its machine is not there, or has other weights; the next guest has one."""
     address = free_address()
     settings = config(tiny_model, "1+1/m2", join_address=address, join_secret=SECRET, joined_experts=1)
     with worker_command(address, "experts") as first, serving(settings) as engine:
@@ -397,6 +409,17 @@ def test_a_guest_that_cannot_load_does_not_end_the_server(
         run = Run(engine, prompts[:4], GREEDY)
         with worker_command(address, "experts", "--model", str(tmp_path / "nowhere")) as broken:
             assert broken.wait(60.0) == 1
+        with worker_command(address, "experts", "--model", str(_other_weights(settings, tmp_path))) as wrong:
+            assert wrong.wait(60.0) == 1
         with worker_command(address, "experts"):
             assert [request.token_ids for request in run.finish()] == reference[:4]
         assert engine.fatal is None
+
+
+def _other_weights(settings: ServeConfig, tmp_path: Path) -> Path:
+    """A checkpoint of the same shape."""
+    folder = tmp_path / "other"
+    shutil.copytree(settings.model, folder)
+    file = folder / "model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    return folder

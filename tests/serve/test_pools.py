@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from antiphon.base.errors import ResourceError, UserError
 from antiphon.models.config import load_model_spec
@@ -13,6 +14,7 @@ from antiphon.serve import prepare as prepare_module
 from antiphon.serve.engine import Engine
 from antiphon.serve.engine_api import EngineOutput
 from antiphon.serve.prepare import prepare
+from antiphon.serve.worker.kv_transfer import layout_digest
 from antiphon.serve.worker_handle import WorkerName
 from antiphon.specs.counts import count_parameters, kv_cache_block_bytes
 from antiphon.specs.sampling import SamplingParams
@@ -309,6 +311,16 @@ def test_pools_that_do_not_fit_the_memory_are_refused(tiny_model: TinyModel, mon
     assert len(prepare(fits).pools) == 2
     with pytest.raises(ResourceError, match=r"the pools do not fit: weights need .* of --decode and .* of --prefill"):
         prepare(config(tiny_model, "9>1", num_blocks=17))
+
+
+def test_a_workers_tokens_are_the_servers_although_the_tokenizer_ends_texts_too(tiny_model: TinyModel) -> None:
+    """The server adds the tokenizer's ending to the model; workers read `config.json` alone."""
+    spec = load_model_spec(tiny_model.folder)
+    servers = replace(spec, eos_token_ids=(*spec.eos_token_ids, 5))
+    assert layout_digest(servers, torch.float32, "auto") == layout_digest(spec, torch.float32, "auto")
+    assert layout_digest(replace(spec, vocab_size=9), torch.float32, "auto") != layout_digest(
+        spec, torch.float32, "auto"
+    )
 
 
 def test_experts_that_stay_in_the_file_need_no_memory_but_their_pool(

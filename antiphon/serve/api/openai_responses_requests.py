@@ -30,6 +30,7 @@ from antiphon.serve.api.requests import (
     ChatCompletionRequest,
     Count,
     JsonSchemaDescription,
+    Metadata,
     NumLogprobs,
     Penalty,
     PlainFormat,
@@ -229,7 +230,7 @@ class ResponsesRequest(RequestModel):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: turns are left out at the beginning until the rest fits. Default disabled."
     )
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back.")
+    metadata: Metadata | None = Field(None, description="Given back.")
     client_metadata: dict[str, Any] | None = Field(None, description="Changes nothing.")
     user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Named in the server's log.")
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None

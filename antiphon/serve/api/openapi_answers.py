@@ -172,7 +172,10 @@ VersionResponse = _answer(
 )
 PlacementResponse = _answer("PlacementResponse", status=Literal["moving", "in place"], experts_to_load=int)
 DrainResponse = _answer(
-    "DrainResponse", '`state`: "ready", "draining, 3 requests left" or "drained".', worker=str, state=str
+    "DrainResponse",
+    '`state`: "ready", "draining, 3 requests left", "drained", or why it is not there.',
+    worker=str,
+    state=str,
 )
 
 

@@ -6,7 +6,8 @@ it asks for the key, and for the data once a second. Page and script are one doc
 
 `POST /placement` moves experts between workers, the body is the file of a placement; `PUT /drain/WORKER` takes one out
 of service without losing work, `PUT /undrain/WORKER` puts it back. Draining has no body: the method alone keeps pages
-of other sites from asking.
+of other sites from asking. `GET /drain/WORKER` says how far it is: to ask for it again would drain what has taken the
+place of a process that ended.
 """
 
 import asyncio
@@ -188,7 +189,6 @@ async def place(request: Request) -> JSONResponse:
 
 _DRAINING: dict[str, Any] = {
     "tags": ["workers"],
-    "status_code": 202,
     "response_model": DrainResponse,
     "responses": described_errors(400, 401, 404),
     "openapi_extra": described_path("worker"),  # names may hold a slash, as in prefill/replica[0]
@@ -198,19 +198,27 @@ _DRAINING: dict[str, Any] = {
 @workers_router.put(
     "/drain/{worker:path}",
     summary="Give a worker no more requests, and move those that it has to others",
+    status_code=202,
     **_DRAINING,
 )
-async def drain(request: Request) -> JSONResponse:
-    """Asked again, it says how far it is. A worker is drained until its process ends, or until this is undone."""
-    return _answer(request, undo=False)
-
-
-@workers_router.put("/undrain/{worker:path}", summary="Let a worker that was drained have requests again", **_DRAINING)
-async def undrain(request: Request) -> JSONResponse:
-    return _answer(request, undo=True)
-
-
-def _answer(request: Request, *, undo: bool) -> JSONResponse:
+async def drain(request: Request) -> dict[str, str]:
+    """A worker is drained until its process ends, or until this is undone."""
     worker = request.path_params["worker"]
-    state = context_of(request).engine.drain_worker(worker, undo=undo)
-    return JSONResponse({"worker": worker, "state": state}, status_code=202)
+    return {"worker": worker, "state": context_of(request).engine.drain_worker(worker, undo=False)}
+
+
+@workers_router.put(
+    "/undrain/{worker:path}",
+    summary="Let a worker that was drained have requests again",
+    status_code=202,
+    **_DRAINING,
+)
+async def undrain(request: Request) -> dict[str, str]:
+    worker = request.path_params["worker"]
+    return {"worker": worker, "state": context_of(request).engine.drain_worker(worker, undo=True)}
+
+
+@workers_router.get("/drain/{worker:path}", summary="How far a worker is drained", **_DRAINING)
+async def drain_state(request: Request) -> dict[str, str]:
+    worker = request.path_params["worker"]
+    return {"worker": worker, "state": context_of(request).engine.drain_state(worker)}

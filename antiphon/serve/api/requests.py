@@ -118,6 +118,9 @@ PositiveCount = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1024)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 def _no_number(value: Any) -> Any:
@@ -259,6 +262,7 @@ class GenerationRequest(RequestModel):
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
         None, description="Changes nothing: prompts that begin alike share a cache, whatever their keys."
     )
+    metadata: Metadata | None = Field(None, description="Changes nothing: answers are not stored.")
 
 
 class CompletionRequest(GenerationRequest):

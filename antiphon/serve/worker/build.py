@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from antiphon import _native
-from antiphon.base.errors import UserError
+from antiphon.base.errors import CheckpointError, UserError
 from antiphon.base.logging import get_logger
 from antiphon.base.sharing import split_evenly
 from antiphon.comm.gloo_exchange import GlooAttentionExchange, GlooExpertExchange
@@ -138,12 +138,18 @@ def build_worker(configure: Configure, progress: ReportProgress, say: Say) -> Lo
         _log.info("%s[%d]: on %s", configure.role, configure.index, device)
     backend = make_backend(configure.kernels, device, resolve_dtype(configure.dtype))
     _claim_cores(configure, backend)
+    checkpoint = open_weights(configure.model, configure.weights)
+    if configure.fingerprint and (found := checkpoint.fingerprint()) != configure.fingerprint:
+        raise CheckpointError(
+            f"{configure.model} has other weights than the server's checkpoint (fingerprint {found}, not "
+            f"{configure.fingerprint}): give this worker the server's (--model)"
+        )
     source = _Source(
         configure=configure,
         endpoints=Endpoints(configure),
         backend=backend,
         spec=load_model_spec(configure.model, configure.rope_scaling),
-        checkpoint=open_weights(configure.model, configure.weights),
+        checkpoint=checkpoint,
         recorder=CountingRecorder() if configure.trace else SpanRecorder(keeps_all=False),
         progress=progress,
         say=say,

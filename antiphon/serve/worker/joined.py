@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from antiphon import __version__
 from antiphon.base.allowance import allowance, share_of_threads
 from antiphon.base.errors import PeerLost, PeerTimeout, Refused, UserError
 from antiphon.base.logging import get_logger
@@ -69,7 +70,8 @@ def join_engine(
     """Connect to an engine, trying for `patience_s` until it is there and has heard us; returns the channel to it.
 
     `PeerTimeout` if no engine answers, `Refused` if either side does not know the secret."""
-    split_address(address)  # a mistake in it is not worth waiting for
+    if split_address(address)[1] == 0:  # a mistake in it is not worth waiting for
+        raise UserError(f"cannot join {address}: 0 means any free port; the server's log names the port it has")
     deadline = time.monotonic() + patience_s
     pause_s = _FIRST_RETRY_S
     while True:
@@ -79,7 +81,13 @@ def join_engine(
             raise
         except (PeerLost, OSError) as error:  # not there yet, or so busy with strangers that it took us for one
             if time.monotonic() + pause_s > deadline:
-                raise PeerTimeout(f"join {address}", [f"the engine ({error})"], patience_s) from error
+                raise PeerTimeout.from_message(
+                    f"join {address}: no engine within {patience_s:.1f} s ({error}): compare with --join-address of "
+                    "the server, or raise --patience",
+                    ["engine"],
+                ) from error
+            if pause_s == _FIRST_RETRY_S:
+                _log.info("no engine at %s yet (%s): trying for %.1f s", address, error, patience_s)
         time.sleep(pause_s * random.uniform(0.5, 1.0))  # nothing tells when a machine begins to listen
         pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
@@ -96,7 +104,9 @@ def _open_channel(address: str, secret: bytes, *, role: JoinRole, name: str, hos
             raise Refused(f"{address} does not speak as an engine does")
         fields = (challenge.nonce, nonce, role.encode(), name.encode(), host.encode())
         proof = prove(secret, "worker", *fields)
-        channel.send(Join(role=role, name=name, host=host, pid=pid, nonce=nonce, proof=proof), OPENING_S)
+        channel.send(
+            Join(role=role, name=name, host=host, pid=pid, nonce=nonce, proof=proof, version=__version__), OPENING_S
+        )
         answer = channel.receive(OPENING_S)
         if isinstance(answer, TurnedAway):
             raise Refused(f"{address} turned this worker away: {answer.reason}")

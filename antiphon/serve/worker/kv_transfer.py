@@ -26,7 +26,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import msgspec
@@ -70,7 +70,8 @@ def layout_digest(spec: ModelSpec, dtype: torch.dtype, storage: KVStorage) -> st
     attention = spec.attention
     latent = attention.latent
     width = f"{attention.num_kv_heads} heads of {attention.head_dim}" if latent is None else f"latent {latent.key_dim}"
-    shape = blake2b(repr(spec).encode(), digest_size=6).hexdigest()
+    same = replace(spec, eos_token_ids=())  # the server adds what the tokenizer says
+    shape = blake2b(repr(same).encode(), digest_size=6).hexdigest()
     stored = str(dtype).removeprefix("torch.") if storage == "auto" else f"{storage} with scales"
     return f"{spec.num_layers} layers, {width}, {stored}, shape {shape}"
 

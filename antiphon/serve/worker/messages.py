@@ -89,6 +89,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     exchanged in the order of the device's stream (`comm/m2n/streams`).
     `sums_in_blocks`: ranks add up prompts in blocks of rows, each while the next one is multiplied.
     `spins`: threads of the kernels that wait may look again and again.
+    `fingerprint`: of the server's checkpoint (`Checkpoint.fingerprint`), for a worker that may have another one.
     `device_index`: which worker of its machine this is, over all roles; GPUs are taken in turn by it."""
 
     role: Role
@@ -97,6 +98,7 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_ranks: int = 1
     num_stages: int = 1
     model: str
+    fingerprint: str = ""
     device: str
     device_index: int
     dtype: str
